@@ -1,0 +1,74 @@
+"""What a step's attention is planned from, and the protocol of an implementation."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """Where the tokens of one packed step belong, on the host. Contexts first, then generation rows.
+
+    T tokens, n sequences of which the first c are contexts, r rows that need logits.
+
+    token_ids      [T] int32   a generation row holds 0: its token is on the device, in its slot
+    positions      [T] int32   position of each token in its sequence
+    pool_slots     [T] int64   where its key and value go: block id * tokens_per_block + offset
+    slots          [n] int32   sequence slots in batch order
+    query_starts   [n + 1] int32   offsets of the sequences in the packed tokens
+    kv_lengths     [n] int32   tokens in the KV cache once this step's are written
+    block_tables   [n, m] int32   block ids in order, m the longest table of the step; stale entries hold a valid id
+    num_contexts   c
+    logits_rows    [r] int64   packed index of the last token of each sequence that yields a token, in batch order
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    pool_slots: np.ndarray
+    slots: np.ndarray
+    query_starts: np.ndarray
+    kv_lengths: np.ndarray
+    block_tables: np.ndarray
+    num_contexts: int
+    logits_rows: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_context_tokens(self) -> int:
+        return int(self.query_starts[self.num_contexts])
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Cosines and sines of the rotary position embedding.
+
+    cos, sin   [max positions, rotary dimensions / 2] float32 on the device; the half-split ("NeoX") rotation, any
+               scaling of the amplitude (yarn) already multiplied in
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Attention(Protocol):
+    """Built once per model and pool; used by one thread."""
+
+    dispatch: str   # "triton" or "torch"
+
+    def plan(self, step: PackedStep) -> None:
+        """Prepare for one step: upload lengths and tables, choose kernels. Before the first `run` of the step."""
+        ...
+
+    def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+            rotary: RotaryTable | None) -> torch.Tensor:
+        """Rotate query and key, write key and value into the pool, attend.
+
+        Shapes   query [T, heads, head_size]; key, value [T, kv_heads, head_size]; result [T, heads * head_size]
+        Mutates  the pool's pages of this layer; may overwrite query and key
+        """
+        ...

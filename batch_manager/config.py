@@ -1,0 +1,240 @@
+"""What users configure, and the one place where "decide for me" is decided.
+
+The dataclasses are frozen and keyword-only; their field names are TensorRT-LLM's in snake_case. `None` means "decide
+for me" and is legal here only: `resolve_limits` turns it into numbers once, and no component receives a configuration
+it does not own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigError
+from .names import ContextChunkingPolicy, SchedulerPolicy
+from .seams import BackendInfo
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCacheConfig:
+    """How much memory the KV cache may take and how its blocks are kept.
+
+    max_tokens                 tokens over all requests; None: what the fraction below allows
+    max_attention_window       tokens a query may look back on; None: all of them
+    sink_token_length          first tokens that stay visible although outside the window
+    free_gpu_memory_fraction   share of the memory free after the weights are loaded, 0 < x <= 1; on a CPU of the free
+                               host memory, and there the default pool is at most 2 GiB
+    enable_block_reuse         keep full blocks of finished requests for prompts that share a prefix
+    tokens_per_block           power of two; a context chunk that is not the last is a multiple of it
+    host_cache_size            bytes of host memory for reusable blocks evicted from the pool
+    """
+
+    max_tokens: int | None = None
+    max_attention_window: int | None = None
+    sink_token_length: int = 0
+    free_gpu_memory_fraction: float = 0.9
+    enable_block_reuse: bool = False
+    tokens_per_block: int = 64
+    host_cache_size: int = 0
+
+    def __post_init__(self) -> None:
+        _require_count("KvCacheConfig.max_tokens", self.max_tokens, optional=True)
+        _require_count("KvCacheConfig.max_attention_window", self.max_attention_window, optional=True)
+        _require_count("KvCacheConfig.sink_token_length", self.sink_token_length, minimum=0)
+        _require_count("KvCacheConfig.host_cache_size", self.host_cache_size, minimum=0)
+        _require_flag("KvCacheConfig.enable_block_reuse", self.enable_block_reuse)
+        fraction = self.free_gpu_memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+            raise ConfigError(f"KvCacheConfig.free_gpu_memory_fraction is {fraction!r}", "it must be in (0, 1]",
+                              "0.9 leaves a tenth of the free memory to others")
+        if self.tokens_per_block not in BLOCK_SIZES:
+            raise ConfigError(f"KvCacheConfig.tokens_per_block is {self.tokens_per_block!r}",
+                              f"it must be one of {', '.join(map(str, BLOCK_SIZES))}", "64 is the default")
+        if self.sink_token_length and self.max_attention_window is None:
+            raise ConfigError(f"sink_token_length is {self.sink_token_length} but max_attention_window is not set",
+                              fix="sink tokens only mean something outside a sliding window; set both or neither")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrtGptModelOptionalParams:
+    """Everything about the engine that has a default.
+
+    enable_trt_overlap          two micro-batches of disjoint requests, one computing while the other is planned
+    enable_chunked_context      a prompt may be computed in chunks over several iterations
+    context_chunking_policy     who gets the token budget when it does not hold all waiting prompts
+    normalize_log_probs         report log-probabilities of the normalised distribution
+    max_batch_size              sequences in one step
+    max_num_tokens              tokens in one step, over all its sequences
+    max_seq_len                 prompt plus generated tokens of one request; None: the model's max_position_embeddings
+    max_num_sequences           requests active at a time; None: max_batch_size; -1: unbounded
+    device                      "cuda", "cuda:1", "cpu"; None: "cuda" where there is one, else "cpu"
+    dtype                       "auto": the checkpoint's on a GPU, float32 on a CPU; or a dtype by name
+    load_format                 "auto": safetensors; "dummy": seeded random weights, config.json is enough
+    gather_context_logits, gather_generation_logits   whether requests may ask for logits
+    num_threads                 threads of a CPU backend; None: torch's current setting
+    cuda_graphs                 replay captured graphs for generation steps; None: where it can
+    deterministic               bitwise the same result alone or batched
+    flush_stats_when_idle       one more statistics record when the last request has left
+    max_queued_requests         requests waiting inside the manager; one more is refused with QUEUE_FULL
+    max_queued_tokens           prompt tokens waiting inside the manager
+    max_request_bytes           bytes of one request's tensors
+    max_bytes_in_flight         bytes of all living requests: their tensors and the logits they asked to get back
+    max_admissions_per_iteration   requests looked at in one iteration, so that running ones keep their cadence
+    idle_poll_interval_s        seconds between two calls of the get callback when there is nothing to do
+    hang_warning_s              seconds without a heartbeat of the worker before it is reported; 0: never
+    """
+
+    kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
+    enable_trt_overlap: bool = False
+    enable_chunked_context: bool = False
+    context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+    normalize_log_probs: bool = True
+    max_batch_size: int = 256
+    max_num_tokens: int = 8192
+    max_seq_len: int | None = None
+    max_num_sequences: int | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    gather_context_logits: bool = True
+    gather_generation_logits: bool = True
+    num_threads: int | None = None
+    cuda_graphs: bool | None = None
+    deterministic: bool = False
+    flush_stats_when_idle: bool = False
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4 * 1024 * 1024
+    max_request_bytes: int = 64 * 1024 * 1024
+    max_bytes_in_flight: int = 4 * 1024 * 1024 * 1024
+    max_admissions_per_iteration: int = 4096
+    idle_poll_interval_s: float = 0.004
+    hang_warning_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kv_cache_config, KvCacheConfig):
+            raise ConfigError(f"kv_cache_config is a {type(self.kv_cache_config).__name__}", "a KvCacheConfig")
+        for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
+                     "gather_generation_logits", "deterministic", "flush_stats_when_idle"):
+            _require_flag(name, getattr(self, name))
+        if self.cuda_graphs is not None:
+            _require_flag("cuda_graphs", self.cuda_graphs)
+        if not isinstance(self.context_chunking_policy, ContextChunkingPolicy):
+            raise ConfigError(f"context_chunking_policy is {self.context_chunking_policy!r}",
+                              "a member of ContextChunkingPolicy")
+        for name in ("max_batch_size", "max_num_tokens", "max_request_bytes", "max_bytes_in_flight",
+                     "max_admissions_per_iteration"):
+            _require_count(name, getattr(self, name))
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            _require_count(name, getattr(self, name), minimum=0)
+        _require_count("max_seq_len", self.max_seq_len, minimum=2, optional=True)
+        _require_count("num_threads", self.num_threads, optional=True)
+        if self.max_num_sequences != -1:
+            _require_count("max_num_sequences", self.max_num_sequences, optional=True)
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}", f"one of {', '.join(DTYPES)}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigError(f"load_format is {self.load_format!r}", f"one of {', '.join(LOAD_FORMATS)}")
+        _require_seconds("idle_poll_interval_s", self.idle_poll_interval_s, positive=True)
+        _require_seconds("hang_warning_s", self.hang_warning_s, positive=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Replacements for parts of the engine: objects or factories, never names.
+
+    scheduler   a RequestScheduler, a CapacityScheduler, or a factory (limits: Limits, kv_cache_manager) -> either
+    attention   a factory (spec, kv_pool) -> attention implementation of the device tower
+    backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
+    clock       a Clock
+    """
+
+    scheduler: Any = None
+    attention: Callable[..., Any] | None = None
+    backend: Any = None
+    clock: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The numbers the host tower works with. Nothing is None; unbounded is said by a flag.
+
+    max_batch_size        sequences in one step
+    max_num_tokens        tokens in one step
+    max_seq_len           prompt plus generated tokens of one request
+    max_beam_width        largest beam width of a request
+    max_num_requests      requests the capacity scheduler may take in one iteration
+    max_num_sequences     requests active at a time (of no meaning when unbounded)
+    unbounded_sequences   as many active requests as the get callback hands over
+    vocab_size            of the model
+    num_blocks, tokens_per_block   of the KV cache pool
+    """
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    max_beam_width: int
+    max_num_requests: int
+    max_num_sequences: int
+    unbounded_sequences: bool
+    vocab_size: int
+    num_blocks: int
+    tokens_per_block: int
+    enable_chunked_context: bool
+    context_chunking_policy: ContextChunkingPolicy
+    scheduler_policy: SchedulerPolicy
+
+
+def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_beam_width: int,
+                   scheduler_policy: SchedulerPolicy) -> Limits:
+    """Decide what the user left open, against what the backend can do.
+
+    Raises ConfigError when the two contradict each other.
+    """
+    max_seq_len = info.max_seq_len if params.max_seq_len is None else params.max_seq_len
+    if max_seq_len > info.max_seq_len:
+        raise ConfigError(f"max_seq_len is {max_seq_len:,}", f"the model has positions for {info.max_seq_len:,} tokens",
+                          f"set max_seq_len to at most {info.max_seq_len:,} or leave it unset")
+    if params.enable_chunked_context and params.max_num_tokens < info.tokens_per_block:
+        raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
+                          f"{info.tokens_per_block} tokens",
+                          "a context chunk that is not the last is a whole number of blocks",
+                          "raise max_num_tokens or lower tokens_per_block")
+    unbounded = params.max_num_sequences == -1
+    max_num_sequences = params.max_batch_size if params.max_num_sequences is None else params.max_num_sequences
+    return Limits(
+        max_batch_size=params.max_batch_size,
+        max_num_tokens=params.max_num_tokens,
+        max_seq_len=max_seq_len,
+        max_beam_width=max_beam_width,
+        max_num_requests=params.max_batch_size,
+        max_num_sequences=max_num_sequences,
+        unbounded_sequences=unbounded,
+        vocab_size=info.vocab_size,
+        num_blocks=info.num_blocks,
+        tokens_per_block=info.tokens_per_block,
+        enable_chunked_context=params.enable_chunked_context,
+        context_chunking_policy=params.context_chunking_policy,
+        scheduler_policy=scheduler_policy,
+    )
+
+
+def _require_count(name: str, value: object, *, minimum: int = 1, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        allowed = f"an integer of at least {minimum}" + (", or None" if optional else "")
+        raise ConfigError(f"{name} is {value!r}", allowed)
+
+
+def _require_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}", "True or False")
+
+
+def _require_seconds(name: str, value: object, *, positive: bool) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and (value > 0 if positive else value >= 0)
+    if not good:
+        raise ConfigError(f"{name} is {value!r}", "seconds, " + ("more than 0" if positive else "0 or more"))

@@ -1,0 +1,108 @@
+"""Every error of the project, sorted by what dies.
+
+    BatchManagerError
+    ├── ConfigError (ValueError)            nothing started: raised in the constructor's caller
+    │   ├── ModelLoadError                  a checkpoint that cannot be read; names file and field
+    │   │   └── UnsupportedModelError       an architecture nobody registered; lists what is known
+    │   └── InsufficientMemoryError         bytes wanted, bytes free, the knob that helps
+    ├── RequestError                        one request dies; its final response carries the text
+    │   ├── InvalidRequestError (ValueError)
+    │   ├── DuplicateRequestIdError
+    │   ├── RequestTooLargeError            would never fit, however long it waited
+    │   └── QueueFullError
+    ├── SchedulerContractError              a custom scheduler broke a stated rule; names class and rule
+    ├── DeviceLostError                     the device cannot be used again in this process
+    ├── ManagerClosedError                  used after shutdown, or in a forked child
+    └── InternalError                       a bug of ours
+
+A message is three parts: the fact with its value; the expectation; the way out.
+"""
+
+from .names import ErrorCode
+
+
+class BatchManagerError(Exception):
+    """Base of all errors raised by this package. `code` is what a response's text starts with."""
+
+    code = ErrorCode.ENGINE_FAILED
+
+    def __init__(self, fact: str, expectation: str = "", fix: str = "") -> None:
+        self.fact, self.expectation, self.fix = fact, expectation, fix
+        super().__init__("; ".join(part for part in (fact, expectation, fix) if part))
+
+    def response_text(self) -> str:
+        """The text a final response carries: `[CODE] fact; expectation; way out`."""
+        return error_text(self.code, str(self))
+
+
+class ConfigError(BatchManagerError, ValueError):
+    """The configuration cannot be run. Raised before any thread exists."""
+
+
+class ModelLoadError(ConfigError):
+    """The checkpoint cannot be loaded. Names the file and the field."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """The architecture is not known."""
+
+
+class InsufficientMemoryError(ConfigError):
+    """The weights or the KV cache do not fit."""
+
+    code = ErrorCode.OUT_OF_MEMORY
+
+
+class RequestError(BatchManagerError):
+    """One request is refused or ends early; all others are untouched."""
+
+    code = ErrorCode.INVALID_REQUEST
+
+
+class InvalidRequestError(RequestError, ValueError):
+    """A tensor or an option of the request is not usable."""
+
+
+class DuplicateRequestIdError(RequestError):
+    """The id belongs to a request that is alive."""
+
+    code = ErrorCode.DUPLICATE_REQUEST_ID
+
+
+class RequestTooLargeError(RequestError):
+    """The request's worst case is larger than the whole KV cache pool."""
+
+    code = ErrorCode.TOO_LARGE_FOR_KV_CACHE
+
+
+class QueueFullError(RequestError):
+    """A bound on waiting work is reached."""
+
+    code = ErrorCode.QUEUE_FULL
+
+
+class SchedulerContractError(BatchManagerError):
+    """A scheduler broke a rule. The process lives; every active request is answered."""
+
+    def __init__(self, scheduler: object, rule: str) -> None:
+        super().__init__(f"{type(scheduler).__name__} broke the scheduler contract: {rule}",
+                         fix="correct the scheduler, or use SimpleScheduler")
+
+
+class DeviceLostError(BatchManagerError):
+    """The device's context is lost; nothing can run on it in this process any more."""
+
+
+class ManagerClosedError(BatchManagerError):
+    """The manager was shut down, or belongs to the parent of this forked process."""
+
+    code = ErrorCode.SHUTDOWN
+
+
+class InternalError(BatchManagerError):
+    """An invariant of this package does not hold: a bug, please report it."""
+
+
+def error_text(code: ErrorCode, message: str) -> str:
+    """`[CODE] message`, with control characters escaped so that a log line stays one line."""
+    return f"[{code.value}] " + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)

@@ -1,0 +1,186 @@
+"""The two values that cross between the towers: `ScheduledBatch` down, `StepOutput` up.
+
+Integers and numpy arrays only; no request object, no tensor of torch. A *slot* is a row of the device's per-sequence
+state: the host picks it when a request becomes active and may give it to another one once it was released. What a
+request asked for travels once, as `SlotSetup`, with its first context chunk (again after a pause); afterwards the
+device knows the last token of every slot, so a generation step carries slots and lengths and nothing else.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .names import ErrorCode, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSetup:
+    """What the device must know about a sequence before its first token, written once per admission or resume.
+
+    end_id                  token that ends the sequence and is not part of the output; -1: none
+    temperature             > 0 divides the logits; 0 means greedy
+    top_k, top_p            0 and 0.0: greedy. top_k > 0 keeps the k best, 0 < top_p < 1 the smallest set that
+                            holds p of the probability, top-k first; top_p = 1 keeps everything
+    random_seed             0 <= seed < 2^64; what is drawn is a function of (seed, position of the drawn token) alone
+    return_log_probs        rows of `StepOutput.log_probs` are filled for this slot
+    return_context_logits   the step's context rows are returned in `StepOutput.context_logits`
+    return_generation_logits   the row each token was drawn from is returned in `StepOutput.generation_logits`
+    """
+
+    end_id: int = -1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    random_seed: int = 0
+    return_log_probs: bool = False
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ContextWork:
+    """One context chunk of one sequence.
+
+    token_ids       [n] int32, n >= 1: the chunk
+    start           tokens of this sequence already in the KV cache = position of token_ids[0]
+    is_last_chunk   the step also yields the next token of the sequence
+    setup           given with the first chunk after admission or resume, else None
+    """
+
+    slot: int
+    token_ids: np.ndarray
+    start: int
+    is_last_chunk: bool
+    setup: SlotSetup | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationWork:
+    """One step of every generating sequence.
+
+    slots        [g] int32, in batch order
+    kv_lengths   [g] int32: tokens in the KV cache before the step = position of the token that is fed
+    """
+
+    slots: np.ndarray
+    kv_lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+NO_GENERATION = GenerationWork(np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTableUpdates:
+    """Entries of the block tables that changed since the last batch: `table[slots[i], indices[i]] = block_ids[i]`.
+
+    slots, indices, block_ids   [u] int32
+    Applying an update twice is harmless. Entries past a sequence's length are stale and must not be read.
+    """
+
+    slots: np.ndarray
+    indices: np.ndarray
+    block_ids: np.ndarray
+
+
+NO_UPDATES = BlockTableUpdates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """All work of one step: contexts before generation, packed in this order without padding.
+
+    A backend that raises from `start` or `finish` must have changed nothing that a second run of the same batch, or of
+    any part of it, would notice: the loop narrows a failure down by running halves.
+    """
+
+    iteration: int
+    micro_batch_id: int = 0
+    context: tuple[ContextWork, ...] = ()
+    generation: GenerationWork = NO_GENERATION
+    block_table_updates: BlockTableUpdates = NO_UPDATES
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.context) + len(self.generation)
+
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(len(work.token_ids) for work in self.context)
+
+    def slots(self) -> list[int]:
+        """Every slot of the batch, in batch order."""
+        return [work.slot for work in self.context] + self.generation.slots.tolist()
+
+    def part(self, start: int, stop: int) -> "ScheduledBatch":
+        """Sequences start..stop of the batch order, as a batch of its own."""
+        contexts = len(self.context)
+        rows = slice(max(start - contexts, 0), max(stop - contexts, 0))
+        return ScheduledBatch(
+            iteration=self.iteration,
+            micro_batch_id=self.micro_batch_id,
+            context=self.context[start:stop],
+            generation=GenerationWork(self.generation.slots[rows], self.generation.kv_lengths[rows]),
+            block_table_updates=self.block_table_updates,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """One sequence whose row of a step is unusable; the others of the batch are fine."""
+
+    code: ErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step yielded: one row for each context whose last chunk ran, then one for each generation row.
+
+    slots               [r] int32, in batch order
+    tokens              [r] int32: the token chosen; meaningless where `failures` names the slot
+    finish              [r] uint8, FinishReason as decided on the device: END_ID (the token is the end id and is not
+                        part of the output), STOP_WORDS or NOT_FINISHED; lengths are counted by the host
+    log_probs           [r] float32, or None when nobody in the batch asked
+    context_logits      slot -> [chunk tokens, vocab] float32, for the slots that asked
+    generation_logits   slot -> [vocab] float32, for the slots that asked and have a row
+    failures            slot -> why its row is unusable
+    """
+
+    micro_batch_id: int
+    slots: np.ndarray
+    tokens: np.ndarray
+    finish: np.ndarray
+    log_probs: np.ndarray | None = None
+    context_logits: dict[int, np.ndarray] = field(default_factory=dict)
+    generation_logits: dict[int, np.ndarray] = field(default_factory=dict)
+    failures: dict[int, RowFailure] = field(default_factory=dict)
+
+    @staticmethod
+    def merge(parts: "list[StepOutput]", micro_batch_id: int) -> "StepOutput":
+        """The outputs of the parts of one batch, in order, as if it had run whole."""
+        if not parts:
+            none = np.empty(0, np.int32)
+            return StepOutput(micro_batch_id, none, none, np.empty(0, np.uint8))
+        log_probs = None
+        if any(part.log_probs is not None for part in parts):
+            log_probs = np.concatenate([
+                np.zeros(len(part.slots), np.float32) if part.log_probs is None else part.log_probs for part in parts])
+        return StepOutput(
+            micro_batch_id=micro_batch_id,
+            slots=np.concatenate([part.slots for part in parts]),
+            tokens=np.concatenate([part.tokens for part in parts]),
+            finish=np.concatenate([part.finish for part in parts]),
+            log_probs=log_probs,
+            context_logits={slot: logits for part in parts for slot, logits in part.context_logits.items()},
+            generation_logits={slot: logits for part in parts for slot, logits in part.generation_logits.items()},
+            failures={slot: failure for part in parts for slot, failure in part.failures.items()},
+        )
+
+
+# The finish codes a backend may report, as plain integers for numpy comparisons on the hot path.
+NOT_FINISHED = int(FinishReason.NOT_FINISHED)
+END_ID = int(FinishReason.END_ID)
+STOP_WORDS = int(FinishReason.STOP_WORDS)

@@ -1,0 +1,72 @@
+"""The enumerations of the field, spelled as TensorRT-LLM spells them."""
+
+from enum import Enum, IntEnum
+
+
+class TrtGptModelType(IntEnum):
+    """Batching scheme.
+
+    V1                      a padded batch runs in lockstep until its last member is done
+    InflightBatching        requests join and leave every iteration; context and generation in two calls
+    InflightFusedBatching   the same in one packed call
+    """
+
+    V1 = 0
+    InflightBatching = 1
+    InflightFusedBatching = 2
+
+
+class SchedulerPolicy(IntEnum):
+    """Who may start when KV cache blocks are short.
+
+    MAX_UTILIZATION       start while one more step fits; pause the youngest when it no longer does
+    GUARANTEED_NO_EVICT   start only what can run to its last token; never pause
+    """
+
+    MAX_UTILIZATION = 0
+    GUARANTEED_NO_EVICT = 1
+
+
+class ContextChunkingPolicy(IntEnum):
+    """How a token budget too small for all waiting prompts is divided among them."""
+
+    FIRST_COME_FIRST_SERVED = 0
+    EQUAL_PROGRESS = 1
+
+
+class LlmRequestState(Enum):
+    """Where a request stands. The order is chronological: comparing `.value` asks "has it got that far"."""
+
+    UNKNOWN = 0
+    ENCODER_INIT = 1
+    CONTEXT_INIT = 10
+    GENERATION_IN_PROGRESS = 13
+    GENERATION_TO_COMPLETE = 14
+    GENERATION_COMPLETE = 20
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended; the content of the response tensor `finish_reason`."""
+
+    NOT_FINISHED = 0
+    END_ID = 1
+    STOP_WORDS = 2
+    LENGTH = 3
+    TIMED_OUT = 4
+    CANCELLED = 5
+
+
+class ErrorCode(Enum):
+    """What the text of an error response starts with, in brackets."""
+
+    INVALID_REQUEST = "INVALID_REQUEST"
+    DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
+    TOO_LARGE_FOR_KV_CACHE = "TOO_LARGE_FOR_KV_CACHE"
+    QUEUE_FULL = "QUEUE_FULL"
+    NON_FINITE_LOGITS = "NON_FINITE_LOGITS"
+    INVALID_TOKEN = "INVALID_TOKEN"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    MODEL_ERROR = "MODEL_ERROR"
+    DEADLINE = "DEADLINE"
+    SHUTDOWN = "SHUTDOWN"
+    ENGINE_FAILED = "ENGINE_FAILED"

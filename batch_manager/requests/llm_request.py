@@ -1,0 +1,131 @@
+"""A running request: facts about its text, and where it stands.
+
+    CONTEXT_INIT --last chunk done--> GENERATION_IN_PROGRESS --one token left--> GENERATION_TO_COMPLETE
+         ^                                     |                                        |
+         +------------- paused ----------------+            stop, length, word, error   v
+                                               +--------------------------------> GENERATION_COMPLETE
+
+Blocks, sampling state, timing and what was already sent are kept elsewhere, by request id or by slot.
+"""
+
+from ..names import LlmRequestState
+
+_GENERATING = (LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE)
+NO_SLOT = -1
+
+
+class LlmRequest:
+    """One request that was admitted. Changed by the loop only, on the worker thread.
+
+    request_id          the user's id
+    tokens              per beam, the prompt and what was generated
+    orig_prompt_len     tokens of the user's prompt
+    prompt_len          tokens to compute in the context phase: the prompt, after a pause with the generated tokens
+    max_new_tokens      tokens still allowed after prompt_len
+    beam_width, draft_len, lora_task_id, priority   as asked; a larger priority goes first
+    state               see the table above
+    context_position    tokens of the context already computed
+    seq_slot            row of the per-sequence state, NO_SLOT before activation
+    num_pauses          how often it was paused
+    """
+
+    __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "beam_width", "draft_len",
+                 "lora_task_id", "priority", "state", "context_position", "seq_slot", "num_pauses")
+
+    def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
+                 draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5) -> None:
+        assert prompt and max_new_tokens >= 1 and beam_width >= 1
+        self.request_id = request_id
+        self.tokens = [list(prompt) for _ in range(beam_width)]
+        self.orig_prompt_len = self.prompt_len = len(prompt)
+        self.max_new_tokens = max_new_tokens
+        self.beam_width = beam_width
+        self.draft_len = draft_len
+        self.lora_task_id = lora_task_id
+        self.priority = priority
+        self.state = LlmRequestState.CONTEXT_INIT
+        self.context_position = 0
+        self.seq_slot = NO_SLOT
+        self.num_pauses = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus generated tokens of the longest beam."""
+        return len(self.tokens[0])
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens generated since the last pause, as the schedulers count them."""
+        return len(self.tokens[0]) - self.prompt_len
+
+    @property
+    def total_generated_tokens(self) -> int:
+        """Tokens generated since admission."""
+        return len(self.tokens[0]) - self.orig_prompt_len
+
+    @property
+    def remaining_context(self) -> int:
+        """Context tokens still to compute."""
+        return self.prompt_len - self.context_position
+
+    @property
+    def is_context(self) -> bool:
+        return self.state is LlmRequestState.CONTEXT_INIT
+
+    @property
+    def is_first_context_chunk(self) -> bool:
+        return self.context_position == 0
+
+    @property
+    def is_generating(self) -> bool:
+        return self.state in _GENERATING
+
+    @property
+    def is_started(self) -> bool:
+        """It has computed something that a pause would throw away."""
+        return self.state in _GENERATING or (self.state is LlmRequestState.CONTEXT_INIT and self.context_position > 0)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is LlmRequestState.GENERATION_COMPLETE
+
+    def advance_context(self, chunk_length: int) -> None:
+        """Note that a chunk was computed; the last one moves the request to generation."""
+        assert self.is_context and 0 < chunk_length <= self.remaining_context
+        self.context_position += chunk_length
+        if self.context_position == self.prompt_len:
+            self.state = LlmRequestState.GENERATION_IN_PROGRESS
+
+    def add_token(self, token: int) -> None:
+        """Append a generated token (beam width 1)."""
+        assert self.is_generating
+        self.tokens[0].append(token)
+        left = self.max_new_tokens - self.num_generated_tokens
+        if left == 1:
+            self.state = LlmRequestState.GENERATION_TO_COMPLETE
+        elif left <= 0:
+            self.state = LlmRequestState.GENERATION_COMPLETE
+
+    def finish(self) -> None:
+        self.state = LlmRequestState.GENERATION_COMPLETE
+
+    def pause(self, max_input_len: int) -> None:
+        """Back to the context phase; what was generated becomes part of the prompt.
+
+        With beams all generated tokens are dropped, and so are tokens beyond max_input_len.
+        Source: TensorRT-LLM's LlmRequest::pause.
+        """
+        if self.beam_width > 1:
+            self.tokens = [beam[: self.prompt_len] for beam in self.tokens]
+        else:
+            grown = max(self.prompt_len, min(max_input_len, self.num_tokens))
+            del self.tokens[0][grown:]
+            self.max_new_tokens -= grown - self.prompt_len
+            self.prompt_len = grown
+        self.state = LlmRequestState.CONTEXT_INIT
+        self.context_position = 0
+        self.num_pauses += 1
+
+    def __repr__(self) -> str:
+        return (f"LlmRequest({self.request_id}, {self.state.name}, prompt_len={self.prompt_len}, "
+                f"generated={self.total_generated_tokens})")

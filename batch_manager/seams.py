@@ -1,0 +1,84 @@
+"""The protocols behind which parts can be replaced. Structural: implement the methods, inherit nothing."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from .handover import ScheduledBatch, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """What the host tower needs to know of a model and its device; fixed for the life of the backend.
+
+    vocab_size            token ids are 0 <= id < vocab_size, of the model (not of a tokenizer)
+    max_seq_len           positions the backend can run: prompt plus generated tokens of one sequence
+    num_blocks            KV cache blocks in the pool
+    tokens_per_block      tokens one block holds
+    num_slots             sequences the backend can hold state for
+    dispatch              which implementation of the kernels runs: "triton", "torch" or "scripted"
+    device, dtype         in words, for logs and stats
+    """
+
+    vocab_size: int
+    max_seq_len: int
+    num_blocks: int
+    tokens_per_block: int
+    num_slots: int
+    dispatch: str
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsage:
+    """Bytes held for weights, KV cache and buffers, by kind of memory."""
+
+    gpu: int = 0
+    cpu: int = 0
+    pinned: int = 0
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def finish(self) -> StepOutput:
+        """Wait for the step and return its output. Called once."""
+        ...
+
+
+class ModelBackend(Protocol):
+    """Everything that computes. Used by one thread only, after construction."""
+
+    info: BackendInfo
+
+    def start(self, batch: ScheduledBatch) -> PendingStep:
+        """Launch one step and return at once where the device allows it.
+
+        Raises whatever the step raises (torch's out-of-memory errors and MemoryError are told apart from others), and
+        DeviceLostError when nothing can run any more. After a raise, running the batch or a part of it again must give
+        what a first run would have given.
+        """
+        ...
+
+    def clear_blocks(self, block_ids: list[int]) -> None:
+        """Fill these KV cache blocks with zeros: a step left non-finite values in them."""
+        ...
+
+    def memory_usage(self) -> MemoryUsage:
+        ...
+
+    def close(self) -> None:
+        """Give back memory and handles. Idempotent."""
+        ...
+
+
+class Clock(Protocol):
+    """Time, injected so that a simulation can make its own."""
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary start; never goes back."""
+        ...
+
+    def timestamp(self) -> str:
+        """Local wall time as `%m-%d-%Y %H:%M:%S`."""
+        ...
