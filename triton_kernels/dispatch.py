@@ -1,0 +1,48 @@
+"""Triton or torch: one decision per kind of device, logged once, readable as a word.
+
+    triton   on a GPU (CUDA or HIP) with triton installed, or anywhere with TRITON_INTERPRET=1 in the environment when
+             the kernels are first imported: then triton's interpreter runs them on the CPU, slowly, for debugging
+    torch    everywhere else: the oracles of `reference/`
+
+Imports triton only when a kernel is asked for and the answer is "triton".
+"""
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def use_triton(device) -> bool:
+    """Whether operations on `device` (a torch.device or its name) run as Triton kernels."""
+    return kernel_backend(device) == "triton"
+
+
+def kernel_backend(device) -> str:
+    """ "triton" or "torch": what runs operations on `device`. The first answer per kind of device is logged."""
+    return _decide(torch.device(device).type)
+
+
+def kernel(name: str, device):
+    """The function `name` for tensors on `device`: `<name>.py`'s on "triton", `reference/<name>.py`'s on "torch"."""
+    folder = "" if use_triton(device) else ".reference"
+    return getattr(importlib.import_module(f"{__package__}{folder}.{name}"), name)
+
+
+@functools.cache
+def _decide(device_type: str) -> str:
+    if os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y"):
+        backend, reason = "triton", "TRITON_INTERPRET is set: interpreted, slow"
+    elif device_type != "cuda":                                     # torch calls HIP devices "cuda" too
+        backend, reason = "torch", f"no Triton kernels for a {device_type} device"
+    elif importlib.util.find_spec("triton") is None:
+        backend, reason = "torch", "triton is not installed"
+    else:
+        backend, reason = "triton", "a GPU with triton installed"
+    logger.info("operations on %s devices run in %s (%s)", device_type, backend, reason)
+    return backend

@@ -1,0 +1,27 @@
+"""The nonlinearity of an ungated MLP.
+
+    out = f(hidden)        f: "gelu"      x * Phi(x), with the error function
+                              "gelu_new"  the tanh approximation of it (GPT-2)
+                              "silu"      x * sigmoid(x)
+                              "relu"      max(x, 0)
+
+Shapes      hidden, out              [T, I]   contiguous rows, any row stride
+Mutates     out, which may be `hidden`; None: allocated.
+Returns     out.
+"""
+
+import torch
+from torch.nn import functional
+
+FUNCTIONS = {
+    "gelu": functional.gelu,
+    "gelu_new": lambda rows: functional.gelu(rows, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+}
+
+
+def activation(hidden, kind, out=None):
+    """f(hidden), elementwise; see the module's docstring."""
+    result = FUNCTIONS[kind](hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+    return result.to(hidden.dtype) if out is None else out.copy_(result)

@@ -1,0 +1,29 @@
+"""Layer norm, with the residual addition before it when there is one.
+
+    residual += hidden                                    only with a residual, rounded to its dtype
+    x         = residual, or hidden without one
+    out       = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias
+
+Shapes      hidden, out              [..., E]   two or three dimensions, the last contiguous, the others with any stride
+            residual                 [T, E]   contiguous rows; None: no addition
+            weight, bias             [E]   bias may be None
+Mutates     residual and out. out may be `hidden`; None: allocated.
+Returns     out.
+"""
+
+import torch
+
+
+def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None):
+    """Norm over the last dimension; see the module's docstring for shapes."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if residual is not None:
+        residual.copy_(residual.to(wide) + hidden.to(wide))
+        rows = residual.to(wide)
+    else:
+        rows = hidden.to(wide)
+    centred = rows - rows.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + epsilon) * weight.to(wide)
+    if bias is not None:
+        normed = normed + bias.to(wide)
+    return normed.to(hidden.dtype) if out is None else out.copy_(normed)

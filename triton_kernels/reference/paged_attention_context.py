@@ -1,0 +1,53 @@
+"""Causal attention of each sequence's new tokens (a whole prompt or a chunk) over its pages.
+
+    token r of sequence c stands at position p = kv_lengths[c] - query_length[c] + r
+    and sees the keys max(0, p - window + 1) .. p
+
+Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
+            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool; the new tokens' own keys and
+                                                        values are already in it
+            block_table              [rows, max_blocks] int32   pages of a sequence, in order
+            cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
+            kv_lengths               [C] int32   keys of each sequence after this step's tokens
+            work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
+                                                    m-th tile of query rows of sequence c, (-1, -1) is padding.
+                                                    The oracle does not need it.
+            slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
+            out                      [T, HQ, D]   None: allocated
+Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+Mutates     out, only rows below cu_seqlens[C]: rows after them (generation, padding) are neither read nor written.
+Returns     out.
+Needs       every page that is mapped holds finite numbers in all its B tokens: the pool is zeroed once.
+"""
+
+import torch
+
+
+def paged_attention_context(
+    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None
+):
+    """Several query tokens per sequence; see the module's docstring for shapes."""
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
+    group = num_heads // num_kv_heads
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = torch.empty_like(query) if out is None else out
+
+    for sequence in range(len(kv_lengths)):
+        begin, end, kv_length = int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1]), int(kv_lengths[sequence])
+        row = sequence if slots is None else int(slots[sequence])
+        num_pages = -(-kv_length // tokens_per_block)
+        pages = kv_pool[block_table[row, :num_pages].long()].to(wide)             # [pages, 2, HK, B, D]
+        keys, values = pages.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_size)[:, :, :kv_length]
+
+        query_position = torch.arange(kv_length - (end - begin), kv_length, device=query.device)[:, None]
+        key_position = torch.arange(kv_length, device=query.device)[None, :]
+        visible = key_position <= query_position
+        if window:
+            visible &= key_position > query_position - window
+
+        for head in range(num_heads):
+            scores = scale * query[begin:end, head].to(wide) @ keys[head // group].T
+            scores = scores.masked_fill(~visible, -torch.inf)
+            out[begin:end, head] = (scores.softmax(-1) @ values[head // group]).to(out.dtype)
+    return out

@@ -1,0 +1,47 @@
+"""Philox-4x32-10: four random words from a key and a counter, the same on every machine and in every batch.
+
+    one round   (c0, c1, c2, c3) -> (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0))
+    ten rounds, the key raised by (W0, W1) between two of them
+
+Shapes      key                      [R, 2] int64   words 0 .. 2^32 - 1
+            counter                  [R, 4] int64   likewise
+            the result               [R, 4] int64   likewise
+Source      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Exact: checked against the
+            known-answer vectors published with it.
+
+A request's uniform numbers come from `philox_uniform`: key = (low, high) word of the request's seed, counter =
+(position of the drawn token, 0, 0, 0), and u = (word 0 >> 8) * 2^-24: 0 <= u < 1, in steps that float32 holds exactly.
+"""
+
+import torch
+
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+KEY_STEP_0, KEY_STEP_1 = 0x9E3779B9, 0xBB67AE85
+WORD = 0xFFFFFFFF
+
+
+def _multiply(constant: int, words):
+    """(high, low) word of constant * words, without leaving int64."""
+    low_part, high_part = constant * (words & 0xFFFF), constant * (words >> 16)      # each below 2^48
+    middle = high_part + (low_part >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low_part & 0xFFFF)
+
+
+def philox(key, counter):
+    """Ten rounds; see the module's docstring for shapes."""
+    k0, k1 = key.unbind(1)
+    c0, c1, c2, c3 = counter.unbind(1)
+    for _ in range(10):
+        high_0, low_0 = _multiply(MULTIPLIER_0, c0)
+        high_1, low_1 = _multiply(MULTIPLIER_1, c2)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + KEY_STEP_0) & WORD, (k1 + KEY_STEP_1) & WORD
+    return torch.stack([c0, c1, c2, c3], dim=1)
+
+
+def philox_uniform(seed, position):
+    """u in [0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed) and `position` [R]."""
+    key = torch.stack([seed & WORD, (seed >> 32) & WORD], dim=1)
+    zero = torch.zeros_like(seed)
+    counter = torch.stack([position.to(torch.int64) & WORD, zero, zero, zero], dim=1)
+    return (philox(key, counter)[:, 0] >> 8).to(torch.float32) * 2.0**-24

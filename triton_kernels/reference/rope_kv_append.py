@@ -1,0 +1,50 @@
+"""Rotate this step's queries and keys by position, and write keys and values into the paged pool.
+
+    x1, x2 = the first and the second half of the leading R entries of a head
+    rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged]
+    pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     where slot >= 0
+
+Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
+            key, value               [T, HK, D]   likewise; the three may be views of one packed tensor
+            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
+            slot_mapping             [T] int64   flat token slot, block * B + offset; -1 = write nothing
+            positions                [T] int32 or int64   valid for every row, padding rows too
+            cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
+            query_out                [T, HQ, D]   None: the queries are rotated in place
+Mutates     kv_pool and query_out (or query). Two rows must not name one slot.
+Returns     the rotated queries.
+"""
+
+import torch
+
+
+def _rotate(rows, positions, cos_table, sin_table):
+    """`rows` [T, H, D] rotated, in float32 or wider."""
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    half = cos_table.shape[1]
+    cos = cos_table[positions.long()].to(wide.dtype)[:, None, :]
+    sin = sin_table[positions.long()].to(wide.dtype)[:, None, :]
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def rope_kv_append(
+    query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None
+):
+    """Rotate, then append; see the module's docstring for shapes."""
+    if query_out is None:
+        query_out = query
+    if cos_table is not None:
+        rotated_query = _rotate(query, positions, cos_table, sin_table)
+        key = _rotate(key, positions, cos_table, sin_table)
+    else:
+        rotated_query = query
+    if query_out is not rotated_query:
+        query_out.copy_(rotated_query)
+
+    tokens_per_block = kv_pool.shape[3]
+    kept = slot_mapping >= 0
+    block, offset = slot_mapping[kept] // tokens_per_block, slot_mapping[kept] % tokens_per_block
+    kv_pool[block, 0, :, offset] = key[kept].to(kv_pool.dtype)
+    kv_pool[block, 1, :, offset] = value[kept].to(kv_pool.dtype)
+    return query_out
