@@ -334,7 +334,8 @@ def train(arguments):
         inputs, targets = sampler.batch(max(1, arguments.batch_tokens // length), length)
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.autocast):
             logits = model(inputs)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        # Row by row: the logits of one window fit into the processor's cache, those of all of them do not.
+        loss = torch.stack([F.cross_entropy(row.float(), target) for row, target in zip(logits, targets)]).mean()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -22,7 +22,9 @@ import rdata
 
 # Everything that is about the printed edition and not part of the story.
 CHAPTER_HEADING = re.compile(r"(chapter|volume)\s+([ivxlc]+|\d+)", re.IGNORECASE)
-EDITION_LINE = re.compile(r"\s*(\* \* \* \* \*|\*\*\*|finis|the end|\*Vide a letter.*|\[At this point in.*)", re.IGNORECASE)
+EDITION_LINE = re.compile(
+    r"\s*(\* \* \* \* \*|\*\*\*|finis|the end|\*Vide a letter.*|\[At this point in.*)", re.IGNORECASE
+)
 EDITION_BLOCK = re.compile(r"\s*\[End volume one of this edition")
 CLOSING_NOTE = "A NOTE ON THE TEXT"
 
@@ -71,7 +73,8 @@ def chapters(lines):
 if __name__ == "__main__":
     stem, target = sys.argv[1:]
     novels = [
-        "\n\n".join("\n".join(paragraphs) for paragraphs in chapters(lines))
-        for _, lines in sorted(read_novels(stem))
+        "\n\n".join("\n".join(paragraphs) for paragraphs in chapters(lines)) for _, lines in sorted(read_novels(stem))
     ]
-    Path(target).write_bytes(lzma.compress(("\n\n".join(novels) + "\n").encode("utf-8"), preset=9 | lzma.PRESET_EXTREME))
+    Path(target).write_bytes(
+        lzma.compress(("\n\n".join(novels) + "\n").encode("utf-8"), preset=9 | lzma.PRESET_EXTREME)
+    )
