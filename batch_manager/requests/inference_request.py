@@ -1,0 +1,209 @@
+"""What a user hands over: `InferenceRequest`, the table of the tensors it may carry, and `NamedTensor`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidRequestError
+from .sampling_config import KNOBS, NEUTRAL, UINT64_MAX, shown
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedTensor:
+    """A tensor of a response and its name."""
+
+    name: str
+    tensor: Any
+
+
+class Shape(Enum):
+    """How the values of a tensor are arranged."""
+
+    SCALAR = "one value: 0-d, [1] or [1, 1]"
+    ROW = "[n] or [1, n]; the batch dimension must be 1"
+    TABLE = "[rows, columns] or [1, rows, columns]; the batch dimension must be 1"
+    WORDS = ("[1, 2, m] or [2, m]: tokens, then the inclusive end of each word padded with -1; or a list of lists of "
+             "tokens")
+
+
+class Content(Enum):
+    """What the values are. A bool is no number; an integer is one."""
+
+    FLAG = "a bool, or an integer 0 or 1"
+    INTEGER = "integers of any width"
+    NUMBER = "floats or integers"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One documented tensor of a request.
+
+    name       on the wire
+    content    what its values are
+    shape      how they are arranged
+    default    the value that a missing tensor stands for; None: nothing
+    knob       the field of SamplingConfig it sets, if it sets one
+    aliases    further names it is known by in Python
+    """
+
+    name: str
+    content: Content
+    shape: Shape
+    default: object = None
+    knob: str | None = None
+    aliases: tuple[str, ...] = ()
+
+
+def _knob_specs() -> list[TensorSpec]:
+    aliases = {"len_penalty": ("length_penalty",)}
+    return [TensorSpec(tensor, Content.INTEGER if allowed.whole else Content.NUMBER, Shape.SCALAR,
+                       getattr(NEUTRAL, knob), knob, aliases.get(tensor, ()))
+            for knob, (tensor, allowed) in KNOBS.items()]
+
+
+# wire name -> what it may hold. The properties of InferenceRequest are made from this table, and admission walks it.
+TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
+    TensorSpec("input_ids", Content.INTEGER, Shape.ROW),
+    TensorSpec("request_output_len", Content.INTEGER, Shape.SCALAR, aliases=("max_new_tokens",)),
+    TensorSpec("input_lengths", Content.INTEGER, Shape.SCALAR),         # obsolete: accepted and not looked at
+    TensorSpec("end_id", Content.INTEGER, Shape.SCALAR, -1),
+    TensorSpec("pad_id", Content.INTEGER, Shape.SCALAR, -1),
+    *_knob_specs(),
+    TensorSpec("bad_words_list", Content.INTEGER, Shape.WORDS),
+    TensorSpec("stop_words_list", Content.INTEGER, Shape.WORDS),
+    TensorSpec("embedding_bias", Content.NUMBER, Shape.ROW),
+    TensorSpec("prompt_embedding_table", Content.NUMBER, Shape.TABLE),
+    TensorSpec("prompt_vocab_size", Content.INTEGER, Shape.SCALAR),
+    TensorSpec("lora_task_id", Content.INTEGER, Shape.SCALAR),
+    TensorSpec("lora_weights", Content.NUMBER, Shape.TABLE),
+    TensorSpec("lora_config", Content.INTEGER, Shape.TABLE),
+    TensorSpec("draft_input_ids", Content.INTEGER, Shape.ROW),
+    TensorSpec("draft_logits", Content.NUMBER, Shape.TABLE),
+    TensorSpec("return_log_probs", Content.FLAG, Shape.SCALAR, False),
+    TensorSpec("return_context_logits", Content.FLAG, Shape.SCALAR, False),
+    TensorSpec("return_generation_logits", Content.FLAG, Shape.SCALAR, False),
+    TensorSpec("streaming", Content.FLAG, Shape.SCALAR, False),
+]}
+
+_WIRE_NAMES: dict[str, str] = {name: spec.name for spec in TENSORS.values() for name in (spec.name, *spec.aliases)}
+
+
+class InferenceRequest:
+    """One request: an id, named tensors, and a few options that are no tensors.
+
+    Each documented tensor is a property under its wire name (and its aliases, such as `max_new_tokens` for
+    `request_output_len`): reading gives the value as it was set, or None; setting None removes it. Values are torch
+    CPU tensors, numpy arrays, or plain ints, floats, bools and lists of them.
+
+    request_id              0 <= id < 2^64, free for reuse once its final response was sent
+    is_streaming            a response for each new token; the tensor `streaming` says the same
+    logits_post_processor   called with the logits before each token is drawn
+    priority                0..1, a larger one goes first
+    deadline_s              seconds from admission until the request is ended as timed out; None: never
+    cache_salt              reuse of cached prefixes stays among requests with the same salt
+
+    Only the id and the names are checked here: the values belong to the user until the request is handed over, and
+    are copied and checked then. A subclass may add attributes of its own if it declares them in its class body.
+
+    Raises InvalidRequestError for an unusable id and for an unknown name, with the nearest known one.
+    """
+
+    __slots__ = ("_request_id", "_tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s",
+                 "cache_salt", "__weakref__")
+
+    def __init__(self, request_id: int, tensors: Mapping[str, Any] | None = None, *, is_streaming: bool = False,
+                 logits_post_processor: Callable[..., Any] | None = None, priority: float = 0.5,
+                 deadline_s: float | None = None, cache_salt: str | bytes | None = None) -> None:
+        self._request_id = checked_request_id(request_id)
+        self._tensors = {} if tensors is None else _named(tensors)
+        self.is_streaming = is_streaming
+        self.logits_post_processor = logits_post_processor
+        self.priority = priority
+        self.deadline_s = deadline_s
+        self.cache_salt = cache_salt
+
+    @property
+    def request_id(self) -> int:
+        return self._request_id
+
+    @property
+    def input_tensors(self) -> dict[str, Any]:
+        """The tensors that were set, by wire name: a new dictionary with the values as they were given."""
+        return dict(self._tensors)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(type(self), name):
+            raise unknown_name(name)
+        object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"InferenceRequest({self._request_id}, tensors: {', '.join(self._tensors) or 'none'})"
+
+
+def _tensor_property(name: str, doc: str) -> property:
+    def get(self: InferenceRequest) -> Any:
+        return self._tensors.get(name)
+
+    def put(self: InferenceRequest, value: Any) -> None:
+        if value is None:
+            self._tensors.pop(name, None)
+        else:
+            self._tensors[name] = value
+
+    return property(get, put, doc=doc)
+
+
+for _name, _wire_name in _WIRE_NAMES.items():
+    _spec = TENSORS[_wire_name]
+    setattr(InferenceRequest, _name, _tensor_property(
+        _wire_name, f"Tensor `{_wire_name}`: {_spec.content.value}; {_spec.shape.value}. Default: {_spec.default}."))
+
+
+def checked_request_id(request_id: object) -> int:
+    """The id as a plain int. Raises InvalidRequestError unless it is an integer in 0..2^64-1; a bool is none."""
+    if isinstance(request_id, np.integer):
+        request_id = request_id.item()
+    if not isinstance(request_id, int) or isinstance(request_id, bool):
+        raise InvalidRequestError(f"request_id is of type {type_name(request_id)}", "it must be an integer",
+                                  "number the requests, and keep names of your own in a dictionary")
+    request_id = int.__int__(request_id)
+    if not 0 <= request_id <= UINT64_MAX:
+        raise InvalidRequestError(f"request_id is {shown(request_id)}", "it must be in 0..2^64-1",
+                                  "number the requests from 0")
+    return request_id
+
+
+def unknown_name(name: object) -> InvalidRequestError:
+    """The error for a tensor name that is not in the table; suggests the nearest one."""
+    if not isinstance(name, str):
+        return InvalidRequestError(f"a tensor name is of type {type_name(name)}", "names are strings")
+    near = ([known for known in _WIRE_NAMES if len(name) > 2 and name in known]
+            or get_close_matches(name[:64], _WIRE_NAMES, n=1, cutoff=0.5))
+    return InvalidRequestError(
+        f"Invalid tensor name: {name[:64]!r}", "it is not one of the documented names",
+        f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(TENSORS)}")
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, short enough for a message."""
+    return str(type(value).__name__)[:64]
+
+
+def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(tensors, Mapping):
+        raise InvalidRequestError(f"tensors is of type {type_name(tensors)}", "it must be a mapping of names to values")
+    named: dict[str, Any] = {}
+    for name, value in tensors.items():
+        wire_name = _WIRE_NAMES.get(name)
+        if wire_name is None:
+            raise unknown_name(name)
+        if value is None:
+            continue
+        if wire_name in named:
+            raise InvalidRequestError(f"{wire_name} is given twice", f"{name!r} is another name of it", "give one of them")
+        named[wire_name] = value
+    return named
