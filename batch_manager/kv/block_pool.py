@@ -1,0 +1,83 @@
+"""Blocks that are free, in the order they will be handed out again, and how many owners the others have."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from ..errors import InternalError
+
+
+class OutOfBlocksError(InternalError):
+    """More blocks were asked for than are free. Nothing was changed.
+
+    Under our own policies a bug of ours; after a custom scheduler's plan the loop says whose plan it was.
+    """
+
+    def __init__(self, wanted: int, free: int) -> None:
+        super().__init__(f"{wanted} KV cache blocks were asked for and {free} are free",
+                         "a plan asks for no more than is free")
+
+
+class BlockPool:
+    """A fixed number of blocks, each free or owned.
+
+    The free order is first in, first out: a fresh pool hands out 0, 1, 2, ..., and what was given back together is
+    handed out together, so that the blocks of one prompt are consecutive while the pool is not torn.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 1
+        self.num_blocks = num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._owners = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_live(self) -> int:
+        """Blocks with at least one owner, counted."""
+        return self.num_blocks - self._owners.count(0)
+
+    def free_order(self) -> list[int]:
+        """The free blocks, the next one to be handed out first."""
+        return list(self._free)
+
+    def owners(self, block_id: int) -> int:
+        return self._owners[block_id]
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks from the front of the free order, or none at all.
+
+        Raises OutOfBlocksError.
+        """
+        free, owners = self._free, self._owners
+        if count > len(free):
+            raise OutOfBlocksError(count, len(free))
+        taken = [free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in taken:
+            owners[block_id] = 1
+        return taken
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Take one owner from each of these blocks; those without any left go to the end of the free order.
+
+        Raises InternalError when a block has no owner or comes twice; nothing was changed then.
+        """
+        owners = self._owners
+        unowned = [block_id for block_id in block_ids if owners[block_id] == 0]
+        if unowned or len(set(block_ids)) != len(block_ids):
+            raise InternalError(f"blocks {unowned or list(block_ids)} were given back twice",
+                                "a block is given back once by each of its owners")
+        for block_id in block_ids:
+            owners[block_id] -= 1
+            if owners[block_id] == 0:
+                self._free[block_id] = None
+
+    def faults(self) -> Iterable[str]:
+        """What is wrong with the pool, in words."""
+        for block_id, owners in enumerate(self._owners):
+            if owners < 0 or (owners == 0) != (block_id in self._free):
+                yield f"block {block_id} has {owners} owners and is {'' if block_id in self._free else 'not '}free"
+        if any(not 0 <= block_id < self.num_blocks for block_id in self._free):
+            yield "the free order names a block that does not exist"

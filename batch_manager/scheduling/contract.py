@@ -1,0 +1,94 @@
+"""The rules a plan keeps, checked before anything of it is carried out."""
+
+from collections.abc import Collection
+from itertools import chain
+
+from ..config import Limits
+from ..errors import SchedulerContractError
+from ..kv.kv_cache_manager import KvCacheManager
+from .interfaces import RequestList, SchedulerOutput
+
+
+def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
+               inflight_request_ids: Collection[int], kv_cache_manager: KvCacheManager, limits: Limits) -> None:
+    """Raises SchedulerContractError when the plan breaks a rule.
+
+    That something runs at all is for the loop to see: only it knows whether anything is in flight.
+    """
+    rule = broken_rule(plan, active_requests, inflight_request_ids, kv_cache_manager, limits)
+    if rule is not None:
+        raise SchedulerContractError(scheduler, rule)
+
+
+def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_request_ids: Collection[int],
+                kv_cache_manager: KvCacheManager, limits: Limits) -> str | None:
+    """The first rule the plan breaks, in words; None when it keeps them all."""
+    contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
+    named = [*contexts, *generation, *paused]
+    distinct = set(named)
+    if len(distinct) != len(named):
+        return _repetition(plan)
+    if not distinct <= set(active_requests):
+        stranger = next(request for request in named if request not in set(active_requests))
+        return f"{stranger} is not active"
+    if inflight_request_ids:
+        for request in named:
+            if request.request_id in inflight_request_ids:
+                return f"{request} is in flight and cannot run or be paused now"
+
+    for request in contexts:
+        if not request.is_context:
+            return f"{request} is a context request of the plan and not in its context phase"
+    for request in generation:
+        if not request.is_generating:
+            return f"{request} is a generation request of the plan and is not generating"
+    for request in paused:
+        if request.is_finished:
+            return f"{request} is to be paused and has finished"
+
+    if len(contexts) + len(generation) > limits.max_batch_size:
+        return f"{len(contexts) + len(generation)} requests are to run and max_batch_size is {limits.max_batch_size}"
+    tokens = sum([request.beam_width + request.draft_len for request in generation])
+    if contexts:
+        broken = _broken_chunk_rule(plan, limits)
+        if broken is not None:
+            return broken
+        tokens += sum(_chunk_sizes(plan))
+    if tokens > limits.max_num_tokens:
+        return f"{tokens} tokens are to run and max_num_tokens is {limits.max_num_tokens}"
+
+    kv = kv_cache_manager
+    free = kv.free_blocks + sum(kv.held_blocks(request) for request in paused)
+    needed = kv.blocks_to_claim([request for request in contexts if not kv.owns(request)], generation)
+    if needed > free:
+        return f"the plan needs {needed} KV cache blocks and {free} are free after its pauses"
+    return None
+
+
+def _repetition(plan: SchedulerOutput) -> str:
+    running = [*plan.context_requests, *plan.generation_requests]
+    both = next((request for request in plan.paused_requests if request in running), None)
+    if both is not None:
+        return f"{both} is to be paused and to run"
+    lists = chain(running, plan.paused_requests)
+    seen = set()
+    twice = next(request for request in lists if request in seen or seen.add(request))
+    return f"{twice} is named twice"
+
+
+def _chunk_sizes(plan: SchedulerOutput) -> list[int]:
+    if plan.chunk_sizes is None:
+        return [request.remaining_context for request in plan.context_requests]
+    return list(plan.chunk_sizes)
+
+
+def _broken_chunk_rule(plan: SchedulerOutput, limits: Limits) -> str | None:
+    if plan.chunk_sizes is not None and len(plan.chunk_sizes) != len(plan.context_requests):
+        return f"{len(plan.chunk_sizes)} chunk sizes for {len(plan.context_requests)} context requests"
+    for request, chunk in zip(plan.context_requests, _chunk_sizes(plan), strict=True):
+        if not 0 < chunk <= request.remaining_context:
+            return f"a chunk of {chunk} tokens for {request}, which has {request.remaining_context} left"
+        if chunk < request.remaining_context and chunk % limits.tokens_per_block:
+            return (f"a chunk of {chunk} tokens for {request}: it is not the last, so it must be a multiple of "
+                    f"tokens_per_block ({limits.tokens_per_block})")
+    return None

@@ -1,0 +1,76 @@
+"""Who gets into the step, of those that have blocks."""
+
+from collections.abc import Collection
+from math import inf
+
+from .chunking import ContextChunking, drafts_kept, force_chunk
+from .interfaces import MicroBatchScheduler, RequestList
+
+
+class TokenBudgetScheduler(MicroBatchScheduler):
+    """Fill the step in order until its sequences or its tokens are used up.
+
+    A generating request costs one token per beam plus its drafts, a context its whole prompt. The first that does not
+    fit ends the step: nobody overtakes. With chunking, contexts only claim their place in the batch while the line is
+    walked, and divide among themselves what generation left of the tokens.
+
+    max_batch_size   sequences in a step
+    max_num_tokens   tokens in a step; None: no bound
+    chunking         how contexts are cut; None: they are not
+    """
+
+    def __init__(self, max_batch_size: int, max_num_tokens: int | None = None,
+                 chunking: ContextChunking | None = None) -> None:
+        self.max_batch_size = max_batch_size
+        self.max_num_tokens = max_num_tokens
+        self.chunking = chunking
+
+    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> tuple:
+        budget = inf if self.max_num_tokens is None else self.max_num_tokens
+        tokens = 0
+        contexts: RequestList = []
+        generation: RequestList = []
+        for request in fitting_requests:
+            if request.request_id in inflight_request_ids:
+                continue
+            if request.is_generating:
+                cost = request.beam_width + request.draft_len
+                if tokens + cost > budget:
+                    break
+                if generation and request.beam_width != generation[0].beam_width:
+                    continue
+                generation.append(request)
+                tokens += cost
+            elif request.is_context:
+                if self.chunking is None:
+                    cost = request.prompt_len + request.draft_len
+                    if tokens + cost > budget:
+                        break
+                    tokens += cost
+                contexts.append(request)
+            else:
+                continue
+            if len(contexts) + len(generation) == self.max_batch_size:
+                break
+
+        if self.chunking is None or not contexts:
+            return contexts, generation
+        capacity = None if self.max_num_tokens is None else self.max_num_tokens - tokens
+        return self._cut(self.chunking, contexts, generation, capacity)
+
+    def _cut(self, chunking: ContextChunking, contexts: RequestList, generation: RequestList,
+             capacity: int | None) -> tuple:
+        """Give each context its chunk; those that get none wait."""
+        remaining = [request.remaining_context for request in contexts]
+        drafts = [request.draft_len for request in contexts]
+        bounds = capacity, chunking.max_context_length
+        whole = [left + draft for left, draft in zip(remaining, drafts, strict=True)]
+        if (chunking.divide is not force_chunk and (capacity is None or sum(whole) <= capacity)
+                and (chunking.max_context_length is None or max(whole) <= chunking.max_context_length)):
+            return contexts, generation
+
+        chunks = chunking.divide(remaining, chunking.unit, *bounds)
+        kept = drafts_kept(chunks, remaining, drafts, chunking.unit, *bounds)
+        rows = [row for row in zip(contexts, chunks, kept, strict=True) if row[1] > 0]
+        rows.sort(key=lambda row: row[1] == row[0].remaining_context)      # stable: unfinished prompts come first
+        return [row[0] for row in rows], generation, [row[1] for row in rows], [row[2] for row in rows]

@@ -1,0 +1,24 @@
+"""From the names of a policy to the objects that follow it."""
+
+from ..config import Limits
+from ..kv.kv_cache_manager import KvCacheManager
+from ..names import SchedulerPolicy
+from .capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
+from .chunking import DIVISIONS, ContextChunking
+from .interfaces import RequestScheduler
+from .micro_batch import TokenBudgetScheduler
+from .simple import SimpleScheduler
+
+CAPACITY_SCHEDULERS = {
+    SchedulerPolicy.MAX_UTILIZATION: MaxUtilizationScheduler,
+    SchedulerPolicy.GUARANTEED_NO_EVICT: GuaranteedNoEvictScheduler,
+}
+
+
+def make_scheduler(limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
+    """The scheduler that `limits` describes."""
+    capacity = CAPACITY_SCHEDULERS[limits.scheduler_policy](limits.max_num_requests, kv_cache_manager)
+    chunking = None
+    if limits.enable_chunked_context:
+        chunking = ContextChunking(DIVISIONS[limits.context_chunking_policy], limits.tokens_per_block)
+    return SimpleScheduler(capacity, TokenBudgetScheduler(limits.max_batch_size, limits.max_num_tokens, chunking))

@@ -1,0 +1,21 @@
+"""First who gets blocks, then who gets into the step."""
+
+from collections.abc import Collection
+
+from ..errors import SchedulerContractError
+from .interfaces import CapacityScheduler, MicroBatchScheduler, RequestList, RequestScheduler, SchedulerOutput
+
+
+class SimpleScheduler(RequestScheduler):
+    """A capacity scheduler and a micro-batch scheduler, one after the other."""
+
+    def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
+        self.capacity_scheduler = capacity_scheduler
+        self.micro_batch_scheduler = micro_batch_scheduler
+
+    def schedule_request(self, active_requests: RequestList, inflight_request_ids: Collection[int]) -> SchedulerOutput:
+        fitting, *elsewhere, paused = self.capacity_scheduler.schedule_request(active_requests)
+        if any(elsewhere):
+            raise SchedulerContractError(self.capacity_scheduler, "its second list of three must be empty")
+        context, generation, *sizes = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
+        return SchedulerOutput(context, generation, paused, *sizes)
