@@ -8,8 +8,8 @@ import torch
 
 
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
-    """Query rows of one tile: what fits the registers with a head of `head_size` entries."""
-    row_bytes = head_size * element_size_bytes
+    """Query rows of one tile: what fits the registers with a head of `head_size` entries, padded to a power of two."""
+    row_bytes = (1 << (head_size - 1).bit_length()) * element_size_bytes
     return 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
 
 

@@ -9,7 +9,7 @@ Shapes      key                      [R, 2] int64   words 0 .. 2^32 - 1
 Source      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Exact: checked against the
             known-answer vectors published with it.
 
-A request's uniform numbers come from `philox_uniform`: key = (low, high) word of the request's seed, counter =
+A request's uniform numbers come from `uniform`: key = (low, high) word of the request's seed, counter =
 (position of the drawn token, 0, 0, 0), and u = (word 0 >> 8) * 2^-24: 0 <= u < 1, in steps that float32 holds exactly.
 """
 
@@ -39,7 +39,7 @@ def philox(key, counter):
     return torch.stack([c0, c1, c2, c3], dim=1)
 
 
-def philox_uniform(seed, position):
+def uniform(seed, position):
     """u in [0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed) and `position` [R]."""
     key = torch.stack([seed & WORD, (seed >> 32) & WORD], dim=1)
     zero = torch.zeros_like(seed)

@@ -3,7 +3,7 @@
     x    = logits / temperature,  p = softmax(x)
     keep = the top_k largest logits (ties of the last one kept), then, in what they renormalise to, the smallest set of
            largest probabilities whose sum reaches top_p (ties of the last one kept)
-    u    = philox_uniform(seed, position)
+    u    = uniform(seed, position), from `philox`
     token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of the kept)
     log_prob = log p[token], before any filtering
 
@@ -27,7 +27,7 @@ A row's result depends on nothing but that row.
 
 import torch
 
-from .philox import philox_uniform
+from .philox import uniform
 
 
 def sample_token(
@@ -39,7 +39,7 @@ def sample_token(
     log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device) if log_probs is None else log_probs
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device) if finite is None else finite
 
-    uniforms = philox_uniform(seed, position).double()
+    uniforms = uniform(seed, position).double()
     for row in range(num_rows):
         x = logits[row].double()
         finite[row] = not (x.isnan().any() or (x == torch.inf).any() or (x == -torch.inf).all())

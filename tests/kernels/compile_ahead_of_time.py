@@ -1,0 +1,206 @@
+"""Compiles the kernels for GPUs that are not here, through the wrappers themselves. Run by test_ahead_of_time.py.
+
+    python compile_ahead_of_time.py sm_90 gfx942      prints one JSON object per compiled kernel
+
+A stand-in for triton's driver names the GPU, and launching is replaced by compiling: the wrappers get tensors without
+memory (device "meta") and choose constants, warps and stages exactly as they would on that GPU. Needs a process without
+TRITON_INTERPRET, and one in which nothing else uses triton.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+NVIDIA_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+# name -> target, shared memory one program may use in KiB, multiprocessors
+GPUS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163, 108),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227, 132),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227, 148),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64, 304),
+}
+
+
+class AbsentGpu:
+    """The part of a triton driver that choosing settings and compiling look at."""
+
+    def __init__(self, target, shared_kib, multiprocessors, index):
+        self.target, self.index = target, index
+        self.properties = {"max_shared_mem": shared_kib * 1024, "multiprocessor_count": multiprocessors}
+        self.utils = self
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.index
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_properties(self, device):
+        return self.properties
+
+
+compiled = []                           # kernels compiled since it was last emptied
+
+
+def compile_instead_of_launch(kernel, grid):
+    return lambda *args, **kwargs: compiled.append(kernel.run(*args, grid=grid, warmup=True, **kwargs))
+
+
+JITFunction.__getitem__ = compile_instead_of_launch
+
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def integers(*shape):
+    return tensor(*shape, dtype=torch.int32)
+
+
+def pool(num_kv_heads, head_size, tokens_per_block=64):
+    return tensor(1000, 4, 2, num_kv_heads, tokens_per_block, head_size)[:, 1]
+
+
+def decode(head_size, group, splits, num_kv_heads=8, window=None, tokens_per_block=64):
+    from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
+
+    paged_attention_decode(
+        tensor(32, group * num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
+        integers(256, 64), integers(32), 0.1, window=window, slots=integers(32), splits=splits,
+    )
+
+
+def context(head_size, group, num_kv_heads=8, window=None):
+    from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
+
+    paged_attention_context(
+        tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size), integers(256, 64),
+        integers(5), integers(4), integers(32, 2), 0.1, window=window, slots=integers(4),
+    )
+
+
+def rope(head_size, group, num_kv_heads=8):
+    from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
+
+    packed = tensor(64, (group + 2) * num_kv_heads, head_size)
+    rope_kv_append(
+        *packed.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1), pool(num_kv_heads, head_size),
+        tensor(64, dtype=torch.int64), integers(64),
+        *(tensor(4096, head_size // 2, dtype=torch.float32) for _ in range(2)),
+    )
+
+
+def norms(size):
+    from batch_manager.triton_kernels.layer_norm import layer_norm
+    from batch_manager.triton_kernels.rms_norm import rms_norm
+
+    rms_norm(tensor(64, size), tensor(size), 1e-5, residual=tensor(64, size))
+    layer_norm(tensor(64, size), tensor(size), tensor(size), 1e-5, residual=tensor(64, size))
+
+
+def activations():
+    from batch_manager.triton_kernels.activation import activation
+    from batch_manager.triton_kernels.gated_activation import gated_activation
+
+    activation(tensor(64, 3072), "gelu_new")
+    gated_activation(tensor(64, 2 * 8192), "silu")
+
+
+def drawing():
+    from batch_manager.triton_kernels.philox import philox
+    from batch_manager.triton_kernels.sample_token import sample_token
+
+    philox(tensor(8, 2, dtype=torch.int64), tensor(8, 4, dtype=torch.int64))
+    numbers = tensor(8, dtype=torch.float32)
+    sample_token(tensor(8, 128256), numbers, integers(8), numbers, tensor(8, dtype=torch.int64), integers(8))
+
+
+CASES = {
+    "decode D128 G4": lambda: decode(128, 4, splits=1),
+    "decode D128 G4 split": lambda: decode(128, 4, splits=8),
+    "decode D64 G3": lambda: decode(64, 3, splits=1, num_kv_heads=3),
+    "decode D64 G3 split": lambda: decode(64, 3, splits=8, num_kv_heads=3),
+    "decode D64 window": lambda: decode(64, 4, splits=1, window=4096),
+    "context D128": lambda: context(128, 4),
+    "context D64": lambda: context(64, 3, num_kv_heads=3),
+    "context D128 window": lambda: context(128, 4, window=4096),
+    "rope D128": lambda: rope(128, 4),
+    "norms 4096": lambda: norms(4096),
+    "activations": activations,
+    "drawing": drawing,
+}
+
+
+def nvidia_figures(kernel, with_instructions):
+    """Registers, stack and spills of a cubin, from the disassembler that triton's wheel ships."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+
+        def dump(option):
+            command = [NVIDIA_BINARIES / "cuobjdump", option, file.name]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        usage = dump("-res-usage")
+        figures = {
+            "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+            "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
+            "spills": int(re.search(r"LOCAL:(\d+)", usage)[1]),
+        }
+        if with_instructions:
+            sass = dump("-sass")
+            for name in ("LDGSTS.E.BYPASS.LTC128B.128", "LDGSTS", "HGMMA", "HMMA", "LDL", "STL"):
+                figures[name] = len(re.findall(rf"\b{re.escape(name)}\b", sass))
+            figures["LDGSTS.128"] = len(re.findall(r"\bLDGSTS\.\S*\b128\b(?!B)", sass))
+    return figures
+
+
+def amd_figures(kernel):
+    """Registers and spills from the assembler's own summary; v_mfma instructions."""
+    text = kernel.asm["amdgcn"]
+
+    def number(name):
+        return int(re.search(rf"\.{name}:\s*(\d+)", text)[1])
+
+    return {
+        "registers": number("vgpr_count"),
+        "stack_bytes": number("private_segment_fixed_size"),
+        "spills": number("vgpr_spill_count"),
+        "MFMA": text.count("v_mfma"),
+    }
+
+
+def main(gpu_names):
+    for index, name in enumerate(gpu_names):
+        target, shared_kib, multiprocessors = GPUS[name]
+        triton.runtime.driver.set_active(AbsentGpu(target, shared_kib, multiprocessors, index))
+        for label, case in CASES.items():
+            compiled.clear()
+            began = time.perf_counter()
+            case()
+            seconds = time.perf_counter() - began
+            for kernel in compiled:
+                figures = nvidia_figures(kernel, name == "sm_90") if target.backend == "cuda" else amd_figures(kernel)
+                record = {
+                    "gpu": name, "case": label, "kernel": kernel.metadata.name, "warps": kernel.metadata.num_warps,
+                    "stages": kernel.metadata.num_stages, "shared_bytes": kernel.metadata.shared,
+                    "shared_limit_bytes": shared_kib * 1024, "seconds": round(seconds, 2), **figures,
+                }
+                print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(GPUS))

@@ -1,0 +1,205 @@
+"""Causal attention of each sequence's new tokens (a whole prompt or a chunk) over its pages.
+
+    token r of sequence c stands at position p = kv_lengths[c] - query_length[c] + r
+    and sees the keys max(0, p - window + 1) .. p
+
+Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
+            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool; the new tokens' own keys and
+                                                        values are already in it
+            block_table              [rows, max_blocks] int32   pages of a sequence, in order
+            cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
+            kv_lengths               [C] int32   keys of each sequence after this step's tokens
+            work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
+                                                    m-th tile of query rows of sequence c, (-1, -1) is padding
+            slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
+            out                      [T, HQ, D]   None: allocated
+Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+Mutates     out, only rows below cu_seqlens[C]: rows after them (generation, padding) are neither read nor written.
+Needs       every page that is mapped holds finite numbers in all its B tokens: the pool is zeroed once.
+Oracle      triton_kernels/reference/paged_attention_context.py
+Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023); written for this project.
+
+One program is one tile of query rows of one head; it walks the keys in tiles of at most 64 tokens of one page. Tiles
+that every row sees are walked without a mask; the window's edge before them and the diagonal after them with one.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .context_work_list import context_tile_rows
+from .device_limits import DeviceLimits, device_limits
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _walk_tiles(
+    begin, end,                                           # key tiles
+    top, total, weighted,                                 # running softmax of the query rows
+    query, query_position,
+    table_ptr, keys_ptr, scale_log2, window,
+    pool_stride_n, pool_stride_kv,
+    B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):
+    """Attend to key tiles begin .. end - 1; returns the running softmax."""
+    TILES_PER_PAGE: tl.constexpr = B // KEYS
+    lane = tl.arange(0, D_POW2)
+    token = tl.arange(0, KEYS)
+    key_offset = token[None, :] * D + lane[:, None]                       # keys arrive transposed
+    value_offset = pool_stride_kv + token[:, None] * D + lane[None, :]
+
+    block = tl.load(table_ptr + begin // TILES_PER_PAGE, mask=begin < end, other=0)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        next_block = tl.load(table_ptr + (tile + 1) // TILES_PER_PAGE, mask=tile + 1 < end, other=0)
+        tile_ptr = keys_ptr + block.to(tl.int64) * pool_stride_n + (tile % TILES_PER_PAGE) * (KEYS * D)
+        if D == D_POW2:
+            keys = tl.load(tile_ptr + key_offset)
+        else:
+            keys = tl.load(tile_ptr + key_offset, mask=(lane < D)[:, None], other=0.0)
+        scores = tl.dot(query, keys, input_precision="ieee") * scale_log2
+        if MASKED:
+            position = (tile * KEYS + token)[None, :]
+            visible = position <= query_position[:, None]
+            if HAS_WINDOW:
+                visible = visible & (position > query_position[:, None] - window)
+            scores = tl.where(visible, scores, -float("inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        if MASKED and HAS_WINDOW:                         # a row may have seen nothing yet: never -inf minus -inf
+            pivot = tl.where(new_top > -float("inf"), new_top, 0.0)
+        else:
+            pivot = new_top
+        weights = tl.exp2(scores - pivot[:, None])
+        shrink = tl.exp2(top - pivot)
+        total = total * shrink + tl.sum(weights, 1)
+        if D == D_POW2:
+            values = tl.load(tile_ptr + value_offset)
+        else:
+            values = tl.load(tile_ptr + value_offset, mask=(lane < D)[None, :], other=0.0)
+        weighted = weighted * shrink[:, None]
+        weighted = tl.dot(weights.to(values.dtype), values, weighted, input_precision="ieee")
+        top = new_top
+        block = next_block
+    return top, total, weighted
+
+
+@triton.jit(do_not_specialize=["window"])
+def _context_kernel(
+    query_ptr, kv_pool_ptr, block_table_ptr, cu_seqlens_ptr, kv_length_ptr, work_ptr, slot_ptr, out_ptr,
+    scale_log2, window,                                   # scale * log2(e): the softmax runs on powers of two
+    query_stride_t, out_stride_t, table_stride,           # elements from one token, or table row, to the next
+    pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
+    GROUP: tl.constexpr, B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):
+    head = tl.program_id(0)                               # heads of one group run side by side and share their keys
+    work = tl.program_id(1)
+    sequence = tl.load(work_ptr + 2 * work)
+    row_tile = tl.load(work_ptr + 2 * work + 1)
+    if sequence < 0:
+        return
+
+    query_begin = tl.load(cu_seqlens_ptr + sequence)
+    query_length = tl.load(cu_seqlens_ptr + sequence + 1) - query_begin
+    computed = tl.load(kv_length_ptr + sequence) - query_length           # keys from before this step
+    table_row = sequence.to(tl.int64)
+    if HAS_SLOTS:
+        table_row = tl.load(slot_ptr + sequence).to(tl.int64)
+    table_ptr = block_table_ptr + table_row * table_stride
+
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, D_POW2)
+    row_inside = (row < query_length)[:, None] & (lane < D)[None, :]
+    token = (query_begin + row).to(tl.int64)[:, None]
+    query = tl.load(query_ptr + token * query_stride_t + head * D + lane[None, :], mask=row_inside, other=0.0)
+
+    first_position = computed + row_tile * ROWS           # of the tile's first row
+    last_position = computed + tl.minimum(row_tile * ROWS + ROWS, query_length) - 1
+    query_position = computed + row
+    end = last_position // KEYS + 1
+    begin_diagonal = (first_position + 1) // KEYS         # tiles before it end at or before the first row's position
+    begin = 0
+    begin_full = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(first_position - window + 1, 0) // KEYS
+        begin_full = tl.cdiv(tl.maximum(computed + row_tile * ROWS + ROWS - window, 0), KEYS)
+        begin_full = tl.minimum(tl.maximum(begin_full, begin), end)
+        begin_diagonal = tl.maximum(begin_diagonal, begin_full)
+
+    keys_ptr = kv_pool_ptr + (head // GROUP) * pool_stride_h
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, D_POW2], tl.float32)
+    if HAS_WINDOW:
+        top, total, weighted = _walk_tiles(
+            begin, begin_full, top, total, weighted, query, query_position, table_ptr, keys_ptr, scale_log2, window,
+            pool_stride_n, pool_stride_kv, B, D, D_POW2, KEYS, STAGES, MASKED=True, HAS_WINDOW=True,
+        )
+    top, total, weighted = _walk_tiles(
+        begin_full, begin_diagonal, top, total, weighted, query, query_position, table_ptr, keys_ptr, scale_log2,
+        window, pool_stride_n, pool_stride_kv, B, D, D_POW2, KEYS, STAGES, MASKED=False, HAS_WINDOW=HAS_WINDOW,
+    )
+    top, total, weighted = _walk_tiles(
+        begin_diagonal, end, top, total, weighted, query, query_position, table_ptr, keys_ptr, scale_log2, window,
+        pool_stride_n, pool_stride_kv, B, D, D_POW2, KEYS, STAGES, MASKED=True, HAS_WINDOW=HAS_WINDOW,
+    )
+    result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # rows past the end may have seen nothing
+    tl.store(
+        out_ptr + token * out_stride_t + head * D + lane[None, :], result.to(out_ptr.dtype.element_ty), mask=row_inside
+    )
+
+
+class ContextSettings(NamedTuple):
+    """rows, keys: tile of queries and of keys, in tokens; num_warps, num_stages: of one program."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def context_settings(
+    head_size_pow2: int, element_size_bytes: int, tokens_per_block: int, limits: DeviceLimits
+) -> ContextSettings:
+    """How to launch, from shapes alone. Shared memory holds the queries and, per stage, one tile of keys and values."""
+    rows = context_tile_rows(head_size_pow2, element_size_bytes)
+    keys = min(64, tokens_per_block)
+    query_bytes = rows * head_size_pow2 * element_size_bytes
+    stage_bytes = 2 * keys * head_size_pow2 * element_size_bytes
+    num_stages = 3
+    while num_stages > 1 and query_bytes + (num_stages - 1) * stage_bytes > limits.shared_bytes:
+        num_stages -= 1
+    return ContextSettings(rows, keys, num_warps=8 if rows == 128 else 4, num_stages=num_stages)
+
+
+def paged_attention_context(
+    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None
+):
+    """Several query tokens per sequence; see the module's docstring for shapes. Returns out."""
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
+    group = num_heads // num_kv_heads
+    head_pow2 = max(16, triton.next_power_of_2(head_size))
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    assert query.dtype == kv_pool.dtype and num_heads == group * num_kv_heads
+    assert query.stride()[1:] == out.stride()[1:] == (head_size, 1) and kv_pool.stride()[3:] == (head_size, 1)
+    assert block_table.stride(1) == 1 and work_list.is_contiguous() and kv_lengths.is_contiguous()
+    if len(work_list) == 0:
+        return out
+
+    settings = context_settings(head_pow2, query.element_size(), tokens_per_block, device_limits())
+    _context_kernel[(num_heads, len(work_list))](
+        query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, slots, out,
+        scale * LOG2_E, window or 0,
+        query.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
+        GROUP=group, B=tokens_per_block, D=head_size, D_POW2=head_pow2,
+        ROWS=settings.rows, KEYS=settings.keys, STAGES=settings.num_stages,
+        HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window),
+        num_warps=settings.num_warps, num_stages=settings.num_stages,
+    )
+    return out

@@ -1,0 +1,198 @@
+"""Attention of one query token per sequence over that sequence's pages.
+
+    out[s, h] = softmax(scale * query[s, h] . K[s, h // G]) V[s, h // G]
+    over the last `window` of the kv_lengths[s] keys of sequence s
+
+Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads; heads contiguous
+            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
+            block_table              [rows, max_blocks] int32   pages of a sequence, in order
+            kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
+            slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
+            out                      [S, HQ, D]   None: allocated; may be `query` itself
+Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+            splits: parts a sequence's pages are cut into, None = chosen from the shapes. The result depends on it in
+            the last bits only; pass a constant to get the same bits in every batch.
+Mutates     out. A row of length 0 is set to zero.
+Needs       every page that is mapped holds finite numbers in all its B tokens: the pool is zeroed once.
+Oracle      triton_kernels/reference/paged_attention_decode.py
+Source      paged attention (Kwon et al. 2023), split over keys (Flash-Decoding, Dao et al. 2023); written for this
+            project.
+
+One program is one (sequence, kv head, part): the G query heads of the kv head are the rows of one matrix tile, padded
+to 16, and one page is one tile of keys. Pages are loaded whole, without a mask; only scores are masked. The block id
+of the next page is loaded one iteration ahead: loaded in the same iteration, it would eat the pipeline stages that
+keep pages in flight. Lengths are read on the device only, so a captured graph replays with any lengths.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .device_limits import DeviceLimits, device_limits
+from .paged_attention_merge import paged_attention_merge
+
+LOG2_E = 1.4426950408889634
+MIN_PAGES_PER_SPLIT = 2
+MAX_SPLITS = 32
+
+
+@triton.jit(do_not_specialize=["window"])
+def _decode_kernel(
+    query_ptr, kv_pool_ptr, block_table_ptr, kv_length_ptr, slot_ptr,
+    out_ptr, partial_out_ptr, partial_lse_ptr,            # out with one part, the other two with several
+    scale_log2, window,                                   # scale * log2(e): the softmax runs on powers of two
+    query_stride_s, out_stride_s, table_stride,           # elements from one sequence, or table row, to the next
+    pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
+    HQ: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,      # ROWS: GROUP padded for the matrix unit
+    B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_PAGES: tl.constexpr, STAGES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    kv_length = tl.load(kv_length_ptr + sequence)
+
+    member = tl.arange(0, ROWS)
+    lane = tl.arange(0, D_POW2)
+    head = kv_head * GROUP + member
+    row_inside = (member < GROUP)[:, None] & (lane < D)[None, :]
+    out_offset = sequence * out_stride_s + head[:, None] * D + lane[None, :]
+    part = (sequence * HQ + head) * SPLITS + split
+
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(kv_length - window, 0)
+    first_page = first_key // B
+    num_pages = tl.cdiv(kv_length, B)
+    pages_per_split = tl.maximum(tl.cdiv(num_pages - first_page, SPLITS), MIN_PAGES)
+    begin = first_page + split * pages_per_split
+    end = tl.minimum(begin + pages_per_split, num_pages)
+    if begin >= end:                                      # a padding row, or more parts than pages
+        if SPLITS == 1:
+            tl.store(out_ptr + out_offset, tl.zeros([ROWS, D_POW2], out_ptr.dtype.element_ty), mask=row_inside)
+        else:
+            tl.store(partial_lse_ptr + part, tl.full([ROWS], -float("inf"), tl.float32), mask=member < GROUP)
+        return
+
+    table_row = sequence
+    if HAS_SLOTS:
+        table_row = tl.load(slot_ptr + sequence).to(tl.int64)
+    table_ptr = block_table_ptr + table_row * table_stride
+    block = tl.load(table_ptr + begin)
+
+    query = tl.load(
+        query_ptr + sequence * query_stride_s + head[:, None] * D + lane[None, :], mask=row_inside, other=0.0
+    )
+    token = tl.arange(0, B)
+    keys_ptr = kv_pool_ptr + kv_head * pool_stride_h
+    key_offset = token[None, :] * D + lane[:, None]                       # keys arrive transposed
+    value_offset = pool_stride_kv + token[:, None] * D + lane[None, :]
+
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, D_POW2], tl.float32)
+    for page in tl.range(begin, end, num_stages=STAGES):
+        next_block = tl.load(table_ptr + page + 1, mask=page + 1 < end, other=0)
+        page_ptr = keys_ptr + block.to(tl.int64) * pool_stride_n
+        if D == D_POW2:
+            keys = tl.load(page_ptr + key_offset)
+        else:
+            keys = tl.load(page_ptr + key_offset, mask=(lane < D)[:, None], other=0.0)
+        scores = tl.dot(query, keys, input_precision="ieee") * scale_log2
+        position = page * B + token
+        visible = position < kv_length
+        if HAS_WINDOW:
+            visible = visible & (position >= first_key)
+        scores = tl.where(visible[None, :], scores, -float("inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        if D == D_POW2:
+            values = tl.load(page_ptr + value_offset)
+        else:
+            values = tl.load(page_ptr + value_offset, mask=(lane < D)[None, :], other=0.0)
+        weighted = weighted * shrink[:, None]
+        weighted = tl.dot(weights.to(values.dtype), values, weighted, input_precision="ieee")
+        top = new_top
+        block = next_block
+
+    result = weighted / total[:, None]
+    if SPLITS == 1:
+        tl.store(out_ptr + out_offset, result.to(out_ptr.dtype.element_ty), mask=row_inside)
+    else:
+        tl.store(partial_out_ptr + part[:, None] * D + lane[None, :], result, mask=row_inside)
+        tl.store(partial_lse_ptr + part, top + tl.log2(total), mask=member < GROUP)
+
+
+class DecodeSettings(NamedTuple):
+    """splits: parts per sequence; num_warps, num_stages: of one program."""
+
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_settings(
+    num_sequences: int, num_kv_heads: int, max_blocks: int, page_bytes: int, limits: DeviceLimits
+) -> DecodeSettings:
+    """How to launch, from shapes alone: the same for every step of a shape, so that graphs can be captured.
+
+    page_bytes is one kv head's keys of one block. A stage holds a page of keys and one of values beyond the pair in
+    use. Two programs share a multiprocessor, so that one loads while the other computes. The smallest
+    power of two of parts is taken that fills the device's places to 85% on average, with two pages a part at least.
+    """
+    fixed_bytes = 10 * 1024
+    num_stages = 4
+    while num_stages > 2 and (num_stages - 1) * 2 * page_bytes + fixed_bytes > limits.shared_bytes // 2:
+        num_stages -= 1
+    if 2 * page_bytes + fixed_bytes > limits.shared_bytes:
+        num_stages = 1
+
+    places = 2 * limits.multiprocessors
+    programs = max(1, num_sequences * num_kv_heads)
+    most = max(1, min(MAX_SPLITS, max_blocks // MIN_PAGES_PER_SPLIT))
+    choices = [splits for splits in (1, 2, 4, 8, 16, 32) if splits <= most]
+    fill = {splits: programs * splits / (-(-programs * splits // places) * places) for splits in choices}
+    splits = next((splits for splits in choices if fill[splits] >= 0.85), choices[-1])
+    return DecodeSettings(splits=splits, num_warps=4, num_stages=num_stages)
+
+
+def paged_attention_decode(
+    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None
+):
+    """One query token per sequence; see the module's docstring for shapes. Returns out."""
+    num_sequences, num_heads, head_size = query.shape
+    num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
+    group = num_heads // num_kv_heads
+    head_pow2 = max(16, triton.next_power_of_2(head_size))
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+    assert query.dtype == kv_pool.dtype and num_heads == group * num_kv_heads
+    assert query.stride()[1:] == out.stride()[1:] == (head_size, 1) and kv_pool.stride()[3:] == (head_size, 1)
+    assert block_table.stride(1) == 1 and kv_lengths.is_contiguous()
+    if num_sequences == 0:
+        return out
+
+    page_bytes = tokens_per_block * head_pow2 * query.element_size()
+    settings = decode_settings(num_sequences, num_kv_heads, block_table.shape[1], page_bytes, device_limits())
+    splits = settings.splits if splits is None else splits
+    partial_out = partial_lse = None
+    if splits > 1:
+        partial_out = torch.empty(num_sequences, num_heads, splits, head_size, device=query.device)
+        partial_lse = torch.empty(num_sequences, num_heads, splits, device=query.device)
+
+    _decode_kernel[(num_sequences, num_kv_heads, splits)](
+        query, kv_pool, block_table, kv_lengths, slots, out, partial_out, partial_lse,
+        scale * LOG2_E, window or 0,
+        query.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
+        HQ=num_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
+        B=tokens_per_block, D=head_size, D_POW2=head_pow2,
+        SPLITS=splits, MIN_PAGES=MIN_PAGES_PER_SPLIT, STAGES=settings.num_stages,
+        HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window),
+        num_warps=settings.num_warps, num_stages=settings.num_stages,
+    )
+    return out if splits == 1 else paged_attention_merge(partial_out, partial_lse, out)

@@ -1,0 +1,118 @@
+"""Rotate this step's queries and keys by position, and write keys and values into the paged pool.
+
+    x1, x2 = the first and the second half of the leading R entries of a head
+    rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged]
+    pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     where slot >= 0
+
+Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
+            key, value               [T, HK, D]   likewise; the three may be views of one packed tensor
+            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
+            slot_mapping             [T] int64   flat token slot, block * B + offset; -1 = write nothing
+            positions                [T] int32 or int64   valid for every row, padding rows too
+            cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
+            query_out                [T, HQ, D]   None: the queries are rotated in place
+Mutates     kv_pool and query_out (or query). Two rows must not name one slot.
+Oracle      triton_kernels/reference/rope_kv_append.py
+Source      rotary embedding (Su et al. 2021) in the half-split arrangement; written for this project.
+
+One program handles one token and one kv head with its group of query heads: a program moves (G + 2) heads, and a step
+of a single token still spreads over HK programs.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotate_head_rows(
+    from_ptr, to_ptr,                   # first entry of each row of heads, [rows, 1]
+    keep,                               # [rows, 1]: rows that exist
+    cos_ptr, sin_ptr,                   # this position's row of the tables
+    HALF: tl.constexpr, HALF_POW2: tl.constexpr, REST: tl.constexpr, REST_POW2: tl.constexpr,
+):
+    """Copy rows of heads, the leading 2 * HALF entries rotated."""
+    if HALF > 0:
+        lane = tl.arange(0, HALF_POW2)[None, :]
+        inside = keep & (lane < HALF)
+        first = tl.load(from_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(from_ptr + HALF + lane, mask=inside, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + lane, mask=lane < HALF, other=0.0)
+        sin = tl.load(sin_ptr + lane, mask=lane < HALF, other=0.0)
+        tl.store(to_ptr + lane, (first * cos - second * sin).to(to_ptr.dtype.element_ty), mask=inside)
+        tl.store(to_ptr + HALF + lane, (second * cos + first * sin).to(to_ptr.dtype.element_ty), mask=inside)
+    if REST > 0:
+        lane = tl.arange(0, REST_POW2)[None, :]
+        inside = keep & (lane < REST)
+        rest = tl.load(from_ptr + 2 * HALF + lane, mask=inside, other=0.0)
+        tl.store(to_ptr + 2 * HALF + lane, rest.to(to_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rope_kv_append_kernel(
+    query_ptr, key_ptr, value_ptr, query_out_ptr, kv_pool_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr,
+    query_stride_t, key_stride_t, value_stride_t, query_out_stride_t,     # elements from one token to the next
+    pool_stride_n, pool_stride_kv, pool_stride_h,                         # elements between blocks, K and V, heads
+    GROUP: tl.constexpr, GROUP_POW2: tl.constexpr,                        # query heads of one kv head
+    B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
+    HALF: tl.constexpr, HALF_POW2: tl.constexpr,                          # R / 2; 0: no rotation
+    REST: tl.constexpr, REST_POW2: tl.constexpr,                          # D - R
+    WRITE_QUERY: tl.constexpr,                                            # off: unrotated and in place
+):
+    token = tl.program_id(0).to(tl.int64)      # addresses are 64-bit from the first multiplication on
+    kv_head = tl.program_id(1)
+    slot = tl.load(slot_ptr + token)
+    if HALF > 0:
+        position = tl.load(position_ptr + token).to(tl.int64)
+        cos_ptr += position * HALF
+        sin_ptr += position * HALF
+
+    if WRITE_QUERY:
+        member = tl.arange(0, GROUP_POW2)[:, None]
+        head_start = (kv_head * GROUP + member) * D
+        _rotate_head_rows(
+            query_ptr + token * query_stride_t + head_start, query_out_ptr + token * query_out_stride_t + head_start,
+            member < GROUP, cos_ptr, sin_ptr, HALF, HALF_POW2, REST, REST_POW2,
+        )
+
+    if slot >= 0:
+        row_ptr = kv_pool_ptr + (slot // B) * pool_stride_n + kv_head * pool_stride_h + (slot % B) * D
+        one = tl.zeros([1, 1], tl.int32)
+        _rotate_head_rows(
+            key_ptr + token * key_stride_t + kv_head * D + one, row_ptr + one,
+            one == 0, cos_ptr, sin_ptr, HALF, HALF_POW2, REST, REST_POW2,
+        )
+        lane = tl.arange(0, D_POW2)
+        value = tl.load(value_ptr + token * value_stride_t + kv_head * D + lane, mask=lane < D, other=0.0)
+        tl.store(row_ptr + pool_stride_kv + lane, value.to(kv_pool_ptr.dtype.element_ty), mask=lane < D)
+
+
+def rope_kv_append(
+    query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None
+):
+    """Rotate, then append; see the module's docstring for shapes. Returns the rotated queries."""
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
+    group = num_heads // num_kv_heads
+    in_place = query_out is None
+    query_out = query if in_place else query_out
+    half = 0 if cos_table is None else cos_table.shape[1]
+    rest = head_size - 2 * half
+    for rows in (query, key, value, query_out):
+        assert rows.stride()[1:] == (head_size, 1)
+    assert kv_pool.stride()[3:] == (head_size, 1) and slot_mapping.is_contiguous()
+    assert half == 0 or (cos_table.is_contiguous() and sin_table.is_contiguous() and positions.is_contiguous())
+    if num_tokens == 0:
+        return query_out
+
+    _rope_kv_append_kernel[(num_tokens, num_kv_heads)](
+        query, key, value, query_out, kv_pool, slot_mapping,
+        slot_mapping if positions is None else positions, cos_table, sin_table,
+        query.stride(0), key.stride(0), value.stride(0), query_out.stride(0), *kv_pool.stride()[:3],
+        GROUP=group, GROUP_POW2=triton.next_power_of_2(group),
+        B=tokens_per_block, D=head_size, D_POW2=triton.next_power_of_2(head_size),
+        HALF=half, HALF_POW2=triton.next_power_of_2(max(half, 1)),
+        REST=rest, REST_POW2=triton.next_power_of_2(max(rest, 1)),
+        WRITE_QUERY=half > 0 or not in_place,
+        num_warps=1 if group * head_size <= 256 else 2,
+    )
+    return query_out
