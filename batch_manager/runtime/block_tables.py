@@ -1,0 +1,43 @@
+"""The host's mirror of the block tables: which KV cache block holds which tokens of the sequence in a slot."""
+
+import numpy as np
+
+from ..handover import BlockTableUpdates, ScheduledBatch
+
+
+class BlockTables:
+    """Block ids in order, one row per slot; grows by doubling when a larger slot or a longer table arrives.
+
+    rows     [slots, max_blocks] int32; entries past a sequence's own are stale and hold some valid id
+    mapped   [slots] int32: leading entries of each row that belong to the sequence in the slot
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        self.rows = np.zeros((max(num_slots, 1), max(max_blocks, 1)), np.int32)
+        self.mapped = np.zeros(len(self.rows), np.int32)
+
+    def update(self, batch: ScheduledBatch) -> None:
+        """Take over what changed since the last batch. Doing so again is harmless."""
+        for work in batch.context:
+            if work.setup is not None:                            # somebody new in the slot, nothing mapped yet
+                if work.slot >= len(self.rows):
+                    self._grow(work.slot + 1, 0)
+                self.mapped[work.slot] = 0
+        if len(batch.block_table_updates.slots):
+            self._apply(batch.block_table_updates)
+
+    def _apply(self, updates: BlockTableUpdates) -> None:
+        slots, indices = updates.slots, updates.indices
+        num_slots, max_blocks = int(slots.max()) + 1, int(indices.max()) + 1
+        if num_slots > self.rows.shape[0] or max_blocks > self.rows.shape[1]:
+            self._grow(num_slots, max_blocks)
+        self.rows[slots, indices] = updates.block_ids
+        np.maximum.at(self.mapped, slots, indices + 1)
+
+    def _grow(self, num_slots: int, max_blocks: int) -> None:
+        shape = tuple(have if have >= need else max(2 * have, need)
+                      for have, need in zip(self.rows.shape, (num_slots, max_blocks)))
+        rows, mapped = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)
+        rows[: self.rows.shape[0], : self.rows.shape[1]] = self.rows
+        mapped[: len(self.mapped)] = self.mapped
+        self.rows, self.mapped = rows, mapped

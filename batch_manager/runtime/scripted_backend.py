@@ -1,0 +1,392 @@
+"""A ModelBackend without a model: the next token is a keyed hash of everything the sequence can see.
+
+What it sees is read back through the block tables from a pool of tokens, so that a wrong table, a block given away too
+early or a lost token changes the text from there on; `expected_tokens` says, in other words, what it should have been.
+
+    term(i, token)  = mix(key + (i + 1) * A + (token + 1) * B)             mix: the finaliser of splitmix64
+    word            = mix(key ^ draw ^ sum of the terms of the history)    all modulo 2^64
+    next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
+    draw            = 0 for a greedy sequence, mix(random_seed ^ A) for one that samples
+
+numpy only: tests, demonstrations and dry runs of the host side need no torch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import InternalError
+from ..handover import END_ID, NOT_FINISHED, RowFailure, ScheduledBatch, SlotSetup, StepOutput
+from ..names import ErrorCode
+from ..seams import BackendInfo, MemoryUsage
+from .block_tables import BlockTables
+
+WORD = (1 << 64) - 1
+POSITION_FACTOR, TOKEN_FACTOR = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+UNWRITTEN = -1
+
+Script = Callable[[list[int]], int | None]
+StepHook = Callable[[ScheduledBatch], Mapping[int, RowFailure] | None]
+
+
+class ScriptedBackend:
+    """Generates from a hash or from a script, and watches that it is driven by the rules of the handover.
+
+    script      (history) -> the next token, or None for the hash's; the history is prompt and generated tokens
+    on_step     (batch) called once a step after the cache was written and before anything else changed; may raise, or
+                return failures to plant. A planted NON_FINITE_LOGITS also leaves the blocks the step wrote poisoned:
+                whoever has one of them in his table fails too, until `clear_blocks`
+    on_finish   (batch) the same inside `finish`; a raise takes the step back
+    verify      read the whole history back in every step and check the batch; without, the hash is carried along per
+                slot and nothing is checked: for measuring the host
+    """
+
+    def __init__(self, *, vocab_size: int = 1000, max_seq_len: int = 1024, num_blocks: int = 256,
+                 tokens_per_block: int = 8, num_slots: int = 16, key: int = 0, script: Script | None = None,
+                 on_step: StepHook | None = None, on_finish: StepHook | None = None, verify: bool = True) -> None:
+        self.info = BackendInfo(vocab_size=vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
+                                tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
+                                device="none", dtype="int32")
+        self.key, self.script, self.verify = key & WORD, script, verify
+        self.on_step, self.on_finish = on_step, on_finish
+        self.num_steps = 0
+        self.closed = False
+        self._pool = np.full(num_blocks * tokens_per_block, UNWRITTEN, np.int32)
+        self._poisoned = np.zeros(num_blocks, bool)
+        self._any_poisoned = False
+        self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
+        self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
+        self._log_probs_wanted = False                            # by anybody so far
+
+    # the backend
+
+    def start(self, batch: ScheduledBatch) -> "ScriptedStep":
+        """Run the step; see seams.ModelBackend."""
+        self._tables.update(batch)
+        self._set_up(batch)
+        step = self._lay_out(batch)
+        if self.verify:
+            self._check(batch, step)
+
+        self._pool[step.pool_slots] = step.tokens
+        sums = self._sums(batch, step)
+        failures = dict(self.on_step(batch) or {}) if self.on_step else {}
+        self._poison(failures, step)
+        if self._any_poisoned:
+            failures = {**self._poisoned_rows(step), **failures}
+
+        output = self._decode(batch, step, sums, failures)
+        before = self._state[step.slots] if self.on_finish else None
+        self._state["length"][step.slots] = step.starts + step.counts
+        self._state["sum"][step.slots] = sums
+        self._state["last_token"][output.slots] = output.tokens
+        self.num_steps += 1
+        return ScriptedStep(self, batch, step, output, before)
+
+    def clear_blocks(self, block_ids: list[int]) -> None:
+        self._poisoned[block_ids] = False
+        self._any_poisoned = bool(self._poisoned.any())
+
+    def memory_usage(self) -> MemoryUsage:
+        return MemoryUsage(cpu=self._pool.nbytes + self._tables.rows.nbytes + self._state.nbytes)
+
+    def close(self) -> None:
+        self.closed = True
+
+    # what tests ask
+
+    def poison_blocks(self, block_ids: list[int]) -> None:
+        """As if a fault had left non-finite values in these blocks."""
+        self._poisoned[block_ids] = True
+        self._any_poisoned = bool(self._poisoned.any())
+
+    def history(self, slot: int, length: int) -> list[int]:
+        """The first `length` tokens of the sequence in a slot, read back through its block table."""
+        positions, size = np.arange(length), self.info.tokens_per_block
+        return self._pool[self._tables.rows[slot, positions // size] * size + positions % size].tolist()
+
+    def expected(self, prompt: Sequence[int], count: int, *, end_id: int = -1,
+                 random_seed: int | None = None) -> list[int]:
+        """What this backend must generate for a prompt; see `expected_tokens`."""
+        return self.expected_tokens(prompt, count, vocab_size=self.info.vocab_size, key=self.key, end_id=end_id,
+                                    random_seed=random_seed)
+
+    @staticmethod
+    def expected_tokens(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0, end_id: int = -1,
+                        random_seed: int | None = None) -> list[int]:
+        """The oracle: up to `count` tokens after `prompt`, without the end id, in plain integers.
+
+        random_seed   of a request that samples; None: a greedy one
+        """
+        return [token for token, _ in expected_draws(prompt, count, vocab_size=vocab_size, key=key, end_id=end_id,
+                                                     random_seed=random_seed)]
+
+    # one step
+
+    def _set_up(self, batch: ScheduledBatch) -> None:
+        for work in batch.context:
+            if work.setup is None:
+                continue
+            if work.slot >= len(self._state):
+                grown = np.zeros(max(2 * len(self._state), work.slot + 1), SLOT_STATE)
+                grown[: len(self._state)] = self._state
+                self._state = grown
+            setup, state = work.setup, self._state
+            state[work.slot] = (work.start, 0, 0, setup.end_id, _draw(setup), setup.return_log_probs,
+                                setup.return_generation_logits, setup.return_context_logits, True)
+            self._log_probs_wanted |= setup.return_log_probs
+
+    def _lay_out(self, batch: ScheduledBatch) -> "_Layout":
+        """Where the tokens of the step belong; contexts first."""
+        generation, size = batch.generation, self.info.tokens_per_block
+        fed = self._state["last_token"][generation.slots]
+        if not batch.context:
+            slots, starts, positions, owners = generation.slots, generation.kv_lengths, generation.kv_lengths, None
+            counts, tokens = np.ones(len(slots), np.int32), fed
+            row_slots = slots
+        else:
+            slots = np.concatenate([[work.slot for work in batch.context], generation.slots]).astype(np.int32)
+            starts = np.concatenate([[work.start for work in batch.context], generation.kv_lengths]).astype(np.int32)
+            counts = np.ones(len(slots), np.int32)
+            counts[: len(batch.context)] = [len(work.token_ids) for work in batch.context]
+            tokens = np.concatenate([*(work.token_ids for work in batch.context), fed])
+            owners = np.repeat(np.arange(len(slots)), counts)
+            positions = np.arange(len(tokens)) + (starts - np.cumsum(counts) + counts)[owners]
+            row_slots = slots[owners]
+        pool_slots = self._tables.rows[row_slots, positions // size] * size + positions % size
+        return _Layout(slots, starts, counts, tokens, positions, owners, pool_slots)
+
+    def _sums(self, batch: ScheduledBatch, step: "_Layout") -> np.ndarray:
+        """Per sequence, the sum of the terms of its history, this step's tokens included."""
+        if self.verify:
+            return self._read_back(step.slots, step.starts + step.counts)
+        terms = self._terms(step.positions, step.tokens)
+        if step.owners is not None:
+            terms = np.add.reduceat(terms, np.cumsum(step.counts) - step.counts)
+        before = self._state["sum"][step.slots]
+        for row, work in enumerate(batch.context):
+            if work.setup is not None and work.start:             # its first tokens were computed by somebody else
+                before[row] = self._read_back(step.slots[row: row + 1], step.starts[row: row + 1])[0]
+        return before + terms
+
+    def _read_back(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Sum of the terms of the first `lengths` tokens of each slot, as they stand in the pool."""
+        size = self.info.tokens_per_block
+        ends = np.cumsum(lengths)
+        owners = np.repeat(np.arange(len(slots)), lengths)
+        positions = np.arange(len(owners)) - (ends - lengths)[owners]
+        tokens = self._pool[self._tables.rows[slots[owners], positions // size] * size + positions % size]
+        if not len(slots):
+            return np.empty(0, np.uint64)
+        return np.add.reduceat(self._terms(positions, tokens), ends - lengths)
+
+    def _terms(self, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        term = (positions + 1).astype(np.uint64)
+        term *= np.uint64(POSITION_FACTOR)
+        token_part = (tokens + 1).astype(np.uint64)
+        token_part *= np.uint64(TOKEN_FACTOR)
+        term += token_part
+        term += np.uint64(self.key)
+        return _mix_array(term)
+
+    def _words(self, sums: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        words = sums ^ draws
+        words ^= np.uint64(self.key)
+        return _mix_array(words)
+
+    def _next_tokens(self, words: np.ndarray) -> np.ndarray:
+        return ((words >> np.uint64(16)) % np.uint64(self.info.vocab_size)).astype(np.int32)
+
+    def _decode(self, batch: ScheduledBatch, step: "_Layout", sums: np.ndarray,
+                failures: dict[int, RowFailure]) -> StepOutput:
+        slots, context_logits = step.slots, {}
+        if batch.context:
+            context_logits = self._context_logits(batch, step, sums)
+            yields = np.ones(len(slots), bool)
+            yields[: len(batch.context)] = [work.is_last_chunk for work in batch.context]
+            slots, sums = slots[yields], sums[yields]
+        state = self._state[slots]
+        words = self._words(sums, state["draw"])
+        tokens = self._next_tokens(words)
+        if self.script is not None:
+            lengths = (step.starts + step.counts)[yields] if batch.context else step.starts + step.counts
+            self._follow_script(slots, lengths, tokens, failures)
+
+        log_probs = None
+        if self._log_probs_wanted and state["log_probs"].any():
+            log_probs = np.where(state["log_probs"], _log_probs(words), np.float32(0))
+        return StepOutput(
+            micro_batch_id=batch.micro_batch_id,
+            slots=slots,
+            tokens=tokens,
+            finish=np.where(tokens == state["end_id"], END_ID, NOT_FINISHED).astype(np.uint8),
+            log_probs=log_probs,
+            context_logits=context_logits,
+            generation_logits={int(slots[row]): self._logits(tokens[row: row + 1])[0]
+                               for row in np.nonzero(state["generation_logits"])[0]},
+            failures=failures,
+        )
+
+    def _follow_script(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray,
+                       failures: dict[int, RowFailure]) -> None:
+        for row, slot in enumerate(slots.tolist()):
+            token = self.script(self.history(slot, int(lengths[row])))
+            if token is None:
+                continue
+            if 0 <= token < self.info.vocab_size:
+                tokens[row] = token
+            else:
+                tokens[row] = 0
+                failures.setdefault(slot, RowFailure(
+                    ErrorCode.INVALID_TOKEN, f"the script chose token {token}; ids are below {self.info.vocab_size}"))
+
+    def _context_logits(self, batch: ScheduledBatch, step: "_Layout", sums: np.ndarray) -> dict[int, np.ndarray]:
+        """A one at the token that would follow each position, for the slots that asked."""
+        logits, stop = {}, 0
+        for row, work in enumerate(batch.context):
+            begin, stop = stop, stop + len(work.token_ids)
+            if self._state["context_logits"][work.slot]:
+                terms = self._terms(step.positions[begin:stop], step.tokens[begin:stop])
+                prefixes = sums[row] - terms.sum(dtype=np.uint64) + np.cumsum(terms, dtype=np.uint64)
+                draws = np.full(len(prefixes), self._state["draw"][work.slot])
+                logits[work.slot] = self._logits(self._next_tokens(self._words(prefixes, draws)))
+        return logits
+
+    def _logits(self, tokens: np.ndarray) -> np.ndarray:
+        return (np.arange(self.info.vocab_size) == tokens[:, None]).astype(np.float32)
+
+    # faults
+
+    def _poison(self, failures: dict[int, RowFailure], step: "_Layout") -> None:
+        for slot, failure in failures.items():
+            if failure.code is ErrorCode.NON_FINITE_LOGITS:
+                owner = int(np.nonzero(step.slots == slot)[0][0])
+                written = step.pool_slots[[owner] if step.owners is None else step.owners == owner]
+                self.poison_blocks(np.unique(written // self.info.tokens_per_block).tolist())
+
+    def _poisoned_rows(self, step: "_Layout") -> dict[int, RowFailure]:
+        failures = {}
+        blocks = -(-(step.starts + step.counts) // self.info.tokens_per_block)
+        for row, slot in enumerate(step.slots.tolist()):
+            if self._poisoned[self._tables.rows[slot, : blocks[row]]].any():
+                failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, "a KV cache block holds non-finite values")
+        return failures
+
+    def _take_back(self, step: "_Layout", before: np.ndarray) -> None:
+        self._state[step.slots] = before
+        self.num_steps -= 1
+
+    def _check(self, batch: ScheduledBatch, step: "_Layout") -> None:
+        """The rules of the handover; who breaks one has a bug."""
+        state, size = self._state, self.info.tokens_per_block
+        ends = step.starts + step.counts
+        _require(len(np.unique(step.slots)) == len(step.slots), "slots repeat", step.slots)
+        _require(int(step.slots.max(initial=0)) < len(state) and bool(state["set_up"][step.slots].all()),
+                 "a slot was never set up", step.slots)
+        _require(bool((step.counts > 0).all()), "an empty context chunk", step.slots)
+        _require(bool((step.starts == state["length"][step.slots]).all()),
+                 "tokens in the cache differ: here, and in the batch", state["length"][step.slots], step.starts)
+        _require(bool((ends <= self._tables.mapped[step.slots] * size).all()),
+                 "lengths exceed the mapped blocks", ends, self._tables.mapped[step.slots])
+        _require(bool((ends <= self.info.max_seq_len).all()), "lengths exceed max_seq_len", ends)
+        _require(len(np.unique(step.pool_slots)) == len(step.tokens), "two sequences write to one place", step.slots)
+        _require(bool(((step.tokens >= 0) & (step.tokens < self.info.vocab_size)).all()), "a token id is out of range")
+        _require(all(work.is_last_chunk or (work.start + len(work.token_ids)) % size == 0 for work in batch.context),
+                 "a chunk that is not the last does not end at a block boundary", ends)
+
+
+class ScriptedStep:
+    """The output of a step, kept until it is asked for."""
+
+    def __init__(self, backend: ScriptedBackend, batch: ScheduledBatch, layout: "_Layout", output: StepOutput,
+                 before: np.ndarray | None) -> None:
+        self._backend, self._batch, self._layout, self._before = backend, batch, layout, before
+        self._output: StepOutput | None = output
+
+    def finish(self) -> StepOutput:
+        output, self._output = self._output, None
+        assert output is not None, "finish was called twice"
+        if self._backend.on_finish is not None:
+            try:
+                planted = self._backend.on_finish(self._batch)
+            except BaseException:
+                self._backend._take_back(self._layout, self._before)
+                raise
+            self._backend._poison(dict(planted or {}), self._layout)
+            output.failures.update(planted or {})
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """n sequences, T tokens: slots, starts, counts [n]; tokens, positions, pool_slots, owners [T].
+
+    owners is each token's sequence, None where every sequence has one token.
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    owners: np.ndarray | None
+    pool_slots: np.ndarray
+
+
+SLOT_STATE = np.dtype([
+    ("length", np.int32), ("sum", np.uint64), ("last_token", np.int32), ("end_id", np.int32), ("draw", np.uint64),
+    ("log_probs", bool), ("generation_logits", bool), ("context_logits", bool), ("set_up", bool)])
+
+
+def expected_draws(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0, end_id: int = -1,
+                   random_seed: int | None = None) -> list[tuple[int, float]]:
+    """Up to `count` pairs (token, log-prob) after `prompt`, computed one token at a time."""
+    history_sum = 0
+    for position, token in enumerate(prompt):
+        history_sum += _mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR)
+    draw = 0 if random_seed is None else _mix(random_seed ^ POSITION_FACTOR)
+
+    draws: list[tuple[int, float]] = []
+    while len(draws) < count:
+        word = _mix(key ^ draw ^ (history_sum & WORD))
+        token = (word >> 16) % vocab_size
+        if token == end_id:
+            break
+        position = len(prompt) + len(draws)
+        draws.append((token, -(word & 0xFFFF) / 4096))
+        history_sum += _mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR)
+    return draws
+
+
+def _draw(setup: SlotSetup) -> int:
+    greedy = setup.temperature == 0 or setup.top_k == 1 or (setup.top_k == 0 and setup.top_p == 0)
+    return 0 if greedy else _mix(setup.random_seed ^ POSITION_FACTOR)
+
+
+def _mix(word: int) -> int:
+    word &= WORD
+    word = ((word ^ (word >> 30)) * MIX_1) & WORD
+    word = ((word ^ (word >> 27)) * MIX_2) & WORD
+    return word ^ (word >> 31)
+
+
+def _mix_array(words: np.ndarray) -> np.ndarray:
+    """`_mix` of every element, in place."""
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(MIX_1)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(MIX_2)
+    words ^= words >> np.uint64(31)
+    return words
+
+
+def _log_probs(words: np.ndarray) -> np.ndarray:
+    return (words & np.uint64(0xFFFF)).astype(np.float32) / np.float32(-4096)
+
+
+def _require(holds: bool, rule: str, *numbers: np.ndarray) -> None:
+    if not holds:
+        details = " / ".join(str(array.tolist()) for array in numbers)
+        raise InternalError(f"the batch breaks a rule of the handover: {rule} {details}".rstrip())
