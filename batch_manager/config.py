@@ -149,12 +149,14 @@ class Parts:
     attention   a factory (spec, kv_pool) -> attention implementation of the device tower
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
     clock       a Clock
+    trace       called with an IterationTrace after each iteration that had an active request, on the worker thread
     """
 
     scheduler: Any = None
     attention: Callable[..., Any] | None = None
     backend: Any = None
     clock: Any = None
+    trace: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

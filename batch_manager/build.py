@@ -1,0 +1,135 @@
+"""Composition root: from what the user passed to a wired loop. The only file that knows every concrete class."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .clock import SystemClock
+from .config import Limits, Parts, TrtGptModelOptionalParams, resolve_limits
+from .errors import ConfigError
+from .kv.kv_cache_manager import KvCacheManager
+from .loop.callbacks import GuardedCallbacks
+from .loop.generation_loop import GenerationLoop
+from .loop.intake import Intake, QueueBounds
+from .loop.responder import Responder
+from .names import SchedulerPolicy, TrtGptModelType
+from .requests.admission import Admission
+from .scheduling.interfaces import CapacityScheduler, RequestScheduler
+from .scheduling.policies import make_scheduler
+from .scheduling.simple import SimpleScheduler
+from .seams import ModelBackend
+
+log = logging.getLogger("batch_manager")
+
+
+def build_loop(
+    *,
+    model_path: Any,
+    model_type: TrtGptModelType,
+    max_beam_width: int,
+    scheduler_policy: SchedulerPolicy,
+    get_inference_requests_cb: Callable,
+    send_response_cb: Callable,
+    poll_stop_signal_cb: Callable | None,
+    return_batch_manager_stats_cb: Callable | None,
+    optional_params: TrtGptModelOptionalParams,
+    terminate_req_id: int | None,
+    exclude_input_in_output: bool,
+    parts: Parts,
+    heartbeat: Callable[[str, float], None] = lambda activity, now: None,
+) -> GenerationLoop:
+    """Load the model, size the pool, wire the loop. No thread is started.
+
+    Raises ConfigError and its subclasses; nothing is left behind then.
+    """
+    refuse_what_is_not_built(model_type, optional_params)
+    clock = SystemClock() if parts.clock is None else parts.clock
+    backend = _make_backend(model_path, model_type, optional_params, parts)
+    try:
+        limits = resolve_limits(optional_params, backend.info, max_beam_width, scheduler_policy)
+        kv_cache_manager = KvCacheManager(limits.num_blocks, limits.tokens_per_block, limits.max_seq_len)
+        callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
+                                     return_batch_manager_stats_cb, clock, heartbeat)
+        admission = Admission(
+            limits,
+            max_request_bytes=optional_params.max_request_bytes,
+            gather_context_logits=optional_params.gather_context_logits,
+            gather_generation_logits=optional_params.gather_generation_logits,
+            exclude_input_in_output=exclude_input_in_output)
+        loop = GenerationLoop(
+            limits=limits,
+            callbacks=callbacks,
+            intake=Intake(callbacks, admission, QueueBounds.of(optional_params), clock,
+                          optional_params.max_admissions_per_iteration, terminate_req_id),
+            scheduler=_make_scheduler(parts.scheduler, limits, kv_cache_manager),
+            kv_cache_manager=kv_cache_manager,
+            backend=backend,
+            responder=Responder(callbacks, _numpy_to_tensor()),
+            clock=clock,
+            heartbeat=heartbeat,
+            flush_stats_when_idle=optional_params.flush_stats_when_idle,
+            trace=parts.trace)
+    except BaseException:
+        backend.close()
+        raise
+    info = backend.info
+    log.info("%s on %s in %s, kernels by %s; %d KV cache blocks of %d tokens; %d requests of up to %d tokens at a time, "
+             "%d tokens a step", model_type.name, info.device, info.dtype, info.dispatch, info.num_blocks,
+             info.tokens_per_block, limits.max_batch_size, limits.max_seq_len, limits.max_num_tokens)
+    return loop
+
+
+def refuse_what_is_not_built(model_type: TrtGptModelType, params: TrtGptModelOptionalParams) -> None:
+    """Raise ConfigError, by name, for an option this version knows and does not have."""
+    kv = params.kv_cache_config
+    not_built = {
+        "TrtGptModelType.V1 (static batching)": model_type is TrtGptModelType.V1,
+        "enable_trt_overlap": params.enable_trt_overlap,
+        "deterministic": params.deterministic,
+        "cuda_graphs": params.cuda_graphs is True,
+        "KvCacheConfig.enable_block_reuse": kv.enable_block_reuse,
+        "KvCacheConfig.max_attention_window": kv.max_attention_window is not None,
+        "KvCacheConfig.sink_token_length": kv.sink_token_length > 0,
+        "KvCacheConfig.host_cache_size": kv.host_cache_size > 0,
+    }
+    for name, asked_for in not_built.items():
+        if asked_for:
+            raise ConfigError(f"{name} was asked for", "it is not built yet in this version", "leave it out")
+
+
+def _make_backend(model_path: Any, model_type: TrtGptModelType, params: TrtGptModelOptionalParams,
+                  parts: Parts) -> ModelBackend:
+    if parts.backend is not None:
+        return parts.backend() if isinstance(parts.backend, type) or not hasattr(parts.backend, "start") \
+            else parts.backend
+    if model_path is None:
+        raise ConfigError("model_path is None", "the folder of a Hugging Face checkpoint, or parts=Parts(backend=...)")
+    from .runtime.native_backend import build_native_backend
+
+    num_slots = params.max_num_sequences if (params.max_num_sequences or 0) > 0 else params.max_batch_size
+    return build_native_backend(
+        model_path, params, fused=model_type is TrtGptModelType.InflightFusedBatching, num_slots=num_slots,
+        attention_factory=parts.attention)
+
+
+def _make_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
+    if part is None:
+        return make_scheduler(limits, kv_cache_manager)
+    if isinstance(part, type) or not isinstance(part, RequestScheduler | CapacityScheduler):
+        if not callable(part):
+            raise ConfigError(f"Parts.scheduler is a {type(part).__name__}",
+                              "a RequestScheduler, a CapacityScheduler, or a factory (limits, kv_cache_manager) of one")
+        part = part(limits, kv_cache_manager)
+    if isinstance(part, CapacityScheduler):
+        default = make_scheduler(limits, kv_cache_manager)
+        return SimpleScheduler(part, default.micro_batch_scheduler)
+    if not isinstance(part, RequestScheduler):
+        raise ConfigError(f"the factory in Parts.scheduler returned a {type(part).__name__}",
+                          "a RequestScheduler or a CapacityScheduler")
+    return part
+
+
+def _numpy_to_tensor() -> Callable:
+    import torch
+
+    return torch.from_numpy

@@ -1,0 +1,63 @@
+"""The requests being worked on, in the order schedulers see them."""
+
+from collections.abc import Iterator
+
+from ..requests.llm_request import LlmRequest
+
+
+class ActiveRequests:
+    """Active requests by id, by slot and in order.
+
+    Order: by priority, larger first; inside one priority by arrival. A paused request keeps its place.
+    Slots are the smallest free numbers, so that tables indexed by slot stay as small as the number of requests.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, LlmRequest] = {}
+        self._ordered: list[LlmRequest] = []
+        self._by_slot: list[LlmRequest | None] = []
+        self._free_slots: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def __iter__(self) -> Iterator[LlmRequest]:
+        return iter(self._ordered)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._by_id
+
+    def get(self, request_id: int) -> LlmRequest | None:
+        return self._by_id.get(request_id)
+
+    def at_slot(self, slot: int) -> LlmRequest:
+        """The request that owns a slot. A slot nobody owns is a bug of ours."""
+        request = self._by_slot[slot]
+        assert request is not None
+        return request
+
+    def in_order(self) -> list[LlmRequest]:
+        """A list the caller may keep or change."""
+        return self._ordered.copy()
+
+    def add(self, request: LlmRequest) -> None:
+        """Take a request in behind all of at least its priority, and give it a slot."""
+        assert request.request_id not in self._by_id
+        place = len(self._ordered)
+        while place and self._ordered[place - 1].priority < request.priority:
+            place -= 1
+        self._ordered.insert(place, request)
+        self._by_id[request.request_id] = request
+        if self._free_slots:
+            request.seq_slot = self._free_slots.pop()
+            self._by_slot[request.seq_slot] = request
+        else:
+            request.seq_slot = len(self._by_slot)
+            self._by_slot.append(request)
+
+    def remove(self, request: LlmRequest) -> None:
+        """Let a request go; its id and its slot are free at once."""
+        del self._by_id[request.request_id]
+        self._ordered.remove(request)
+        self._by_slot[request.seq_slot] = None
+        self._free_slots.append(request.seq_slot)

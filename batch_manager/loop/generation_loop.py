@@ -1,0 +1,204 @@
+"""The engine in one sentence: fetch, schedule, claim, start, finish, advance, respond, poll, report."""
+
+import logging
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config import Limits
+from ..errors import BatchManagerError, SchedulerContractError
+from ..kv.block_pool import OutOfBlocksError
+from ..kv.kv_cache_manager import KvCacheManager
+from ..names import ErrorCode, FinishReason
+from ..scheduling.contract import check_plan
+from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
+from ..seams import Clock, ModelBackend
+from ..stats.trace import IterationTrace
+from .active_requests import ActiveRequests
+from .advance import Outcome, advance
+from .callbacks import GuardedCallbacks
+from .finals import Finals
+from .intake import Intake, Refusal
+from .reporter import Reporter
+from .resources import Resources
+from .responder import Responder
+from .step_runner import RunningStep, StepRunner
+
+log = logging.getLogger("batch_manager")
+
+NOTHING_SCHEDULED = SchedulerOutput()
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A plan whose step was launched and not read yet."""
+
+    plan: SchedulerOutput
+    step: RunningStep
+
+
+class GenerationLoop:
+    """Runs iterations. One thread calls it; nothing here knows which.
+
+    What a failure costs is decided by where it is caught: one sequence (StepRunner), the active requests (a scheduler
+    that broke its contract), or everything (`fail`, called by whoever runs the loop when `step` raises).
+
+    failure   why the engine failed, None while it runs; afterwards every request is answered with it
+    """
+
+    def __init__(self, *, limits: Limits, callbacks: GuardedCallbacks, intake: Intake, scheduler: RequestScheduler,
+                 kv_cache_manager: KvCacheManager, backend: ModelBackend, responder: Responder, clock: Clock,
+                 heartbeat: Callable[[str, float], None] = lambda activity, now: None, flush_stats_when_idle: bool = False,
+                 trace: Callable[[IterationTrace], None] | None = None, window_depth: int = 1) -> None:
+        self.limits = limits
+        self.callbacks = callbacks
+        self.intake = intake
+        self.scheduler = scheduler
+        self.kv = kv_cache_manager
+        self.backend = backend
+        self.clock = clock
+        self.active = ActiveRequests()
+        self.failure: BatchManagerError | None = None
+        self._responder = responder
+        self._resources = Resources(kv_cache_manager, limits.max_seq_len)
+        self.finals = Finals(self.active, intake, self._resources, responder, backend)
+        self._runner = StepRunner(backend, limits.vocab_size, clock, heartbeat)
+        self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle)
+        self._window: deque[InFlight] = deque()
+        self._window_depth = window_depth
+
+    def step(self, *, accept_new: bool) -> bool:
+        """One turn of the loop. False when there was nothing to do."""
+        self.reporter.begin(self.clock.monotonic())
+        refusals = self._fetch(accept_new)
+        had_active = len(self.active) > 0
+        outcome = Outcome()
+        if had_active:
+            try:
+                plan = self._schedule()
+                launched = self._launch(plan)
+                self.reporter.note_launch(plan)
+                if launched is None or len(self._window) == self._window_depth:
+                    outcome = self._finish_oldest()
+            except SchedulerContractError as error:
+                self._answer_all_active(error)
+        self._respond(refusals, outcome)
+        self._poll_stops()
+        self.reporter.end(had_active)
+        return had_active or bool(refusals) or self.callbacks.has_unread_items
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is alive and nothing that was handed over is unread."""
+        return not (len(self.active) or len(self.intake) or self.callbacks.has_unread_items)
+
+    def answer_the_rest(self, error: BatchManagerError) -> None:
+        """One final with this error for everything alive and everything handed over. Afterwards the loop is empty."""
+        self._window.clear()
+        self.finals.fail_everything(error)
+        while self.callbacks.has_unread_items:
+            _, refusals = self.intake.fetch(0, self.active.__contains__, accept_new=False, failure=error)
+            for refusal in refusals:
+                self.finals.refuse(refusal)
+
+    def fail(self, error: BatchManagerError) -> None:
+        """The engine cannot go on: answer everybody now, and everybody who comes until shutdown."""
+        self.failure = error
+        self._window.clear()
+        self.finals.fail_everything(error)
+
+    # fetch
+
+    def _fetch(self, accept_new: bool) -> list[Refusal]:
+        room = None if self.limits.unbounded_sequences else max(self.limits.max_num_sequences - len(self.active), 0)
+        entering, refusals = self.intake.fetch(room, self.active.__contains__, accept_new=accept_new,
+                                               failure=self.failure)
+        for admitted in entering:
+            self.active.add(admitted.request)
+            self._resources.admit(admitted.request, admitted.setup)
+            self._responder.admit(admitted)
+        return refusals
+
+    # schedule, claim, start
+
+    def _schedule(self) -> SchedulerOutput:
+        active = self.active.in_order()
+        inflight = frozenset(request.request_id for flight in self._window
+                             for request in (*flight.plan.context_requests, *flight.plan.generation_requests))
+        self.kv.inflight_request_ids = inflight
+        try:
+            plan = self.scheduler.schedule_request(active, inflight)
+        except SchedulerContractError:
+            raise
+        except Exception as error:
+            log.error("the scheduler raised\n%s", "".join(traceback.format_exception(error)))
+            raise SchedulerContractError(self.scheduler, f"schedule_request raised {type(error).__name__}") from error
+        check_plan(self.scheduler, plan, active, inflight, self.kv, self.limits)
+        if not (plan.context_requests or plan.generation_requests or self._window):
+            raise SchedulerContractError(
+                self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
+        return plan
+
+    def _launch(self, plan: SchedulerOutput) -> RunningStep | None:
+        self.reporter.recomputed_tokens += self._resources.pause(plan.paused_requests)
+        if not (plan.context_requests or plan.generation_requests):
+            return None
+        try:
+            batch = self._resources.claim(plan, self.reporter.iteration, self.reporter.iteration % self._window_depth)
+        except OutOfBlocksError as error:
+            raise SchedulerContractError(self.scheduler, f"the plan takes more blocks than there are: {error}") from error
+        step = self._runner.start(batch)
+        self._window.append(InFlight(plan, step))
+        return step
+
+    # finish, advance
+
+    def _finish_oldest(self) -> Outcome:
+        step = self._window.popleft().step
+        return advance(step.batch, step.finish(), self.active, self._responder)
+
+    # respond
+
+    def _respond(self, refusals: list[Refusal], outcome: Outcome) -> None:
+        for refusal in refusals:
+            self.finals.refuse(refusal)
+        for request, failure in outcome.failed:
+            self.finals.fail(request, failure.code, failure.message, clear_blocks=True)
+        for request, reason in outcome.ended:
+            self.finals.end(request, reason)
+        for request in outcome.to_send:
+            self._responder.send_new_tokens(request)
+        self.reporter.generated_tokens += outcome.generated_tokens
+        self._expire()
+
+    def _expire(self) -> None:
+        """End what has passed its deadline: with its tokens where it has some, with an error where it has none."""
+        expired = self.intake.expired()
+        late = "its deadline passed before its first token; give it more time, or the engine less work"
+        for admitted in self.intake.withdraw(expired):
+            self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, late)
+        for request in [self.active.get(request_id) for request_id in sorted(expired) if request_id in self.active]:
+            if request.total_generated_tokens:
+                self.finals.end(request, FinishReason.TIMED_OUT)
+            else:
+                self.finals.fail(request, ErrorCode.DEADLINE, late)
+
+    def _answer_all_active(self, error: SchedulerContractError) -> None:
+        """A scheduler that broke a rule has no plan to go on with. Steps in flight are read and dropped."""
+        while self._window:
+            self._window.popleft().step.finish()
+        for request in self.active.in_order():
+            self.finals.fail(request, error.code, str(error))
+
+    # poll
+
+    def _poll_stops(self) -> None:
+        """End what was asked to stop and is alive at this moment; other ids are not remembered."""
+        stops = self.callbacks.poll_stops()
+        if not stops:
+            return
+        for admitted in self.intake.withdraw(stops):
+            self.finals.end_waiting(admitted, FinishReason.CANCELLED)
+        for request in [request for request in self.active if request.request_id in stops]:
+            self.finals.end(request, FinishReason.CANCELLED)

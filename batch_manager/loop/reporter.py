@@ -1,0 +1,114 @@
+"""Counts what an iteration did, and reports it: statistics for the callback, a trace for pictures."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..scheduling.interfaces import SchedulerOutput
+from ..stats.iteration_stats import IterationStats, KvCacheStats
+from ..stats.stats_json import to_json
+from ..stats.trace import IterationTrace
+from .step_runner import StepRunner
+
+if TYPE_CHECKING:
+    from .generation_loop import GenerationLoop
+
+
+class Reporter:
+    """One record for every iteration that had an active request; none when idle.
+
+    The record describes the step as it was launched: who was active, who ran, which blocks were in use.
+
+    iteration           number of the record being made
+    recomputed_tokens   tokens that pauses threw away, since construction
+    generated_tokens    tokens appended to requests, since construction
+    """
+
+    def __init__(self, loop: "GenerationLoop", runner: StepRunner, trace: Callable[[IterationTrace], None] | None,
+                 flush_when_idle: bool) -> None:
+        self._loop = loop
+        self._runner = runner
+        self._trace = trace
+        self._flush_when_idle = flush_when_idle
+        self._started = 0.0
+        self._plan = SchedulerOutput()
+        self._chunks: list[tuple[int, int, int]] = []
+        self._active_requests = 0
+        self._kv_cache: KvCacheStats | None = None
+        self._generated_before = 0
+        self.iteration = 0
+        self.recomputed_tokens = 0
+        self.generated_tokens = 0
+
+    def begin(self, now: float) -> None:
+        self._started = now
+        self._plan = SchedulerOutput()
+        self._chunks = []
+        self._kv_cache = None
+        self._generated_before = self.generated_tokens
+
+    def note_launch(self, plan: SchedulerOutput) -> None:
+        """Remember the plan while its step runs; afterwards its requests have moved on."""
+        self._plan = plan
+        sizes = plan.chunk_sizes or [request.remaining_context for request in plan.context_requests]
+        self._chunks = [(request.request_id, request.context_position, size)
+                        for request, size in zip(plan.context_requests, sizes, strict=True)]
+        self._active_requests = len(self._loop.active)
+        self._kv_cache = self._kv_cache_now()
+
+    def end(self, had_active: bool) -> None:
+        """Close the iteration. Nothing is reported for one without an active request."""
+        finished = self._loop.finals.take_ended()
+        if not had_active:
+            return
+        if self._kv_cache is None:    # the plan was refused; nothing ran
+            self._active_requests = len(finished)
+            self._kv_cache = self._kv_cache_now()
+        if self._trace is not None:
+            plan = self._plan
+            self._trace(IterationTrace(
+                self.iteration, tuple(self._chunks), tuple(r.request_id for r in plan.generation_requests),
+                tuple(r.request_id for r in plan.paused_requests), finished))
+        self._report()
+        if self._flush_when_idle and self._loop.is_empty:
+            self.begin(self._loop.clock.monotonic())
+            self._active_requests = 0
+            self._kv_cache = self._kv_cache_now()
+            self._report()
+
+    def _report(self) -> None:
+        loop, plan = self._loop, self._plan
+        if loop.callbacks.wants_stats:
+            contexts, generations = len(plan.context_requests), len(plan.generation_requests)
+            stats = IterationStats(
+                timestamp=loop.clock.timestamp(),
+                iteration=self.iteration,
+                active_requests=self._active_requests,
+                max_requests=loop.limits.max_num_sequences,
+                memory=loop.backend.memory_usage(),
+                kv_cache=self._kv_cache,
+                micro_batch_id=0,
+                scheduled_requests=contexts + generations,
+                context_requests=contexts,
+                generation_requests=generations,
+                paused_requests=len(plan.paused_requests),
+                context_tokens=sum(size for _, _, size in self._chunks),
+                generated_tokens=self.generated_tokens - self._generated_before,
+                recomputed_tokens=self.recomputed_tokens,
+                queued_requests=len(loop.intake),
+                callback_seconds=loop.callbacks.take_seconds(),
+                iteration_seconds=loop.clock.monotonic() - self._started,
+                finals=loop.finals.num_sent,
+                failed_steps=self._runner.num_failed_steps,
+                clamped_requests=loop.intake.num_warnings,
+                unaddressable_items=loop.intake.unaddressable,
+                errors=loop.finals.errors,
+                callback_failures=loop.callbacks.failures,
+                dispatch=loop.backend.info.dispatch,
+            )
+            loop.callbacks.return_stats(to_json(stats))
+        self.iteration += 1
+
+    def _kv_cache_now(self) -> KvCacheStats:
+        kv = self._loop.kv
+        return KvCacheStats(max_blocks=kv.num_blocks, free_blocks=kv.free_blocks, live_blocks=kv.used_blocks,
+                            cached_blocks=0, tokens_per_block=kv.tokens_per_block, reused_blocks=0)

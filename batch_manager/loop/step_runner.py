@@ -1,0 +1,135 @@
+"""Runs a step, and narrows a failing one down to the sequences that cannot run even alone."""
+
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ..errors import DeviceLostError, InsufficientMemoryError
+from ..handover import RowFailure, ScheduledBatch, StepOutput
+from ..names import ErrorCode
+from ..seams import Clock, ModelBackend, PendingStep
+
+log = logging.getLogger("batch_manager")
+
+
+class StepRunner:
+    """Launches batches on a backend; what comes back has one row, or one failure, for every sequence.
+
+    A batch that raises is run again in halves, and these in halves, so that only sequences that fail alone are lost.
+    That is sound because a step that raised left nothing a second run would notice (seams.ModelBackend).
+
+    num_failed_steps   launches that raised
+    """
+
+    def __init__(self, backend: ModelBackend, vocab_size: int, clock: Clock,
+                 heartbeat: Callable[[str, float], None] = lambda activity, now: None) -> None:
+        self._backend = backend
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._heartbeat = heartbeat
+        self.num_failed_steps = 0
+
+    def _beat(self, activity: str) -> None:
+        self._heartbeat(activity, self._clock.monotonic())
+
+    def start(self, batch: ScheduledBatch) -> "RunningStep":
+        self._beat("model step")
+        try:
+            return RunningStep(self, batch, self._backend.start(batch), None)
+        except DeviceLostError:
+            raise
+        except BaseException as error:
+            return RunningStep(self, batch, None, error)
+
+    def finish(self, step: "RunningStep") -> StepOutput:
+        """Wait for a step. Raises DeviceLostError when nothing can run any more."""
+        try:
+            if step.error is not None:
+                raise step.error
+            output = step.pending.finish()
+            check_rows(step.batch, output)
+        except DeviceLostError:
+            raise
+        except BaseException as error:
+            output = self._narrow_down(step.batch, error)
+        finally:
+            self._beat("loop")
+        return self._without_invalid_tokens(output)
+
+    def _narrow_down(self, batch: ScheduledBatch, error: BaseException) -> StepOutput:
+        self.num_failed_steps += 1
+        count = batch.num_sequences
+        if count > 1:
+            middle = count // 2
+            halves = [self._run_again(batch.part(0, middle)), self._run_again(batch.part(middle, count))]
+            return StepOutput.merge(halves, batch.micro_batch_id)
+
+        log.error("a step of one sequence raised %s\n%s", type(error).__name__,
+                  "".join(traceback.format_tb(error.__traceback__)))
+        code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.MODEL_ERROR
+        (slot,) = batch.slots()
+        failure = RowFailure(code, f"the model step raised {type(error).__name__} for this request alone; the others "
+                                   "go on; see the log of the engine")
+        return replace(StepOutput.merge([], batch.micro_batch_id), failures={slot: failure})
+
+    def _run_again(self, batch: ScheduledBatch) -> StepOutput:
+        self._beat("model step")
+        try:
+            output = self._backend.start(batch).finish()
+            check_rows(batch, output)
+            return output
+        except DeviceLostError:
+            raise
+        except BaseException as error:
+            return self._narrow_down(batch, error)
+
+    def _without_invalid_tokens(self, output: StepOutput) -> StepOutput:
+        invalid = (output.tokens < 0) | (output.tokens >= self._vocab_size)
+        if not invalid.any():
+            return output
+        failures = dict(output.failures)
+        for slot in output.slots[invalid].tolist():
+            failures.setdefault(slot, RowFailure(
+                ErrorCode.INVALID_TOKEN, f"the model step chose a token outside 0..{self._vocab_size - 1}; the request "
+                "ends here; please report it"))
+        return replace(output, failures=failures)
+
+
+class RunningStep:
+    """A batch that was launched, or failed to be."""
+
+    __slots__ = ("_runner", "batch", "pending", "error")
+
+    def __init__(self, runner: StepRunner, batch: ScheduledBatch, pending: PendingStep | None,
+                 error: BaseException | None) -> None:
+        self._runner, self.batch, self.pending, self.error = runner, batch, pending, error
+
+    def finish(self) -> StepOutput:
+        return self._runner.finish(self)
+
+
+class WrongRowsError(Exception):
+    """A backend returned rows that do not match its batch."""
+
+
+def check_rows(batch: ScheduledBatch, output: StepOutput) -> None:
+    """One row for each last chunk and each generation step, in batch order. Raises WrongRowsError."""
+    last_chunks = [work.slot for work in batch.context if work.is_last_chunk]
+    if last_chunks:
+        expected = np.concatenate([np.array(last_chunks, np.int32), batch.generation.slots])
+    else:
+        expected = batch.generation.slots
+    if not np.array_equal(output.slots, expected):
+        raise WrongRowsError(f"{len(output.slots)} rows for {len(expected)} sequences, or in another order")
+    if len(output.tokens) != len(expected) or len(output.finish) != len(expected):
+        raise WrongRowsError(f"{len(output.tokens)} tokens and {len(output.finish)} finish codes for "
+                             f"{len(expected)} rows")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    # torch's classes by name: this side of the house does not import torch.
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return isinstance(error, MemoryError | InsufficientMemoryError) or "OutOfMemoryError" in names

@@ -1,0 +1,51 @@
+"""A record as the flat JSON object that readers of TensorRT-LLM's statistics know.
+
+The first block of names is theirs, letter by letter; the second is this project's. All numbers are integers, times are
+in microseconds, keys are sorted.
+"""
+
+import orjson
+
+from .iteration_stats import IterationStats
+
+
+def to_json(stats: IterationStats) -> str:
+    kv = stats.kv_cache
+    record = {
+        "Timestamp": stats.timestamp,
+        "Iteration Counter": stats.iteration,
+        "Active Request Count": stats.active_requests,
+        "Max Request Count": stats.max_requests,
+        "Runtime GPU Memory Usage": stats.memory.gpu,
+        "Runtime CPU Memory Usage": stats.memory.cpu,
+        "Runtime Pinned Memory Usage": stats.memory.pinned,
+        "Max KV cache blocks": kv.max_blocks,
+        # A cached block can be taken at any time: to an old reader it is free.
+        "Free KV cache blocks": kv.free_blocks + kv.cached_blocks,
+        "Used KV cache blocks": kv.live_blocks,
+        "Tokens per KV cache block": kv.tokens_per_block,
+        "Reused KV cache blocks": kv.reused_blocks,
+        "Scheduled Requests": stats.scheduled_requests,
+        "Context Requests": stats.context_requests,
+        "Generation Requests": stats.generation_requests,
+        "Total Context Tokens": stats.context_tokens,
+        "Paused Requests": stats.paused_requests,
+        "MicroBatch ID": stats.micro_batch_id,
+
+        "Cached KV cache blocks": kv.cached_blocks,
+        "Queued Requests": stats.queued_requests,
+        "Generated Tokens": stats.generated_tokens,
+        "Recomputed Tokens": stats.recomputed_tokens,
+        "Final Responses": stats.finals,
+        "Failed Steps": stats.failed_steps,
+        "Clamped Requests": stats.clamped_requests,
+        "Unaddressable Items": stats.unaddressable_items,
+        "Callback Time Microseconds": round(stats.callback_seconds * 1e6),
+        "Iteration Latency Microseconds": round(stats.iteration_seconds * 1e6),
+        "Kernel Dispatch": stats.dispatch,
+    }
+    for code, count in stats.errors.items():
+        record[f"Errors {code.value}"] = count
+    for name, count in stats.callback_failures.items():
+        record[f"Failed {name} Callbacks"] = count
+    return orjson.dumps(record, option=orjson.OPT_SORT_KEYS).decode()
