@@ -1,0 +1,93 @@
+"""`ScheduledBatch` to `PackedStep`: all tokens of a step in one row without padding, contexts first. Arrays only."""
+
+import numpy as np
+
+from ..attention.interface import PackedStep
+from ..handover import ContextWork, GenerationWork, ScheduledBatch
+from .block_tables import BlockTables
+
+
+def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
+    """Where every token of the batch belongs. `tables` must have been updated with the batch.
+
+    Raises   AssertionError where a position lies outside the blocks of its sequence
+    """
+    if not batch.context:
+        return _pack_generation(batch.generation, tables, tokens_per_block)
+
+    context, generation = batch.context, batch.generation
+    context_lengths = np.array([len(work.token_ids) for work in context], np.int32)
+    num_contexts, num_sequences = len(context), len(context) + len(generation)
+    num_context_tokens = int(context_lengths.sum())
+    num_tokens = num_context_tokens + len(generation)
+
+    slots = np.empty(num_sequences, np.int32)
+    slots[:num_contexts] = [work.slot for work in context]
+    slots[num_contexts:] = generation.slots
+    starts = np.empty(num_sequences, np.int32)
+    starts[:num_contexts] = [work.start for work in context]
+    starts[num_contexts:] = generation.kv_lengths
+
+    query_lengths = np.ones(num_sequences, np.int32)
+    query_lengths[:num_contexts] = context_lengths
+    query_starts = np.zeros(num_sequences + 1, np.int32)
+    np.cumsum(query_lengths, out=query_starts[1:])
+    kv_lengths = starts + query_lengths
+
+    token_ids = np.zeros(num_tokens, np.int32)
+    np.concatenate([work.token_ids for work in context], out=token_ids[:num_context_tokens], casting="same_kind")
+    positions = np.arange(num_tokens, dtype=np.int32)
+    positions += np.repeat(starts - query_starts[:-1], query_lengths)
+
+    max_blocks = _check(slots, kv_lengths, tables, tokens_per_block)
+    return PackedStep(
+        token_ids=token_ids,
+        positions=positions,
+        pool_slots=_pool_slots(tables, np.repeat(slots, query_lengths), positions, tokens_per_block),
+        slots=slots,
+        query_starts=query_starts,
+        kv_lengths=kv_lengths,
+        block_tables=tables.rows[slots, :max_blocks],
+        num_contexts=num_contexts,
+        logits_rows=_logits_rows(context, query_starts),
+    )
+
+
+def _pack_generation(generation: GenerationWork, tables: BlockTables, tokens_per_block: int) -> PackedStep:
+    """One token per sequence: nothing to repeat, nothing to concatenate."""
+    slots, positions = generation.slots, generation.kv_lengths
+    kv_lengths = positions + np.int32(1)
+    max_blocks = _check(slots, kv_lengths, tables, tokens_per_block)
+    return PackedStep(
+        token_ids=np.zeros(len(slots), np.int32),
+        positions=positions,
+        pool_slots=_pool_slots(tables, slots, positions, tokens_per_block),
+        slots=slots,
+        query_starts=np.arange(len(slots) + 1, dtype=np.int32),
+        kv_lengths=kv_lengths,
+        block_tables=tables.rows[slots, :max_blocks],
+        num_contexts=0,
+        logits_rows=np.arange(len(slots)),
+    )
+
+
+def _pool_slots(tables: BlockTables, slots: np.ndarray, positions: np.ndarray, tokens_per_block: int) -> np.ndarray:
+    pool_slots = tables.rows[slots, positions // tokens_per_block].astype(np.int64)
+    pool_slots *= tokens_per_block
+    pool_slots += positions % tokens_per_block
+    return pool_slots
+
+
+def _logits_rows(context: tuple[ContextWork, ...], query_starts: np.ndarray) -> np.ndarray:
+    """The last token of each sequence that yields one: generation rows and contexts whose last chunk this is."""
+    yields = np.ones(len(query_starts) - 1, bool)
+    yields[: len(context)] = [work.is_last_chunk for work in context]
+    return query_starts[1:][yields].astype(np.int64) - 1
+
+
+def _check(slots: np.ndarray, kv_lengths: np.ndarray, tables: BlockTables, tokens_per_block: int) -> int:
+    """Blocks of the longest sequence."""
+    assert len(slots), "an empty batch"
+    assert bool((kv_lengths <= tables.mapped[slots] * tokens_per_block).all()), (
+        f"lengths {kv_lengths.tolist()} do not fit {tables.mapped[slots].tolist()} blocks of {tokens_per_block} tokens")
+    return -(-int(kv_lengths.max()) // tokens_per_block)
