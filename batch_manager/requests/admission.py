@@ -5,12 +5,67 @@ is copied; bytes; the copy; the values of the copy. The copy is what runs, so a 
 it over changes nothing.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from ..config import Limits
+from ..errors import InvalidRequestError, RequestError, RequestTooLargeError
 from ..handover import SlotSetup
+from ..names import SchedulerPolicy
+from .inference_request import (
+    TENSORS,
+    Content,
+    InferenceRequest,
+    Shape,
+    TensorSpec,
+    checked_request_id,
+    type_name,
+    unknown_name,
+)
 from .llm_request import LlmRequest
+from .reading import MAX_WORD_LIST_SIZE, Bound, Given, floats, ids, integers, look, scalar, words
 from .response import ResponseOptions
+from .sampling_config import FLOAT32_MAX, INT32_MAX, KNOBS, MAX_TOP_K, SHARE, UINT64_MAX, Range, SamplingConfig
+
+# What is documented and checked but does not run yet, and what it would be. A value other than the neutral one is
+# refused by name; building a feature means deleting its rows.
+NOT_BUILT: dict[str, str] = {
+    "beam_width": "beam search",
+    "runtime_top_p_decay": "a decaying top-p",
+    "runtime_top_p_min": "a floor for a decaying top-p",
+    "runtime_top_p_reset_ids": "resetting a decaying top-p",
+    "runtime_min_p": "min-p sampling",
+    "repetition_penalty": "a repetition penalty",
+    "presence_penalty": "a presence penalty",
+    "frequency_penalty": "a frequency penalty",
+    "no_repeat_ngram_size": "banning repeated n-grams",
+    "min_length": "a minimum length",
+    "bad_words_list": "bad words",
+    "stop_words_list": "stop words",
+    "embedding_bias": "a bias on the logits",
+    "prompt_embedding_table": "prompt tuning",
+    "prompt_vocab_size": "prompt tuning",
+    "lora_task_id": "a LoRA adapter",
+    "lora_weights": "a LoRA adapter",
+    "lora_config": "a LoRA adapter",
+    "draft_input_ids": "speculative decoding",
+    "draft_logits": "speculative decoding",
+    "logits_post_processor": "a logits post-processor",
+}
+
+MAX_CACHE_SALT = 1024
+
+_IS_STREAMING = TensorSpec("is_streaming", Content.FLAG, Shape.SCALAR)
+_PRIORITY = TensorSpec("priority", Content.NUMBER, Shape.SCALAR)
+_DEADLINE = TensorSpec("deadline_s", Content.NUMBER, Shape.SCALAR)
+
+_POSITIVE = Range(1, INT32_MAX, whole=True)
+_TASK_ID = Range(0, UINT64_MAX, whole=True)
+_DEADLINE_RANGE = Range(0, FLOAT32_MAX, above_low=True)
+_LORA_NUMBER = Range(0, INT32_MAX, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +88,20 @@ class Admitted:
     cache_salt: str | bytes | None = None
 
 
+@dataclass(slots=True)
+class _Looked:
+    """A request after the first checks: plain scalars, and tensors that are known to be of a fair type and size."""
+
+    scalars: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Given] = field(default_factory=dict)
+    num_bytes: int = 0
+    is_streaming: bool = False
+    priority: float = 0.5
+    deadline_s: float | None = None
+    cache_salt: str | bytes | None = None
+    has_logits_post_processor: bool = False
+
+
 class Admission:
     """Decides about one item at a time; keeps no state between them.
 
@@ -49,15 +118,284 @@ class Admission:
         self.gather_generation_logits = gather_generation_logits
         self.exclude_input_in_output = exclude_input_in_output
 
+        vocab, longest = limits.vocab_size, limits.max_seq_len - 1
+        prompt = (longest, f"Prompt length exceeds maximum input length when it is above max_seq_len - 1 = {longest:,}")
+        table = (max_request_bytes, "max_request_bytes")
+        self._max_sizes: dict[str, tuple[int, str]] = {
+            "input_ids": prompt,
+            "draft_input_ids": prompt,
+            "bad_words_list": (MAX_WORD_LIST_SIZE, "the largest word list"),
+            "stop_words_list": (MAX_WORD_LIST_SIZE, "the largest word list"),
+            "embedding_bias": (vocab, "one for each id of the vocabulary"),
+            "draft_logits": (longest * vocab, "one row of the vocabulary for each draft token"),
+            "prompt_embedding_table": table,
+            "lora_weights": table,
+            "lora_config": table,
+        }
+        self._id_or_none = Range(-1, vocab - 1, whole=True)
+        self._top_k = Range(0, min(MAX_TOP_K, vocab), whole=True)
+
     def admit(self, item: object) -> Admitted:
         """The request, ready to run.
 
         Raises InvalidRequestError, or RequestTooLargeError when the whole KV cache could not hold it, and nothing
         else, whatever `item` is and does.
         """
-        raise NotImplementedError
+        request_id = usable_id(item)
+        found = self._look_guarded(item)
+        if request_id is None and isinstance(found, _Looked):
+            found = InvalidRequestError("an InferenceRequest has no usable request_id",
+                                        "it must be an integer in 0..2^64-1", "do not override request_id")
+        if isinstance(found, InvalidRequestError):
+            error: RequestError = found
+        else:
+            try:
+                return self._decide(request_id, found)
+            except RequestError as refusal:
+                error = refusal
+        where = "" if request_id is None else f"request {request_id}: "
+        raise type(error)(where + error.fact, error.expectation, error.fix)
+
+    def _look_guarded(self, item: object) -> "_Looked | InvalidRequestError":
+        """All that touches objects of the user's making, who may raise or answer anything, happens in here."""
+        try:
+            return self._look(item)
+        except BaseException as error:  # noqa: B036  not even SystemExit of a hostile object may end the worker
+            if type(error) is InvalidRequestError:
+                return error
+        return InvalidRequestError("the request could not be read: one of its values raised an exception",
+                                   "its values must be torch CPU tensors, numpy arrays, numbers or lists",
+                                   "convert them with numpy.array(...)")
+
+    def _look(self, item: object) -> _Looked:
+        """Type, rank, element count and bytes of everything; reads scalars, copies no array."""
+        if not isinstance(item, InferenceRequest):
+            raise InvalidRequestError(f"the get callback returned an object of type {type_name(item)}",
+                                      "it must return InferenceRequest objects", "build one for each prompt")
+        looked = _Looked()
+        for name, value in dict(item.input_tensors).items():
+            spec = TENSORS.get(name)
+            if spec is None:
+                raise unknown_name(name)
+            if name == "input_lengths":
+                continue
+            if spec.shape is Shape.SCALAR:
+                looked.scalars[name] = scalar(spec, value)
+                looked.num_bytes += 8
+                continue
+            given = look(spec, value, Bound(*self._max_sizes[name], self.max_request_bytes - looked.num_bytes))
+            looked.tensors[name] = given
+            looked.num_bytes += given.num_bytes
+
+        looked.is_streaming = scalar(_IS_STREAMING, item.is_streaming) or looked.scalars.get("streaming", False)
+        looked.priority = scalar(_PRIORITY, item.priority)
+        looked.deadline_s = None if item.deadline_s is None else scalar(_DEADLINE, item.deadline_s)
+        looked.cache_salt = item.cache_salt
+        if type(looked.cache_salt) not in (str, bytes, type(None)) or len(looked.cache_salt or "") > MAX_CACHE_SALT:
+            raise InvalidRequestError("cache_salt is not usable",
+                                      f"it must be None, or a str or bytes of at most {MAX_CACHE_SALT:,}",
+                                      "pass a digest of what you have")
+        looked.has_logits_post_processor = item.logits_post_processor is not None
+        return looked
+
+    def _decide(self, request_id: int, looked: _Looked) -> Admitted:
+        """Copies and checks values. Everything here is plain numbers and arrays."""
+        for name in ("input_ids", "request_output_len"):
+            if name not in looked.scalars and name not in looked.tensors:
+                raise InvalidRequestError(f"{name} is missing", "every request needs input_ids and request_output_len",
+                                          f"set {name}")
+        sampling = self._sampling(looked)
+        values = self._values(looked)
+        self._check_companions(looked, values)
+        self._check_options(looked, values)
+        self._refuse_what_is_not_built(looked, values)
+
+        prompt, scalars = values["input_ids"], looked.scalars
+        max_new_tokens, warnings = self._fit(looked, len(prompt), scalars["request_output_len"])
+        return_context_logits = scalars.get("return_context_logits", False)
+        return_generation_logits = scalars.get("return_generation_logits", False)
+        return_log_probs = scalars.get("return_log_probs", False)
+        returned_rows = return_context_logits * len(prompt) + return_generation_logits * max_new_tokens
+        return Admitted(
+            request=LlmRequest(request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
+                               draft_len=len(values.get("draft_input_ids", ())),
+                               lora_task_id=scalars.get("lora_task_id"), priority=float(looked.priority)),
+            setup=SlotSetup(
+                end_id=scalars.get("end_id", -1),
+                temperature=abs(float(sampling.temperature)),       # a negative zero is greedy like any other
+                top_k=sampling.top_k,
+                top_p=abs(float(sampling.top_p)),
+                random_seed=sampling.random_seed,
+                return_log_probs=return_log_probs,
+                return_context_logits=return_context_logits,
+                return_generation_logits=return_generation_logits,
+            ),
+            response=ResponseOptions(
+                is_streaming=looked.is_streaming,
+                exclude_input=self.exclude_input_in_output,
+                return_log_probs=return_log_probs,
+                return_context_logits=return_context_logits,
+                return_generation_logits=return_generation_logits,
+                deadline_s=None if looked.deadline_s is None else float(looked.deadline_s),
+            ),
+            num_bytes=looked.num_bytes + 4 * returned_rows * self.limits.vocab_size,
+            warnings=warnings,
+            cache_salt=looked.cache_salt,
+        )
+
+    def _sampling(self, looked: _Looked) -> SamplingConfig:
+        given = {knob: looked.scalars[tensor] for knob, (tensor, _) in KNOBS.items() if tensor in looked.scalars}
+        if -(2**63) <= given.get("random_seed", 0) < 0:
+            given["random_seed"] %= 2**64       # clients that keep an unsigned seed in an int64 tensor
+        sampling = SamplingConfig(**given)
+        if sampling.beam_width > self.limits.max_beam_width:
+            raise InvalidRequestError(f"beam_width is {sampling.beam_width}",
+                                      f"max_beam_width is {self.limits.max_beam_width}",
+                                      "lower it, or construct the GptManager with a larger max_beam_width")
+        self._top_k.check("runtime_top_k", sampling.top_k)
+        self._id_or_none.check("runtime_top_p_reset_ids", sampling.top_p_reset_ids)
+        return sampling
+
+    def _values(self, looked: _Looked) -> dict[str, Any]:
+        """Checked copies of the tensors, by name."""
+        scalars, tensors = looked.scalars, looked.tensors
+        _POSITIVE.check("request_output_len", scalars["request_output_len"])
+        for name in ("end_id", "pad_id"):
+            self._id_or_none.check(name, scalars.get(name, -1))
+        if "prompt_vocab_size" in scalars:
+            _POSITIVE.check("prompt_vocab_size", scalars["prompt_vocab_size"])
+        if "lora_task_id" in scalars:
+            _TASK_ID.check("lora_task_id", scalars["lora_task_id"])
+
+        vocab = self.limits.vocab_size
+        virtual = scalars.get("prompt_vocab_size", 0)
+        values: dict[str, Any] = {"input_ids": ids(tensors["input_ids"], vocab + virtual)}
+        if not values["input_ids"]:
+            raise InvalidRequestError("input_ids is empty", "a prompt has at least one token",
+                                      "send at least the token that starts a text")
+        for name, given in tensors.items():
+            if name == "draft_input_ids":
+                values[name] = ids(given, vocab)
+            elif given.spec.shape is Shape.WORDS:
+                values[name] = words(given, vocab)
+            elif name == "lora_config":
+                values[name] = integers(given, _LORA_NUMBER)
+            elif name != "input_ids":
+                values[name] = floats(given)
+        return values
+
+    def _check_companions(self, looked: _Looked, values: Mapping[str, Any]) -> None:
+        """Tensors that mean something only together, or must agree in size."""
+        vocab, shapes = self.limits.vocab_size, {name: given.shape for name, given in looked.tensors.items()}
+        if "embedding_bias" in shapes and shapes["embedding_bias"] != (vocab,):
+            raise InvalidRequestError(f"embedding_bias has {shapes['embedding_bias'][0]:,} values",
+                                      f"one for each id of the vocabulary of {vocab:,}", "pad it with zeros")
+
+        _require_both("prompt_embedding_table", "prompt_vocab_size", shapes.keys() | looked.scalars.keys())
+        if "prompt_embedding_table" in shapes:
+            _require_equal("rows of prompt_embedding_table", shapes["prompt_embedding_table"][0],
+                           "prompt_vocab_size", looked.scalars["prompt_vocab_size"])
+
+        _require_both("lora_weights", "lora_config", shapes.keys())
+        if "lora_config" in shapes:
+            _require_equal("columns of lora_config", shapes["lora_config"][1], "module, layer and adapter size", 3)
+            _require_equal("rows of lora_weights", shapes["lora_weights"][0], "rows of lora_config",
+                           shapes["lora_config"][0])
+
+        num_drafts = len(values.get("draft_input_ids", ()))
+        if "draft_logits" in shapes:
+            if not num_drafts:
+                raise InvalidRequestError("draft_logits is given without draft_input_ids",
+                                          "Draft tokens must be specified when draft logits are given",
+                                          "set draft_input_ids, or leave draft_logits out")
+            _require_equal("rows of draft_logits", shapes["draft_logits"][0], "draft tokens", num_drafts)
+            _require_equal("columns of draft_logits", shapes["draft_logits"][1], "ids of the vocabulary", vocab)
+        if num_drafts + len(values["input_ids"]) > self.limits.max_seq_len - 1:
+            raise InvalidRequestError(
+                f"input_ids has {len(values['input_ids']):,} tokens and draft_input_ids {num_drafts:,}",
+                f"together they may have max_seq_len - 1 = {self.limits.max_seq_len - 1:,}", "shorten one of them")
+
+    def _check_options(self, looked: _Looked, values: Mapping[str, Any]) -> None:
+        scalars = looked.scalars
+        SHARE.check("priority", looked.priority)
+        if looked.deadline_s is not None:
+            _DEADLINE_RANGE.check("deadline_s", looked.deadline_s)
+        if looked.is_streaming and scalars.get("beam_width", 1) > 1:
+            raise InvalidRequestError(f"the request is streaming and beam_width is {scalars['beam_width']}",
+                                      "Streaming mode is only supported with beam width of 1",
+                                      "turn streaming off, or ask for one beam")
+        for name, gathered in (("context", self.gather_context_logits), ("generation", self.gather_generation_logits)):
+            if scalars.get(f"return_{name}_logits") and not gathered:
+                raise InvalidRequestError(f"return_{name}_logits is set and gather_{name}_logits is off",
+                                          f"gather_{name}_logits must be enabled to return them",
+                                          f"enable gather_{name}_logits in TrtGptModelOptionalParams")
+
+    def _refuse_what_is_not_built(self, looked: _Looked, values: Mapping[str, Any]) -> None:
+        asked = [name for name, value in looked.scalars.items() if value != TENSORS[name].default]
+        asked += [name for name, value in values.items()
+                  if (value.any() if isinstance(value, np.ndarray) else value)]
+        if looked.has_logits_post_processor:
+            asked.append("logits_post_processor")
+        for name in asked:
+            if name in NOT_BUILT:
+                raise InvalidRequestError(f"{name} asks for {NOT_BUILT[name]}", "this version cannot do that yet",
+                                          f"leave {name} out")
+
+    def _fit(self, looked: _Looked, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
+        """The number of tokens that may be generated, and what there is to say about it.
+
+        Raises for a request that would wait for ever.
+        """
+        limits = self.limits
+        max_new_tokens = min(asked, limits.max_seq_len - prompt_len)
+        warnings = () if max_new_tokens == asked else (
+            f"request_output_len was cut from {asked:,} to {max_new_tokens:,}: the prompt has {prompt_len:,} tokens, "
+            f"and together they may have max_seq_len = {limits.max_seq_len:,}",)
+
+        if not limits.enable_chunked_context:
+            if prompt_len > limits.max_num_tokens:
+                raise InvalidRequestError(
+                    f"input_ids has {prompt_len:,} tokens and one step runs max_num_tokens = {limits.max_num_tokens:,}",
+                    "without chunked context a prompt must fit one step, so it would wait for ever",
+                    f"set enable_chunked_context, or raise max_num_tokens to {prompt_len:,}")
+            longest = prompt_len + max_new_tokens - 1
+            if (looked.is_streaming and limits.scheduler_policy is SchedulerPolicy.MAX_UTILIZATION
+                    and longest > limits.max_num_tokens):
+                raise InvalidRequestError(
+                    f"the request is streaming, may be paused with {longest:,} tokens, and one step runs "
+                    f"max_num_tokens = {limits.max_num_tokens:,}",
+                    "without chunked context it could not go on from there",
+                    f"set enable_chunked_context, use GUARANTEED_NO_EVICT, or raise max_num_tokens to {longest:,}")
+
+        blocks = -(-(prompt_len + max_new_tokens) // limits.tokens_per_block)
+        if blocks > limits.num_blocks:
+            raise RequestTooLargeError(
+                f"input_ids has {prompt_len:,} tokens and request_output_len is {max_new_tokens:,}",
+                f"together they may need {blocks:,} blocks of {limits.tokens_per_block} tokens, and the pool has "
+                f"{limits.num_blocks:,}: it would wait for ever",
+                f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
+        return max_new_tokens, warnings
 
 
 def usable_id(item: object) -> int | None:
-    """The id under which a refusal of `item` can be sent, or None when it has none. Never raises."""
-    raise NotImplementedError
+    """The id under which a refusal of `item` can be sent, or None when it has none. Never raises.
+
+    Anything with an attribute `request_id` that is a valid id has one, so that whoever waits for it is answered.
+    """
+    try:
+        return checked_request_id(item.request_id)
+    except BaseException:  # noqa: B036  see Admission._look_guarded
+        return None
+
+
+def _require_both(first: str, second: str, given: set[str]) -> None:
+    if (first in given) != (second in given):
+        there, missing = (first, second) if first in given else (second, first)
+        raise InvalidRequestError(f"{there} is given without {missing}", "they are given together or not at all",
+                                  f"set {missing}, or leave {there} out")
+
+
+def _require_equal(what: str, count: int, whose: str, expected: int) -> None:
+    if count != expected:
+        raise InvalidRequestError(f"there are {count:,} {what}", f"there must be {expected:,}: {whose}",
+                                  "send tensors that belong together")

@@ -204,6 +204,7 @@ def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if wire_name in named:
-            raise InvalidRequestError(f"{wire_name} is given twice", f"{name!r} is another name of it", "give one of them")
+            raise InvalidRequestError(f"{wire_name} is given twice", f"{name!r} is another name of it",
+                                      "give one of the two")
         named[wire_name] = value
     return named

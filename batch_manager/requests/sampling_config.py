@@ -32,7 +32,8 @@ class Range:
     def check(self, name: str, value: object) -> None:
         """Raises InvalidRequestError naming the tensor, its value and the range."""
         if value not in self:
-            raise InvalidRequestError(f"{name} is {shown(value)}", f"it must be {self}", f"correct {name} or leave it out")
+            raise InvalidRequestError(f"{name} is {shown(value)}", f"it must be {self}",
+                                      f"correct {name}, or leave it out")
 
     def __str__(self) -> str:
         kind = "an integer" if self.whole else "a finite number"
