@@ -1,0 +1,317 @@
+"""Values of a user's tensors, read without trusting them.
+
+`look` finds out type, shape and size and copies nothing but the references of a list, whose length it checked first;
+`ids`, `words`, `floats` and `integers` copy what was looked at and check the copy. Only plain types are read: a
+subclass could answer anything when asked for its length or its content.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import InvalidRequestError
+from .inference_request import Content, Shape, TensorSpec, type_name
+from .sampling_config import FLOAT32_MAX, Range, shown
+
+# Tokens of a bad or stop word list, with padding; more is an attack or a mistake.
+MAX_WORD_LIST_SIZE = 65_536
+
+_ARRAYS = (np.ndarray, np.memmap)
+_LISTS = (list, tuple)
+_INTEGERS = frozenset([int, *(np.dtype(letter).type for letter in "bBhHiIlLqQ")])
+_FLOATS = frozenset([float, *(np.dtype(letter).type for letter in "efdg")])
+_NUMPY_SCALARS = (_INTEGERS | _FLOATS | {np.bool_}) - {int, float}
+_KINDS = {Content.FLAG: "biu", Content.INTEGER: "iu", Content.NUMBER: "iuf"}
+_KIND_IN_WORDS = {"b": "bools", "i": "integers", "u": "unsigned integers", "f": "floats", "c": "complex numbers",
+                  "O": "Python objects", "U": "text", "S": "bytes", "V": "records", "M": "dates", "m": "time spans"}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor as it was given: its type, shape and size are allowed, its values are unknown.
+
+    shape       without the leading batch dimension of 1; of a list of words (words, tokens of all)
+    num_bytes   of what will be copied
+    source      a plain array that may still be the user's memory, or plain numbers in a tuple, of tuples if 2-d
+    """
+
+    spec: TensorSpec
+    shape: tuple[int, ...]
+    num_bytes: int
+    source: np.ndarray | tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How large a tensor may be.
+
+    size        elements
+    reason      why not more
+    num_bytes   bytes the request has left
+    """
+
+    size: int
+    reason: str
+    num_bytes: int
+
+    def check(self, name: str, size: int, num_bytes: int) -> None:
+        if size > self.size:
+            raise InvalidRequestError(f"{name} has {size:,} elements",
+                                      f"at most {self.size:,} are possible: {self.reason}", f"shorten {name}")
+        if num_bytes > self.num_bytes:
+            raise InvalidRequestError(
+                f"{name} has {num_bytes:,} bytes and the request's other tensors leave {self.num_bytes:,}",
+                "together they may have max_request_bytes", "send less, or raise max_request_bytes")
+
+
+def look(spec: TensorSpec, value: object, bound: Bound) -> Given:
+    """Type, rank and element count of a ROW, TABLE or WORDS tensor. Raises InvalidRequestError."""
+    if type(value) in _LISTS:
+        return _look_at_list(spec, value, bound)
+    array = _as_array(spec, value)
+    shape, rank = array.shape, 1 if spec.shape is Shape.ROW else 2
+    if array.ndim == rank + 1 and shape[0] == 1:
+        array, shape = array[0], shape[1:]
+    if len(shape) != rank or (spec.shape is Shape.WORDS and shape[0] != 2):
+        raise _wrong_shape(spec, array.shape)
+    bound.check(spec.name, array.size, array.nbytes)
+    return Given(spec, shape, array.nbytes, array)
+
+
+def scalar(spec: TensorSpec, value: object) -> int | float | bool:
+    """The single number or flag in `value`. Raises InvalidRequestError; does not check its range."""
+    for _ in range(2):
+        if type(value) in _LISTS:
+            if len(value) != 1:
+                raise _wrong_shape(spec, (len(value),))
+            (value,) = value
+    if type(value) not in (int, float, bool):
+        if isinstance(value, int):
+            value = int.__int__(value)
+        else:
+            array = _as_array(spec, value)
+            if array.ndim > 2 or array.size != 1:
+                raise _wrong_shape(spec, array.shape)
+            value = array.item() if array.itemsize <= 8 else float(array.item())
+    if spec.content is Content.FLAG:
+        if type(value) is float or value not in (0, 1):
+            raise InvalidRequestError(f"{spec.name} is {shown(value)}", f"it must be {spec.content.value}",
+                                      f"set {spec.name} to True or False")
+        return bool(value)
+    if type(value) is bool or (type(value) is float and spec.content is Content.INTEGER):
+        raise _wrong_content(spec, "a bool" if type(value) is bool else "a float")
+    return value
+
+
+def ids(given: Given, limit: int) -> list[int]:
+    """Token ids 0 <= id < limit. The message says where a wrong one stands, not which it is: it is part of a text."""
+    source = given.source
+    if isinstance(source, np.ndarray):
+        source = np.array(source)
+        outside = np.flatnonzero((source < 0) | (source >= limit))
+        if len(outside):
+            raise _outside_vocabulary(given.spec.name, int(outside[0]), limit)
+        return source.tolist()
+    _check_ids(given.spec.name, source, limit)
+    return list(source)
+
+
+def words(given: Given, limit: int) -> tuple[tuple[int, ...], ...]:
+    """The words of a word list, each a tuple of token ids 0 <= id < limit."""
+    name = given.spec.name
+    if isinstance(given.source, np.ndarray):
+        found = _unpacked(name, np.array(given.source).tolist())
+    else:
+        found = given.source
+    for number, word in enumerate(found):
+        if not word:
+            raise InvalidRequestError(f"word {number} of {name} is empty", "every word has at least one token",
+                                      f"leave the word out of {name}")
+        _check_ids(f"word {number} of {name}", word, limit)
+    return tuple(found)
+
+
+def floats(given: Given) -> np.ndarray:
+    """A fresh float32 array of finite numbers."""
+    name, source = given.spec.name, given.source
+    try:
+        copy = np.array(source) if isinstance(source, np.ndarray) else np.array(source, np.float64).reshape(given.shape)
+    except OverflowError:
+        copy = np.array(np.inf)
+    with np.errstate(all="ignore"):
+        copy = copy.astype(np.float32)
+    bad = np.flatnonzero(~np.isfinite(copy))
+    if len(bad):
+        raise InvalidRequestError(f"{name} is not finite at position {int(bad[0])} of the flattened tensor",
+                                  f"every value must be finite as float32 (at most {FLOAT32_MAX:.4g})",
+                                  f"correct {name}")
+    return copy
+
+
+def integers(given: Given, allowed: Range) -> list[list[int]]:
+    """The rows of a TABLE of integers in a range."""
+    rows = np.array(given.source).tolist() if isinstance(given.source, np.ndarray) else given.source
+    for row in rows:
+        for value in row:
+            allowed.check(given.spec.name, value)
+    return [list(row) for row in rows]
+
+
+def _as_array(spec: TensorSpec, value: object) -> np.ndarray:
+    """A numpy view of an array, a CPU tensor of torch, or a numpy scalar, of an allowed kind; copies nothing."""
+    if type(value) in _ARRAYS:
+        array = value
+    elif type(value) in _NUMPY_SCALARS:
+        array = np.asarray(value)
+    elif _is_torch_tensor(value):
+        array = _torch_as_array(spec, value)
+    elif type(value) in (int, float, bool):
+        raise _wrong_shape(spec, ())
+    else:
+        raise InvalidRequestError(
+            f"{spec.name} is of type {type_name(value)}",
+            "it must be a torch CPU tensor, a numpy array, a number or a list, none of them a subclass",
+            "convert it with numpy.array(...)")
+    if array.dtype.kind not in _KINDS[spec.content]:
+        raise _wrong_content(spec, _KIND_IN_WORDS.get(array.dtype.kind, "something else"))
+    return array.view(np.ndarray)
+
+
+def _is_torch_tensor(value: object) -> bool:
+    # Whoever holds a tensor has imported torch; this file must not.
+    torch = sys.modules.get("torch")
+    return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _torch_as_array(spec: TensorSpec, tensor) -> np.ndarray:
+    """Shares memory with the tensor. One that requires grad is read as it is: only its values matter here."""
+    if tensor.device.type != "cpu":
+        raise InvalidRequestError(f"{spec.name} is a torch tensor on device {tensor.device.type}",
+                                  "tensors of a request live on the CPU", "pass it through .cpu() first")
+    if str(tensor.layout) != "torch.strided":
+        raise InvalidRequestError(f"{spec.name} is a torch tensor of layout {tensor.layout}",
+                                  "tensors of a request are dense", "pass it through .to_dense() first")
+    try:
+        array = tensor.detach().numpy()
+    except (TypeError, RuntimeError):
+        way_out = ".int()" if spec.content is Content.INTEGER else ".float()"
+        raise InvalidRequestError(f"{spec.name} is a torch tensor of dtype {tensor.dtype}",
+                                  "numpy cannot read it", f"pass it through {way_out} first") from None
+    if type(array) is not np.ndarray:
+        raise _wrong_content(spec, "no array")
+    return array
+
+
+def _look_at_list(spec: TensorSpec, value: Sequence, bound: Bound) -> Given:
+    if spec.shape is Shape.ROW:
+        if len(value) == 1 and type(value[0]) in _LISTS:
+            (value,) = value
+        numbers = _numbers(spec, value, bound)
+        return Given(spec, (len(numbers),), 8 * len(numbers), numbers)
+
+    levels = _levels(value)
+    if levels == 3 and len(value) == 1:
+        (value,) = value
+    elif levels != 2 and len(value):
+        raise _wrong_shape(spec, (len(value),) if levels == 1 else ("...",) * levels)
+
+    rows, size = [], 0
+    bound.check(spec.name, len(value), 8 * len(value))
+    for row in tuple(value):
+        if type(row) not in _LISTS:
+            raise _wrong_shape(spec, (len(value),))
+        rows.append(_numbers(spec, row, bound, size))
+        size += len(rows[-1])
+    ragged = any(len(row) != len(rows[0]) for row in rows)
+
+    if spec.shape is Shape.WORDS and levels == 3:
+        if len(rows) != 2 or ragged:
+            raise _wrong_shape(spec, (1, len(rows), "..."))
+        packed = _int64(spec, rows)
+        return Given(spec, packed.shape, packed.nbytes, packed)
+    if spec.shape is Shape.TABLE and ragged:
+        raise InvalidRequestError(f"{spec.name} has rows of different lengths", f"it must be {spec.shape.value}",
+                                  f"correct the rows of {spec.name}")
+    columns = len(rows[0]) if rows else 0
+    shape = (len(rows), size if spec.shape is Shape.WORDS else columns)
+    return Given(spec, shape, 8 * size, tuple(rows))
+
+
+def _numbers(spec: TensorSpec, values: Sequence, bound: Bound, before: int = 0) -> tuple:
+    """The values of a flat list as plain ints and floats; `before` elements of the tensor were read already."""
+    bound.check(spec.name, before + len(values), 8 * (before + len(values)))
+    numbers = tuple(values)             # from here on nobody else can change the list
+    bound.check(spec.name, before + len(numbers), 8 * (before + len(numbers)))
+    types = set(map(type, numbers))
+    if types <= {int}:
+        return numbers
+    strange = types - (_INTEGERS if spec.content is Content.INTEGER else _INTEGERS | _FLOATS)
+    if strange & set(_LISTS):
+        raise _wrong_shape(spec, (len(numbers), "..."))
+    if strange:
+        names = sorted(str(kind.__name__)[:64] for kind in strange)
+        raise _wrong_content(spec, "values of type " + ", ".join(names[:3]))
+    return tuple(int(number) if type(number) in _INTEGERS else float(number) for number in numbers)
+
+
+def _levels(value: object) -> int:
+    """Nesting depth of lists along their first elements, at most 4."""
+    levels = 0
+    while type(value) in _LISTS and levels < 4:
+        levels += 1
+        value = value[0] if len(value) else None
+    return levels
+
+
+def _int64(spec: TensorSpec, rows: list[tuple]) -> np.ndarray:
+    try:
+        return np.array(rows, np.int64).reshape(len(rows), -1)
+    except OverflowError:
+        raise InvalidRequestError(f"{spec.name} holds an integer of more than 64 bits", "tokens and offsets are int32",
+                                  f"correct {spec.name}") from None
+
+
+def _unpacked(name: str, rows: list[list[int]]) -> list[tuple[int, ...]]:
+    """The words of a packed list. A list of width 1 whose offset is not positive is empty, as its users write it."""
+    tokens, ends = rows
+    if len(ends) == 1 and ends[0] <= 0:
+        return []
+    count = ends.index(-1) if -1 in ends else len(ends)
+    if any(end != -1 for end in ends[count:]):
+        raise _bad_offsets(name, "an offset stands after the padding")
+    starts = [0, *ends[: count - 1]] if count else []
+    if any(start >= end for start, end in zip(starts, ends)):
+        raise _bad_offsets(name, "the offsets do not increase")
+    if count and ends[count - 1] > len(tokens):
+        raise _bad_offsets(name, f"the last offset is beyond the {len(tokens):,} tokens")
+    return [tuple(tokens[start:end]) for start, end in zip(starts, ends)]
+
+
+def _check_ids(what: str, tokens: Sequence[int], limit: int) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= limit):
+        raise _outside_vocabulary(what, next(i for i, token in enumerate(tokens) if not 0 <= token < limit), limit)
+
+
+def _outside_vocabulary(what: str, position: int, limit: int) -> InvalidRequestError:
+    return InvalidRequestError(f"{what} is outside 0..{limit - 1} at position {position}",
+                               f"every id must be one of the model's vocabulary of {limit:,}",
+                               "check that the tokenizer belongs to this model")
+
+
+def _wrong_shape(spec: TensorSpec, shape: tuple) -> InvalidRequestError:
+    found = "[" + ", ".join(map(str, shape[:6])) + (", ..." if len(shape) > 6 else "") + "]" if shape else "0-d"
+    return InvalidRequestError(f"{spec.name} has shape {found}", f"it must be {spec.shape.value}",
+                               f"reshape {spec.name}")
+
+
+def _wrong_content(spec: TensorSpec, found: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{spec.name} holds {found}", f"it must hold {spec.content.value}",
+                               f"convert {spec.name}")
+
+
+def _bad_offsets(name: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is packed wrongly: {what}",
+                               "its second row is the inclusive end of each word, padded with -1",
+                               "pass a list of lists of tokens instead")
