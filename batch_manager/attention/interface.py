@@ -72,3 +72,13 @@ class Attention(Protocol):
         Mutates  the pool's pages of this layer; may overwrite query and key
         """
         ...
+
+
+class HeadLayout(Protocol):
+    """What an implementation needs to know of a model; a ModelSpec is one."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    windows: tuple[int | None, ...]   # per layer: tokens a query sees, itself included; None: all before it

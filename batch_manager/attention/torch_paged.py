@@ -1,0 +1,204 @@
+"""Paged attention in plain torch, arranged for the memory system of a CPU.
+
+A *page* is what one block holds of one layer, one of key and value, and one head: [tokens_per_block, head_size],
+contiguous. Pages of a sequence are gathered in the order (head, block), so that the heads of all sequences of a group
+are one batched matrix product whose rows are the query heads that share a key head. Nothing is repeated per query head.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from .interface import HeadLayout, PackedStep, RotaryTable
+
+# Sequences of one batched product are padded to the longest. A group is closed when this many tokens would be padding:
+# reading that much costs about what the operations of one more group cost.
+MAX_PADDED_TOKENS = 2048
+
+
+@dataclass(slots=True)
+class _Context:
+    """One context sequence under one window.
+
+    rows    its packed rows
+    pages   [2 * kv_heads * m] int64   page numbers in the order (key or value, head, block); None: nothing was cached
+            before, and the step's own keys are all there is
+    mask    [n, m * tokens_per_block] bool, True where visible; None: plainly causal
+    """
+
+    rows: slice
+    pages: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class _Group:
+    """Generating sequences of about equal length under one window.
+
+    rows    [n] int64 packed rows; a slice when they are consecutive
+    pages   [2 * n * kv_heads * m] int64   in the order (key or value, sequence, head, block)
+    mask    [n * kv_heads, 1, m * tokens_per_block], 0 where visible, -inf elsewhere
+    """
+
+    rows: torch.Tensor | slice
+    pages: torch.Tensor
+    mask: torch.Tensor
+
+
+class TorchPagedAttention:
+    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]."""
+
+    dispatch = "torch"
+
+    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor) -> None:
+        num_blocks, num_layers, _, kv_heads, block, head_size = kv_pool.shape
+        assert kv_pool.is_contiguous()
+        assert (num_layers, kv_heads, head_size) == (spec.num_layers, spec.num_kv_heads, spec.head_size)
+        self.heads, self.kv_heads, self.head_size, self.block = spec.num_heads, kv_heads, head_size, block
+        self.group = spec.num_heads // kv_heads
+        self.scale = head_size**-0.5
+        self.windows = spec.windows
+        self.dtype, self.device = kv_pool.dtype, kv_pool.device
+
+        # The pool as tokens and as pages, starting at each layer, so that one step's indices serve all layers.
+        tokens, pages = kv_pool.view(-1, head_size), kv_pool.view(-1, block * head_size)
+        self.pages_per_layer = 2 * kv_heads
+        self.pages_per_block = num_layers * self.pages_per_layer
+        self.layer_pages = [pages[layer * self.pages_per_layer :] for layer in range(num_layers)]
+        self.layer_tokens = [tokens[layer * self.pages_per_layer * block :] for layer in range(num_layers)]
+
+    def plan(self, step: PackedStep) -> None:
+        positions = torch.from_numpy(step.positions).to(self.device, torch.int64)
+        self._positions, self._rotary, self._cos, self._sin = positions, None, None, None
+
+        # Where each token's key and value heads go, counted in tokens of the pool from the layer's start.
+        block, offset = np.divmod(step.pool_slots, self.block)
+        first_page = (block * self.pages_per_block)[:, None] + np.arange(self.pages_per_layer)
+        self._append_to = self._upload(first_page * self.block + offset[:, None])
+
+        self._plans = {window: self._plan_window(step, window) for window in dict.fromkeys(self.windows)}
+
+    def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+            rotary: RotaryTable | None) -> torch.Tensor:
+        if rotary is not None:
+            query, key = self._rotate(query, key, rotary)
+        self.layer_tokens[layer].index_put_((self._append_to,), _neighbours(key, value))
+
+        contexts, groups = self._plans[self.windows[layer]]
+        if not contexts and len(groups) == 1:
+            return self._generate(layer, groups[0], query)
+        result = query.new_empty(len(query), self.heads * self.head_size)
+        for context in contexts:
+            self._attend(layer, context, query, key, value, result)
+        for group in groups:
+            result[group.rows] = self._generate(layer, group, query)
+        return result
+
+    def _rotate(self, query, key, rotary):
+        """Both rotated, in place."""
+        if self._rotary is not rotary:
+            cos, sin = rotary.cos[self._positions], rotary.sin[self._positions]
+            self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(self.dtype)
+            self._sin = torch.cat([-sin, sin], dim=-1)[:, None].to(self.dtype)
+            self._rotary = rotary
+        both = _neighbours(query, key)
+        turned = both.roll(self.head_size // 2, -1).mul_(self._sin)
+        both = torch.addcmul(turned, both, self._cos, out=both)
+        return both[:, : self.heads], both[:, self.heads :]
+
+    def _generate(self, layer, group, query):
+        """One query row per sequence: [n, heads * head_size]."""
+        rows = query[group.rows]
+        gathered = self.layer_pages[layer].index_select(0, group.pages)
+        key, value = gathered.view(2, len(rows) * self.kv_heads, -1, self.head_size)
+        queries = rows.reshape(len(rows) * self.kv_heads, self.group, self.head_size)
+        scores = torch.baddbmm(group.mask, queries, key.transpose(1, 2), alpha=self.scale)
+        weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
+        return torch.bmm(weights, value).view(len(rows), -1)
+
+    def _attend(self, layer, context, query, key, value, result):
+        """The rows of one context sequence, into `result`."""
+        rows, kv_heads = context.rows, self.kv_heads
+        query = query[rows].unflatten(1, (kv_heads, self.group)).permute(1, 2, 0, 3)       # [kv heads, group, n, D]
+        if context.pages is None:
+            key, value = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
+        else:
+            gathered = self.layer_pages[layer].index_select(0, context.pages)
+            key, value = gathered.view(2, kv_heads, -1, self.head_size)
+        key, value = (part[:, None].expand(-1, self.group, -1, -1) for part in (key, value))
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=context.mask, is_causal=context.mask is None, scale=self.scale)
+        result[rows].view(-1, kv_heads, self.group, self.head_size).copy_(attended.permute(2, 0, 1, 3))
+
+    def _plan_window(self, step, window):
+        """What each sequence reads under one window: (contexts, groups of generating sequences)."""
+        contexts = [self._plan_context(step, index, window) for index in range(step.num_contexts)]
+
+        lengths = step.kv_lengths[step.num_contexts :].astype(np.int64)
+        first_block = np.maximum(lengths - window, 0) // self.block if window else np.zeros_like(lengths)
+        num_blocks = (lengths - 1) // self.block + 1 - first_block
+        order = np.argsort(num_blocks, kind="stable")[::-1]
+        groups, start, padded = [], 0, 0
+        for end in range(1, len(order) + 1):
+            if end < len(order):
+                padded += num_blocks[order[start]] - num_blocks[order[end]]
+            if end == len(order) or padded * self.block > MAX_PADDED_TOKENS:
+                members = np.sort(order[start:end])
+                groups.append(self._plan_group(step, members, lengths, first_block, num_blocks, window))
+                start, padded = end, 0
+        return contexts, groups
+
+    def _plan_context(self, step, index, window):
+        begin, end = int(step.query_starts[index]), int(step.query_starts[index + 1])
+        length = int(step.kv_lengths[index])
+        start = length - (end - begin)
+        if start == 0 and (not window or length <= window):
+            return _Context(slice(begin, end), None, None)
+        first = max(start - window + 1, 0) // self.block if window else 0
+        blocks = step.block_tables[index, first : (length - 1) // self.block + 1].astype(np.int64)
+        key_position = np.arange(first * self.block, (first + len(blocks)) * self.block)
+        query_position = np.arange(start, length)[:, None]
+        visible = key_position <= query_position
+        if window:
+            visible &= key_position > query_position - window
+        return _Context(slice(begin, end), self._pages(blocks[None])[0], self._upload(visible))
+
+    def _plan_group(self, step, members, lengths, first_block, num_blocks, window):
+        lengths, first, count = lengths[members], first_block[members], num_blocks[members]
+        place = np.arange(count.max())
+        # Padding repeats the sequence's own last block: whatever a neighbour's block holds must not come near.
+        column = first[:, None] + np.minimum(place, count[:, None] - 1)
+        blocks = step.block_tables[(step.num_contexts + members)[:, None], column].astype(np.int64)
+
+        key_position = first[:, None] * self.block + np.arange(len(place) * self.block)
+        visible = key_position < lengths[:, None]
+        if window:
+            visible &= key_position >= lengths[:, None] - window
+        mask = np.where(visible, np.float32(0), np.float32(-np.inf)).repeat(self.kv_heads, axis=0)[:, None]
+
+        rows = step.num_context_tokens + members
+        whole = len(rows) == rows[-1] - rows[0] + 1
+        return _Group(slice(int(rows[0]), int(rows[-1]) + 1) if whole else self._upload(rows),
+                      self._pages(blocks).view(-1), self._upload(mask).to(self.dtype))
+
+    def _pages(self, blocks):
+        """[n, m] block ids -> page numbers of layer 0, [2, n, kv_heads, m] in one row."""
+        key_or_value = np.arange(2)[:, None, None, None] * self.kv_heads
+        head = np.arange(self.kv_heads)[:, None]
+        pages = blocks[:, None] * self.pages_per_block + key_or_value + head
+        return self._upload(pages.reshape(1, -1))
+
+    def _upload(self, array):
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _neighbours(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """[T, a, D] and [T, b, D] as [T, a + b, D]: a view when `second` starts where a row of `first` ends."""
+    tokens, heads, size = first.shape
+    if (second.stride() == first.stride() and second.dtype == first.dtype
+            and second.storage_offset() == first.storage_offset() + heads * size
+            and second.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()):
+        return first.as_strided((tokens, heads + second.shape[1], size), first.stride())
+    return torch.cat([first, second], dim=1)

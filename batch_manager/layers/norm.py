@@ -1,0 +1,36 @@
+"""Norms over the last dimension."""
+
+import torch
+from torch.nn import functional
+
+from ..triton_kernels import dispatch
+from ..weights.source import Weights
+
+
+class RmsNorm:
+    """x / sqrt(mean(x^2) + epsilon) * weight, computed in float32. Works on [..., size]."""
+
+    def __init__(self, weights: Weights, name: str, size: int, epsilon: float) -> None:
+        self.weight = weights.tensor(f"{name}.weight", (size,))
+        self.shape, self.epsilon = (size,), epsilon
+        self._kernel = dispatch.kernel("rms_norm", weights.device) if dispatch.use_triton(weights.device) else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernel is not None:
+            return self._kernel(x, self.weight, self.epsilon)
+        return functional.rms_norm(x, self.shape, self.weight, self.epsilon)
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias, computed in float32."""
+
+    def __init__(self, weights: Weights, name: str, size: int, epsilon: float) -> None:
+        self.weight = weights.tensor(f"{name}.weight", (size,))
+        self.bias = weights.tensor(f"{name}.bias", (size,))
+        self.shape, self.epsilon = (size,), epsilon
+        self._kernel = dispatch.kernel("layer_norm", weights.device) if dispatch.use_triton(weights.device) else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernel is not None:
+            return self._kernel(x, self.weight, self.bias, self.epsilon)
+        return functional.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)

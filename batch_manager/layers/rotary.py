@@ -1,0 +1,87 @@
+"""Frequencies of the rotary position embedding: default, linear, llama3, yarn.
+
+The frequencies are those of transformers' `modeling_rope_utils`; the sources are "RoFormer" (arXiv 2104.09864),
+position interpolation (2306.15595), the Llama 3.1 release and YaRN (2309.00071).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryParameters:
+    """What the frequencies are computed from. Fields that a kind does not use keep their defaults.
+
+    kind                      "default", "linear", "llama3" or "yarn"
+    theta                     base of the frequencies
+    factor                    how far the context is stretched (linear, llama3, yarn)
+    original_max_positions    context length before stretching (llama3, yarn)
+    low_freq_factor, high_freq_factor   llama3
+    beta_fast, beta_slow, truncate      yarn: where interpolation blends into extrapolation
+    amplitude                 factor on cosines and sines, already derived from attention_factor or mscale (yarn)
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+
+
+def rotary_table(rotary: RotaryParameters, head_size: int, max_positions: int,
+                 device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin [max_positions, head_size / 2] float32 on `device`, the amplitude multiplied in."""
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rotary, head_size))
+    return ((angles.cos() * rotary.amplitude).to(device), (angles.sin() * rotary.amplitude).to(device))
+
+
+def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tensor:
+    """[head_size / 2] float32: radians per position."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    plain = 1.0 / rotary.theta**exponents
+    if rotary.kind == "default":
+        return plain
+    if rotary.kind == "linear":
+        return plain / rotary.factor
+    if rotary.kind == "llama3":
+        return _llama3(rotary, plain)
+    assert rotary.kind == "yarn"
+    return _yarn(rotary, head_size, rotary.theta**exponents)
+
+
+def _llama3(rotary: RotaryParameters, plain: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / plain
+    blend = (rotary.original_max_positions / wavelength - rotary.low_freq_factor) / (
+        rotary.high_freq_factor - rotary.low_freq_factor)
+    stretched = torch.where(wavelength > rotary.original_max_positions / rotary.low_freq_factor,
+                            plain / rotary.factor, plain)
+    blended = (1 - blend) * stretched / rotary.factor + blend * stretched
+    between = ((wavelength >= rotary.original_max_positions / rotary.high_freq_factor)
+               & (wavelength <= rotary.original_max_positions / rotary.low_freq_factor))
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(rotary: RotaryParameters, head_size: int, periods: torch.Tensor) -> torch.Tensor:
+    """Dimensions that turn often are kept, those that turn seldom are stretched, a ramp lies between."""
+    def dimension_of(rotations: float) -> float:
+        return (head_size * math.log(rotary.original_max_positions / (rotations * 2 * math.pi))
+                / (2 * math.log(rotary.theta)))
+
+    low, high = dimension_of(rotary.beta_fast), dimension_of(rotary.beta_slow)
+    if rotary.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(head_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rotary.factor * periods) * (1 - kept) + 1.0 / periods * kept

@@ -1,0 +1,238 @@
+"""What a model is, in numbers: the parsed and checked config.json."""
+
+import math
+from dataclasses import dataclass
+
+from ..errors import ModelLoadError
+from ..layers.mlp import ACTIVATIONS
+from ..layers.rotary import KINDS, RotaryParameters
+from ..weights.json_file import Fields
+
+MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB, MAX_POSITIONS = 4096, 4096, 2**20, 2**24, 2**24
+MAX_WEIGHTS = 2**44                                  # of all layers together
+
+# Fields of other architectures, or of quantised and patched checkpoints, with the values that leave the numbers alone.
+# A model whose configuration says anything else would be computed wrongly, so it is refused by name.
+_NEUTRAL = {
+    "quantization_config": (), "compression_config": (), "auto_map": (), "pretraining_tp": (1,),
+    "partial_rotary_factor": (1, 1.0), "rotary_pct": (1, 1.0), "rope_interleaved": (False,), "use_mrope": (False,),
+    "no_rope_layers": ([],), "no_rope_layer_interval": (), "attn_logit_softcapping": (), "final_logit_softcapping": (),
+    "logit_scale": (1, 1.0), "logits_scaling": (1, 1.0), "embedding_multiplier": (1, 1.0), "scale_emb": (1, 1.0),
+    "residual_multiplier": (1, 1.0), "attention_multiplier": (), "query_pre_attn_scalar": (), "clip_qkv": (),
+    "parallel_attn": (False,), "use_parallel_residual": (False,), "alibi": (False,), "num_experts": (0, 1),
+    "num_local_experts": (0, 1), "is_encoder_decoder": (False,), "add_cross_attention": (False,),
+    "prune_heads": ({},), "pruned_heads": ({},), "is_causal": (True,),
+}
+
+# activation names of transformers -> ours; different spellings of one function
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
+                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model's numbers.
+
+    head_size                entries of one attention head; hidden_size / num_heads unless the configuration says else
+    vocab_size               rows of the embedding
+    max_position_embeddings  positions the model was made for
+    windows                  per layer: how many tokens a query sees, itself included; None: all before it
+    norm_epsilon             of all norms
+    tie_word_embeddings      the head is the embedding
+    rotary                   None: the model has learned positions
+    qkv_bias, out_bias       of the attention's projections
+    mlp_bias                 of the feed-forward projections
+    qk_norm                  queries and keys are normed per head
+    dtype                    "float32", "float16" or "bfloat16" as config.json says; None: it does not
+    """
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    windows: tuple[int | None, ...]
+    norm_epsilon: float
+    tie_word_embeddings: bool
+    activation: str
+    rotary: RotaryParameters | None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dtype: str | None = None
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Rows of the query, key and value projections."""
+        return (self.num_heads * self.head_size, *(self.num_kv_heads * self.head_size,) * 2)
+
+
+def refuse_unknown_numerics(config: Fields) -> None:
+    """Raise for a field that changes what a model computes and that no family here implements."""
+    for name, neutral in _NEUTRAL.items():
+        value = config.values.get(name)
+        if name in config and not any(type(value) in (type(good), int, float) and value == good for good in neutral):
+            raise config.fault(name, "not supported", "this checkpoint needs code that is not part of this package")
+
+
+def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int | None, ...], qkv_bias: bool = False,
+                      out_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False,
+                      head_size: int | None = None, max_positions: int) -> ModelSpec:
+    """The spec of a pre-norm decoder with rotary positions and a gated feed-forward network, as Llama's relatives have.
+
+    head_size, max_positions   the family's defaults
+    """
+    num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
+    hidden_size = config.count("hidden_size", maximum=MAX_WIDTH)
+    head_size = config.count("head_dim", head_size, maximum=MAX_WIDTH) or even_share(config, "hidden_size",
+                                                                                      hidden_size, num_heads)
+    max_positions = config.count("max_position_embeddings", max_positions, maximum=MAX_POSITIONS)
+    spec = ModelSpec(
+        architecture=architecture,
+        num_layers=len(windows),
+        num_heads=num_heads,
+        num_kv_heads=config.count("num_key_value_heads", num_heads, maximum=MAX_HEADS),
+        head_size=head_size,
+        hidden_size=hidden_size,
+        intermediate_size=config.count("intermediate_size", maximum=MAX_WIDTH),
+        vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
+        max_position_embeddings=max_positions,
+        windows=windows,
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        activation=read_activation(config, "hidden_act", "silu"),
+        rotary=read_rotary(config, max_positions),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        dtype=read_dtype(config),
+    )
+    return checked(config, spec)
+
+
+def checked(config: Fields, spec: ModelSpec) -> ModelSpec:
+    """The spec, if its numbers fit each other."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise config.fault("num_key_value_heads", f"a divisor of num_attention_heads, {spec.num_heads}")
+    if spec.head_size % 2 and spec.rotary is not None:
+        raise ModelLoadError(f"{config.where}: the head size is {spec.head_size}",
+                             "an even number: rotary positions turn pairs")
+    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size * spec.hidden_size
+    total = spec.num_layers * (attention + 2 * spec.intermediate_size * spec.hidden_size) + (
+        spec.vocab_size * spec.hidden_size)
+    if total > MAX_WEIGHTS:
+        raise ModelLoadError(f"{config.where}: the sizes ask for {total:,} weights", f"at most {MAX_WEIGHTS:,}")
+    return spec
+
+
+def even_share(config: Fields, name: str, whole: int, parts: int) -> int:
+    """whole / parts, for a head size that the configuration does not give."""
+    if whole % parts:
+        raise config.fault(name, f"a multiple of the number of attention heads, {parts}")
+    return whole // parts
+
+
+def layer_count(config: Fields, name: str = "num_hidden_layers") -> int:
+    return config.count(name, maximum=MAX_LAYERS)
+
+
+def read_activation(config: Fields, name: str, default: str) -> str:
+    given = config.text(name, default)
+    if given not in _ACTIVATIONS:
+        raise config.fault(name, f"one of {', '.join(_ACTIVATIONS)}")
+    assert _ACTIVATIONS[given] in ACTIVATIONS
+    return _ACTIVATIONS[given]
+
+
+def read_dtype(config: Fields) -> str | None:
+    """`dtype`, which older configurations call `torch_dtype`."""
+    name = "dtype" if "dtype" in config else "torch_dtype"
+    given = config.text(name, "auto").removeprefix("torch.")
+    if given != "auto" and given not in _DTYPES:
+        raise config.fault(name, f"one of {', '.join(_DTYPES)}")
+    return None if given == "auto" else given
+
+
+def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Windows of a family whose layers slide or not, by `layer_types` or by `max_window_layers` (Qwen2, Qwen3)."""
+    slides = config.flag("use_sliding_window", False)
+    window = config.count("sliding_window", 4096) if slides else None
+    first = config.count("max_window_layers", 28, minimum=0)
+    default = ["sliding_attention" if slides and i >= first else "full_attention" for i in range(num_layers)]
+    kinds = config.texts("layer_types", default)
+    if len(kinds) != num_layers:
+        raise config.fault("layer_types", f"one entry for each of the {num_layers} layers")
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise config.fault("layer_types", "full_attention or sliding_attention")
+    if "sliding_attention" in kinds and not slides:
+        raise config.fault("layer_types", "no sliding_attention while use_sliding_window is false")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def refuse_windows(config: Fields) -> None:
+    """Raise when a family without sliding windows is given some."""
+    if "sliding_window" in config and config.flag("use_sliding_window", True):
+        raise config.fault("sliding_window", "null: this architecture has no sliding window")
+    if set(config.texts("layer_types", [])) - {"full_attention"}:
+        raise config.fault("layer_types", "full_attention everywhere: this architecture has no other layers")
+
+
+def read_rotary(config: Fields, max_positions: int) -> RotaryParameters:
+    """The rotary embedding, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
+    none = Fields({}, config.where)
+    rope = config.fields("rope_scaling", None) or config.fields("rope_parameters", none)
+    if "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") != 1.0:
+        raise rope.fault("partial_rotary_factor", "1: rotation of a part of a head is not supported")
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+             "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
+             "mscale_all_dim", "truncate"}
+    strange = sorted(name for name in rope.values.keys() - known if name in rope)
+    if kind not in KINDS:
+        raise ModelLoadError(f"{rope.where}: the rotary embedding is of type {kind!r}", f"one of {', '.join(KINDS)}")
+    if strange:
+        raise rope.fault(strange[0], "not supported")
+    if kind == "default":
+        return RotaryParameters(theta=theta)
+    if kind == "linear":
+        return RotaryParameters(kind=kind, theta=theta, factor=rope.number("factor"))
+
+    # As in transformers: a value beside the rope parameters comes before the one among them.
+    original = config.count("original_max_position_embeddings",
+                            rope.count("original_max_position_embeddings", max_positions, maximum=MAX_POSITIONS),
+                            maximum=MAX_POSITIONS)
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if not low < high:
+            raise rope.fault("high_freq_factor", f"more than low_freq_factor, {low:g}")
+        return RotaryParameters(kind=kind, theta=theta, factor=rope.number("factor"), original_max_positions=original,
+                                low_freq_factor=low, high_freq_factor=high)
+    if theta <= 1.0:
+        raise rope.fault("rope_theta", "more than 1 with yarn")
+    factor = rope.number("factor", max_positions / original)
+    return RotaryParameters(
+        kind=kind, theta=theta, factor=factor, original_max_positions=original,
+        beta_fast=rope.number("beta_fast", 32.0), beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True), amplitude=_yarn_amplitude(rope, factor))
+
+
+def _yarn_amplitude(rope: Fields, factor: float) -> float:
+    given = rope.number("attention_factor", None)
+    if given is not None:
+        return given
+    mscale, mscale_all = rope.number("mscale", 0.0, above=-1.0), rope.number("mscale_all_dim", 0.0, above=-1.0)
+    if mscale and mscale_all:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

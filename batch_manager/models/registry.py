@@ -1,0 +1,144 @@
+"""Which class runs which architecture, and loading a folder with it."""
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+import torch
+
+from ..attention.interface import Attention
+from ..config import DTYPES, LOAD_FORMATS
+from ..errors import ConfigError, UnsupportedModelError
+from ..weights.folder import CheckpointFolder
+from ..weights.json_file import MAX_CONFIG_BYTES, Fields, read_json_file
+from ..weights.safetensors_source import SafetensorsWeights
+from ..weights.source import DummyWeights, Weights
+from .model_spec import ModelSpec, refuse_unknown_numerics
+
+CONFIG_FILE = "config.json"
+
+
+class Model(Protocol):
+    """One model on one device. Used by one thread."""
+
+    # Patterns of tensor names that a checkpoint may hold and that the model does not need.
+    harmless_tensors: tuple[str, ...]
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> ModelSpec:
+        """Parse and check config.json. Raises ModelLoadError naming file and field."""
+        ...
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        """Take every tensor from `weights`, on its device and in its dtype."""
+        ...
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """Packed tokens [T] int64 and their positions [T] -> hidden states [T, hidden_size], after the last norm."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of hidden states [r, hidden_size] -> [r, vocab_size] float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed."""
+
+    spec: ModelSpec
+    model: Model
+    weight_bytes: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+# Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
+_models: dict[str, type[Model] | tuple[str, str]] = {
+    "GPT2LMHeadModel": ("gpt2", "Gpt2"),
+    "LlamaForCausalLM": ("llama", "Llama"),
+    "MistralForCausalLM": ("mistral", "Mistral"),
+    "Qwen2ForCausalLM": ("qwen2", "Qwen2"),
+    "Qwen3ForCausalLM": ("qwen3", "Qwen3"),
+}
+
+
+def register_model(architecture: str, model_class: type[Model]) -> None:
+    """Run checkpoints whose config.json names `architecture` with `model_class`, which satisfies `Model`.
+
+    Replaces what was registered under that name. Raises ConfigError when a method is missing.
+    """
+    missing = [name for name in ("harmless_tensors", "read_spec", "forward", "logits")
+               if getattr(model_class, name, None) is None]
+    if not isinstance(architecture, str) or not architecture or missing:
+        raise ConfigError(f"{model_class!r} cannot be registered as {architecture!r}",
+                          "a name, and a class with " + (", ".join(missing) or "the members of models.registry.Model"))
+    _models[architecture] = model_class
+
+
+def known_architectures() -> list[str]:
+    return sorted(_models)
+
+
+def find_model(architecture: str) -> type[Model]:
+    """The class registered for `architecture`. Raises UnsupportedModelError."""
+    if architecture not in _models:
+        raise UnsupportedModelError(
+            f"the architecture {architecture!r} is not known", f"one of {', '.join(known_architectures())}",
+            "register_model(architecture, model_class) adds one")
+    found = _models[architecture]
+    if isinstance(found, tuple):
+        module, name = found
+        found = _models[architecture] = getattr(import_module(f".{module}", __package__), name)
+    return found
+
+
+def read_spec(folder: str | os.PathLike) -> ModelSpec:
+    """The spec of the checkpoint in `folder`, from its config.json alone."""
+    return _read_spec(CheckpointFolder(folder))[1]
+
+
+def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
+               load_format: str = "auto", seed: int = 0) -> LoadedModel:
+    """Load the checkpoint in `folder`.
+
+    dtype         a torch dtype or its name; "auto": the checkpoint's on a GPU, float32 on a CPU
+    load_format   "auto": safetensors; "dummy": random weights from `seed`, config.json is enough
+    Raises ModelLoadError, naming file and field, or UnsupportedModelError.
+    """
+    device = torch.device(device)
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format is {load_format!r}", f"one of {', '.join(LOAD_FORMATS)}")
+    opened = CheckpointFolder(folder)
+    model_class, spec = _read_spec(opened)
+    dtype = _resolve_dtype(dtype, spec, device)
+
+    with torch.inference_mode():
+        if load_format == "dummy":
+            weights = DummyWeights(seed, device, dtype)
+            return LoadedModel(spec, model_class(spec, weights), weights.num_bytes, device, dtype)
+        weights = SafetensorsWeights(opened, device, dtype)
+        model = model_class(spec, weights)
+        weights.finish(model_class.harmless_tensors)
+    return LoadedModel(spec, model, weights.num_bytes, device, dtype)
+
+
+def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
+    path = folder.file(CONFIG_FILE)
+    config = Fields(read_json_file(path, MAX_CONFIG_BYTES), str(path))
+    names = config.texts("architectures")
+    if len(names) != 1:
+        raise config.fault("architectures", "a list with one name")
+    model_class = find_model(names[0])
+    refuse_unknown_numerics(config)
+    return model_class, model_class.read_spec(config, names[0])
+
+
+def _resolve_dtype(dtype: torch.dtype | str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}", f"one of {', '.join(DTYPES)}")
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else spec.dtype or "float32"
+    return getattr(torch, name)

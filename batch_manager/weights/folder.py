@@ -1,0 +1,45 @@
+"""A checkpoint folder, and the only door to its files."""
+
+import os
+import stat
+from pathlib import Path
+
+from ..errors import ModelLoadError
+
+
+class CheckpointFolder:
+    """Files directly inside one folder, by bare name. A name or a link that leads out of it is refused."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        try:
+            self.path = Path(os.fsdecode(path)).resolve(strict=True)
+        except (OSError, ValueError, TypeError, RuntimeError) as fault:
+            raise ModelLoadError(f"the model folder {path!r} cannot be opened ({fault})",
+                                 "a folder with config.json and *.safetensors files") from None
+        if not self.path.is_dir():
+            raise ModelLoadError(f"{self.path} is not a folder",
+                                 "a folder with config.json and *.safetensors files", "pass the folder, not a file")
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
+    def file(self, name: str, named_by: str = "") -> Path:
+        """The path of a regular file of the folder. `named_by` says, for the message, where the name came from."""
+        where = f" (named by {named_by})" if named_by else ""
+        if not name or name in (".", "..") or not name.isprintable() or any(sign in name for sign in "/\\:"):
+            raise ModelLoadError(f"{name!r}{where} is not the bare name of a file",
+                                 f"files stand directly in {self.path}")
+        path = self.path / name
+        try:
+            target = path.resolve(strict=True)
+            mode = target.stat().st_mode
+        except (OSError, ValueError, RuntimeError) as fault:
+            raise ModelLoadError(f"{path}{where} cannot be opened ({type(fault).__name__})",
+                                 "a complete checkpoint has this file", "copy it into the folder") from None
+        if target.parent != self.path:
+            raise ModelLoadError(f"{path}{where} is a link that leads out of the folder, to {target}",
+                                 "every file of a checkpoint stands in its folder itself",
+                                 "copy the folder with links followed, for example with cp -rL")
+        if not stat.S_ISREG(mode):
+            raise ModelLoadError(f"{path}{where} is not a regular file")
+        return target

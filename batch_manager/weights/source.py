@@ -1,0 +1,73 @@
+"""Where a model's tensors come from: the protocol, and the source that needs no file."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+Shape = Sequence[int]
+
+
+class Weights(Protocol):
+    """Tensors by name, on one device and in one dtype.
+
+    num_bytes   of everything handed out, and of the copies that layers made of it for speed
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    num_bytes: int
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor exists: for names that differ from checkpoint to checkpoint."""
+        ...
+
+    def tensor(self, name: str, shape: Shape) -> torch.Tensor:
+        """The tensor, contiguous. Raises ModelLoadError when it is missing or has another shape."""
+        ...
+
+    def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
+        """Several tensors of equal trailing shape, one below the other, as one contiguous tensor."""
+        ...
+
+    def tied(self, name: str, to: str) -> None:
+        """Say that `name` is not asked for because it is `to`. Raises ModelLoadError when a file says otherwise."""
+        ...
+
+
+class DummyWeights:
+    """Seeded random weights of any shape: matrices normal with standard deviation 0.02, norms one, biases zero.
+
+    The values are a function of (seed, name, shape) on one kind of device, in any order of asking.
+    """
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.seed, self.device, self.dtype = seed, device, dtype
+        self.num_bytes = 0
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def tensor(self, name: str, shape: Shape) -> torch.Tensor:
+        return self.stacked([(name, shape)])
+
+    def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
+        rows = sum(shape[0] for _, shape in parts)
+        result = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
+        start = 0
+        for name, shape in parts:
+            self._fill(name, result[start : start + shape[0]])
+            start += shape[0]
+        self.num_bytes += result.nbytes
+        return result
+
+    def tied(self, name: str, to: str) -> None:
+        pass
+
+    def _fill(self, name: str, rows: torch.Tensor) -> None:
+        if rows.dim() == 1:
+            rows.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            generator = torch.Generator(self.device).manual_seed((self.seed << 32 | zlib.crc32(name.encode())) % 2**63)
+            rows.normal_(0.0, 0.02, generator=generator)
