@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy import empty, zeros
 
 from .inference_request import NamedTensor
+
+INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 RESPONSE_TENSORS = ("output_ids", "sequence_length", "context_logits", "generation_logits", "output_log_probs",
                     "cum_log_probs", "finish_reason")
@@ -52,8 +55,8 @@ def build_response(
     *,
     log_probs: Sequence[float] | np.ndarray | None = None,
     cum_log_prob: float | None = None,
-    context_logits: np.ndarray | None = None,
-    generation_logits: np.ndarray | None = None,
+    context_logits: np.ndarray | Sequence[np.ndarray] | None = None,
+    generation_logits: np.ndarray | Sequence[np.ndarray] | None = None,
     to_tensor: Callable[[np.ndarray], Any] | None = None,
 ) -> list[NamedTensor]:
     """The tensors of one response of a request of beam width 1.
@@ -63,10 +66,65 @@ def build_response(
     finish_reason       FinishReason; NOT_FINISHED for a streamed response that is not the last
     log_probs           [n] one for each of `generated`; needed when options ask for them and n > 0
     cum_log_prob        since the start of the request; None: the sum of `log_probs`
-    context_logits      [prompt, vocab], or None for the dummy
+    context_logits      [prompt, vocab], or its chunks in order, or None for the dummy
     generation_logits   [n, vocab] one row for each of `generated`, or None for the dummy
     to_tensor           makes the outgoing tensor of a fresh numpy array, such as torch.from_numpy; None: leave it
 
-    What the options do not ask for is not sent, even if it is given.
+    What the options do not ask for is not sent, even if it is given. Everything that is sent is a copy.
     """
-    raise NotImplementedError
+    num_new = len(generated)
+    if options.is_streaming or options.exclude_input:
+        length = num_new
+    else:
+        length = len(prompt) + num_new
+
+    # Every response of a streaming request comes through here, so the common case costs one small array each and no
+    # conversion of lists.
+    output_ids = empty((1, 1, length), INT32)
+    if length == 1 == num_new:
+        output_ids.fill(generated[0])
+    elif length:
+        if length > num_new:
+            output_ids[0, 0, : length - num_new] = prompt
+        output_ids[0, 0, length - num_new :] = generated
+    sequence_length = empty((1, 1), INT32)
+    sequence_length.fill(length)
+    finish = zeros((1, 1), INT32)
+    if finish_reason:
+        finish.fill(finish_reason)
+
+    output_log_probs, cum_log_probs = zeros((1, 1, num_new), FLOAT32), zeros((1, 1), FLOAT32)
+    if options.return_log_probs and num_new:
+        assert log_probs is not None and len(log_probs) == num_new
+        output_log_probs[0, 0] = log_probs
+    if options.return_log_probs:
+        cum_log_probs.fill(cum_log_prob if cum_log_prob is not None else _sum(log_probs))
+
+    if context_logits is None or not options.return_context_logits:
+        context = zeros((1, 1, 1), FLOAT32)
+    elif isinstance(context_logits, np.ndarray):
+        context = np.array(context_logits[None], FLOAT32)
+    else:
+        context = np.concatenate(context_logits, dtype=FLOAT32)[None]
+    if generation_logits is None or not options.return_generation_logits:
+        generation = zeros((1, 1, 1, 1), FLOAT32)
+    else:
+        assert len(generation_logits) == num_new
+        generation = np.array(generation_logits, FLOAT32)[None, None]
+
+    if to_tensor is None:
+        return [
+            NamedTensor("output_ids", output_ids),
+            NamedTensor("sequence_length", sequence_length),
+            NamedTensor("context_logits", context),
+            NamedTensor("generation_logits", generation),
+            NamedTensor("output_log_probs", output_log_probs),
+            NamedTensor("cum_log_probs", cum_log_probs),
+            NamedTensor("finish_reason", finish),
+        ]
+    arrays = (output_ids, sequence_length, context, generation, output_log_probs, cum_log_probs, finish)
+    return list(map(NamedTensor, RESPONSE_TENSORS, map(to_tensor, arrays)))
+
+
+def _sum(log_probs: Sequence[float] | np.ndarray | None) -> float:
+    return 0.0 if log_probs is None else float(np.sum(log_probs, dtype=np.float64))
