@@ -7,6 +7,7 @@ import numpy as np
 
 from ..errors import InternalError
 from ..handover import NO_UPDATES, BlockTableUpdates
+from ..names import LlmRequestState
 from ..requests.llm_request import LlmRequest
 from . import block_needs
 from .block_pool import BlockPool
@@ -105,6 +106,22 @@ class KvCacheManager:
             kv_length, request.prompt_len + request.max_new_tokens - kv_length, request.draft_len, self.max_seq_len,
             self.tokens_per_block, request.beam_width, two_step_lookahead)
 
+    def get_needed_blocks_one_step_of_all(self, requests: Sequence[LlmRequest],
+                                          two_step_lookahead: bool = False) -> int:
+        """`get_needed_blocks_one_step` summed over many requests, at once for those that generate without drafts."""
+        others = [request for request in requests if request.draft_len or request.state is LlmRequestState.CONTEXT_INIT]
+        generating = requests
+        if others:
+            generating = [request for request in requests if not request.draft_len and not request.is_context]
+
+        # A request that generates has two tokens to go or more, so both steps of a look-ahead add one.
+        lengths = self._kv_lengths[self._slots_of_owners(generating)]
+        grown = lengths + (2 if two_step_lookahead else 1)
+        blocks = block_needs.ceil_div(grown, self.tokens_per_block) - block_needs.ceil_div(
+            lengths, self.tokens_per_block)
+        needed = int(blocks[grown <= self.max_seq_len].sum())
+        return needed + sum(self.get_needed_blocks_one_step(request, two_step_lookahead) for request in others)
+
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> int:
         """Blocks that `claim` of the same lists would take."""
         prompts = sum(block_needs.blocks_of_prompt(request.prompt_len, self.tokens_per_block)
@@ -176,10 +193,12 @@ class KvCacheManager:
             yield "a table names a block that does not exist"
 
     def _slots_of_owners(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        strangers = [request for request in requests if not self.owns(request)]
-        if strangers:
-            raise InternalError(f"{strangers[0]} is to generate and holds no blocks")
-        return np.array([request.seq_slot for request in requests], np.intp)
+        slots = [request.seq_slot for request in requests]
+        in_range = not slots or max(slots) < len(self._owners)
+        if not in_range or [self._owners[slot] for slot in slots] != list(requests):
+            stranger = next(request for request in requests if not self.owns(request))
+            raise InternalError(f"{stranger} is to generate and holds no blocks")
+        return np.fromiter(slots, np.intp, len(slots))
 
     def _crossing(self, slots: np.ndarray) -> np.ndarray:
         """Those of the slots whose next token needs a new block."""

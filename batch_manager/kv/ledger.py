@@ -1,5 +1,6 @@
 """A throwaway budget of blocks for one scheduling pass."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..requests.llm_request import LlmRequest
@@ -37,6 +38,9 @@ class KvLedger:
 
     def blocks_for_next_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         return self._kv.get_needed_blocks_one_step(request, two_step_lookahead)
+
+    def blocks_for_next_step_of_all(self, requests: Sequence[LlmRequest], two_step_lookahead: bool = False) -> int:
+        return self._kv.get_needed_blocks_one_step_of_all(requests, two_step_lookahead)
 
     def blocks_to_completion(self, request: LlmRequest) -> int:
         return self._kv.get_remaining_blocks_to_completion(request)

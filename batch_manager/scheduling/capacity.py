@@ -5,13 +5,7 @@ spend is a ledger; requests and blocks stay as they are.
 """
 
 from ..kv.kv_cache_manager import KvCacheManager
-from ..names import LlmRequestState
-from ..requests.llm_request import LlmRequest
-from .interfaces import CapacityScheduler, RequestList
-
-
-def is_schedulable(request: LlmRequest) -> bool:
-    return LlmRequestState.CONTEXT_INIT.value <= request.state.value < LlmRequestState.GENERATION_COMPLETE.value
+from .interfaces import GENERATING, CapacityScheduler, RequestList, schedulable
 
 
 class MaxRequestsScheduler(CapacityScheduler):
@@ -21,8 +15,7 @@ class MaxRequestsScheduler(CapacityScheduler):
         self.max_num_requests = max_num_requests
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        schedulable = [request for request in active_requests if is_schedulable(request)]
-        return schedulable[:self.max_num_requests], []
+        return schedulable(active_requests)[:self.max_num_requests], []
 
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):
@@ -88,7 +81,11 @@ class MaxUtilizationScheduler(CapacityScheduler):
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         ledger = self.kv_cache_manager.start_scheduling()
-        line = [request for request in active_requests if is_schedulable(request)]
+        line = schedulable(active_requests)
+        if len(line) <= self.max_num_requests and ledger.fits(
+                ledger.blocks_for_next_step_of_all(line, self.two_step_lookahead)):
+            return line, []                                     # what the walk below would find, without the walk
+
         fitting: RequestList = []
         paused: RequestList = []
 
@@ -117,7 +114,7 @@ def _generating_first(active_requests: RequestList, max_num_requests: int) -> tu
     for request in active_requests:
         if len(generating) == max_num_requests:
             break
-        if request.is_generating:
+        if request.state in GENERATING:
             generating.append(request)
         elif request.is_context:
             contexts.append(request)

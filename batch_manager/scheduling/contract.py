@@ -6,7 +6,7 @@ from itertools import chain
 from ..config import Limits
 from ..errors import SchedulerContractError
 from ..kv.kv_cache_manager import KvCacheManager
-from .interfaces import RequestList, SchedulerOutput
+from .interfaces import GENERATING, RequestList, SchedulerOutput
 
 
 def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
@@ -40,7 +40,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
         if not request.is_context:
             return f"{request} is a context request of the plan and not in its context phase"
     for request in generation:
-        if not request.is_generating:
+        if request.state not in GENERATING:
             return f"{request} is a generation request of the plan and is not generating"
     for request in paused:
         if request.is_finished:
@@ -58,6 +58,8 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
         return f"{tokens} tokens are to run and max_num_tokens is {limits.max_num_tokens}"
 
     kv = kv_cache_manager
+    if not contexts and len(generation) <= kv.free_blocks:
+        return None                                             # a step needs no more than a block of each
     free = kv.free_blocks + sum(kv.held_blocks(request) for request in paused)
     needed = kv.blocks_to_claim([request for request in contexts if not kv.owns(request)], generation)
     if needed > free:

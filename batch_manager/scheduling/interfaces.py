@@ -8,9 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from ..names import LlmRequestState
 from ..requests.llm_request import LlmRequest
 
 RequestList = list[LlmRequest]
+
+GENERATING = (LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE)
+SCHEDULABLE = (*GENERATING, LlmRequestState.CONTEXT_INIT)
+
+
+def schedulable(requests: RequestList) -> RequestList:
+    """Those of the requests that can run: from CONTEXT_INIT on, before GENERATION_COMPLETE."""
+    return [request for request in requests if request.state in SCHEDULABLE]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from math import inf
 
 from .chunking import ContextChunking, drafts_kept, force_chunk
-from .interfaces import MicroBatchScheduler, RequestList
+from .interfaces import GENERATING, MicroBatchScheduler, RequestList
 
 
 class TokenBudgetScheduler(MicroBatchScheduler):
@@ -30,10 +30,11 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         tokens = 0
         contexts: RequestList = []
         generation: RequestList = []
+        if inflight_request_ids:
+            fitting_requests = [request for request in fitting_requests
+                                if request.request_id not in inflight_request_ids]
         for request in fitting_requests:
-            if request.request_id in inflight_request_ids:
-                continue
-            if request.is_generating:
+            if request.state in GENERATING:
                 cost = request.beam_width + request.draft_len
                 if tokens + cost > budget:
                     break

@@ -145,6 +145,9 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
         def get_needed_blocks_one_step(self, request, two_step_lookahead=False):
             return self.need
 
+        def get_needed_blocks_one_step_of_all(self, requests, two_step_lookahead=False):
+            return self.need * len(requests)
+
         def get_remaining_blocks_to_completion(self, request):
             return self.need
 
