@@ -38,9 +38,9 @@ class ScriptedBackend:
     on_step     (batch) called once a step after the cache was written and before anything else changed; may raise, or
                 return failures to plant. A planted NON_FINITE_LOGITS also leaves the blocks the step wrote poisoned:
                 whoever has one of them in his table fails too, until `clear_blocks`
-    on_finish   (batch) the same inside `finish`; a raise takes the step back
+    on_finish   (batch) the same inside `finish`
     verify      read the whole history back in every step and check the batch; without, the hash is carried along per
-                slot and nothing is checked: for measuring the host
+                slot, nothing is checked and a step that succeeded cannot be run again: for measuring the host
     """
 
     def __init__(self, *, vocab_size: int = 1000, max_seq_len: int = 1024, num_blocks: int = 256,
@@ -78,12 +78,12 @@ class ScriptedBackend:
             failures = {**self._poisoned_rows(step), **failures}
 
         output = self._decode(batch, step, sums, failures)
-        before = self._state[step.slots] if self.on_finish else None
         self._state["length"][step.slots] = step.starts + step.counts
         self._state["sum"][step.slots] = sums
-        self._state["last_token"][output.slots] = output.tokens
+        drawn_at = self._state["length"][output.slots]
+        self._state["last_tokens"][output.slots, drawn_at % 2] = output.tokens
         self.num_steps += 1
-        return ScriptedStep(self, batch, step, output, before)
+        return ScriptedStep(self, batch, step, output)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         self._poisoned[block_ids] = False
@@ -134,14 +134,14 @@ class ScriptedBackend:
                 grown[: len(self._state)] = self._state
                 self._state = grown
             setup, state = work.setup, self._state
-            state[work.slot] = (work.start, 0, 0, setup.end_id, _draw(setup), setup.return_log_probs,
+            state[work.slot] = (work.start, 0, (0, 0), setup.end_id, _draw(setup), setup.return_log_probs,
                                 setup.return_generation_logits, setup.return_context_logits, True)
             self._log_probs_wanted |= setup.return_log_probs
 
     def _lay_out(self, batch: ScheduledBatch) -> "_Layout":
         """Where the tokens of the step belong; contexts first."""
         generation, size = batch.generation, self.info.tokens_per_block
-        fed = self._state["last_token"][generation.slots]
+        fed = self._state["last_tokens"][generation.slots, generation.kv_lengths % 2]
         if not batch.context:
             slots, starts, positions, owners = generation.slots, generation.kv_lengths, generation.kv_lengths, None
             counts, tokens = np.ones(len(slots), np.int32), fed
@@ -274,10 +274,6 @@ class ScriptedBackend:
                 failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, "a KV cache block holds non-finite values")
         return failures
 
-    def _take_back(self, step: "_Layout", before: np.ndarray) -> None:
-        self._state[step.slots] = before
-        self.num_steps -= 1
-
     def _check(self, batch: ScheduledBatch, step: "_Layout") -> None:
         """The rules of the handover; who breaks one has a bug."""
         state, size = self._state, self.info.tokens_per_block
@@ -286,8 +282,9 @@ class ScriptedBackend:
         _require(int(step.slots.max(initial=0)) < len(state) and bool(state["set_up"][step.slots].all()),
                  "a slot was never set up", step.slots)
         _require(bool((step.counts > 0).all()), "an empty context chunk", step.slots)
-        _require(bool((step.starts == state["length"][step.slots]).all()),
-                 "tokens in the cache differ: here, and in the batch", state["length"][step.slots], step.starts)
+        lengths = state["length"][step.slots]                     # before the step, or after it when it is run again
+        _require(bool(((step.starts == lengths) | (ends == lengths)).all()),
+                 "tokens in the cache differ: here, and in the batch", lengths, step.starts)
         _require(bool((ends <= self._tables.mapped[step.slots] * size).all()),
                  "lengths exceed the mapped blocks", ends, self._tables.mapped[step.slots])
         _require(bool((ends <= self.info.max_seq_len).all()), "lengths exceed max_seq_len", ends)
@@ -300,22 +297,17 @@ class ScriptedBackend:
 class ScriptedStep:
     """The output of a step, kept until it is asked for."""
 
-    def __init__(self, backend: ScriptedBackend, batch: ScheduledBatch, layout: "_Layout", output: StepOutput,
-                 before: np.ndarray | None) -> None:
-        self._backend, self._batch, self._layout, self._before = backend, batch, layout, before
+    def __init__(self, backend: ScriptedBackend, batch: ScheduledBatch, layout: "_Layout", output: StepOutput) -> None:
+        self._backend, self._batch, self._layout = backend, batch, layout
         self._output: StepOutput | None = output
 
     def finish(self) -> StepOutput:
         output, self._output = self._output, None
         assert output is not None, "finish was called twice"
         if self._backend.on_finish is not None:
-            try:
-                planted = self._backend.on_finish(self._batch)
-            except BaseException:
-                self._backend._take_back(self._layout, self._before)
-                raise
-            self._backend._poison(dict(planted or {}), self._layout)
-            output.failures.update(planted or {})
+            planted = dict(self._backend.on_finish(self._batch) or {})
+            self._backend._poison(planted, self._layout)
+            output.failures.update(planted)
         return output
 
 
@@ -335,8 +327,9 @@ class _Layout:
     pool_slots: np.ndarray
 
 
+# last_tokens: the token of position p in column p % 2, so that a step may run twice and be fed the same token.
 SLOT_STATE = np.dtype([
-    ("length", np.int32), ("sum", np.uint64), ("last_token", np.int32), ("end_id", np.int32), ("draw", np.uint64),
+    ("length", np.int32), ("sum", np.uint64), ("last_tokens", np.int32, 2), ("end_id", np.int32), ("draw", np.uint64),
     ("log_probs", bool), ("generation_logits", bool), ("context_logits", bool), ("set_up", bool)])
 
 

@@ -156,6 +156,17 @@ def test_after_a_raise_the_halves_give_what_the_whole_would_have_given(hook):
                       2: backend.expected(prompts[2], 1)[0]}
 
 
+def test_a_step_that_succeeded_can_run_again():
+    prompts = {0: [1, 2, 3], 1: [4, 5]}
+    tables = {slot: [slot] for slot in prompts}
+    backend = ScriptedBackend()
+    run(backend, [context(0, prompts[0])], tables=tables)
+    mixed = batch([context(1, prompts[1])], [(0, 3)], tables)
+    first, second = (backend.start(mixed).finish() for _ in range(2))
+    assert first.tokens.tolist() == second.tokens.tolist()
+    assert run(backend, rows=[(0, 4)]).tokens[0] == backend.expected(prompts[0], 3)[2]
+
+
 def test_a_planted_non_finite_row_poisons_its_blocks_until_they_are_cleared():
     failure = RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")
     backend = ScriptedBackend(on_step=lambda step: {0: failure} if step.iteration == 0 else None)
@@ -167,7 +178,7 @@ def test_a_planted_non_finite_row_poisons_its_blocks_until_they_are_cleared():
 
 
 @pytest.mark.parametrize("wrong, rule", [
-    (lambda: batch(rows=[(0, 4)]), "tokens in the cache differ"),
+    (lambda: batch(rows=[(0, 1)]), "tokens in the cache differ"),
     (lambda: batch(rows=[(1, 3)]), "never set up"),
     (lambda: batch(rows=[(0, 3), (0, 3)]), "slots repeat"),
     (lambda: batch([context(1, [1] * 9)], tables={1: [7]}), "exceed the mapped blocks"),
