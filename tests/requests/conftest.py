@@ -1,0 +1,43 @@
+from dataclasses import replace
+
+import pytest
+
+from batch_manager.config import Limits
+from batch_manager.errors import RequestError
+from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy
+from batch_manager.requests.admission import Admission
+from batch_manager.requests.inference_request import InferenceRequest
+
+LIMITS = Limits(max_batch_size=8, max_num_tokens=64, max_seq_len=64, max_beam_width=4, max_num_requests=8,
+                max_num_sequences=8, unbounded_sequences=False, vocab_size=100, num_blocks=16, tokens_per_block=8,
+                enable_chunked_context=False, context_chunking_policy=ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+                scheduler_policy=SchedulerPolicy.MAX_UTILIZATION)
+
+
+@pytest.fixture
+def admission_with():
+    """admission_with(num_blocks=4, max_request_bytes=100) -> Admission over a vocabulary of 100 and 64 positions."""
+    def build(**changes):
+        options = {name: changes.pop(name) for name in list(changes) if name not in Limits.__slots__}
+        return Admission(replace(LIMITS, **changes), **options)
+    return build
+
+
+@pytest.fixture
+def admit(admission_with):
+    """admit(temperature=2.0) -> Admitted of a request with a prompt of 3; None leaves a tensor out."""
+    def build(item=None, *, limits=None, flags=None, **tensors):
+        if item is None:
+            item = InferenceRequest(7, {"input_ids": [1, 2, 3], "request_output_len": 5} | tensors, **(flags or {}))
+        return admission_with(**(limits or {})).admit(item)
+    return build
+
+
+@pytest.fixture
+def refusal(admit):
+    """refusal(temperature=-1) -> the text of the refusal, which must come."""
+    def text(*args, **kwargs):
+        with pytest.raises(RequestError) as caught:
+            admit(*args, **kwargs)
+        return caught.value.response_text()
+    return text
