@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import InternalError
-from ..handover import END_ID, NOT_FINISHED, RowFailure, ScheduledBatch, SlotSetup, StepOutput
+from ..handover import END_ID, RowFailure, ScheduledBatch, SlotSetup, StepOutput
 from ..names import ErrorCode
 from ..seams import BackendInfo, MemoryUsage
 from .block_tables import BlockTables
@@ -58,7 +58,7 @@ class ScriptedBackend:
         self._any_poisoned = False
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
-        self._log_probs_wanted = False                            # by anybody so far
+        self._extras_wanted = False                               # log-probs or logits, by anybody so far
 
     # the backend
 
@@ -81,7 +81,7 @@ class ScriptedBackend:
         self._state["length"][step.slots] = step.starts + step.counts
         self._state["sum"][step.slots] = sums
         drawn_at = self._state["length"][output.slots]
-        self._state["last_tokens"][output.slots, drawn_at % 2] = output.tokens
+        self._state["last_tokens"][output.slots, drawn_at & 1] = output.tokens
         self.num_steps += 1
         return ScriptedStep(self, batch, step, output)
 
@@ -136,12 +136,12 @@ class ScriptedBackend:
             setup, state = work.setup, self._state
             state[work.slot] = (work.start, 0, (0, 0), setup.end_id, _draw(setup), setup.return_log_probs,
                                 setup.return_generation_logits, setup.return_context_logits, True)
-            self._log_probs_wanted |= setup.return_log_probs
+            self._extras_wanted |= setup.return_log_probs or setup.return_generation_logits
 
     def _lay_out(self, batch: ScheduledBatch) -> "_Layout":
         """Where the tokens of the step belong; contexts first."""
         generation, size = batch.generation, self.info.tokens_per_block
-        fed = self._state["last_tokens"][generation.slots, generation.kv_lengths % 2]
+        fed = self._state["last_tokens"][generation.slots, generation.kv_lengths & 1]
         if not batch.context:
             slots, starts, positions, owners = generation.slots, generation.kv_lengths, generation.kv_lengths, None
             counts, tokens = np.ones(len(slots), np.int32), fed
@@ -207,25 +207,26 @@ class ScriptedBackend:
             yields = np.ones(len(slots), bool)
             yields[: len(batch.context)] = [work.is_last_chunk for work in batch.context]
             slots, sums = slots[yields], sums[yields]
-        state = self._state[slots]
-        words = self._words(sums, state["draw"])
+        words = self._words(sums, self._state["draw"][slots])
         tokens = self._next_tokens(words)
         if self.script is not None:
             lengths = (step.starts + step.counts)[yields] if batch.context else step.starts + step.counts
             self._follow_script(slots, lengths, tokens, failures)
 
-        log_probs = None
-        if self._log_probs_wanted and state["log_probs"].any():
-            log_probs = np.where(state["log_probs"], _log_probs(words), np.float32(0))
+        log_probs, generation_logits = None, {}
+        if self._extras_wanted:
+            asked = self._state["log_probs"][slots]
+            log_probs = np.where(asked, _log_probs(words), np.float32(0)) if asked.any() else None
+            generation_logits = {int(slots[row]): self._logits(tokens[row: row + 1])[0]
+                                 for row in np.nonzero(self._state["generation_logits"][slots])[0]}
         return StepOutput(
             micro_batch_id=batch.micro_batch_id,
             slots=slots,
             tokens=tokens,
-            finish=np.where(tokens == state["end_id"], END_ID, NOT_FINISHED).astype(np.uint8),
+            finish=(tokens == self._state["end_id"][slots]).astype(np.uint8) * np.uint8(END_ID),
             log_probs=log_probs,
             context_logits=context_logits,
-            generation_logits={int(slots[row]): self._logits(tokens[row: row + 1])[0]
-                               for row in np.nonzero(state["generation_logits"])[0]},
+            generation_logits=generation_logits,
             failures=failures,
         )
 
