@@ -186,8 +186,9 @@ def refuse_windows(config: Fields) -> None:
 
 def read_rotary(config: Fields, max_positions: int) -> RotaryParameters:
     """The rotary embedding, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
-    none = Fields({}, config.where)
-    rope = config.fields("rope_scaling", None) or config.fields("rope_parameters", none)
+    rope = config.fields("rope_scaling", Fields({}, config.where))
+    if not rope.values:
+        rope = config.fields("rope_parameters", rope)
     if "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") != 1.0:
         raise rope.fault("partial_rotary_factor", "1: rotation of a part of a head is not supported")
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))

@@ -1,0 +1,66 @@
+"""Paged attention through the Triton kernels: rotate and append, then one kernel for contexts, one for generation."""
+
+import numpy as np
+import torch
+
+from ..triton_kernels.context_work_list import context_tile_rows, context_work_list
+from ..triton_kernels.paged_attention_context import paged_attention_context
+from ..triton_kernels.paged_attention_decode import paged_attention_decode
+from ..triton_kernels.rope_kv_append import rope_kv_append
+from .interface import HeadLayout, PackedStep, RotaryTable
+
+
+class TritonPagedAttention:
+    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
+
+    A step's integers go to the device in one copy into one buffer that stays where it is: a step of the same numbers of
+    tokens, sequences and table columns finds every array at the same address.
+    """
+
+    dispatch = "triton"
+
+    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor) -> None:
+        assert kv_pool.is_contiguous()
+        assert (kv_pool.shape[1], kv_pool.shape[3], kv_pool.shape[5]) == (
+            spec.num_layers, spec.num_kv_heads, spec.head_size)
+        self.scale = spec.head_size**-0.5
+        self.windows = spec.windows
+        self.layer_pools = kv_pool.unbind(1)                       # [N, 2, kv heads, B, D] each
+        self.tile_rows = context_tile_rows(spec.head_size, kv_pool.element_size())
+        self._buffer = torch.empty(0, dtype=torch.int32, device=kv_pool.device)
+
+    def plan(self, step: PackedStep) -> None:
+        contexts = step.num_contexts
+        work_list = context_work_list(np.diff(step.query_starts[: contexts + 1]), step.kv_lengths[:contexts],
+                                      self.tile_rows).numpy() if contexts else np.empty((0, 2), np.int32)
+        arrays = [step.pool_slots.astype(np.int64).view(np.int32), step.positions, step.kv_lengths,
+                  step.query_starts[: contexts + 1], step.block_tables, work_list]
+        slots, self._positions, self._kv_lengths, self._query_starts, table, work = self._upload(arrays)
+        self._pool_slots = slots.view(torch.int64)
+        self._block_tables = table.view(step.block_tables.shape)
+        self._work_list = work.view(-1, 2)
+        self._contexts, self._context_tokens = contexts, step.num_context_tokens
+
+    def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+            rotary: RotaryTable | None) -> torch.Tensor:
+        pool, window = self.layer_pools[layer], self.windows[layer]
+        cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+        query = rope_kv_append(query, key, value, pool, self._pool_slots, self._positions, cos, sin)
+
+        result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        contexts, split = self._contexts, self._context_tokens
+        if contexts:
+            paged_attention_context(query, pool, self._block_tables[:contexts], self._query_starts,
+                                    self._kv_lengths[:contexts], self._work_list, self.scale, window, out=result)
+        if split < len(query):
+            paged_attention_decode(query[split:], pool, self._block_tables[contexts:], self._kv_lengths[contexts:],
+                                   self.scale, window, out=result[split:])
+        return result.flatten(1)
+
+    def _upload(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        """Each array as a flat int32 view of the buffer; the first is 8-byte aligned."""
+        sizes = [array.size for array in arrays]
+        host = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int32))
+        if len(host) > len(self._buffer):
+            self._buffer = torch.empty(2 * len(host), dtype=torch.int32, device=self._buffer.device)
+        return list(self._buffer[: len(host)].copy_(host).split(sizes))

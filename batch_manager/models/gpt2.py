@@ -1,0 +1,102 @@
+"""GPT-2: layer norms with biases, learned positions, an ungated feed-forward network.
+
+Source   "Language Models are Unsupervised Multitask Learners", 2019; checkpoints as transformers saves GPT2LMHeadModel,
+         with or without the `transformer.` prefix.
+"""
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import Mlp
+from ..layers.norm import LayerNorm
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import (
+    MAX_HEADS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    ModelSpec,
+    checked,
+    even_share,
+    layer_count,
+    read_activation,
+    read_dtype,
+    refuse_windows,
+)
+
+
+class Gpt2:
+    """GPT2LMHeadModel."""
+
+    harmless_tensors = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> ModelSpec:
+        refuse_windows(config)
+        if not config.flag("scale_attn_weights", True):
+            raise config.fault("scale_attn_weights", "true")
+        for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
+            if config.flag(name, False):
+                raise config.fault(name, "false")
+        num_layers, num_heads = layer_count(config, "n_layer"), config.count("n_head", maximum=MAX_HEADS)
+        hidden_size = config.count("n_embd", maximum=MAX_WIDTH)
+        return checked(config, ModelSpec(
+            architecture=architecture,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_size=even_share(config, "n_embd", hidden_size, num_heads),
+            hidden_size=hidden_size,
+            intermediate_size=config.count("n_inner", 4 * hidden_size, maximum=4 * MAX_WIDTH),
+            vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
+            max_position_embeddings=config.count("n_positions", 1024, maximum=MAX_POSITIONS),
+            windows=(None,) * num_layers,
+            norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=config.flag("tie_word_embeddings", True),
+            activation=read_activation(config, "activation_function", "gelu_new"),
+            rotary=None,
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+            dtype=read_dtype(config),
+        ))
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        prefix = "transformer." if weights.has("transformer.wte.weight") else ""
+        self.tokens = Embedding(weights, f"{prefix}wte.weight", spec.vocab_size, spec.hidden_size)
+        self.positions = Embedding(weights, f"{prefix}wpe.weight", spec.max_position_embeddings, spec.hidden_size)
+        self.layers = [_Layer(spec, weights, f"{prefix}h.{index}", index) for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, f"{prefix}ln_f", spec.hidden_size, spec.norm_epsilon)
+        self.head = Head(weights, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.tokens if spec.tie_word_embeddings else None)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        hidden = self.tokens(token_ids).add_(self.positions(positions))
+        for layer in self.layers:
+            hidden = layer(hidden, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class _Layer:
+    def __init__(self, spec: ModelSpec, weights: Weights, name: str, index: int) -> None:
+        self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
+        self.attention_norm = LayerNorm(weights, f"{name}.ln_1", spec.hidden_size, spec.norm_epsilon)
+        self.qkv = Linear(weights, [f"{name}.attn.c_attn"], spec.hidden_size, [3 * spec.hidden_size], bias=True,
+                          transposed=True)
+        self.out = Linear(weights, [f"{name}.attn.c_proj"], spec.hidden_size, [spec.hidden_size], bias=True,
+                          transposed=True)
+        self.mlp_norm = LayerNorm(weights, f"{name}.ln_2", spec.hidden_size, spec.norm_epsilon)
+        self.mlp = Mlp(weights, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", spec.hidden_size, spec.intermediate_size,
+                       spec.activation, transposed=True)
+
+    def __call__(self, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.attention_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, None))
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))

@@ -1,0 +1,65 @@
+"""Qwen2 and Qwen2.5: a Llama with biases on query, key and value; upper layers may slide.
+
+Source   "Qwen2" (arXiv 2407.10671); checkpoints as transformers saves Qwen2ForCausalLM.
+"""
+
+import torch
+
+from ..attention.interface import Attention, RotaryTable
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import RmsNorm
+from ..layers.rotary import rotary_table
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import ModelSpec, layer_count, read_decoder_spec, read_layer_windows
+
+
+class Qwen2:
+    """Qwen2ForCausalLM."""
+
+    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> ModelSpec:
+        windows = read_layer_windows(config, layer_count(config))
+        return read_decoder_spec(config, architecture, windows=windows, qkv_bias=True, max_positions=32768)
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self.embedding = Embedding(weights, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        self.layers = [_Layer(spec, weights, index) for index in range(spec.num_layers)]
+        self.norm = RmsNorm(weights, "model.norm", spec.hidden_size, spec.norm_epsilon)
+        self.head = Head(weights, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None)
+        self.rotary = RotaryTable(
+            *rotary_table(spec.rotary, spec.head_size, spec.max_position_embeddings, weights.device))
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        hidden = self.embedding(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class _Layer:
+    def __init__(self, spec: ModelSpec, weights: Weights, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.index = index
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_size = spec.head_size
+        self.input_norm = RmsNorm(weights, f"{name}.input_layernorm", spec.hidden_size, spec.norm_epsilon)
+        self.qkv = Linear(weights, [f"{name}.self_attn.{part}_proj" for part in "qkv"], spec.hidden_size,
+                          spec.qkv_sizes, bias=True)
+        self.out = Linear(weights, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [spec.hidden_size])
+        self.mlp_norm = RmsNorm(weights, f"{name}.post_attention_layernorm", spec.hidden_size, spec.norm_epsilon)
+        self.mlp = GatedMlp(weights, f"{name}.mlp", spec.hidden_size, spec.intermediate_size, spec.activation)
+
+    def __call__(self, hidden: torch.Tensor, rotary: RotaryTable, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
