@@ -35,6 +35,7 @@ class KvCacheManager:
         self._owners: list[LlmRequest | None] = []
         self._kv_lengths = np.zeros(0, np.int64)
         self._held = np.zeros(0, np.int64)
+        self._last_blocks = np.zeros(0, np.int64)          # what the sequence holds once its last token is there
         self._tables = np.full((0, 1), _UNUSED, np.int32)
 
     # What is there. Derived from the pool, never counted twice.
@@ -106,21 +107,31 @@ class KvCacheManager:
             kv_length, request.prompt_len + request.max_new_tokens - kv_length, request.draft_len, self.max_seq_len,
             self.tokens_per_block, request.beam_width, two_step_lookahead)
 
-    def get_needed_blocks_one_step_of_all(self, requests: Sequence[LlmRequest],
-                                          two_step_lookahead: bool = False) -> int:
-        """`get_needed_blocks_one_step` summed over many requests, at once for those that generate without drafts."""
-        others = [request for request in requests if request.draft_len or request.state is LlmRequestState.CONTEXT_INIT]
+    def get_remaining_blocks_to_completion_of_owners(self, requests: Sequence[LlmRequest]) -> int:
+        """`get_remaining_blocks_to_completion` summed over requests that all hold blocks, at once."""
+        slots = self._slots_of_owners(requests)
+        return int((self._last_blocks[slots] - self._held[slots]).sum())
+
+    def get_needed_blocks_one_step_of_each(self, requests: Sequence[LlmRequest],
+                                           two_step_lookahead: bool = False) -> list[int]:
+        """`get_needed_blocks_one_step` of many requests, at once for those that generate without drafts."""
+        others = {place: self.get_needed_blocks_one_step(request, two_step_lookahead)
+                  for place, request in enumerate(requests)
+                  if request.draft_len or request.state is LlmRequestState.CONTEXT_INIT}
         generating = requests
         if others:
-            generating = [request for request in requests if not request.draft_len and not request.is_context]
+            generating = [request for place, request in enumerate(requests) if place not in others]
 
-        # A request that generates has two tokens to go or more, so both steps of a look-ahead add one.
+        # A request that generates has two tokens to go or more, so a look-ahead of two steps adds two.
         lengths = self._kv_lengths[self._slots_of_owners(generating)]
         grown = lengths + (2 if two_step_lookahead else 1)
         blocks = block_needs.ceil_div(grown, self.tokens_per_block) - block_needs.ceil_div(
             lengths, self.tokens_per_block)
-        needed = int(blocks[grown <= self.max_seq_len].sum())
-        return needed + sum(self.get_needed_blocks_one_step(request, two_step_lookahead) for request in others)
+        needs = np.where(grown <= self.max_seq_len, blocks, 0).tolist()
+        if not others:
+            return needs
+        at_once = iter(needs)
+        return [others[place] if place in others else next(at_once) for place in range(len(requests))]
 
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> int:
         """Blocks that `claim` of the same lists would take."""
@@ -164,7 +175,7 @@ class KvCacheManager:
         self.pool.give_back(self.block_ids(request))
         slot = request.seq_slot
         self._owners[slot] = None
-        self._kv_lengths[slot] = self._held[slot] = 0
+        self._kv_lengths[slot] = self._held[slot] = self._last_blocks[slot] = 0
 
     # What audit.py looks at.
 
@@ -185,6 +196,8 @@ class KvCacheManager:
                 yield f"slot {slot} belongs to {owner}, which is in slot {owner.seq_slot}"
             if held != block_needs.ceil_div(length, self.tokens_per_block):
                 yield f"{owner} holds {held} blocks for {length} tokens"
+            if int(self._last_blocks[slot]) != self.get_needed_resource_to_completion(owner):
+                yield f"{owner} was promised {int(self._last_blocks[slot])} blocks"
             named.update(self._tables[slot, :held].tolist())
         for block_id in range(self.num_blocks):
             if named[block_id] != self.pool.owners(block_id):
@@ -217,6 +230,7 @@ class KvCacheManager:
             self._owners += [None] * more
             self._kv_lengths = np.pad(self._kv_lengths, (0, more))
             self._held = np.pad(self._held, (0, more))
+            self._last_blocks = np.pad(self._last_blocks, (0, more))
             self._tables = np.pad(self._tables, ((0, more), (0, 0)), constant_values=_UNUSED)
         self._make_columns(num_blocks)
 
@@ -231,6 +245,7 @@ class KvCacheManager:
         self._owners[slot] = request
         self._kv_lengths[slot] = request.prompt_len
         self._held[slot] = len(block_ids)
+        self._last_blocks[slot] = self.get_needed_resource_to_completion(request)
         ids = np.array(block_ids, np.int32)
         self._tables[slot, :len(ids)] = ids
         return np.full(len(ids), slot, np.int32), np.arange(len(ids), dtype=np.int32), ids

@@ -39,8 +39,13 @@ class KvLedger:
     def blocks_for_next_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         return self._kv.get_needed_blocks_one_step(request, two_step_lookahead)
 
-    def blocks_for_next_step_of_all(self, requests: Sequence[LlmRequest], two_step_lookahead: bool = False) -> int:
-        return self._kv.get_needed_blocks_one_step_of_all(requests, two_step_lookahead)
+    def blocks_for_next_step_of_each(self, requests: Sequence[LlmRequest],
+                                     two_step_lookahead: bool = False) -> list[int]:
+        return self._kv.get_needed_blocks_one_step_of_each(requests, two_step_lookahead)
 
     def blocks_to_completion(self, request: LlmRequest) -> int:
         return self._kv.get_remaining_blocks_to_completion(request)
+
+    def blocks_to_completion_of_owners(self, requests: Sequence[LlmRequest]) -> int:
+        """The sum over requests that hold blocks."""
+        return self._kv.get_remaining_blocks_to_completion_of_owners(requests)

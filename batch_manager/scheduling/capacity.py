@@ -37,8 +37,7 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if contexts and len(fitting) < self.max_num_requests:
             ledger = self.kv_cache_manager.start_scheduling()
-            for request in fitting:
-                ledger.spend(ledger.blocks_to_completion(request))
+            ledger.spend(ledger.blocks_to_completion_of_owners(fitting))
             fitting += _contexts_that_fit(contexts, self.max_num_requests - len(fitting), ledger)
         return fitting, []
 
@@ -82,29 +81,26 @@ class MaxUtilizationScheduler(CapacityScheduler):
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         ledger = self.kv_cache_manager.start_scheduling()
         line = schedulable(active_requests)
-        if len(line) <= self.max_num_requests and ledger.fits(
-                ledger.blocks_for_next_step_of_all(line, self.two_step_lookahead)):
+        needs = ledger.blocks_for_next_step_of_each(line, self.two_step_lookahead)
+        if len(line) <= self.max_num_requests and ledger.fits(sum(needs)):
             return line, []                                     # what the walk below would find, without the walk
 
-        fitting: RequestList = []
+        taken = 0
         paused: RequestList = []
-
-        while len(fitting) < len(line):
-            request = line[len(fitting)]
-            need = ledger.blocks_for_next_step(request, self.two_step_lookahead)
-            if len(fitting) < self.max_num_requests and ledger.fits(need):
-                ledger.spend(need)
-                fitting.append(request)
+        while taken < len(line):
+            if taken < self.max_num_requests and ledger.fits(needs[taken]):
+                ledger.spend(needs[taken])
+                taken += 1
                 continue
 
-            victim = next((place for place in reversed(range(len(fitting), len(line)))
+            victim = next((place for place in reversed(range(taken, len(line)))
                            if line[place].is_started and ledger.is_refundable(line[place])), None)
             if victim is None:
                 break
             ledger.refund(line[victim])
             paused.append(line[victim])
             del line[victim:]
-        return fitting, paused
+        return line[:taken], paused
 
 
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from math import inf
 
+from ..requests.llm_request import LlmRequest
 from .chunking import ContextChunking, drafts_kept, force_chunk
 from .interfaces import GENERATING, MicroBatchScheduler, RequestList
 
@@ -14,21 +15,25 @@ class TokenBudgetScheduler(MicroBatchScheduler):
     fit ends the step: nobody overtakes. With chunking, contexts only claim their place in the batch while the line is
     walked, and divide among themselves what generation left of the tokens.
 
-    max_batch_size   sequences in a step
-    max_num_tokens   tokens in a step; None: no bound
-    chunking         how contexts are cut; None: they are not
+    max_batch_size     sequences in a step
+    max_num_tokens     tokens in a step; None: no bound
+    chunking           how contexts are cut; None: they are not, but for one case: being paused can make a context
+                       longer than any step, and it is then computed in whole blocks, or it could never go on
+    tokens_per_block   of the KV cache; matters in that one case only
     """
 
     def __init__(self, max_batch_size: int, max_num_tokens: int | None = None,
-                 chunking: ContextChunking | None = None) -> None:
+                 chunking: ContextChunking | None = None, tokens_per_block: int = 1) -> None:
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.chunking = chunking
+        self.tokens_per_block = tokens_per_block
 
     def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> tuple:
         budget = inf if self.max_num_tokens is None else self.max_num_tokens
         tokens = 0
         contexts: RequestList = []
+        chunks: list[int] = []
         generation: RequestList = []
         if inflight_request_ids:
             fitting_requests = [request for request in fitting_requests
@@ -44,20 +49,32 @@ class TokenBudgetScheduler(MicroBatchScheduler):
                 tokens += cost
             elif request.is_context:
                 if self.chunking is None:
-                    cost = request.prompt_len + request.draft_len
-                    if tokens + cost > budget:
+                    chunk = self._uncut(request, budget - tokens)
+                    if chunk == 0:
                         break
-                    tokens += cost
+                    chunks.append(chunk)
+                    tokens += chunk + request.draft_len
                 contexts.append(request)
             else:
                 continue
             if len(contexts) + len(generation) == self.max_batch_size:
                 break
 
-        if self.chunking is None or not contexts:
+        if not contexts:
             return contexts, generation
+        if self.chunking is None:
+            return contexts, generation, chunks
         capacity = None if self.max_num_tokens is None else self.max_num_tokens - tokens
         return self._cut(self.chunking, contexts, generation, capacity)
+
+    def _uncut(self, request: LlmRequest, left: int | float) -> int:
+        """Tokens of the request's chunk when contexts are not cut: all of them, or 0 when they do not fit."""
+        whole = request.remaining_context
+        if whole + request.draft_len <= left:
+            return whole
+        if request.num_pauses and self.max_num_tokens is not None and request.prompt_len > self.max_num_tokens:
+            return int(left) // self.tokens_per_block * self.tokens_per_block
+        return 0
 
     def _cut(self, chunking: ContextChunking, contexts: RequestList, generation: RequestList,
              capacity: int | None) -> tuple:

@@ -21,4 +21,5 @@ def make_scheduler(limits: Limits, kv_cache_manager: KvCacheManager) -> RequestS
     chunking = None
     if limits.enable_chunked_context:
         chunking = ContextChunking(DIVISIONS[limits.context_chunking_policy], limits.tokens_per_block)
-    return SimpleScheduler(capacity, TokenBudgetScheduler(limits.max_batch_size, limits.max_num_tokens, chunking))
+    return SimpleScheduler(capacity, TokenBudgetScheduler(limits.max_batch_size, limits.max_num_tokens, chunking,
+                                                          limits.tokens_per_block))

@@ -4,6 +4,7 @@ A record that needs what the package does not have yet meets NotSupportedError, 
 """
 
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from batch_manager.errors import InternalError
@@ -145,8 +146,11 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
         def get_needed_blocks_one_step(self, request, two_step_lookahead=False):
             return self.need
 
-        def get_needed_blocks_one_step_of_all(self, requests, two_step_lookahead=False):
-            return self.need * len(requests)
+        def get_needed_blocks_one_step_of_each(self, requests, two_step_lookahead=False):
+            return [self.need for _ in requests]
+
+        def get_remaining_blocks_to_completion_of_owners(self, requests):
+            return sum(self.need for _ in requests)
 
         def get_remaining_blocks_to_completion(self, request):
             return self.need
@@ -163,7 +167,8 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
 def micro_batch_step(config: dict, requests: list[dict], inflight: list[int]) -> dict:
     made = [make_request(record) for record in requests]
     contexts, generation, *sizes = make_micro_batch_scheduler(config).schedule(made, set(inflight))
-    chunks, drafts = sizes or ([request.remaining_context for request in contexts], None)
+    chunks = sizes[0] if sizes else [request.remaining_context for request in contexts]
+    drafts = sizes[1] if len(sizes) > 1 else None
     kept = {str(request.request_id): request.draft_len for request in made}
     if drafts is not None:
         kept |= {str(request.request_id): draft for request, draft in zip(contexts, drafts, strict=True)}
@@ -291,7 +296,7 @@ def kv_ops(config: dict, ops: list[dict]) -> dict:
         within_window(prompt_len)
         request = requests.get(op["req"])
         if request is None or not kv.owns(request):
-            request = make_request({"id": op["req"], "prompt_len": prompt_len, "max_new_tokens": UNBOUNDED})
+            request = make_request({"id": op["req"], "prompt_len": prompt_len, "max_new_tokens": 1})
         try:
             kv.claim([request], [])
         except OutOfBlocksError:
@@ -315,23 +320,26 @@ def kv_ops(config: dict, ops: list[dict]) -> dict:
         kv.release(requests[op["req"]])
         return {}
 
-    def asked(op: dict) -> LlmRequest:
-        record = op["request"]
+    @contextmanager
+    def asked(record: dict):
+        """The request as the record describes it, for the time of one question."""
         if record.get("beam_width", 1) > 1:
             missing("beams in the block tables")
         request = requests.get(record["id"]) or make_request(record)
+        as_claimed = request.max_new_tokens
         update_request(request, record)
-        return request
+        yield request
+        request.max_new_tokens = as_claimed
 
     def needed_one_step(op: dict) -> dict:
-        request = asked(op)
-        within_window(request.prompt_len)
-        return {"blocks": kv.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False))}
+        with asked(op["request"]) as request:
+            within_window(request.prompt_len)
+            return {"blocks": kv.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False))}
 
     def remaining_to_completion(op: dict) -> dict:
-        request = asked(op)
-        within_window(request.prompt_len + request.max_new_tokens)
-        return {"blocks": kv.get_remaining_blocks_to_completion(request)}
+        with asked(op["request"]) as request:
+            within_window(request.prompt_len + request.max_new_tokens)
+            return {"blocks": kv.get_remaining_blocks_to_completion(request)}
 
     known = {"add_sequence": add_sequence, "append_tokens": append_tokens, "remove_sequence": remove_sequence,
              "needed_one_step": needed_one_step, "remaining_to_completion": remaining_to_completion}
