@@ -295,7 +295,7 @@ def _check_ids(what: str, tokens: Sequence[int], limit: int) -> None:
 
 
 def _outside_vocabulary(what: str, position: int, limit: int) -> InvalidRequestError:
-    return InvalidRequestError(f"{what} is outside 0..{limit - 1} at position {position}",
+    return InvalidRequestError(f"{what} holds an id outside 0..{limit - 1} at position {position}",
                                f"every id must be one of the model's vocabulary of {limit:,}",
                                "check that the tokenizer belongs to this model")
 

@@ -1,0 +1,461 @@
+import numpy as np
+import pytest
+
+from batch_manager.errors import InvalidRequestError, RequestTooLargeError
+from batch_manager.handover import SlotSetup
+from batch_manager.names import LlmRequestState, SchedulerPolicy
+from batch_manager.requests.admission import NOT_BUILT, usable_id
+from batch_manager.requests.inference_request import TENSORS, Content, InferenceRequest, Shape
+from batch_manager.requests.response import ResponseOptions
+from batch_manager.requests.sampling_config import KNOBS
+
+VOCAB = 100
+NAN, INF = float("nan"), float("inf")
+
+# For each tensor: values other than the neutral one that are valid, and companions they need.
+VALID = {
+    "input_ids": [[1], [[1, 2]], (1, 2), np.array([1, 2]), np.array([[99, 0]], np.uint8)],
+    "request_output_len": [1, [2], [[3]], np.array(4), np.array([[8]], np.int32), np.uint64(6), 2**31 - 1],
+    "input_lengths": [3, "anything, nobody looks"],
+    "end_id": [0, 99, [2]],
+    "pad_id": [0, 99],
+    "beam_width": [2, 4],
+    "temperature": [0, 0.5, 2, np.float16(0.5), np.array([2], np.int8), -0.0],
+    "runtime_top_k": [1, 100],
+    "runtime_top_p": [0.5, 1, np.array([[0.25]])],
+    "runtime_top_p_decay": [0.5],
+    "runtime_top_p_min": [0.5],
+    "runtime_top_p_reset_ids": [0, 99],
+    "runtime_min_p": [0.1, 1],
+    "len_penalty": [1.0],
+    "early_stopping": [0, 7, -3],
+    "beam_search_diversity_rate": [0.5],
+    "repetition_penalty": [1.1, 0.5],
+    "presence_penalty": [0.5, -0.5],
+    "frequency_penalty": [0.5, -0.5],
+    "no_repeat_ngram_size": [2],
+    "min_length": [2],
+    "random_seed": [1, 2**64 - 1, np.array([2**64 - 1], np.uint64), -1, np.array([-5])],
+    "bad_words_list": [[[5, 7, 3], [9, 2]], [[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]],
+    "stop_words_list": [[[5]], np.array([[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]])],
+    "embedding_bias": [[1.0] * VOCAB, np.ones((1, VOCAB), np.float16)],
+    "prompt_embedding_table": [np.ones((1, 2, 8), np.float16)],
+    "prompt_vocab_size": [2],
+    "lora_task_id": [0, 2**64 - 1],
+    "lora_weights": [np.ones((2, 6), np.float32)],
+    "lora_config": [[[0, 0, 4], [4, 1, 4]]],
+    "draft_input_ids": [[4, 5]],
+    "draft_logits": [np.zeros((2, VOCAB), np.float32)],
+    "return_log_probs": [True, 1, np.array([True]), [1], np.bool_(True)],
+    "return_context_logits": [True],
+    "return_generation_logits": [True],
+    "streaming": [True, np.array([1])],
+}
+COMPANIONS = {
+    "prompt_embedding_table": {"prompt_vocab_size": 2},
+    "prompt_vocab_size": {"prompt_embedding_table": np.ones((2, 8), np.float16)},
+    "lora_weights": {"lora_config": [[0, 0, 4], [4, 1, 4]]},
+    "lora_config": {"lora_weights": np.ones((2, 6), np.float32)},
+    "draft_logits": {"draft_input_ids": [4, 5]},
+}
+# Checked, and by definition without effect while there is one beam (pad_id fills the rows of shorter beams).
+BEAMS_ONLY = {"len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"}
+IGNORED = {"input_lengths"}
+
+
+def wrong_values(name):
+    """Values that no request may have there."""
+    spec = TENSORS[name]
+    wrong = ["1", b"1", object(), {1: 2}, {1}, 1j, np.array([1j]), np.array(["1"]), np.array([None]),
+             np.zeros(1, "M8[s]"), np.zeros(2, [("a", "i4")]), np.zeros((1, 1, 1, 1, 1)), [[[[[1]]]]], [None], range(3)]
+    if spec.shape is Shape.SCALAR:
+        wrong += [[], [1, 1], [[1], [1]], [[[1]]], np.ones(2), np.ones((1, 1, 1)), np.ones(0), np.ones((2, 0))]
+        wrong += {Content.FLAG: [2, -1, 1.0, NAN, np.array([1.0]), np.array([7])],
+                  Content.INTEGER: [True, 1.0, NAN, np.array([True]), np.array([1.0]), 10**400, 2**64, -(2**63) - 1],
+                  Content.NUMBER: [True, NAN, INF, -INF, np.array([NAN]), np.array([True]), 10**400, -(10**400), 1e39]
+                  }[spec.content]
+    else:
+        wrong += [1, np.array(1), [True], [[True]], np.array([True]), np.array([[True]])]
+        if spec.content is Content.INTEGER:
+            wrong += [[1.0], [[1.0]], np.ones(1), np.ones((2, 1)), [10**400], [[10**400]], [[[1], [10**400]]]]
+        else:
+            wrong += [[NAN] * VOCAB, [[NAN] * VOCAB] * 2, np.full((2, VOCAB), INF), [10**400] * VOCAB, [1e39] * VOCAB]
+    if spec.shape is Shape.WORDS or name in ("input_ids", "draft_input_ids"):
+        wrong += [[token] for token in (VOCAB, -1, 2**31, 2**63, 2**64)]
+        wrong += [np.array([VOCAB]), np.array([-1]), np.array([2**63], np.uint64)]
+        wrong += [[[token]] for token in (VOCAB, -1, 2**63)]
+    if name in ("end_id", "pad_id", "runtime_top_p_reset_ids"):
+        wrong += [-2, VOCAB, 2**31, np.array([2**63], np.uint64)]
+    return wrong
+
+
+def admitted_fields(admitted):
+    return (admitted.request.tokens, admitted.request.max_new_tokens, admitted.setup, admitted.response)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_tensor_is_used_or_refused_by_name_and_never_ignored(name, admit, refusal):
+    assert set(VALID) == set(TENSORS)
+    for value in VALID[name]:
+        tensors = {name: value} | COMPANIONS.get(name, {})
+        if name in NOT_BUILT:
+            text = refusal(**tensors)
+            assert "this version cannot do that yet" in text and (name in text or name in COMPANIONS)
+        elif name in IGNORED | BEAMS_ONLY:
+            assert admitted_fields(admit(**tensors)) == admitted_fields(admit())
+        else:
+            assert admitted_fields(admit(**tensors)) != admitted_fields(admit())
+
+
+def test_every_sampling_knob_reaches_the_device_or_is_refused(admit):
+    for tensor, _ in KNOBS.values():
+        if tensor not in NOT_BUILT and tensor not in BEAMS_ONLY:
+            assert admit(**{tensor: VALID[tensor][-2]}).setup != admit().setup
+
+
+@pytest.mark.parametrize("name", [name for name in TENSORS if name not in IGNORED])
+def test_every_tensor_refuses_values_of_a_wrong_type_rank_or_range_by_name(name, refusal):
+    for value in wrong_values(name):
+        text = refusal(**(COMPANIONS.get(name, {}) | {name: value}))
+        assert text.startswith("[INVALID_REQUEST] request 7: ") and name in text and "cannot do that yet" not in text
+        assert text.count("; ") >= 2 and len(text) < 600, text
+
+
+@pytest.mark.parametrize("name, neutral", [
+    *((spec.name, spec.default) for spec in TENSORS.values() if spec.default is not None),
+    ("bad_words_list", []), ("bad_words_list", [[[0], [0]]]), ("bad_words_list", np.array([[0], [-1]])),
+    ("stop_words_list", np.zeros((1, 2, 0), np.int32)), ("stop_words_list", [[[3, 4], [-1, -1]]]),
+    ("embedding_bias", np.zeros(VOCAB, np.float32)), ("draft_input_ids", []), ("draft_input_ids", np.zeros(0, int)),
+    ("prompt_vocab_size", None), ("lora_task_id", None)])
+def test_a_neutral_value_is_the_same_as_a_missing_one(name, neutral, admit):
+    assert admitted_fields(admit(**{name: neutral})) == admitted_fields(admit())
+
+
+def test_an_ordinary_request_becomes_what_the_loop_needs(admit):
+    admitted = admit(end_id=2, temperature=0.5, runtime_top_k=4, runtime_top_p=0.75, random_seed=11,
+                     return_log_probs=True, flags={"is_streaming": True, "priority": 1, "deadline_s": 2,
+                                                   "cache_salt": "tenant"})
+    request = admitted.request
+    assert (request.request_id, request.tokens, request.max_new_tokens) == (7, [[1, 2, 3]], 5)
+    assert (request.priority, request.beam_width, request.draft_len) == (1.0, 1, 0)
+    assert request.state is LlmRequestState.CONTEXT_INIT
+    assert admitted.setup == SlotSetup(end_id=2, temperature=0.5, top_k=4, top_p=0.75, random_seed=11,
+                                       return_log_probs=True)
+    assert admitted.response == ResponseOptions(is_streaming=True, return_log_probs=True, deadline_s=2.0)
+    assert admitted.warnings == () and admitted.cache_salt == "tenant"
+
+
+@pytest.mark.parametrize("prompt", VALID["input_ids"], ids=str)
+def test_the_prompt_is_a_list_of_plain_integers(prompt, admit):
+    tokens = admit(input_ids=prompt).request.tokens[0]
+    assert tokens == np.array(prompt).ravel().tolist() and {type(token) for token in tokens} == {int}
+
+
+@pytest.mark.parametrize("given, seed", [
+    (-1, 2**64 - 1), (np.int64(-(2**63)), 2**63), (np.uint64(2**64 - 1), 2**64 - 1)])
+def test_a_negative_seed_is_the_unsigned_one_with_the_same_bits(given, seed, admit):
+    assert admit(random_seed=given).setup.random_seed == seed
+
+
+def test_a_negative_zero_is_zero(admit):
+    setup = admit(temperature=-0.0, runtime_top_p=-0.0).setup
+    assert str(setup.temperature) == str(setup.top_p) == "0.0"
+
+
+def test_either_way_of_asking_for_streaming_counts(admit):
+    assert admit(streaming=True).response.is_streaming
+    assert admit(flags={"is_streaming": True}).response.is_streaming
+    assert admit(streaming=False, flags={"is_streaming": True}).response.is_streaming
+    assert not admit(streaming=[False]).response.is_streaming
+
+
+def test_the_manager_decides_about_the_input_in_the_output(admit):
+    assert admit(limits={"exclude_input_in_output": True}).response.exclude_input
+
+
+@pytest.mark.parametrize("option, wrong", [
+    ("is_streaming", [2, "yes", None, 1.0, [True, True]]), ("priority", [-0.1, 1.1, NAN, True, "high", None]),
+    ("deadline_s", [0, -1, NAN, INF, True, "soon", 10**400]), ("cache_salt", [1, ["a"], "x" * 1025, b"x" * 1025])])
+def test_options_that_are_no_tensors_are_checked_too(option, wrong, refusal):
+    for value in wrong:
+        text = refusal(flags={option: value})
+        assert text.startswith("[INVALID_REQUEST] request 7: ") and option in text
+
+
+def test_a_logits_post_processor_is_refused_by_name(refusal):
+    assert "logits_post_processor" in refusal(flags={"logits_post_processor": lambda *args: None})
+
+
+# What the original answers to bad requests, row by row.
+
+@pytest.mark.parametrize("name", ["input_ids", "request_output_len"])
+def test_what_every_request_needs_is_asked_for_by_name(name, refusal):
+    assert f"{name} is missing" in refusal(**{name: None})
+
+
+def test_a_prompt_needs_a_batch_dimension_of_1(refusal):
+    for prompt in ([[1, 2], [3, 4]], np.ones((2, 3), int), np.ones((1, 1, 3), int), 5):
+        assert "batch dimension must be 1" in refusal(input_ids=prompt)
+
+
+@pytest.mark.parametrize("empty", [[], [[]], np.zeros(0, np.int32), np.zeros((1, 0), np.int64)], ids=repr)
+def test_an_empty_prompt_is_refused(empty, refusal):
+    assert "input_ids is empty" in refusal(input_ids=empty)
+
+
+def test_a_prompt_must_leave_room_for_one_token(admit, refusal):
+    assert admit(input_ids=[1] * 63).request.max_new_tokens == 1
+    for prompt in ([1] * 64, np.ones(64, int), np.broadcast_to(np.int8(1), 2**40)):
+        text = refusal(input_ids=prompt)
+        assert "Prompt length exceeds maximum input length" in text and "max_seq_len - 1 = 63" in text
+
+
+def test_a_longer_output_than_there_is_room_for_is_cut_with_a_warning(admit):
+    admitted = admit(input_ids=[1] * 60, request_output_len=10)
+    assert admitted.request.max_new_tokens == 4
+    assert admitted.warnings == ("request_output_len was cut from 10 to 4: the prompt has 60 tokens, and together they "
+                                 "may have max_seq_len = 64",)
+    assert admit(input_ids=[1] * 60, request_output_len=4).warnings == ()
+
+
+@pytest.mark.parametrize("length", [0, -1, 2**31, -(2**31)])
+def test_an_output_has_at_least_one_token(length, refusal):
+    assert f"request_output_len is {length}" in refusal(request_output_len=length)
+
+
+@pytest.mark.parametrize("width", [0, -1])
+def test_a_beam_width_below_one_is_refused(width, refusal):
+    assert f"beam_width is {width}; it must be an integer at least 1" in refusal(beam_width=width)
+
+
+def test_a_beam_width_above_the_managers_is_refused_with_both_numbers(refusal):
+    text = refusal(beam_width=5)
+    assert "beam_width is 5" in text and "max_beam_width is 4" in text
+
+
+def test_streaming_needs_one_beam(refusal):
+    assert "Streaming mode is only supported with beam width of 1" in refusal(beam_width=2, streaming=True)
+
+
+def test_a_prompt_table_and_its_size_come_together_and_agree(refusal):
+    table = np.ones((2, 8), np.float16)
+    assert "prompt_embedding_table is given without prompt_vocab_size" in refusal(prompt_embedding_table=table)
+    assert "prompt_vocab_size is given without prompt_embedding_table" in refusal(prompt_vocab_size=2)
+    assert "2 rows of prompt_embedding_table" in refusal(prompt_embedding_table=table, prompt_vocab_size=3)
+
+
+def test_virtual_tokens_are_part_of_the_vocabulary_of_a_request_with_a_prompt_table(refusal):
+    tensors = {"prompt_embedding_table": np.ones((2, 8), np.float16), "prompt_vocab_size": 2}
+    assert "cannot do that yet" in refusal(input_ids=[101], **tensors)
+    assert "outside 0..101" in refusal(input_ids=[102], **tensors)
+
+
+def test_draft_logits_need_draft_tokens_and_agree_with_them(refusal):
+    logits = np.zeros((2, VOCAB), np.float32)
+    expected = "Draft tokens must be specified when draft logits are given"
+    assert expected in refusal(draft_logits=logits) and expected in refusal(draft_logits=logits, draft_input_ids=[])
+    assert "2 rows of draft_logits" in refusal(draft_logits=logits, draft_input_ids=[1])
+    assert "columns of draft_logits" in refusal(draft_logits=logits[:, 1:], draft_input_ids=[1, 2])
+
+
+def test_a_prompt_with_its_draft_tokens_must_fit(refusal):
+    assert "together they may have max_seq_len - 1 = 63" in refusal(input_ids=[1] * 60, draft_input_ids=[1] * 4)
+
+
+def test_lora_weights_and_their_configuration_come_together_and_agree(refusal):
+    weights, config = np.ones((2, 6), np.float32), [[0, 0, 4], [4, 1, 4]]
+    assert "lora_weights is given without lora_config" in refusal(lora_weights=weights)
+    assert "lora_config is given without lora_weights" in refusal(lora_config=config)
+    assert "2 rows of lora_weights" in refusal(lora_weights=weights, lora_config=config[:1])
+    assert "columns of lora_config" in refusal(lora_weights=weights, lora_config=[[0, 0], [0, 0]])
+    assert "lora_config is -1" in refusal(lora_weights=weights, lora_config=[[0, 0, 4], [4, -1, 4]])
+
+
+def test_logits_are_returned_only_where_the_manager_gathers_them(refusal, admit):
+    for phase in ("context", "generation"):
+        off = {f"gather_{phase}_logits": False}
+        assert f"gather_{phase}_logits must be enabled" in refusal(limits=off, **{f"return_{phase}_logits": True})
+        admit(limits=off, **{f"return_{phase}_logits": False})
+
+
+def test_a_request_larger_than_the_whole_pool_is_refused_with_the_numbers(admit):
+    assert admit(limits={"num_blocks": 1}).num_bytes == 32
+    with pytest.raises(RequestTooLargeError) as caught:
+        admit(limits={"num_blocks": 1}, request_output_len=6)
+    assert caught.value.response_text() == (
+        "[TOO_LARGE_FOR_KV_CACHE] request 7: input_ids has 3 tokens and request_output_len is 6; together they may "
+        "need 2 blocks of 8 tokens, and the pool has 1: it would wait for ever; raise KvCacheConfig.max_tokens to 16, "
+        "or shorten the request")
+
+
+def test_the_pool_is_compared_with_the_output_after_it_was_cut(admit):
+    assert admit(input_ids=[1] * 60, request_output_len=1000, limits={"num_blocks": 8}).request.max_new_tokens == 4
+
+
+def test_a_prompt_that_no_step_can_hold_is_refused_unless_it_may_be_chunked(admit, refusal):
+    few = {"max_num_tokens": 8}
+    text = refusal(input_ids=[1] * 9, limits=few)
+    assert "enable_chunked_context" in text and "max_num_tokens = 8" in text and "raise max_num_tokens to 9" in text
+    admit(input_ids=[1] * 8, limits=few)
+    admit(input_ids=[1] * 9, limits=few | {"enable_chunked_context": True})
+
+
+def test_a_streaming_request_that_could_not_go_on_after_a_pause_is_refused(admit, refusal):
+    few = {"max_num_tokens": 8}
+    admit(request_output_len=6, streaming=True, limits=few)
+    assert "may be paused with 9 tokens" in refusal(request_output_len=7, streaming=True, limits=few)
+    admit(request_output_len=7, limits=few)
+    admit(request_output_len=7, streaming=True, limits=few | {"scheduler_policy": SchedulerPolicy.GUARANTEED_NO_EVICT})
+    admit(request_output_len=7, streaming=True, limits=few | {"enable_chunked_context": True})
+
+
+def test_top_k_may_not_exceed_the_vocabulary_nor_1024(admit, refusal):
+    assert admit(runtime_top_k=100).setup.top_k == 100
+    assert "runtime_top_k is 101" in refusal(runtime_top_k=101)
+    assert admit(runtime_top_k=1024, limits={"vocab_size": 5000}).setup.top_k == 1024
+    assert "at most 1024" in refusal(runtime_top_k=1025, limits={"vocab_size": 5000})
+
+
+def test_an_invalid_value_is_reported_before_a_feature_that_is_missing(refusal):
+    assert "temperature is -1" in refusal(repetition_penalty=2.0, temperature=-1)
+    assert "input_ids" in refusal(beam_width=2, input_ids=[VOCAB])
+
+
+# Word lists.
+
+@pytest.mark.parametrize("value, expected", [
+    ([[[5, 7, 3, 9, 2], [3, 4, 3, -1, -1]]], "the offsets do not increase"),
+    ([[[5, 7, 3, 9, 2], [3, 3, -1, -1, -1]]], "the offsets do not increase"),
+    ([[[5, 7, 3, 9, 2], [0, 5, -1, -1, -1]]], "the offsets do not increase"),
+    ([[[5, 7, 3, 9, 2], [3, 6, -1, -1, -1]]], "beyond the 5 tokens"),
+    ([[[5, 7, 3, 9, 2], [3, -1, 5, -1, -1]]], "after the padding"),
+    ([[[5, 7, 3, 9, 2], [3, -2, -1, -1, -1]]], "the offsets do not increase"),
+    ([[[5, 7, 100], [2, 3, -1]]], "word 1 of stop_words_list holds an id outside 0..99 at position 0"),
+    ([[5], [7, -1]], "word 1 of stop_words_list holds an id outside 0..99 at position 1"),
+    ([[5], []], "word 1 of stop_words_list is empty"),
+    ([[[5, 7], [2]]], "shape"), ([[[5]]], "shape"), (np.ones((3, 4), int), "shape"), ([5, 7], "shape"),
+    (np.ones((2, 2, 4), int), "shape"), ([[1] * 65_537], "65,536")])
+def test_word_lists_are_parsed_whole(value, expected, refusal):
+    text = refusal(stop_words_list=value)
+    assert "stop_words_list" in text and expected in text
+
+
+def test_packed_words_and_lists_of_words_are_the_same():
+    from batch_manager.requests.reading import Bound, look, words
+    spec, bound = TENSORS["bad_words_list"], Bound(100, "", 10_000)
+    packed = [[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]
+    for value in ([[5, 7, 3], [9, 2]], ((5, 7, 3), [9, 2]), [packed], np.array(packed), np.array([packed], np.int16)):
+        assert words(look(spec, value, bound), 10) == ((5, 7, 3), (9, 2))
+    # Padding after the last word may be anything: clients pad a batch of lists with zeros or the pad id.
+    assert words(look(spec, np.array([[5, 7, 3, 999], [2, -1, -1, -1]]), bound), 10) == ((5, 7),)
+
+
+# Order of checks, bytes, copies.
+
+def test_bytes_count_the_tensors_and_the_logits_that_come_back(admit):
+    assert admit().num_bytes == 3 * 8 + 8
+    assert admit(input_ids=np.ones(3, np.int32), end_id=2).num_bytes == 3 * 4 + 8 + 8
+    assert admit(return_context_logits=True).num_bytes == 40 + 3 * VOCAB * 4
+    assert admit(return_generation_logits=True).num_bytes == 40 + 5 * VOCAB * 4
+    assert admit(input_ids=[1] * 60, request_output_len=10, return_generation_logits=True).num_bytes == (
+        62 * 8 + 4 * VOCAB * 4)
+
+
+def test_a_request_of_too_many_bytes_is_refused_before_values_are_looked_at(refusal):
+    assert "max_request_bytes" in refusal(input_ids=[-1] * 60, limits={"max_request_bytes": 400})
+    table = np.broadcast_to(np.float16(NAN), (10**6, 10**6))
+    assert "max_request_bytes" in refusal(prompt_embedding_table=table, prompt_vocab_size=10**6)
+
+
+def test_what_runs_is_a_copy(admit):
+    for prompt in (np.array([1, 2, 3]), np.array([[1, 2, 3]], np.int32), [1, 2, 3]):
+        admitted = admit(input_ids=prompt)
+        prompt[0] = [-5] if np.ndim(prompt) == 2 or isinstance(prompt, list) else -5
+        assert admitted.request.tokens == [[1, 2, 3]]
+
+
+def test_the_values_that_are_checked_are_those_of_the_copy(admission_with, monkeypatch):
+    # Another thread changes the array while it is admitted: whatever it does, no unchecked token gets through.
+    prompt = np.array([1, 2, 3])
+    request = InferenceRequest(7, {"input_ids": prompt, "request_output_len": 5})
+    admission = admission_with()
+    look = admission._look
+
+    def change_after_looking(item):
+        looked = look(item)
+        prompt[:] = -5
+        return looked
+
+    monkeypatch.setattr(admission, "_look", change_after_looking)
+    with pytest.raises(InvalidRequestError, match="position 0"):
+        admission.admit(request)
+
+
+def test_texts_hold_no_tokens(refusal):
+    for name, value in [("input_ids", [1, 4711]), ("input_ids", np.array([1, 4711])), ("bad_words_list", [[4711]]),
+                        ("draft_input_ids", [4711]), ("input_ids", [1, -4711])]:
+        text = refusal(**{name: value})
+        assert "4711" not in text and "position" in text
+
+
+def test_the_text_of_a_wrong_token_says_where_it_stands(refusal):
+    assert refusal(input_ids=[1, 2, VOCAB]) == (
+        "[INVALID_REQUEST] request 7: input_ids holds an id outside 0..99 at position 2; every id must be one of the "
+        "model's vocabulary of 100; check that the tokenizer belongs to this model")
+
+
+# Items that are no requests.
+
+def test_an_item_that_is_no_request_is_refused(refusal):
+    for item in (5, "request", {"request_id": 5}, object(), [InferenceRequest(1)]):
+        assert "it must return InferenceRequest objects" in refusal(item)
+
+
+def test_usable_ids():
+    class Other:
+        request_id = np.uint64(2**64 - 1)
+
+    assert usable_id(InferenceRequest(0)) == 0 and usable_id(Other()) == 2**64 - 1
+    for item in (None, 5, "x", object(), (1, 2)):
+        assert usable_id(item) is None
+
+
+def test_one_admission_serves_many_requests(admission_with):
+    admission = admission_with()
+    request = InferenceRequest(1, {"input_ids": [1, 2], "request_output_len": 2})
+    first, second = admission.admit(request), admission.admit(request)
+    assert first.request is not second.request and first.request.tokens[0] is not second.request.tokens[0]
+
+
+# Tensors of torch.
+
+def test_torch_tensors_are_read(admit):
+    torch = pytest.importorskip("torch")
+    admitted = admit(
+        input_ids=torch.tensor([[4, 5, 6]], dtype=torch.int32), request_output_len=torch.tensor([[9]]),
+        temperature=torch.tensor([0.5], requires_grad=True), runtime_top_p=torch.nn.Parameter(torch.tensor(0.25)),
+        return_log_probs=torch.tensor([True]), end_id=torch.tensor(3, dtype=torch.int8))
+    assert admitted.request.tokens == [[4, 5, 6]] and admitted.request.max_new_tokens == 9
+    assert admitted.setup == SlotSetup(end_id=3, temperature=0.5, top_p=0.25, return_log_probs=True)
+
+
+def test_torch_tensors_that_numpy_cannot_read_say_what_to_do(refusal):
+    torch = pytest.importorskip("torch")
+    assert ".float()" in refusal(temperature=torch.tensor([1.0], dtype=torch.bfloat16))
+    assert ".cpu()" in refusal(input_ids=torch.ones(3, dtype=torch.int32, device="meta"))
+    assert ".to_dense()" in refusal(input_ids=torch.ones(3, dtype=torch.int32).to_sparse())
+    assert "elements" in refusal(input_ids=torch.ones(1, dtype=torch.int32).expand(2**40))
+    assert "complex" in refusal(temperature=torch.ones(1, dtype=torch.complex64).conj())
+
+    class Mine(torch.Tensor):
+        pass
+
+    assert "Mine" in refusal(input_ids=torch.ones(3, dtype=torch.int32).as_subclass(Mine))
+
+
+def test_a_torch_tensor_is_copied(admit):
+    torch = pytest.importorskip("torch")
+    prompt = torch.tensor([1, 2, 3])
+    admitted = admit(input_ids=prompt)
+    prompt.fill_(-7)
+    assert admitted.request.tokens == [[1, 2, 3]]
