@@ -1,6 +1,10 @@
 """What every iteration did to whom: for pictures, simulations and bug reports. Ids and counts, no tokens."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import IO
+
+import orjson
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +14,8 @@ class IterationTrace:
     context      (request id, first position, tokens) of each chunk
     generation   request ids
     paused, finished   request ids
+    arrived      request ids handed over at the start of the iteration, where somebody noted them; else a request is
+                 first heard of when it runs
     """
 
     iteration: int
@@ -17,13 +23,61 @@ class IterationTrace:
     generation: tuple[int, ...]
     paused: tuple[int, ...]
     finished: tuple[int, ...]
+    arrived: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class Trace:
-    """An append-only list of iterations; give its `append` to `Parts(trace=...)`."""
+    """An append-only list of iterations; give its `append` to `Parts(trace=...)`.
+
+    Calling `note_arrival` from the get callback tells waiting apart from not being there yet; `note_refusal`, from the
+    send callback, takes it back.
+    """
 
     iterations: list[IterationTrace] = field(default_factory=list)
+    _arrived: list[int] = field(default_factory=list)
+
+    def note_arrival(self, request_id: int) -> None:
+        self._arrived.append(request_id)
+
+    def note_refusal(self, request_id: int) -> None:
+        if request_id in self._arrived:
+            self._arrived.remove(request_id)
 
     def append(self, iteration: IterationTrace) -> None:
+        if self._arrived:
+            iteration = replace(iteration, arrived=(*iteration.arrived, *self._arrived))
+            self._arrived.clear()
         self.iterations.append(iteration)
+
+
+def write_trace(iterations: Iterable[IterationTrace], file: IO[bytes]) -> None:
+    """One line of JSON an iteration."""
+    for iteration in iterations:
+        file.write(orjson.dumps(asdict(iteration), option=orjson.OPT_APPEND_NEWLINE))
+
+
+def read_trace(file: IO[bytes]) -> Iterator[IterationTrace]:
+    """The iterations that `write_trace` wrote.
+
+    Raises ValueError, which names the line, for anything else.
+    """
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            yield _iteration(orjson.loads(line))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"line {number} is no iteration of a trace; expected one JSON object with "
+                             f"{', '.join(f.name for f in fields(IterationTrace))}") from error
+
+
+def _iteration(record: dict) -> IterationTrace:
+    return IterationTrace(
+        iteration=int(record["iteration"]),
+        context=tuple((int(request_id), int(start), int(tokens)) for request_id, start, tokens in record["context"]),
+        generation=tuple(int(request_id) for request_id in record["generation"]),
+        paused=tuple(int(request_id) for request_id in record["paused"]),
+        finished=tuple(int(request_id) for request_id in record["finished"]),
+        arrived=tuple(int(request_id) for request_id in record.get("arrived", ())),
+    )
