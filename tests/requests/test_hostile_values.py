@@ -27,13 +27,19 @@ def explode(*args, **kwargs):
     raise SystemExit("hostile")
 
 
+def fail(*args, **kwargs):
+    # Where pytest would look as well, to report a failing test.
+    raise RuntimeError("hostile")
+
+
 def hostile_type(base, **members):
     return type("Hostile", (base,), members)
 
 
 HOSTILE_MEMBERS = dict.fromkeys(
     ["__len__", "__array__", "__iter__", "__getitem__", "__int__", "__index__", "__float__", "__eq__", "__lt__",
-     "__bool__", "__repr__", "__str__", "__format__", "__buffer__", "__array_finalize__", "item", "tolist"], explode)
+     "__bool__", "__buffer__", "item", "tolist"], explode)
+HOSTILE_MEMBERS |= dict.fromkeys(["__repr__", "__str__", "__format__"], fail)
 
 
 class LyingList(list):
@@ -49,7 +55,7 @@ class HostileType(type):
     def __hash__(cls):
         raise SystemExit("hostile")
 
-    __name__ = property(explode)
+    __name__ = property(fail)
 
 
 class OfHostileType(metaclass=HostileType):
@@ -57,7 +63,7 @@ class OfHostileType(metaclass=HostileType):
 
 
 class LyingClass:
-    __class__ = property(explode)
+    __class__ = property(fail)
 
 
 def hostile_values():
@@ -69,7 +75,9 @@ def hostile_values():
     yield LyingList([1] * 10_000)
     yield np.zeros(10**5, np.int32).view(LyingArray)
     yield np.ma.masked_array([1, 2], mask=[True, False])
-    yield np.array([hostile_type(object, **HOSTILE_MEMBERS)()], object)
+    objects = np.empty(1, object)
+    objects[0] = hostile_type(object, **HOSTILE_MEMBERS)()
+    yield objects
     yield [hostile_type(object, **HOSTILE_MEMBERS)()]
     yield [[OfHostileType()]]
     yield [OfHostileType(), LyingClass()]
@@ -94,12 +102,12 @@ def test_an_integer_that_lies_about_itself_is_read_as_what_it_is(admit, refusal)
 
 @pytest.mark.parametrize("error", RAISED)
 def test_a_request_whose_attributes_raise_is_refused(error, admission_with):
-    def fail(self):
+    def raise_it(self):
         raise error("hostile")
 
     for attribute in ("input_tensors", "is_streaming", "priority", "deadline_s", "cache_salt", "logits_post_processor",
                       "request_id", "__class__"):
-        item = object.__new__(hostile_type(InferenceRequest, **{attribute: property(fail)}))
+        item = object.__new__(hostile_type(InferenceRequest, **{attribute: property(raise_it)}))
         for name, value in (("_request_id", 7), ("_tensors", {"input_ids": [1], "request_output_len": 1})):
             object.__setattr__(item, name, value)
         with pytest.raises(InvalidRequestError) as caught:
@@ -174,7 +182,7 @@ LISTS = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=5) | st.lis
 JUNK = st.one_of(SCALARS, LISTS, INTEGER_ARRAYS, ARRAYS)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(tensors=st.dictionaries(st.sampled_from(EVERY_TENSOR), JUNK, min_size=1, max_size=4),
        streaming=st.one_of(st.booleans(), SCALARS), priority=st.one_of(st.floats(0, 1), SCALARS), deadline=SCALARS)
 def test_any_junk_is_admitted_or_refused_and_nothing_else(tensors, streaming, priority, deadline):
@@ -183,13 +191,13 @@ def test_any_junk_is_admitted_or_refused_and_nothing_else(tensors, streaming, pr
     check_outcome(request)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), name=st.sampled_from(EVERY_TENSOR))
 def test_junk_in_any_one_tensor_is_admitted_or_refused_and_nothing_else(data, name):
     check_outcome(InferenceRequest(7, {"input_ids": [1, 2], "request_output_len": 3} | {name: data.draw(JUNK)}))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(item=JUNK)
 def test_any_item_is_refused_and_nothing_else(item):
     with pytest.raises(InvalidRequestError):
