@@ -1,0 +1,105 @@
+"""Logits to tokens: stages, the draw, and what is reported about it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..handover import SlotSetup
+from ..triton_kernels import dispatch
+from .logits_return import generation_logits
+from .logprobs import chosen_log_probs
+from .sampling import argmax, sample
+from .slots import DrawRows, SlotState
+from .stages import LogitsStage, apply_stages
+from .stop import finish_codes
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step drew, on the device.
+
+    tokens            [r] int32 or int64; meaningless where not finite
+    finish            [r] uint8
+    finite            [r] bool: False where no token can be drawn from a row's logits
+    log_probs         [r] float32, or None when nobody asked; 0 in the rows of those who did not
+    logits_slots      slots of the rows of `logits` [q, vocab] float32; None when nobody asked
+    """
+
+    tokens: torch.Tensor
+    finish: torch.Tensor
+    finite: torch.Tensor
+    log_probs: torch.Tensor | None
+    logits_slots: list[int]
+    logits: torch.Tensor | None
+
+
+class GptDecoder:
+    """Draws one token per row. Work that no row of a step asks for is not done.
+
+    state   the per-slot state; the token drawn is kept there by `keep`, last of all
+    """
+
+    def __init__(self, num_slots: int, device: torch.device, stages: Sequence[LogitsStage] = ()) -> None:
+        self.state = SlotState(num_slots, device)
+        self._stages = tuple(stages)
+        self._kernel = dispatch.kernel("sample_token", device) if dispatch.use_triton(device) else None
+
+    def set_up(self, setups: Iterable[tuple[int, SlotSetup]]) -> None:
+        """Sequences take their slots. Doing so again is harmless."""
+        setups = list(setups)
+        self.state.set_up(setups)
+        for stage in self._stages:
+            for slot, setup in setups:
+                stage.set_up(slot, setup)
+
+    def draw(self, logits: torch.Tensor, rows: DrawRows) -> Drawn:
+        """Draw from `logits` [r, vocab] float32, which the stages may change. Keeps nothing."""
+        apply_stages(self._stages, logits, rows)
+        if self._kernel is None:
+            tokens, finite, log_probs = self._draw_on_host(logits, rows)
+        else:
+            tokens, finite, log_probs = self._draw_in_kernel(logits, rows)
+        finish = finish_codes(tokens, self.state.column("end_id", rows))
+        return Drawn(tokens, finish, finite, log_probs, *generation_logits(logits, rows, self.state))
+
+    def keep(self, drawn: Drawn, rows: DrawRows) -> None:
+        """The next step is fed what was drawn."""
+        self.state.keep_tokens(rows, drawn.tokens)
+
+    def _draw_on_host(self, logits: torch.Tensor, rows: DrawRows):
+        host, slots = self.state.host, rows.slots
+        tokens, maxima = argmax(logits)
+        finite = maxima.isfinite()
+        samples = host["samples"][slots] & finite.numpy()
+        if samples.any():
+            # A view where everybody samples: rows of logits are large.
+            chosen = slice(None) if samples.all() else samples.nonzero()[0]
+            of = slots[chosen]
+            tokens[chosen] = sample(logits[chosen], host["temperature"][of], host["top_k"][of], host["top_p"][of],
+                                    host["seed"][of], rows.positions[chosen])
+        return tokens, finite, self._log_probs(logits, tokens, rows)
+
+    def _log_probs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: DrawRows) -> torch.Tensor | None:
+        asked = self.state.host["log_probs"][rows.slots]
+        if not asked.any():
+            return None
+        temperature = self.state.column("temperature", rows)
+        if asked.all():
+            return chosen_log_probs(logits, tokens, temperature)
+        asked = torch.from_numpy(asked.nonzero()[0])
+        log_probs = torch.zeros(len(tokens))
+        log_probs[asked] = chosen_log_probs(logits[asked], tokens[asked], temperature[asked])
+        return log_probs
+
+    def _draw_in_kernel(self, logits: torch.Tensor, rows: DrawRows):
+        column = self.state.column
+        tokens, log_probs, finite = self._kernel(
+            logits, column("temperature", rows), column("top_k", rows), column("top_p", rows), column("seed", rows),
+            rows.device_positions.int())
+        asked = self.state.host["log_probs"][rows.slots]
+        if not asked.any():
+            return tokens, finite, None
+        if not asked.all():
+            log_probs = torch.where(torch.from_numpy(asked).to(log_probs.device), log_probs, 0)
+        return tokens, finite, log_probs

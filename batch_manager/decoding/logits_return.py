@@ -1,0 +1,27 @@
+"""Logits that go back to whoever asked for them, float32 on the host."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from .slots import DrawRows, SlotState
+
+ROWS_AT_ONCE = 256         # context rows projected together: bounds what a long prompt needs beside the result
+
+
+def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor,
+                   vocab_size: int) -> np.ndarray:
+    """[n, vocab] float32 from the hidden states [n, hidden size] of one context chunk."""
+    logits = torch.empty((len(hidden), vocab_size), dtype=torch.float32)
+    for start in range(0, len(hidden), ROWS_AT_ONCE):
+        logits[start : start + ROWS_AT_ONCE] = project(hidden[start : start + ROWS_AT_ONCE])
+    return logits.numpy()
+
+
+def generation_logits(logits: torch.Tensor, rows: DrawRows, state: SlotState) -> tuple[list[int], torch.Tensor | None]:
+    """(slots that asked, their rows [q, vocab]); the rows are None when nobody did."""
+    asked = np.nonzero(state.host["generation_logits"][rows.slots])[0]
+    if not len(asked):
+        return [], None
+    return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]

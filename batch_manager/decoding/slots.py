@@ -1,0 +1,105 @@
+"""State of the sequences on the device, one row per slot; written when a sequence takes a slot, not per step."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..handover import SlotSetup
+
+COLUMNS = {
+    "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.int64, "end_id": np.int32,
+}
+FLAGS = ("samples", "log_probs", "context_logits", "generation_logits")
+SIGN_BIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRows:
+    """Whose token each row of logits yields, on the host and on the device.
+
+    slots       [r]   host int32, device int64
+    positions   [r]   position of the token to be drawn, in its sequence; host int32, device int64
+    """
+
+    slots: np.ndarray
+    positions: np.ndarray
+    device_slots: torch.Tensor
+    device_positions: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class SlotState:
+    """Per slot: the sampling parameters, what is to be returned, and the tokens drawn last.
+
+    host          the columns of COLUMNS and FLAGS as numpy arrays, for decisions that must not wait for the device
+    last_tokens   [slots, 2] int64 on the device: the token of position p in column p % 2. A step reads the column of
+                  the token it is fed and writes the other, so that running it again is fed the same token.
+
+    Grows by doubling when a larger slot arrives.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.device = device
+        self.host = {name: np.zeros(max(num_slots, 1), dtype)
+                     for name, dtype in {**COLUMNS, **dict.fromkeys(FLAGS, np.bool_)}.items()}
+        self.last_tokens = torch.zeros((self.capacity, 2), dtype=torch.int64, device=device)
+        self._columns = self._upload()
+
+    @property
+    def capacity(self) -> int:
+        return len(self.host["seed"])
+
+    def set_up(self, setups: Iterable[tuple[int, SlotSetup]]) -> None:
+        """Sequences take their slots. Doing so again is harmless."""
+        slots = []
+        for slot, setup in setups:
+            if slot >= self.capacity:
+                self._grow(slot + 1)
+            self._write(slot, setup)
+            slots.append(slot)
+        if slots and self.device.type != "cpu":
+            rows = torch.tensor(slots, device=self.device)
+            for name, column in self._columns.items():
+                column[rows] = torch.from_numpy(self.host[name][slots]).to(self.device)
+
+    def column(self, name: str, rows: DrawRows) -> torch.Tensor:
+        """Values of a column of COLUMNS for the rows, on the device."""
+        return self._columns[name][rows.device_slots]
+
+    def fed_tokens(self, device_slots: torch.Tensor, device_positions: torch.Tensor) -> torch.Tensor:
+        """[g] int64: the tokens that stand at these positions, drawn by the step before."""
+        return self.last_tokens[device_slots, device_positions & 1]
+
+    def keep_tokens(self, rows: DrawRows, tokens: torch.Tensor) -> None:
+        """Store what was drawn; the next step is fed it."""
+        self.last_tokens[rows.device_slots, rows.device_positions & 1] = tokens.long()
+
+    def _write(self, slot: int, setup: SlotSetup) -> None:
+        host = self.host
+        host["temperature"][slot] = setup.temperature
+        host["top_k"][slot] = min(setup.top_k, 2**31 - 1)
+        host["top_p"][slot] = setup.top_p
+        host["seed"][slot] = (setup.random_seed ^ SIGN_BIT) - SIGN_BIT              # the same 64 bits, signed
+        host["end_id"][slot] = setup.end_id
+        host["samples"][slot] = not (
+            setup.temperature == 0 or setup.top_k == 1 or (setup.top_k == 0 and setup.top_p == 0))
+        host["log_probs"][slot] = setup.return_log_probs
+        host["context_logits"][slot] = setup.return_context_logits
+        host["generation_logits"][slot] = setup.return_generation_logits
+
+    def _grow(self, num_slots: int) -> None:
+        capacity, before = max(2 * self.capacity, num_slots), self.capacity
+        for name, column in self.host.items():
+            self.host[name] = np.zeros(capacity, column.dtype)
+            self.host[name][:before] = column
+        last_tokens = torch.zeros((capacity, 2), dtype=torch.int64, device=self.device)
+        last_tokens[:before] = self.last_tokens
+        self.last_tokens, self._columns = last_tokens, self._upload()
+
+    def _upload(self) -> dict[str, torch.Tensor]:
+        # On a CPU the tensors are the host's arrays.
+        return {name: torch.from_numpy(self.host[name]).to(self.device) for name in COLUMNS}

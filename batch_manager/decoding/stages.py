@@ -1,0 +1,47 @@
+"""What is done to a row of logits before a token is drawn from it, and in which order.
+
+    1  bias                 a number added to every token's logit                               (not built yet)
+    2  penalties            repetition, presence, frequency: on what the sequence holds         (not built yet)
+    3  bans                 bad words, repeated n-grams, the end id before min_length: -inf     (not built yet)
+    4  constraint           a bitmask of the tokens that are allowed                            (not built yet)
+    5  temperature
+    6  top-k, then top-p in what top-k leaves
+    7  the draw
+
+5 to 7 are one operation, `sampling.sample` on a CPU and the kernel `sample_token` on a GPU, because a greedy row needs
+none of the passes over the vocabulary that a sampled one does. 1 to 4 are objects of the protocol below; one that no
+row of a step needs is skipped.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..handover import SlotSetup
+from .slots import DrawRows
+
+
+class LogitsStage(Protocol):
+    """One change of logits. Holds its own state per slot; slots without that feature have neutral values."""
+
+    def set_up(self, slot: int, setup: SlotSetup) -> None:
+        """A sequence takes the slot; whatever was there before is gone."""
+        ...
+
+    def is_wanted(self, rows: DrawRows) -> bool:
+        """Whether any of the rows needs this stage. Looks at the host's copy only."""
+        ...
+
+    def apply(self, logits: torch.Tensor, rows: DrawRows) -> None:
+        """Change `logits` [r, vocab] float32 in place; row i belongs to rows.slots[i].
+
+        Must not change anything that a second run of the step would notice.
+        """
+        ...
+
+
+def apply_stages(stages: Sequence[LogitsStage], logits: torch.Tensor, rows: DrawRows) -> None:
+    for stage in stages:
+        if stage.is_wanted(rows):
+            stage.apply(logits, rows)

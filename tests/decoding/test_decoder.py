@@ -1,0 +1,137 @@
+import numpy as np
+import pytest
+import torch
+from batch_manager.triton_kernels.reference.sample_token import sample_token
+
+from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.decoding.slots import DrawRows
+from batch_manager.handover import END_ID, NOT_FINISHED, SlotSetup
+
+CPU = torch.device("cpu")
+
+
+def rows_of(slots, positions):
+    slots, positions = np.array(slots, np.int32), np.array(positions, np.int32)
+    return DrawRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())
+
+
+def decoder_with(*setups):
+    decoder = GptDecoder(len(setups), CPU)
+    decoder.set_up(enumerate(setups))
+    return decoder
+
+
+def logits_of(rows, vocab=40):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says():
+    setups = [SlotSetup(), SlotSetup(temperature=0.0, top_k=9), SlotSetup(top_k=8, random_seed=2**64 - 3),
+              SlotSetup(top_p=0.7, random_seed=5), SlotSetup(top_k=1, top_p=0.5), SlotSetup(top_k=30, top_p=0.6)]
+    logits = logits_of(6)
+    drawn = decoder_with(*setups).draw(logits.clone(), rows_of([3, 0, 5, 1, 4, 2], [10, 20, 30, 40, 50, 60]))
+    order = [setups[slot] for slot in (3, 0, 5, 1, 4, 2)]
+    expected, _, _ = sample_token(
+        logits, torch.tensor([s.temperature for s in order]), torch.tensor([s.top_k for s in order]),
+        torch.tensor([s.top_p for s in order]),
+        torch.tensor([s.random_seed if s.random_seed < 2**63 else s.random_seed - 2**64 for s in order]),
+        torch.tensor([10, 20, 30, 40, 50, 60]))
+    assert drawn.tokens.tolist() == expected.tolist()
+    assert drawn.finite.all() and drawn.log_probs is None and drawn.logits is None
+
+
+def test_log_probs_are_filled_for_those_who_asked():
+    logits = logits_of(2)
+    decoder = decoder_with(SlotSetup(return_log_probs=True, temperature=0.5), SlotSetup())
+    drawn = decoder.draw(logits.clone(), rows_of([1, 0], [3, 3]))
+    best = (logits[1] / 0.5).log_softmax(-1).max()
+    torch.testing.assert_close(drawn.log_probs, torch.stack([torch.tensor(0.0), best]))
+    everyone = decoder.draw(logits[1:].clone(), rows_of([0], [3]))
+    torch.testing.assert_close(everyone.log_probs, best[None])
+
+
+def test_a_temperature_of_zero_reports_the_log_prob_of_temperature_one():
+    logits = logits_of(1)
+    drawn = decoder_with(SlotSetup(temperature=0.0, return_log_probs=True)).draw(logits.clone(), rows_of([0], [1]))
+    torch.testing.assert_close(drawn.log_probs, logits.log_softmax(-1).amax(1))
+
+
+def test_the_end_id_finishes_a_sequence_and_minus_one_never_does():
+    logits = torch.zeros(3, 10)
+    logits[:, 4] = 1
+    decoder = decoder_with(SlotSetup(end_id=4), SlotSetup(end_id=5), SlotSetup())
+    drawn = decoder.draw(logits, rows_of([0, 1, 2], [1] * 3))
+    assert drawn.finish.tolist() == [END_ID, NOT_FINISHED, NOT_FINISHED]
+    assert drawn.finish.dtype == torch.uint8
+
+
+def test_logits_are_returned_for_those_who_asked():
+    logits = logits_of(3)
+    drawn = decoder_with(SlotSetup(), SlotSetup(return_generation_logits=True), SlotSetup()).draw(
+        logits.clone(), rows_of([2, 1, 0], [1] * 3))
+    assert drawn.logits_slots == [1] and torch.equal(drawn.logits, logits[1:2])
+
+
+@pytest.mark.parametrize("setup", [SlotSetup(), SlotSetup(top_p=0.9), SlotSetup(top_k=3, return_log_probs=True)])
+def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(setup):
+    logits = logits_of(3)
+    decoder = decoder_with(setup, setup, setup)
+    clean = decoder.draw(logits.clone(), rows_of([0, 1, 2], [1] * 3))
+    logits[1, 7] = torch.nan
+    broken = decoder.draw(logits, rows_of([0, 1, 2], [1] * 3))
+    assert broken.finite.tolist() == [True, False, True]
+    assert broken.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
+
+
+def test_a_step_is_fed_the_same_tokens_when_it_runs_again():
+    state_of = decoder_with(SlotSetup(), SlotSetup())
+    rows = rows_of([1, 0], [4, 9])
+    first = state_of.draw(torch.eye(10)[[5, 6]], rows)
+    state_of.keep(first, rows)
+    for _ in range(2):
+        fed = state_of.state.fed_tokens(rows.device_slots, rows.device_positions)
+        assert fed.tolist() == [5, 6]
+        following = rows_of([1, 0], [5, 10])
+        state_of.keep(state_of.draw(torch.eye(10)[[7, 8]], following), following)
+    assert state_of.state.fed_tokens(following.device_slots, following.device_positions).tolist() == [7, 8]
+
+
+def test_slots_grow_by_doubling_and_keep_what_they_hold():
+    decoder = decoder_with(SlotSetup(end_id=3), SlotSetup(end_id=4))
+    rows = rows_of([0, 1], [1, 1])
+    decoder.keep(decoder.draw(torch.eye(10)[[3, 4]], rows), rows)
+    decoder.set_up([(2, SlotSetup(end_id=5))])
+    assert decoder.state.capacity == 4
+    assert decoder.state.column("end_id", rows_of([0, 1, 2], [0] * 3)).tolist() == [3, 4, 5]
+    assert decoder.state.fed_tokens(rows.device_slots, rows.device_positions).tolist() == [3, 4]
+
+
+class BanOneToken:
+    """A stage as a user might write it: slots with an end id may not draw token 0."""
+
+    def __init__(self):
+        self.banned, self.calls = set(), 0
+
+    def set_up(self, slot, setup):
+        self.banned.discard(slot)
+        if setup.end_id >= 0:
+            self.banned.add(slot)
+
+    def is_wanted(self, rows):
+        return not self.banned.isdisjoint(rows.slots.tolist())
+
+    def apply(self, logits, rows):
+        self.calls += 1
+        for row, slot in enumerate(rows.slots.tolist()):
+            if slot in self.banned:
+                logits[row, 0] = -torch.inf
+
+
+def test_a_stage_changes_the_rows_it_is_for_and_is_skipped_when_nobody_needs_it():
+    stage = BanOneToken()
+    decoder = GptDecoder(2, CPU, [stage])
+    decoder.set_up([(0, SlotSetup()), (1, SlotSetup(end_id=9))])
+    logits = torch.tensor([[5.0, 4.0, 3.0]] * 2)
+    assert decoder.draw(logits.clone(), rows_of([0, 1], [1, 1])).tokens.tolist() == [0, 1]
+    assert decoder.draw(logits[:1].clone(), rows_of([0], [1])).tokens.tolist() == [0]
+    assert stage.calls == 1

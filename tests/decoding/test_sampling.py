@@ -1,0 +1,145 @@
+import numpy as np
+import pytest
+import torch
+from batch_manager.triton_kernels.reference.sample_token import sample_token
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch_manager.decoding.logprobs import chosen_log_probs
+from batch_manager.decoding.sampling import argmax, sample
+
+KNOBS = [(1.0, 0, 1.0), (0.7, 5, 0.0), (1.3, 50, 0.9), (1.0, 0, 0.9), (2.5, 0, 0.3), (0.1, 0, 0.5), (1.0, 70, 1.0),
+         (1.0, 300, 0.5), (1.0, 10**6, 0.999), (0.9, 2, 0.0), (100.0, 0, 0.95), (1.0, 0, 2.0)]
+
+
+def random_logits(rows, vocab, spread, seed=0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def arrays(knobs, seeds, positions):
+    temperature, top_k, top_p = zip(*knobs)
+    return (np.array(temperature, np.float32), np.array(top_k, np.int32), np.array(top_p, np.float32),
+            np.array(seeds, np.int64), np.array(positions, np.int32))
+
+
+def oracle(logits, knobs):
+    return sample_token(logits, *map(torch.from_numpy, knobs))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 257, 3000])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_every_way_of_drawing_agrees_with_the_oracle(vocab, spread):
+    rows = 4 * len(KNOBS)
+    logits = random_logits(rows, vocab, spread)
+    knobs = arrays(KNOBS * 4, range(rows), range(7, rows + 7))
+    tokens, log_probs, finite = oracle(logits, knobs)
+    assert finite.all()
+    assert sample(logits, *knobs).tolist() == tokens.tolist()
+    torch.testing.assert_close(chosen_log_probs(logits, tokens, torch.from_numpy(knobs[0])), log_probs,
+                               rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [7, 200, 2500])
+def test_ties_at_a_boundary_are_kept_as_the_oracle_keeps_them(vocab):
+    rows = 10 * len(KNOBS)
+    logits = random_logits(rows, vocab, 1.5).round()
+    knobs = arrays(KNOBS * 10, range(rows), [3] * rows)
+    assert sample(logits, *knobs).tolist() == oracle(logits, knobs)[0].tolist()
+
+
+def test_forbidden_tokens_are_never_drawn():
+    rows = 4 * len(KNOBS)
+    logits = random_logits(rows, 500, 2.0)
+    logits[:, 3:] = logits[:, 3:].masked_fill(torch.rand(rows, 497) < 0.99, -torch.inf)
+    knobs = arrays(KNOBS * 4, range(rows), [3] * rows)
+    tokens = sample(logits, *knobs)
+    assert tokens.tolist() == oracle(logits, knobs)[0].tolist()
+    assert logits.gather(1, tokens[:, None]).isfinite().all()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_any_small_row_agrees_with_the_oracle(data):
+    vocab = data.draw(st.integers(1, 130))
+    values = data.draw(st.lists(st.sampled_from([-9.0, -1.5, -1.0, 0.0, 0.25, 0.5, 3.0]), min_size=vocab,
+                                max_size=vocab))
+    knob = (data.draw(st.sampled_from([0.05, 0.5, 1.0, 4.0])), data.draw(st.integers(0, 140)),
+            data.draw(st.sampled_from([0.0, 0.05, 0.5, 0.95, 1.0])))
+    if knob[1] == 1 or (knob[1] == 0 and knob[2] == 0):
+        return                                                     # greedy: not a draw
+    rows = 8
+    knobs = arrays([knob] * rows, range(rows), range(rows))
+    logits = torch.tensor([values] * rows)
+    assert sample(logits, *knobs).tolist() == oracle(logits, knobs)[0].tolist()
+
+
+def exact_distribution(row, temperature, top_k, top_p):
+    """In float64, from the definition."""
+    p = (row.double() / temperature).softmax(-1)
+    if top_k:
+        p = torch.where(row >= row.topk(top_k).values[-1], p, 0)
+    if 0 < top_p < 1:
+        p = p / p.sum()
+        descending = p.sort(descending=True)
+        first_out = int((descending.values.cumsum(0) < top_p).sum()) + 1
+        kept = torch.zeros_like(p)
+        kept[descending.indices[:first_out]] = 1
+        p = p * kept
+    return (p / p.sum()).numpy()
+
+
+@pytest.mark.parametrize("knob", [(1.0, 0, 1.0), (0.6, 20, 0.0), (1.4, 40, 0.8), (1.0, 0, 0.7), (3.0, 0, 0.95)])
+def test_the_drawn_tokens_have_the_exact_distribution(knob):
+    draws, vocab = 25_000, 200
+    row = random_logits(1, vocab, 2.0, seed=5)[0]
+    counts = np.zeros(vocab)
+    for start in range(0, draws, 5000):
+        seeds = np.arange(start, start + 5000)
+        tokens = sample(row.expand(5000, -1).contiguous(), *arrays([knob] * 5000, seeds * 7919, seeds % 50))
+        counts += np.bincount(tokens.numpy(), minlength=vocab)
+    expected = exact_distribution(row, *knob) * draws
+    assert counts[expected == 0].sum() == 0
+    often = expected >= 5                                          # the rare ones together are one more cell
+    observed = np.append(counts[often], counts[~often].sum())
+    wanted = np.append(expected[often], expected[~often].sum())
+    if wanted[-1] == 0:
+        observed, wanted = observed[:-1], wanted[:-1]
+    statistic, freedom = ((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5          # 5 standard deviations of chi-square
+
+
+def test_a_sample_does_not_depend_on_the_other_rows():
+    rows = len(KNOBS)
+    logits = random_logits(rows, 1000, 2.0)
+    knobs = arrays(KNOBS, range(rows), range(rows))
+    together = sample(logits, *knobs).tolist()
+    alone = [int(sample(logits[i:i + 1], *(column[i:i + 1] for column in knobs))) for i in range(rows)]
+    order = np.random.default_rng(0).permutation(rows)
+    shuffled = sample(logits[order], *(column[order] for column in knobs)).tolist()
+    assert together == alone and [together[i] for i in order] == shuffled
+
+
+def test_seed_and_position_both_matter():
+    logits = random_logits(1, 5000, 1.0).expand(64, -1).contiguous()
+    knob = [(1.0, 0, 1.0)] * 64
+    by_seed = sample(logits, *arrays(knob, range(64), [9] * 64))
+    by_position = sample(logits, *arrays(knob, [9] * 64, range(64)))
+    assert len(set(by_seed.tolist())) > 48 and len(set(by_position.tolist())) > 48
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 64, 100, 6400])
+def test_greedy_takes_the_lowest_id_among_equals(vocab):
+    logits = random_logits(50, vocab, 1.0).round()
+    tokens, maxima = argmax(logits)
+    assert tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert maxima.tolist() == [max(row) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("vocab", [3, 64, 1000])
+def test_a_row_without_a_finite_maximum_is_recognised(vocab):
+    logits = random_logits(5, vocab, 1.0)
+    logits[1, vocab - 1] = torch.nan
+    logits[2, 0] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, 0] = -torch.inf
+    assert argmax(logits)[1].isfinite().tolist() == [True, False, False, False, True]
