@@ -110,7 +110,7 @@ class TrtGptModelOptionalParams:
     max_request_bytes: int = 64 * 1024 * 1024
     max_bytes_in_flight: int = 4 * 1024 * 1024 * 1024
     max_admissions_per_iteration: int = 4096
-    idle_poll_interval_s: float = 0.004
+    idle_poll_interval_s: float = 0.0048
     hang_warning_s: float = 30.0
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ The constructor checks, builds and starts the worker, in this order. Everything 
 on that thread. The worker holds no reference to the manager, so that dropping the last one ends it.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -206,6 +207,24 @@ class GptManager:
                                      "the worker thread lives in the parent only", "make a new manager after forking")
 
 
+class _WakeUp:
+    """An event for one waiter that costs an idle worker half of what threading.Event does: no lock is made a wait.
+
+    `set` never blocks, so a forked child may call it whatever the parent's worker was doing.
+    """
+
+    def __init__(self) -> None:
+        self._set = threading.Lock()
+        self._set.acquire()
+
+    def set(self) -> None:
+        with contextlib.suppress(RuntimeError):    # it is set already
+            self._set.release()
+
+    def wait_and_clear(self, seconds: float) -> None:
+        self._set.acquire(timeout=seconds)
+
+
 class _Control:
     """What other threads tell the worker, and what the worker lets them see. Plain attributes; no lock is held."""
 
@@ -213,7 +232,7 @@ class _Control:
         self.clock = clock
         self.hang_warning_s = hang_warning_s
         self.process_id = os.getpid()
-        self.wake = threading.Event()
+        self.wake = _WakeUp()
         self.stopped = threading.Event()
         self.draining = False
         self.aborting = False
@@ -229,10 +248,8 @@ class _Control:
         self.wake.set()
 
     def ask_to_abort(self) -> None:
-        # A forked child may hold a lock of the event for ever: it must not touch it.
-        if os.getpid() == self.process_id:
-            self.draining = self.aborting = True
-            self.wake.set()
+        self.draining = self.aborting = True
+        self.wake.set()
 
 
 def _run(loop: GenerationLoop, control: _Control, idle_poll_interval_s: float) -> None:
@@ -248,8 +265,7 @@ def _run(loop: GenerationLoop, control: _Control, idle_poll_interval_s: float) -
                 is_busy = False
             if not is_busy:
                 control.beat("idle", control.clock.monotonic())
-                control.wake.wait(idle_poll_interval_s)
-                control.wake.clear()
+                control.wake.wait_and_clear(idle_poll_interval_s)
                 control.beat("loop", control.clock.monotonic())
     finally:
         try:

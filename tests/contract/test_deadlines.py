@@ -1,0 +1,33 @@
+"""A request may say how long it can wait."""
+
+from batch_manager import FinishReason
+
+
+def test_a_deadline_that_passes_after_the_first_token_ends_with_the_tokens_so_far(make_world, new_request):
+    world = make_world()
+    world.client.pending = [new_request(1, [1, 2], 50, deadline_s=2.0)]
+    world.step(3)
+    world.clock.now += 2.5
+    world.step()
+    final = world.client.final(1)
+    assert final.finish_reason == FinishReason.TIMED_OUT and final.error == ""
+    assert final.tokens() == [1, 2, *world.expected([1, 2], 4)]
+
+
+def test_a_deadline_that_passes_before_the_first_token_is_an_error(make_world, new_request):
+    world = make_world(max_batch_size=1)
+    world.loop.callbacks._get = lambda n: [new_request(1, [4], 9), new_request(2, [5], 9, deadline_s=1.0)] if n else []
+    world.step()
+    world.clock.now += 1.5
+    world.step()
+    assert world.client.final(2).code == "DEADLINE"
+    assert not world.client.finals(1)
+
+
+def test_a_deadline_that_does_not_pass_changes_nothing(make_world, new_request):
+    world = make_world()
+    world.client.pending = [new_request(1, [1], 5, deadline_s=2.0)]
+    world.run()
+    world.clock.now += 10
+    world.step()
+    assert world.client.final(1).finish_reason == FinishReason.LENGTH

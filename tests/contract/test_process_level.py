@@ -1,0 +1,109 @@
+"""C17 and C18 in processes of their own: how they end, and what they said before."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PREAMBLE = """
+    import os, sys, threading, time
+    from batch_manager import *
+    from batch_manager.runtime.scripted_backend import ScriptedBackend
+
+    def slow(batch):
+        time.sleep(0.005)
+
+    pending = [InferenceRequest(i, {"input_ids": [i + 1], "request_output_len": 900}) for i in range(3)]
+    started = threading.Event()
+
+    def get(n):
+        items, pending[:n] = pending[:n], []
+        return items
+
+    def send(request_id, tensors, final, error):
+        os.write(1, f"final {request_id} {error[:10]}\\n".encode())
+
+    def make(**options):
+        return GptManager(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, get, send,
+                          parts=Parts(backend=ScriptedBackend(on_step=slow)), **options)
+
+    manager = make()
+    while manager.num_active_requests < 3:
+        time.sleep(0.001)
+"""
+FINALS = {"final 0 [SHUTDOWN]", "final 1 [SHUTDOWN]", "final 2 [SHUTDOWN]"}
+
+
+def run(body: str, seconds: float = 30.0) -> subprocess.CompletedProcess:
+    script = textwrap.dedent(PREAMBLE) + textwrap.dedent(body)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=seconds)
+
+
+@pytest.mark.parametrize(("body", "status"), [
+    ("", 0),
+    ("sys.exit(7)", 7),
+    ("raise ValueError('at the top')", 1),
+    ("threading.Thread(target=lambda: time.sleep(0.2)).start()", 0),
+    ("import atexit; atexit.register(lambda: manager.shutdown())", 0),
+], ids=["the script ends", "sys.exit", "an uncaught exception", "another thread lives", "shutdown at exit"])
+def test_c17_interpreter_exit_aborts_with_finals_without_hanging_and_keeps_the_exit_status(body, status):
+    result = run(body)
+    assert result.returncode == status
+    assert set(result.stdout.split("\n")) - {""} == FINALS
+
+
+def test_c17_two_managers_both_answer_at_interpreter_exit():
+    result = run("""
+        pending = [InferenceRequest(i + 10, {"input_ids": [1], "request_output_len": 900}) for i in range(2)]
+        second = make()
+        while second.num_active_requests < 1:
+            time.sleep(0.001)
+        """)
+    assert result.returncode == 0
+    assert set(result.stdout.split("\n")) - {""} >= FINALS
+
+
+def test_c18_a_forked_child_has_an_inert_copy_and_exits_without_hanging():
+    result = run("""
+        child = os.fork()
+        if child == 0:
+            said = []
+            for call in (manager.notify, manager.shutdown, manager.health, lambda: manager.num_active_requests,
+                         manager.wait_until_terminate):
+                try:
+                    call()
+                    said.append("returned")
+                except ManagerClosedError:
+                    said.append("raised")
+            os.write(1, f"child {' '.join(said)}\\n".encode())
+            sys.exit(5)
+        _, status = os.waitpid(child, 0)
+        os.write(1, f"status {os.waitstatus_to_exitcode(status)}\\n".encode())
+        manager.shutdown(drain=False)
+        """)
+    assert result.returncode == 0, result.stderr
+    lines = set(result.stdout.split("\n")) - {""}
+    assert lines == FINALS | {"child raised raised raised raised raised", "status 5"}
+
+
+def test_a_keyboard_interrupt_in_the_main_thread_aborts_with_finals():
+    result = run("""
+        import signal
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        time.sleep(20)
+        """)
+    assert result.returncode != 0
+    assert set(result.stdout.split("\n")) - {""} == FINALS
+
+
+def test_an_exception_injected_into_the_worker_still_answers_everybody():
+    result = run("""
+        import ctypes
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(manager._worker.ident), ctypes.py_object(SystemExit))
+        time.sleep(0.5)
+        manager.shutdown(drain=False)
+        """)
+    assert result.returncode == 0
+    finals = [line.split()[1] for line in result.stdout.split("\n") if line]
+    assert sorted(finals) == ["0", "1", "2"]
