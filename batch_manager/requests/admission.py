@@ -119,15 +119,16 @@ class Admission:
         self.exclude_input_in_output = exclude_input_in_output
 
         vocab, longest = limits.vocab_size, limits.max_seq_len - 1
-        prompt = (longest, f"Prompt length exceeds maximum input length when it is above max_seq_len - 1 = {longest:,}")
-        table = (max_request_bytes, "max_request_bytes")
+        prompt = (longest, f"the maximum input length is max_seq_len - 1 = {longest:,}, for one token more must fit")
+        word_list = (MAX_WORD_LIST_SIZE, f"a word list may have {MAX_WORD_LIST_SIZE:,}")
+        table = (max_request_bytes, f"a request may have max_request_bytes = {max_request_bytes:,}")
         self._max_sizes: dict[str, tuple[int, str]] = {
             "input_ids": prompt,
             "draft_input_ids": prompt,
-            "bad_words_list": (MAX_WORD_LIST_SIZE, "the largest word list"),
-            "stop_words_list": (MAX_WORD_LIST_SIZE, "the largest word list"),
-            "embedding_bias": (vocab, "one for each id of the vocabulary"),
-            "draft_logits": (longest * vocab, "one row of the vocabulary for each draft token"),
+            "bad_words_list": word_list,
+            "stop_words_list": word_list,
+            "embedding_bias": (vocab, f"there must be one for each id of the vocabulary of {vocab:,}"),
+            "draft_logits": (longest * vocab, f"there must be {vocab:,} for each draft token"),
             "prompt_embedding_table": table,
             "lora_weights": table,
             "lora_config": table,
@@ -288,8 +289,8 @@ class Admission:
         """Tensors that mean something only together, or must agree in size."""
         vocab, shapes = self.limits.vocab_size, {name: given.shape for name, given in looked.tensors.items()}
         if "embedding_bias" in shapes and shapes["embedding_bias"] != (vocab,):
-            raise InvalidRequestError(f"embedding_bias has {shapes['embedding_bias'][0]:,} values",
-                                      f"one for each id of the vocabulary of {vocab:,}", "pad it with zeros")
+            raise InvalidRequestError(f"embedding_bias has {shapes['embedding_bias'][0]:,} elements",
+                                      self._max_sizes["embedding_bias"][1], "pad it with zeros")
 
         _require_both("prompt_embedding_table", "prompt_vocab_size", shapes.keys() | looked.scalars.keys())
         if "prompt_embedding_table" in shapes:

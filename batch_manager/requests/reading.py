@@ -48,7 +48,7 @@ class Bound:
     """How large a tensor may be.
 
     size        elements
-    reason      why not more
+    reason      what to say about more
     num_bytes   bytes the request has left
     """
 
@@ -58,8 +58,7 @@ class Bound:
 
     def check(self, name: str, size: int, num_bytes: int) -> None:
         if size > self.size:
-            raise InvalidRequestError(f"{name} has {size:,} elements",
-                                      f"at most {self.size:,} are possible: {self.reason}", f"shorten {name}")
+            raise InvalidRequestError(f"{name} has {size:,} elements", self.reason, f"shorten {name}")
         if num_bytes > self.num_bytes:
             raise InvalidRequestError(
                 f"{name} has {num_bytes:,} bytes and the request's other tensors leave {self.num_bytes:,}",

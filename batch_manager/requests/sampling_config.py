@@ -1,6 +1,5 @@
 """One request's sampling knobs: their neutral values and their ranges, each written once."""
 
-import math
 from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
@@ -32,18 +31,16 @@ class Range:
     def check(self, name: str, value: object) -> None:
         """Raises InvalidRequestError naming the tensor, its value and the range."""
         if value not in self:
-            raise InvalidRequestError(f"{name} is {shown(value)}", f"it must be {self}",
-                                      f"correct {name}, or leave it out")
+            raise InvalidRequestError(f"{name} is {shown(value)}", f"it must be {self}", f"correct {name}")
 
     def __str__(self) -> str:
-        kind = "an integer" if self.whole else "a finite number"
-        low = f"above {_plain(self.low)}" if self.above_low else f"at least {_plain(self.low)}"
-        if self.low <= -FLOAT32_MAX:
-            return f"{kind} of float32"
-        if self.high in (INT32_MAX, UINT64_MAX, FLOAT32_MAX):
-            limit = {INT32_MAX: "2^31 - 1", UINT64_MAX: "2^64 - 1", FLOAT32_MAX: "the largest float32"}[self.high]
-            return f"{kind} {low} and at most {limit}"
-        return f"{kind} {low} and at most {_plain(self.high)}"
+        if self.whole:
+            return f"an integer in {self.low}..{self.high}"
+        if self.low == -FLOAT32_MAX:
+            return "a finite float32"
+        if self.high == FLOAT32_MAX:
+            return f"a finite float32 {'above' if self.above_low else 'of at least'} {self.low}"
+        return f"a number in {'(' if self.above_low else '['}{self.low}, {self.high}]"
 
 
 ANY_FLOAT = Range(-FLOAT32_MAX, FLOAT32_MAX)
@@ -127,7 +124,3 @@ def shown(value: object) -> str:
     if type(value) in (bool, float):
         return str(value)
     return "no number"
-
-
-def _plain(bound: float) -> str:
-    return str(int(bound)) if math.isfinite(bound) and bound == int(bound) else str(bound)

@@ -207,7 +207,7 @@ def test_a_prompt_must_leave_room_for_one_token(admit, refusal):
     assert admit(input_ids=[1] * 63).request.max_new_tokens == 1
     for prompt in ([1] * 64, np.ones(64, int), np.broadcast_to(np.int8(1), 2**40)):
         text = refusal(input_ids=prompt)
-        assert "Prompt length exceeds maximum input length" in text and "max_seq_len - 1 = 63" in text
+        assert "the maximum input length is max_seq_len - 1 = 63" in text
 
 
 def test_a_longer_output_than_there_is_room_for_is_cut_with_a_warning(admit):
@@ -225,7 +225,7 @@ def test_an_output_has_at_least_one_token(length, refusal):
 
 @pytest.mark.parametrize("width", [0, -1])
 def test_a_beam_width_below_one_is_refused(width, refusal):
-    assert f"beam_width is {width}; it must be an integer at least 1" in refusal(beam_width=width)
+    assert f"beam_width is {width}; it must be an integer in 1.." in refusal(beam_width=width)
 
 
 def test_a_beam_width_above_the_managers_is_refused_with_both_numbers(refusal):
@@ -313,7 +313,7 @@ def test_top_k_may_not_exceed_the_vocabulary_nor_1024(admit, refusal):
     assert admit(runtime_top_k=100).setup.top_k == 100
     assert "runtime_top_k is 101" in refusal(runtime_top_k=101)
     assert admit(runtime_top_k=1024, limits={"vocab_size": 5000}).setup.top_k == 1024
-    assert "at most 1024" in refusal(runtime_top_k=1025, limits={"vocab_size": 5000})
+    assert "0..1024" in refusal(runtime_top_k=1025, limits={"vocab_size": 5000})
 
 
 def test_an_invalid_value_is_reported_before_a_feature_that_is_missing(refusal):
