@@ -42,12 +42,17 @@ __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from .config import KvCacheConfig, Parts, TrtGptModelOptionalParams
-    from .errors import (BatchManagerError, ConfigError, InvalidRequestError, ManagerClosedError, ModelLoadError,
-                         SchedulerContractError)
+    from .errors import (
+        BatchManagerError,
+        ConfigError,
+        InvalidRequestError,
+        ManagerClosedError,
+        ModelLoadError,
+        SchedulerContractError,
+    )
     from .gpt_manager import GptManager
     from .models.registry import register_model
-    from .names import (ContextChunkingPolicy, ErrorCode, FinishReason, LlmRequestState, SchedulerPolicy,
-                        TrtGptModelType)
+    from .names import ContextChunkingPolicy, ErrorCode, FinishReason, LlmRequestState, SchedulerPolicy, TrtGptModelType
     from .requests.inference_request import InferenceRequest, NamedTensor
     from .scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
     from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler, SchedulerOutput

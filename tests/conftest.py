@@ -1,4 +1,4 @@
-"""What every test can use: a recorded client, a virtual clock, a loop without a thread, a guard against leaked threads."""
+"""What every test can use: a recorded client, a virtual clock, a loop without a thread, a guard against threads."""
 
 import threading
 import time
@@ -126,7 +126,8 @@ class Client:
             time.sleep(0.001)
 
 
-def request(request_id: int, prompt: list[int], new_tokens: int, *, streaming: bool = False, **tensors) -> InferenceRequest:
+def request(request_id: int, prompt: list[int], new_tokens: int, *, streaming: bool = False,
+            **tensors) -> InferenceRequest:
     options = {name: tensors.pop(name) for name in ("priority", "deadline_s", "cache_salt") if name in tensors}
     return InferenceRequest(request_id, {"input_ids": prompt, "request_output_len": new_tokens, **tensors},
                             is_streaming=streaming, **options)

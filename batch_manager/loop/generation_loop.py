@@ -49,8 +49,9 @@ class GenerationLoop:
 
     def __init__(self, *, limits: Limits, callbacks: GuardedCallbacks, intake: Intake, scheduler: RequestScheduler,
                  kv_cache_manager: KvCacheManager, backend: ModelBackend, responder: Responder, clock: Clock,
-                 heartbeat: Callable[[str, float], None] = lambda activity, now: None, flush_stats_when_idle: bool = False,
-                 trace: Callable[[IterationTrace], None] | None = None, window_depth: int = 1) -> None:
+                 heartbeat: Callable[[str, float], None] = lambda activity, now: None,
+                 flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
+                 window_depth: int = 1) -> None:
         self.limits = limits
         self.callbacks = callbacks
         self.intake = intake
@@ -147,7 +148,7 @@ class GenerationLoop:
         try:
             batch = self._resources.claim(plan, self.reporter.iteration, self.reporter.iteration % self._window_depth)
         except OutOfBlocksError as error:
-            raise SchedulerContractError(self.scheduler, f"the plan takes more blocks than there are: {error}") from error
+            raise SchedulerContractError(self.scheduler, f"more blocks than there are: {error}") from error
         step = self._runner.start(batch)
         self._window.append(InFlight(plan, step))
         return step

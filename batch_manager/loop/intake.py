@@ -125,8 +125,8 @@ class Intake:
     def _decide(self, item: object, request_id: int, is_alive: Callable[[int], bool], *, has_room: bool) -> Admitted:
         if is_alive(request_id):
             raise DuplicateRequestIdError(
-                f"request {request_id}: a request with this id is alive", "it is untouched; this text answers the second "
-                "one", "wait for the final response of an id before using it again")
+                f"request {request_id}: a request with this id is alive",
+                "it is untouched; this text answers the second one", "wait for the final response of an id before using it again")
         try:
             admitted = self._admission.admit(item)
         except RequestError:
@@ -137,12 +137,13 @@ class Intake:
         tokens, bounds = admitted.request.prompt_len, self._bounds
         if not has_room and len(self._queue) >= bounds.max_queued_requests:
             raise QueueFullError(f"request {request_id}: {len(self._queue)} requests wait already",
-                                 f"at most {bounds.max_queued_requests} may", "hand over no more than get was asked for, "
-                                 "or raise max_queued_requests")
+                                 f"at most {bounds.max_queued_requests} may",
+                                 "hand over no more than get was asked for, or raise max_queued_requests")
         if not has_room and self._queued_tokens + tokens > bounds.max_queued_tokens:
             raise QueueFullError(f"request {request_id}: its {tokens:,} prompt tokens would make "
-                                 f"{self._queued_tokens + tokens:,} waiting ones", f"at most "
-                                 f"{bounds.max_queued_tokens:,} may wait", "try again later, or raise max_queued_tokens")
+                                 f"{self._queued_tokens + tokens:,} waiting ones",
+                                 f"at most {bounds.max_queued_tokens:,} may wait",
+                                 "try again later, or raise max_queued_tokens")
         if self._bytes_in_flight + admitted.num_bytes > bounds.max_bytes_in_flight:
             raise QueueFullError(f"request {request_id}: it needs {admitted.num_bytes:,} bytes for its tensors and the "
                                  f"logits it asks for, and {self._bytes_in_flight:,} are in use",

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -214,7 +215,8 @@ def test_c19_a_worker_that_hangs_is_reported_once_with_all_stacks_and_not_killed
     assert not manager.health()["is_hanging"]
 
 
-def test_c22_an_idle_worker_picks_a_request_up_by_itself_and_at_once_after_notify(make_manager, new_client, new_request):
+def test_c22_an_idle_worker_picks_a_request_up_by_itself_and_at_once_after_notify(
+        make_manager, new_client, new_request):
     client = new_client()
     manager = make_manager(client, idle_poll_interval_s=0.004)
     time.sleep(0.02)
@@ -237,10 +239,10 @@ def test_c22_an_idle_worker_picks_a_request_up_by_itself_and_at_once_after_notif
 def test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core(make_manager, new_client):
     manager = make_manager(new_client())
     time.sleep(0.1)
-    thread_time = f"/proc/self/task/{manager._worker.native_id}/stat"
+    stat = Path(f"/proc/self/task/{manager._worker.native_id}/stat")
 
     def cpu_seconds():
-        fields = open(thread_time).read().rsplit(")", 1)[1].split()
+        fields = stat.read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     # The best of a few windows: the cost of a wake-up rises while other work has the cores.

@@ -1,0 +1,77 @@
+"""Checkpoints saved by transformers with random weights, and what transformers itself generates from them."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 211
+COMMON = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.15, bos_token_id=None,
+              eos_token_id=None, pad_token_id=None)
+
+
+def _config(family: str):
+    if family == "llama":
+        return transformers.LlamaConfig(**COMMON, tie_word_embeddings=False)
+    if family == "llama-yarn-bias":
+        return transformers.LlamaConfig(
+            **{**COMMON, "num_key_value_heads": 4}, head_dim=32, attention_bias=True, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                             "original_max_position_embeddings": 128})
+    if family == "mistral-window":
+        return transformers.MistralConfig(**COMMON, sliding_window=48)
+    if family == "qwen2":
+        return transformers.Qwen2Config(**COMMON, tie_word_embeddings=True)
+    if family == "qwen3":
+        return transformers.Qwen3Config(**COMMON, head_dim=32)
+    if family == "gpt2":
+        return transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
+                                       initializer_range=0.15, bos_token_id=None, eos_token_id=None)
+    raise KeyError(family)
+
+
+FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2"]
+
+
+class Reference:
+    """A checkpoint folder and the model transformers makes of it, fp32 on the CPU."""
+
+    def __init__(self, family: str, folder) -> None:
+        torch.manual_seed(sum(map(ord, family)))
+        config = _config(family)
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        self.model.save_pretrained(folder)
+        self.folder, self.vocab_size = folder, VOCAB
+        assert json.loads((folder / "config.json").read_text())["architectures"]
+        self._known: dict[tuple, list[int]] = {}
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """What generating alone gives: the model's own cache, one request, argmax."""
+        key = (tuple(prompt), count)
+        if key not in self._known:
+            with torch.inference_mode():
+                ids, cache, tokens = torch.tensor([prompt]), None, []
+                for _ in range(count):
+                    output = self.model(ids, past_key_values=cache, use_cache=True)
+                    cache = output.past_key_values
+                    tokens.append(int(output.logits[0, -1].argmax()))
+                    ids = torch.tensor([[tokens[-1]]])
+            self._known[key] = tokens
+        return self._known[key]
+
+    def logits(self, tokens: list[int]):
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens])).logits[0].numpy()
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def reference(request, tmp_path_factory):
+    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session")
+def llama_reference(tmp_path_factory):
+    return Reference("llama", tmp_path_factory.mktemp("llama-alone"))

@@ -1,0 +1,117 @@
+"""Through the callbacks, on checkpoints saved by transformers: the same greedy tokens, whatever the batch does."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
+
+MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
+FUSED, SPLIT = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching
+
+
+def prompts_of(vocab_size: int, lengths: list[int], seed: int = 0) -> dict[int, list[int]]:
+    draw = random.Random(seed)
+    return {i: [draw.randrange(vocab_size) for _ in range(length)] for i, length in enumerate(lengths)}
+
+
+def around(tokens_per_block: int) -> list[int]:
+    """Every length around the multiples of a block, up to 300, and both ends."""
+    multiples = range(tokens_per_block, 300, tokens_per_block)
+    return sorted({1, 2, 300, *(m + d for m in multiples for d in (-1, 0, 1))})
+
+
+def staggered(client, items: list, draw: random.Random) -> None:
+    """Hand the items over a few at a time, with empty answers in between."""
+    def get(max_num_requests: int) -> list:
+        count = min(max_num_requests, draw.choice([0, 0, 1, 2, 5]))
+        given, items[:count] = items[:count], []
+        return given
+
+    client.get = get
+
+
+def run(make_manager, new_client, new_request, reference, prompts, count, *, seed=0, streaming_every=3, **options):
+    client = new_client()
+    items = [new_request(i, prompt, count(i), streaming=i % streaming_every == 0)
+             for i, prompt in prompts.items()]
+    staggered(client, items, random.Random(seed))
+    manager = make_manager(client, model_path=reference.folder, num_threads=1, **options)
+    client.wait_for_finals(*prompts)
+    assert manager.shutdown()
+    for i, prompt in prompts.items():
+        final = client.final(i)
+        assert final.error == ""
+        got = client.streamed(i) if i % streaming_every == 0 else final.tokens()[len(prompt):]
+        assert got == reference.greedy(prompt, count(i)), f"prompt of {len(prompt)} tokens"
+    return [json.loads(record) for record in client.stats]
+
+
+@pytest.mark.parametrize(("policy", "model_type", "chunked", "tokens_per_block"), [
+    (MAX, FUSED, False, 16), (GUARANTEED, FUSED, True, 16), (MAX, SPLIT, True, 32), (GUARANTEED, SPLIT, False, 64)])
+def test_every_prompt_length_around_a_block_in_a_staggered_batch(
+        make_manager, new_client, new_request, reference, policy, model_type, chunked, tokens_per_block):
+    prompts = prompts_of(reference.vocab_size, around(tokens_per_block))
+    run(make_manager, new_client, new_request, reference, prompts, lambda i: 6 + i % 3, policy=policy,
+        model_type=model_type, enable_chunked_context=chunked, max_num_tokens=128 if chunked else 512, max_batch_size=32,
+        kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=32 * 320))
+
+
+@pytest.mark.parametrize("model_type", [FUSED, SPLIT])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_pool_so_small_that_requests_are_paused_again_and_again(
+        make_manager, new_client, new_request, reference, model_type, chunked):
+    prompts = prompts_of(reference.vocab_size, [5, 17, 30, 16, 40, 15, 1, 33], seed=1)
+    records = run(make_manager, new_client, new_request, reference, prompts, lambda i: 40, policy=MAX,
+                  model_type=model_type, enable_chunked_context=chunked, max_num_tokens=64, max_batch_size=8,
+                  kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=7 * 16))
+    assert sum(record["Paused Requests"] for record in records) >= 2 * len(prompts)
+    assert records[-1]["Max KV cache blocks"] == 7
+
+
+@pytest.mark.parametrize("batch", [1, 2, 32])
+def test_batches_of_any_size(make_manager, new_client, new_request, llama_reference, batch):
+    prompts = prompts_of(llama_reference.vocab_size, [(7 * i) % 90 + 1 for i in range(40)], seed=2)
+    run(make_manager, new_client, new_request, llama_reference, prompts, lambda i: 3 + i % 9, max_batch_size=batch,
+        kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=32 * 128))
+
+
+def test_logits_equal_those_of_transformers(make_manager, new_client, new_request, reference):
+    prompts = prompts_of(reference.vocab_size, [1, 15, 33, 64, 130], seed=3)
+    client = new_client()
+    client.pending = [new_request(i, prompt, 5, return_context_logits=True, return_generation_logits=True,
+                                  return_log_probs=True) for i, prompt in prompts.items()]
+    make_manager(client, model_path=reference.folder, enable_chunked_context=True, max_num_tokens=48, num_threads=1,
+                 kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=12 * 16), policy=MAX)
+    client.wait_for_finals(*prompts)
+    for i, prompt in prompts.items():
+        tensors = client.final(i).tensors
+        everything = client.final(i).tokens()
+        expected = reference.logits(everything)
+        np.testing.assert_allclose(tensors["context_logits"][0], expected[:len(prompt)], atol=1e-4, rtol=0)
+        generation = expected[len(prompt) - 1:-1]
+        np.testing.assert_allclose(tensors["generation_logits"][0, 0], generation, atol=1e-4, rtol=0)
+        log_probs = generation - np.log(np.exp(generation.astype(np.float64)).sum(axis=1, keepdims=True))
+        chosen = log_probs[np.arange(5), everything[len(prompt):]]
+        np.testing.assert_allclose(tensors["output_log_probs"][0, 0], chosen, atol=1e-4, rtol=0)
+
+
+def test_samples_depend_on_the_request_and_its_seed_only(make_manager, new_client, new_request, llama_reference):
+    prompts = prompts_of(llama_reference.vocab_size, [3, 20, 33, 47, 8, 60], seed=4)
+
+    def sampled(**options):
+        client = new_client()
+        client.pending = [new_request(i, prompt, 25, temperature=0.8, runtime_top_k=20, runtime_top_p=0.9,
+                                      random_seed=1000 + i) for i, prompt in prompts.items()]
+        make_manager(client, model_path=llama_reference.folder, num_threads=1, **options)
+        client.wait_for_finals(*prompts)
+        return [client.final(i).tokens() for i in prompts]
+
+    block = {"tokens_per_block": 16}
+    alone = sampled(max_batch_size=1, kv_cache_config=KvCacheConfig(**block, max_tokens=128))
+    assert alone == sampled(max_batch_size=8, kv_cache_config=KvCacheConfig(**block, max_tokens=4096))
+    assert alone == sampled(max_batch_size=8, kv_cache_config=KvCacheConfig(**block, max_tokens=7 * 16),
+                            enable_chunked_context=True, max_num_tokens=32)
+    assert len({tuple(tokens) for tokens in alone}) == len(prompts)
