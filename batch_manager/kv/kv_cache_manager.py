@@ -219,11 +219,16 @@ class KvCacheManager:
 
     def _make_rows(self, requests: Sequence[LlmRequest], num_blocks: int) -> None:
         """Rows for new sequences, with columns for `num_blocks` blocks and one more."""
+        taken = set()
         for request in requests:
-            if request.seq_slot < 0:
+            slot = request.seq_slot
+            if slot < 0:
                 raise InternalError(f"{request} has no slot")
-            if request.seq_slot < len(self._owners) and self._owners[request.seq_slot] is not None:
-                raise InternalError(f"{request} starts in slot {request.seq_slot}, which is taken")
+            if slot in taken or (slot < len(self._owners) and self._owners[slot] is not None):
+                raise InternalError(f"{request} starts in slot {slot}, which is taken")
+            if request.beam_width != 1:
+                raise InternalError(f"{request} has beam width {request.beam_width}", "the block tables hold one beam")
+            taken.add(slot)
         rows = max((request.seq_slot + 1 for request in requests), default=0)
         if rows > len(self._owners):
             more = max(rows, 2 * len(self._owners)) - len(self._owners)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from itertools import chain
+from numbers import Integral
 
 from ..config import Limits
 from ..errors import SchedulerContractError
@@ -23,14 +24,19 @@ def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: Reques
 def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_request_ids: Collection[int],
                 kv_cache_manager: KvCacheManager, limits: Limits) -> str | None:
     """The first rule the plan breaks, in words; None when it keeps them all."""
+    if not isinstance(plan, SchedulerOutput):
+        return f"schedule_request returned a {type(plan).__name__}, not a SchedulerOutput"
     contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
-    named = [*contexts, *generation, *paused]
-    distinct = set(named)
+    try:
+        named = [*contexts, *generation, *paused]
+        distinct = set(named)
+    except TypeError:
+        return "the plan names something that is no request"
     if len(distinct) != len(named):
         return _repetition(plan)
     if not distinct <= set(active_requests):
-        stranger = next(request for request in named if request not in set(active_requests))
-        return f"{stranger} is not active"
+        stranger = next(request for request in named if request not in active_requests)
+        return f"{stranger!r} is not active"
     if inflight_request_ids:
         for request in named:
             if request.request_id in inflight_request_ids:
@@ -88,8 +94,8 @@ def _broken_chunk_rule(plan: SchedulerOutput, limits: Limits) -> str | None:
     if plan.chunk_sizes is not None and len(plan.chunk_sizes) != len(plan.context_requests):
         return f"{len(plan.chunk_sizes)} chunk sizes for {len(plan.context_requests)} context requests"
     for request, chunk in zip(plan.context_requests, _chunk_sizes(plan), strict=True):
-        if not 0 < chunk <= request.remaining_context:
-            return f"a chunk of {chunk} tokens for {request}, which has {request.remaining_context} left"
+        if isinstance(chunk, bool) or not isinstance(chunk, Integral) or not 0 < chunk <= request.remaining_context:
+            return f"a chunk of {chunk!r} tokens for {request}, which has {request.remaining_context} left"
         if chunk < request.remaining_context and chunk % limits.tokens_per_block:
             return (f"a chunk of {chunk} tokens for {request}: it is not the last, so it must be a multiple of "
                     f"tokens_per_block ({limits.tokens_per_block})")

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from batch_manager.errors import InternalError
-from batch_manager.kv.audit import audit
+from batch_manager.kv.audit import audit, check_totals
 from batch_manager.kv.block_pool import OutOfBlocksError
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.kv.ledger import KvLedger
+from batch_manager.loop.active_requests import ActiveRequests
 from batch_manager.names import LlmRequestState
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.scheduling.capacity import (
@@ -72,17 +73,10 @@ def update_request(request: LlmRequest, record: dict) -> None:
     request.max_new_tokens, request.draft_len = record["max_new_tokens"], record.get("draft_len", 0)
 
 
-def insert(active: list[LlmRequest], request: LlmRequest, order: str = "priority") -> None:
-    place = len(active)
-    while order == "priority" and place and active[place - 1].priority < request.priority:
-        place -= 1
-    active.insert(place, request)
-
-
 def request_order(requests: list[dict]) -> dict:
-    active: list[LlmRequest] = []
+    active = ActiveRequests()
     for record in requests:
-        insert(active, make_request(record))
+        active.add(make_request(record))
     return {"order": [request.request_id for request in active]}
 
 
@@ -204,7 +198,7 @@ class Engine:
     config: dict
     kv: KvCacheManager | None
     chunk_of: dict[int, int] = field(default_factory=dict)
-    active: list[LlmRequest] = field(default_factory=list)
+    active: ActiveRequests = field(default_factory=ActiveRequests)
 
     def __post_init__(self) -> None:
         micro_batch = self.config.get("micro_batch")
@@ -225,16 +219,18 @@ def submit(engine: Engine, record: dict) -> None:
         missing("beams in the block tables")
     if "context_chunk" in record:
         engine.chunk_of[request.request_id] = record["context_chunk"]
-    insert(engine.active, request, engine.config.get("insert_order", "append"))
+    if engine.config.get("insert_order", "append") == "append":
+        request.priority = 0.5
+    engine.active.add(request)
 
 
 def has_work(engine: Engine) -> bool:
-    return bool(engine.active)
+    return len(engine.active) > 0
 
 
 def step(engine: Engine) -> dict:
     kv, active = engine.kv, [request.request_id for request in engine.active]
-    plan = engine.scheduler.schedule_request(engine.active, frozenset())
+    plan = engine.scheduler.schedule_request(engine.active.in_order(), frozenset())
 
     for request in plan.paused_requests:
         kv.release(request)
@@ -264,7 +260,9 @@ def step(engine: Engine) -> dict:
             kv.release(request)
         engine.active.remove(request)
     if kv is not None:
-        audit(kv)
+        check_totals(kv)
+        if not engine.active:
+            audit(kv)
     return {
         "active": active,
         "ctx": context_rows,

@@ -1,0 +1,67 @@
+"""Books that do not agree are found, whichever of them is wrong."""
+
+import pytest
+
+from batch_manager.errors import InternalError
+from batch_manager.kv.audit import audit, check_totals
+from batch_manager.kv.kv_cache_manager import KvCacheManager
+
+
+def change_owner(kv):
+    kv._owners[0] = None
+
+
+def move_to_another_slot(kv):
+    kv._owners[0].seq_slot = 9
+
+
+def one_block_in_two_tables(kv):
+    kv._tables[1, 0] = kv._tables[0, 0]
+
+
+def a_block_that_does_not_exist(kv):
+    kv._tables[1, 0] = 77
+
+
+def a_length_without_its_block(kv):
+    kv._kv_lengths[0] += 4
+
+
+def a_promise_that_was_not_made(kv):
+    kv._last_blocks[0] += 1
+
+
+def a_block_free_and_owned(kv):
+    kv.pool._free[kv.block_ids(kv._owners[0])[0]] = None
+
+
+def a_block_nowhere(kv):
+    kv.pool._free.popitem()
+
+
+def a_free_block_that_does_not_exist(kv):
+    kv.pool._free[77] = None
+
+
+DAMAGES = [change_owner, move_to_another_slot, one_block_in_two_tables, a_block_that_does_not_exist,
+           a_length_without_its_block, a_promise_that_was_not_made, a_block_free_and_owned, a_block_nowhere,
+           a_free_block_that_does_not_exist]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_audit_finds(damage, make_request):
+    kv = KvCacheManager(10, 4, 100)
+    kv.claim([make_request(0, 9), make_request(1, 4)], [])
+    audit(kv)
+    damage(kv)
+    with pytest.raises(InternalError, match="the KV cache's books do not agree"):
+        audit(kv)
+
+
+def test_the_cheap_check_finds_a_block_that_is_gone(make_request):
+    kv = KvCacheManager(10, 4, 100)
+    kv.claim([make_request(0, 9)], [])
+    check_totals(kv)
+    a_block_nowhere(kv)
+    with pytest.raises(InternalError, match="6 blocks are free and 3 are held; 10 in all"):
+        check_totals(kv)

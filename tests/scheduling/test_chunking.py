@@ -1,0 +1,52 @@
+"""How a budget is divided among prompts: facts that hold for all lengths."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batch_manager.scheduling.chunking import drafts_kept, equal_progress, first_come_first_served, force_chunk
+
+DIVISIONS = [first_come_first_served, equal_progress, force_chunk]
+remaining_lengths = st.lists(st.integers(1, 60), max_size=8)
+units = st.integers(1, 9)
+bounds = st.none() | st.integers(0, 100)
+longest = st.none() | st.integers(9, 40)
+
+
+@pytest.mark.parametrize("divide", DIVISIONS)
+@given(remaining=remaining_lengths, unit=units, capacity=bounds, max_context_length=longest)
+def test_chunks_keep_every_bound_and_end_on_a_block_or_with_the_prompt(divide, remaining, unit, capacity,
+                                                                     max_context_length):
+    chunks = divide(remaining, unit, capacity, max_context_length)
+    assert capacity is None or sum(chunks) <= capacity
+    assert max_context_length is None or max(chunks, default=0) <= max_context_length
+    for chunk, wanted in zip(chunks, remaining, strict=True):
+        assert 0 <= chunk <= wanted
+        assert chunk == wanted or chunk % unit == 0
+
+
+@pytest.mark.parametrize("divide", DIVISIONS)
+@given(remaining=remaining_lengths.filter(bool), unit=units, spare=st.integers(0, 20))
+def test_with_room_for_a_block_the_first_in_line_gets_one(divide, remaining, unit, spare):
+    assert divide(remaining, unit, unit + spare, None)[0] > 0
+
+
+@given(remaining=remaining_lengths, unit=units)
+def test_without_bounds_everybody_gets_everything(remaining, unit):
+    assert first_come_first_served(remaining, unit, None, None) == remaining
+    assert equal_progress(remaining, unit, None, None) == remaining
+
+
+@given(remaining=remaining_lengths, unit=units, capacity=bounds, max_context_length=longest, draft=st.integers(0, 12))
+def test_kept_drafts_stay_in_the_last_block_and_in_the_budget(remaining, unit, capacity, max_context_length, draft):
+    chunks = first_come_first_served(remaining, unit, capacity, max_context_length)
+    drafts = [draft] * len(chunks)
+    kept = drafts_kept(chunks, remaining, drafts, unit, capacity, max_context_length)
+    used = 0
+    for chunk, wanted, keep in zip(chunks, remaining, kept, strict=True):
+        last = chunk == wanted
+        assert keep <= draft
+        assert not last or keep <= -chunk % unit
+        assert not last or max_context_length is None or chunk + keep <= max_context_length
+        used += chunk + (keep if last else 0)
+    assert capacity is None or used <= capacity
