@@ -1,0 +1,385 @@
+"""The shape of the package, kept by reading its source: floors, and who may name what."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
+
+GROUND = ["errors", "names", "config", "handover", "seams"]
+HOST = ["requests", "kv", "scheduling", "stats", "loop"]
+DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "runtime"]
+
+# folder, or file at the top of the package -> what it may import from the package. Its own folder goes without saying.
+FLOORS: dict[str, list[str]] = {
+    "_version": [],
+    "names": [],
+    "errors": ["names"],
+    "clock": [],
+    "handover": ["errors", "names"],
+    "seams": ["errors", "names", "handover"],
+    "config": ["errors", "names", "handover", "seams"],
+
+    "requests": GROUND,
+    "kv": [*GROUND, "requests"],
+    "scheduling": [*GROUND, "requests", "kv"],
+    "stats": [*GROUND, "requests", "kv", "scheduling"],
+    "loop": [*GROUND, "requests", "kv", "scheduling", "stats"],
+
+    "triton_kernels": [],
+    "parallel": GROUND,
+    "weights": GROUND,
+    "layers": [*GROUND, "triton_kernels", "parallel", "weights"],
+    "attention": [*GROUND, "triton_kernels", "parallel", "weights"],
+    "models": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention"],
+    "decoding": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention"],
+    "runtime": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention", "models", "decoding"],
+
+    "build": ["clock", *GROUND, *HOST, *DEVICE, "triton_kernels"],
+    "gpt_manager": ["clock", *GROUND, *HOST, "build"],
+    "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager"],
+    "__init__": ["_version", *GROUND, *HOST, "models", "gpt_manager"],
+}
+
+# What comes from outside, apart from the standard library.
+OUTSIDE: dict[str, set[str]] = {
+    **dict.fromkeys(["_version", "names", "errors", "clock", "__init__", "gpt_manager"], set()),
+    **dict.fromkeys(["config", "handover", "seams", *HOST], {"numpy"}),
+    "stats": {"numpy", "orjson"},
+    "triton_kernels": {"torch", "triton"},
+    **dict.fromkeys(DEVICE, {"numpy", "torch"}),
+    "weights": {"numpy", "torch", "safetensors"},
+    "build": {"torch"},
+    "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers"},
+}
+
+# Code that a hostile input could reach must not be able to load or start other code. (file, name) -> why it may.
+CODE_LOADERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "subprocess", "socket",
+                "socketserver", "ssl", "http", "urllib", "ftplib", "smtplib", "xmlrpc", "asyncio", "importlib", "imp",
+                "runpy", "code", "codeop", "pty", "ctypes", "cffi", "multiprocessing"}
+CODE_LOADING_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
+CODE_LOADING_ATTRIBUTES = {("torch", "load"), ("torch", "hub"), ("torch", "jit"), ("torch", "package"),
+                           ("os", "system"), ("os", "popen"), ("os", "execv"), ("os", "execvp"), ("os", "spawnv"),
+                           ("os", "fork"), ("os", "posix_spawn"), ("numpy", "load"), ("np", "load"), ("yaml", "load")}
+ALLOWED_LOADERS = {
+    ("batch_manager/__init__.py", "importlib"): "public names are served lazily, from a table in the file",
+    ("batch_manager/models/registry.py", "importlib"): "model families are imported when wanted, from a table there",
+    ("triton_kernels/dispatch.py", "importlib"): "a kernel or its oracle, from a table in the file",
+}
+
+ALLOWED_ENVIRONMENT = {
+    "triton_kernels/dispatch.py": "TRITON_INTERPRET is Triton's own switch",
+}
+
+BANNED_IN_THE_LOOP = ["lora", "grammar", "beam", "draft", "penalty", "prefix", "logit", "attention"]
+FOREIGN_WORDS = {"scheduling": "tensor", "kv": "logit", "runtime": "request"}
+
+
+# ---------------------------------------------------------------------- reading the source
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: `module` absolute, `name` the name taken from it if any."""
+
+    line: int
+    module: str
+    name: str | None
+    for_types_only: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file. `module` is the name it is installed under, `floor` the key of FLOORS it stands on."""
+
+    path: Path
+    module: str
+    floor: str
+    tree: ast.Module
+
+    @property
+    def where(self) -> str:
+        return self.path.relative_to(REPOSITORY).as_posix()
+
+    def walk(self) -> Iterator[ast.AST]:
+        return ast.walk(self.tree)
+
+    def imports(self) -> Iterator[Import]:
+        typing_only = {id(inner) for node in self.walk() if isinstance(node, ast.If)
+                       and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+                       for statement in node.body for inner in ast.walk(statement)}
+        package = self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
+        for node in self.walk():
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(node.lineno, alias.name, None, id(node) in typing_only)
+            elif isinstance(node, ast.ImportFrom):
+                base = package.split(".")
+                base = base[: len(base) - node.level + 1] if node.level else []
+                module = ".".join([*base, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    yield Import(node.lineno, module, alias.name, id(node) in typing_only)
+
+
+def read(root: Path, name: str) -> list[Source]:
+    sources = []
+    for path in sorted(root.rglob("*.py")):
+        parts = [name, *path.relative_to(root).with_suffix("").parts]
+        if parts[-1] == "__init__" and len(parts) > 2:
+            parts.pop()
+        module = ".".join(parts).removesuffix(".__init__")
+        floor = "triton_kernels" if root == KERNELS else parts[1]
+        sources.append(Source(path, module, floor, ast.parse(path.read_text(encoding="utf-8"), str(path))))
+    return sources
+
+
+SOURCES = read(PACKAGE, "batch_manager") + read(KERNELS, "batch_manager.triton_kernels")
+MODULES = {source.module for source in SOURCES}
+CORE = [source for source in SOURCES if source.floor != "tools"]
+
+
+def targets(source: Source, imported: Import) -> str | None:
+    """The module of the package that an import reaches, or None for one from outside."""
+    if imported.module.split(".")[0] != "batch_manager":
+        return None
+    submodule = f"{imported.module}.{imported.name}"
+    return submodule if submodule in MODULES else imported.module
+
+
+def floor_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def root_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def report(findings: list[str]) -> str:
+    return "\n" + "\n".join(findings)
+
+
+# ---------------------------------------------------------------------- floors
+
+
+def test_every_file_and_folder_of_the_package_stands_on_a_floor():
+    homeless = [f"{source.where}: '{source.floor}' is on no floor; decide what it may import and add it to FLOORS"
+                for source in SOURCES if source.floor not in FLOORS]
+    assert not homeless, report(homeless)
+    assert set(OUTSIDE) == set(FLOORS)
+
+
+def test_imports_point_down():
+    wrong = []
+    for source in SOURCES:
+        for imported in source.imports():
+            target = targets(source, imported)
+            if target is None or floor_of(target) == source.floor:
+                continue
+            if floor_of(target) not in FLOORS.get(source.floor, []):
+                wrong.append(f"{source.where}:{imported.line} imports {target}; '{floor_of(target)}' does not stand "
+                             f"below '{source.floor}'")
+    assert not wrong, report(wrong)
+
+
+def test_no_two_files_import_each_other_in_a_circle():
+    below = {source.module: {target for imported in source.imports() if not imported.for_types_only
+                             and (target := targets(source, imported)) in MODULES and target != source.module}
+             for source in SOURCES}
+    done: set[str] = set()
+
+    def circle(module: str, path: list[str]) -> list[str] | None:
+        if module in path:
+            return [*path[path.index(module):], module]
+        if module in done:
+            return None
+        found = next((c for target in sorted(below[module]) if (c := circle(target, [*path, module]))), None)
+        done.add(module)
+        return found
+
+    for module in sorted(below):
+        found = circle(module, [])
+        assert not found, " -> ".join(found)
+
+
+def test_each_floor_takes_from_outside_only_what_it_may():
+    wrong = [f"{source.where}:{imported.line} imports {imported.module}; '{source.floor}' may import "
+             f"{', '.join(sorted(OUTSIDE[source.floor])) or 'the standard library only'}"
+             for source in SOURCES if source.floor in OUTSIDE
+             for imported in source.imports()
+             if targets(source, imported) is None and root_of(imported.module) not in sys.stdlib_module_names
+             and root_of(imported.module) not in OUTSIDE[source.floor]]
+    assert not wrong, report(wrong)
+
+
+def test_nobody_inside_uses_the_front_door():
+    wrong = [f"{source.where}:{imported.line} imports {imported.name or 'batch_manager'} from batch_manager itself; "
+             "import it from the file that defines it"
+             for source in SOURCES for imported in source.imports()
+             if targets(source, imported) == "batch_manager"]
+    assert not wrong, report(wrong)
+
+
+def test_inside_the_package_imports_are_relative():
+    wrong = [f"{source.where}:{node.lineno} writes batch_manager out" for source in SOURCES for node in source.walk()
+             if isinstance(node, ast.ImportFrom) and not node.level and root_of(node.module or "") == "batch_manager"
+             or isinstance(node, ast.Import) and any(root_of(alias.name) == "batch_manager" for alias in node.names)]
+    assert not wrong, report(wrong)
+
+
+def test_the_kernels_know_nothing_of_the_package_around_them():
+    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in SOURCES
+             if source.floor == "triton_kernels" for imported in source.imports()
+             if root_of(imported.module) == "batch_manager"
+             and not f"{imported.module}.".startswith("batch_manager.triton_kernels.")]
+    assert not wrong, report(wrong)
+
+
+def test_triton_is_imported_by_kernel_files_alone():
+    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in SOURCES
+             for imported in source.imports() if root_of(imported.module) == "triton"
+             and (source.floor != "triton_kernels" or "/reference/" in source.where
+                  or source.path.name in ("__init__.py", "dispatch.py"))]
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("modules", [
+    ["batch_manager.loop.generation_loop"],
+    ["batch_manager.requests.admission", "batch_manager.requests.response"],
+    ["batch_manager.kv.kv_cache_manager"],
+    ["batch_manager.scheduling.policies"],
+    ["batch_manager.runtime.scripted_backend"],
+    ["batch_manager.gpt_manager", "batch_manager.build"],
+    ["batch_manager"],
+], ids=lambda modules: modules[0])
+def test_the_host_side_is_imported_without_torch(modules):
+    code = (f"import sys\nimport {', '.join(modules)}\n"
+            "print(*sorted({'torch', 'triton', 'transformers', 'safetensors'} & set(sys.modules)))")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
+
+
+# ---------------------------------------------------------------------- who may name what
+
+
+def test_threads_are_the_business_of_gpt_manager_alone():
+    threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
+    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in CORE
+             for imported in source.imports()
+             if root_of(imported.module) in threads and source.where != "batch_manager/gpt_manager.py"]
+    assert not wrong, report(wrong)
+
+
+def test_torch_cuda_is_named_by_the_device_file_alone():
+    allowed = {"batch_manager/runtime/device.py", "triton_kernels/device_limits.py"}
+    wrong = []
+    for source in SOURCES:
+        named = [node.lineno for node in source.walk() if isinstance(node, ast.Attribute)
+                 and ast.unparse(node) == "torch.cuda"]
+        named += [i.line for i in source.imports()
+                  if f"{i.module}.{i.name}".startswith(("torch.cuda.", "torch.cuda")) or i.module == "torch.cuda"]
+        if source.where not in allowed:
+            wrong += [f"{source.where}:{line} names torch.cuda" for line in named]
+    assert not wrong, report(wrong)
+
+
+def test_no_exception_is_caught_without_being_named():
+    wrong = [f"{source.where}:{node.lineno} has a bare except" for source in SOURCES for node in source.walk()
+             if isinstance(node, ast.ExceptHandler) and node.type is None]
+    assert not wrong, report(wrong)
+
+
+def test_the_core_neither_loads_code_nor_starts_programs_nor_opens_connections():
+    wrong = []
+    for source in CORE:
+        for imported in source.imports():
+            root = root_of(imported.module)
+            if root in CODE_LOADERS and (source.where, root) not in ALLOWED_LOADERS:
+                wrong.append(f"{source.where}:{imported.line} imports {imported.module}")
+        for node in source.walk():
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CODE_LOADING_CALLS:
+                wrong.append(f"{source.where}:{node.lineno} calls {node.func.id}()")
+            if (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+                    and (node.value.id, node.attr) in CODE_LOADING_ATTRIBUTES):
+                wrong.append(f"{source.where}:{node.lineno} uses {node.value.id}.{node.attr}")
+            if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle", "shell"):
+                wrong.append(f"{source.where}:{node.value.lineno} passes {node.arg}")
+    assert not wrong, report(wrong)
+
+
+def test_every_exception_to_that_is_still_needed():
+    used = {(source.where, root_of(imported.module)) for source in CORE for imported in source.imports()}
+    assert set(ALLOWED_LOADERS) <= used
+
+
+def test_no_environment_variable_is_read_but_the_listed_ones():
+    wrong = [f"{source.where}:{node.lineno} reads the environment" for source in CORE for node in source.walk()
+             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb")
+             and source.where not in ALLOWED_ENVIRONMENT]
+    assert not wrong, report(wrong)
+
+
+def test_nothing_is_printed_outside_the_tools():
+    wrong = [f"{source.where}:{node.lineno} writes to the terminal; use logging" for source in CORE
+             for node in source.walk()
+             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "input")
+             or isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr", "sys.stdin")]
+    assert not wrong, report(wrong)
+
+
+def test_the_loop_does_not_know_the_features_it_carries():
+    path = PACKAGE / "loop" / "generation_loop.py"
+    wrong = [f"{path.relative_to(REPOSITORY)}:{number} says {word}"
+             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+             for word in BANNED_IN_THE_LOOP if word in line.lower()]
+    assert not wrong, report(wrong)
+
+
+def test_a_folder_does_not_use_the_words_of_another():
+    wrong = []
+    for source in SOURCES:
+        word = FOREIGN_WORDS.get(source.floor)
+        for node in source.walk() if word else ():
+            name = (node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute)
+                    else node.arg if isinstance(node, ast.arg | ast.keyword)
+                    else node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else None)
+            if name and word in name.lower():
+                line = getattr(node, "lineno", None) or node.value.lineno
+                wrong.append(f"{source.where}:{line} says {name}; '{source.floor}' knows no {word}")
+    assert not wrong, report(wrong)
+
+
+def test_every_folder_says_what_it_owns_what_it_must_not_know_and_where_a_new_class_goes():
+    answers = {"what it owns": r"^Owns\b", "what it must not know": r"^(Not|Must not)\b",
+               "where a new one goes": r"^(Yours|A new)\b"}
+    wrong = []
+    for folder in sorted({source.path.parent for source in SOURCES} - {PACKAGE, KERNELS / "reference"}):
+        front, where = folder / "__init__.py", folder.relative_to(REPOSITORY)
+        text = ast.get_docstring(ast.parse(front.read_text(encoding="utf-8"))) or "" if front.exists() else ""
+        wrong += [f"{where}/__init__.py does not say {answer}" for answer, pattern in answers.items()
+                  if not re.search(pattern, text, re.M)]
+    assert not wrong, report(wrong)
+
+
+def test_every_file_begins_with_what_it_is_for():
+    wrong = [f"{source.where} has no docstring" for source in SOURCES
+             if not ast.get_docstring(source.tree) and source.floor != "_version"]
+    assert not wrong, report(wrong)
+
+
+# ---------------------------------------------------------------------- the README
+
+
+def test_the_readme_quotes_the_forty_line_example_as_it_is():
+    readme, example = REPOSITORY / "README.md", REPOSITORY / "examples" / "forty_lines.py"
+    if not readme.exists():
+        pytest.skip("there is no README.md yet")
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme.read_text(encoding="utf-8"), re.M | re.S)
+    assert example.read_text(encoding="utf-8") in blocks

@@ -1,0 +1,73 @@
+"""What an installation consists of."""
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NEEDED_SETUPTOOLS = 77
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of the checkout, built from a copy, so that no build folder is left behind."""
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("building a wheel takes pip, and this environment has none")
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "copy"
+    copy.mkdir()
+    for name in ("batch_manager", "triton_kernels"):
+        shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+        if (REPOSITORY / name).exists():
+            shutil.copy(REPOSITORY / name, copy / name)
+    (copy / "README.md").touch()
+
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-w", str(folder)]
+    isolated = installed_setuptools() < NEEDED_SETUPTOOLS       # then pip fetches one for the build
+    result = subprocess.run([*command, *([] if isolated else ["--no-build-isolation"]), str(copy)],
+                            capture_output=True, text=True, timeout=300)
+    nothing_fetched = r"(No matching distribution found for|Could not find a version .*) setuptools"
+    if isolated and re.search(nothing_fetched, result.stderr):
+        pytest.skip(f"building a wheel takes setuptools >= {NEEDED_SETUPTOOLS}; it is not installed and pip got none")
+    assert result.returncode == 0, result.stderr
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return archive.namelist()
+
+
+def installed_setuptools() -> int:
+    try:
+        return int(importlib.metadata.version("setuptools").split(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return 0
+
+
+def test_a_wheel_has_one_top_level_name(wheel):
+    assert {name.split("/")[0] for name in wheel if ".dist-info/" not in name} == {"batch_manager"}
+
+
+def test_a_wheel_holds_every_source_file_and_the_typing_marker(wheel):
+    sources = {f"batch_manager/{path.relative_to(REPOSITORY / 'batch_manager').as_posix()}"
+               for path in (REPOSITORY / "batch_manager").rglob("*.py")}
+    kernels = {f"batch_manager/{path.relative_to(REPOSITORY).as_posix()}"
+               for path in (REPOSITORY / "triton_kernels").rglob("*.py")}
+    held = {name for name in wheel if name.endswith(".py")}
+    assert held == sources | kernels
+    assert "batch_manager/triton_kernels/__init__.py" in held
+    assert "batch_manager/py.typed" in wheel
+
+
+def test_the_installation_in_use_has_one_top_level_name():
+    try:
+        names = importlib.metadata.distribution("batch-manager").read_text("top_level.txt")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is on the path without being installed")
+    assert names is None or names.split() == ["batch_manager"]
