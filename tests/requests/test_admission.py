@@ -367,6 +367,13 @@ def test_a_request_of_too_many_bytes_is_refused_before_values_are_looked_at(refu
     assert "max_request_bytes" in refusal(prompt_embedding_table=table, prompt_vocab_size=10**6)
 
 
+def test_bytes_are_those_of_all_tensors_together(admit, refusal):
+    tensors = {"input_ids": [1] * 20, "embedding_bias": [0.0] * VOCAB}
+    enough = 8 * (1 + 20 + VOCAB)
+    assert admit(limits={"max_request_bytes": enough}, **tensors).num_bytes == enough
+    assert "together they may have max_request_bytes" in refusal(limits={"max_request_bytes": enough - 1}, **tensors)
+
+
 def test_what_runs_is_a_copy(admit):
     for prompt in (np.array([1, 2, 3]), np.array([[1, 2, 3]], np.int32), [1, 2, 3]):
         admitted = admit(input_ids=prompt)
@@ -389,6 +396,18 @@ def test_the_values_that_are_checked_are_those_of_the_copy(admission_with, monke
     monkeypatch.setattr(admission, "_look", change_after_looking)
     with pytest.raises(InvalidRequestError, match="position 0"):
         admission.admit(request)
+
+
+def test_a_change_between_the_check_and_the_use_of_tokens_changes_nothing(admit, monkeypatch):
+    prompt, find = np.array([1, 2, 3]), np.flatnonzero
+
+    def change_after_checking(outside):
+        found = find(outside)
+        prompt[:] = -5
+        return found
+
+    monkeypatch.setattr(np, "flatnonzero", change_after_checking)
+    assert admit(input_ids=prompt).request.tokens == [[1, 2, 3]]
 
 
 def test_texts_hold_no_tokens(refusal):
