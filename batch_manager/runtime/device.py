@@ -1,0 +1,210 @@
+"""The device a step runs on: memory, uploads, waiting, what its errors mean. The only file that names torch.cuda."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, DeviceLostError
+
+UPLOAD_BUFFERS = 3                 # so that a buffer is not written while an earlier step's copy still reads it
+ALIGNMENT = 16                     # bytes; of each array within an upload
+
+_ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """ "cuda", "cuda:1" or "cpu"; None: a GPU where there is one. Raises ConfigError."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None')
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = 0 if device.index is None and count == 0 else device.index
+    if index is None:
+        index = torch.cuda.current_device()
+    if index >= count:
+        raise ConfigError(f"device is {name!r} and torch finds {count} GPUs", fix='use device="cpu", or install a '
+                          "driver and a build of torch that see the GPU")
+    return torch.device("cuda", index)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could still be allocated: what torch has cached but does not use counts as free."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _free_host_memory()
+
+
+def device_name(device: torch.device) -> str:
+    """For logs."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What torch holds on a GPU in this process, 0 for a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def release_memory(device: torch.device) -> None:
+    """Give what nobody uses any more back to the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def device_errors(device: torch.device) -> Iterator[None]:
+    """Errors of the device in the words of the rest of the package.
+
+    Raises   DeviceLostError where nothing can run on the device any more; MemoryError where a CPU ran out of memory.
+             Everything else, torch's out-of-memory errors of a GPU among it, passes through.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if device.type == "cuda" and not is_out_of_memory(error) and _is_lost(device, error):
+            raise DeviceLostError(f"{device} reports {first_line(error)}", "its context cannot be used again",
+                                  "restart the process") from error
+        if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise MemoryError(first_line(error)) from error
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short, on a GPU or on the host; the device can be used on."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"))
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+class Uploads:
+    """Brings the arrays of a step to the device, in one copy that the host does not wait for.
+
+    pinned_bytes   host memory held for it; on a CPU there is none, the tensors are the arrays
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[tuple[torch.Tensor, torch.cuda.Event] | None] = [None] * UPLOAD_BUFFERS
+        self._next = 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(buffer[0].nbytes for buffer in self._buffers if buffer is not None)
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """The arrays as tensors on the device. On a CPU they share the arrays' memory."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+
+        starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+        buffer, copied = self._free_buffer(starts[-1])
+        staging = buffer.numpy()
+        for array, start in zip(arrays, starts):
+            staging[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        there = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        there.copy_(buffer[: starts[-1]], non_blocking=True)
+        copied.record(torch.cuda.current_stream(self._device))
+        return [there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+                for array, start in zip(arrays, starts)]
+
+    def _free_buffer(self, num_bytes: int):
+        index, self._next = self._next, (self._next + 1) % UPLOAD_BUFFERS
+        held = self._buffers[index]
+        if held is not None:
+            held[1].synchronize()
+            if held[0].nbytes >= num_bytes:
+                return held
+        size = max(1 << 16, 2 * num_bytes)
+        self._buffers[index] = (torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+        return self._buffers[index]
+
+
+class Readback:
+    """Tensors on their way from the device to the host."""
+
+    def __init__(self, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cpu":
+            self._host = tensors
+            return
+        self._host = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                      for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self._host[name].copy_(tensor, non_blocking=True)
+        # "blocking": the waiting thread sleeps instead of spinning; torch releases the GIL around the wait.
+        self._done = torch.cuda.Event(blocking=True)
+        self._done.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """The arrays, once the device has produced them. Other Python threads run meanwhile."""
+        if self._done is not None:
+            self._done.synchronize()
+        return {name: tensor.numpy() for name, tensor in self._host.items()}
+
+
+@contextlib.contextmanager
+def compute_threads(device: torch.device, count: int | None) -> Iterator[None]:
+    """Run a CPU step on `count` threads and leave the process's setting as it was. None: as it is.
+
+    torch's setting belongs to the whole process: while a step runs, other threads that compute with torch see it too.
+    """
+    before = torch.get_num_threads()
+    if count is None or count == before or device.type != "cpu":
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _is_lost(device: torch.device, error: RuntimeError) -> bool:
+    if isinstance(error, _ACCELERATOR_ERROR):
+        return True
+    if "CUDA" not in str(error) and "HIP" not in str(error):
+        return False
+    try:
+        torch.cuda.synchronize(device)              # a lost context fails at everything, this included
+    except RuntimeError:
+        return True
+    return False
+
+
+def _free_host_memory() -> int:
+    """MemAvailable, or what a control group leaves where that is less."""
+    free = _meminfo_available()
+    if free is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        return max(0, min(free, limit - int((group / "memory.current").read_text())))
+    except (OSError, ValueError):                   # no control group, or no limit in it
+        return free
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

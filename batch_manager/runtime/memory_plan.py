@@ -1,0 +1,73 @@
+"""From bytes to KV cache blocks, and why that many.
+
+    asked for by max_tokens     ceil(max_tokens / tokens_per_block) blocks; refused when they do not fit into the share
+    else, the smallest of
+        the share               free_gpu_memory_fraction of what is free after the weights and one step's buffers
+        on a CPU, 2 GiB         so that embedding the engine does not take a machine's memory unasked
+        all there is to hold    max_num_sequences sequences of max_seq_len tokens; no such bound when unbounded
+"""
+
+from dataclasses import dataclass
+
+from ..config import KvCacheConfig
+from ..errors import InsufficientMemoryError
+
+DEFAULT_CPU_POOL_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """num_blocks blocks of block_bytes each; `reason` says in one line why that many."""
+
+    num_blocks: int
+    block_bytes: int
+    reason: str
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, step_bytes: int, on_gpu: bool,
+                max_seq_len: int, max_num_sequences: int | None) -> MemoryPlan:
+    """How many blocks the pool gets.
+
+    block_bytes         of one block over all layers
+    free_bytes          after the weights were loaded
+    step_bytes          set aside for the buffers of one step
+    max_num_sequences   None: unbounded
+    Raises InsufficientMemoryError.
+    """
+    size = config.tokens_per_block
+    share_bytes = max(0, int((free_bytes - step_bytes) * config.free_gpu_memory_fraction))
+    share = (f"{config.free_gpu_memory_fraction:g} of {_mib(max(0, free_bytes - step_bytes))} free "
+             f"{'GPU' if on_gpu else 'host'} memory")
+
+    if config.max_tokens is not None:
+        wanted, reason = -(-config.max_tokens // size), f"max_tokens {config.max_tokens:,}"
+    else:
+        candidates = [(share_bytes // block_bytes, share)]
+        if not on_gpu:
+            candidates.append((DEFAULT_CPU_POOL_BYTES // block_bytes,
+                               f"at most {_mib(DEFAULT_CPU_POOL_BYTES)} on a CPU unless max_tokens asks for more"))
+        if max_num_sequences is not None:
+            candidates.append((max_num_sequences * -(-max_seq_len // size),
+                               f"{max_num_sequences:,} sequences of {max_seq_len:,} tokens"))
+        wanted, reason = min(candidates, key=lambda candidate: candidate[0])
+        wanted = max(wanted, 1)
+
+    if wanted * block_bytes > share_bytes:
+        raise InsufficientMemoryError(
+            f"the KV cache needs {wanted:,} blocks of {size} tokens, {wanted * block_bytes:,} bytes; there are "
+            f"{share}, {share_bytes:,} bytes",
+            "the weights are loaded and one step's buffers are set aside",
+            "lower KvCacheConfig.max_tokens, raise KvCacheConfig.free_gpu_memory_fraction, or free memory"
+            if config.max_tokens is not None else
+            "free memory, raise KvCacheConfig.free_gpu_memory_fraction, or lower max_num_tokens or max_batch_size")
+    return MemoryPlan(wanted, block_bytes, (
+        f"KV cache of {wanted:,} blocks of {size} tokens, {wanted * size:,} tokens, {_mib(wanted * block_bytes)}: "
+        f"{reason}"))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,79 @@
+"""One packed call: arrays to the device, through the model, to the hidden states that are wanted."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..attention.interface import Attention, PackedStep
+from ..decoding.logits_return import context_logits
+from ..decoding.slots import DrawRows, SlotState
+from ..models.registry import Model
+from .device import Uploads
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """What one packed call yields.
+
+    hidden           [r, hidden size]: the last hidden states of the sequences that draw a token
+    rows             those sequences
+    context_finite   [context tokens] bool: whether the hidden state of each context token is finite; None: no contexts
+    context_logits   slot -> [chunk tokens, vocab] float32 on the host, for the slots that asked
+    """
+
+    hidden: torch.Tensor
+    rows: DrawRows
+    context_finite: torch.Tensor | None
+    context_logits: dict[int, np.ndarray]
+
+
+class ModelRunner:
+    """Runs packed calls of one model over one pool."""
+
+    def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
+        self._model, self._attention, self._uploads = model, attention, uploads
+        self._vocab_size = vocab_size
+
+    def run(self, step: PackedStep, state: SlotState) -> CallResult:
+        """Changes nothing but the pages that the step's tokens belong to."""
+        drawing = np.searchsorted(step.query_starts, step.logits_rows, side="right") - 1
+        slots, drawn_at = step.slots[drawing], step.kv_lengths[drawing]
+        token_ids, positions, logits_rows, all_slots, device_slots, device_drawn_at = self._uploads.send([
+            step.token_ids.astype(np.int64), step.positions.astype(np.int64), step.logits_rows,
+            step.slots.astype(np.int64), slots.astype(np.int64), drawn_at.astype(np.int64)])
+
+        num_context_tokens = step.num_context_tokens
+        if step.num_tokens > num_context_tokens:
+            token_ids[num_context_tokens:] = state.fed_tokens(
+                all_slots[step.num_contexts :], positions[num_context_tokens:])
+
+        self._attention.plan(step)
+        hidden = self._model.forward(token_ids, positions, self._attention)
+        # A value that is not finite leaves its row's sum not finite.
+        finite = hidden[:num_context_tokens].sum(1, dtype=torch.float32).isfinite() if step.num_contexts else None
+        return CallResult(
+            hidden=hidden if len(logits_rows) == len(hidden) else hidden[logits_rows],
+            rows=DrawRows(slots, drawn_at, device_slots, device_drawn_at),
+            context_finite=finite,
+            context_logits=self._context_logits(step, hidden, state),
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[r, hidden size] -> [r, vocab] float32."""
+        return self._model.logits(hidden)
+
+    def _context_logits(self, step: PackedStep, hidden: torch.Tensor, state: SlotState) -> dict[int, np.ndarray]:
+        slots = step.slots[: step.num_contexts]
+        return {int(slots[row]): context_logits(
+                    self._model.logits, hidden[step.query_starts[row] : step.query_starts[row + 1]], self._vocab_size)
+                for row in np.nonzero(state.host["context_logits"][slots])[0].tolist()}
+
+
+def join_rows(parts: list[DrawRows]) -> DrawRows:
+    """The rows of several calls, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    return DrawRows(
+        np.concatenate([part.slots for part in parts]), np.concatenate([part.positions for part in parts]),
+        torch.cat([part.device_slots for part in parts]), torch.cat([part.device_positions for part in parts]))

@@ -1,0 +1,245 @@
+"""The backend that runs a loaded checkpoint with this package's own models, attention and decoding."""
+
+import logging
+import os
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..attention.interface import Attention
+from ..attention.registry import make_attention
+from ..config import TrtGptModelOptionalParams
+from ..decoding.decoder import GptDecoder
+from ..errors import ConfigError, InsufficientMemoryError
+from ..handover import (
+    BlockTableUpdates,
+    ContextWork,
+    GenerationWork,
+    RowFailure,
+    ScheduledBatch,
+    SlotSetup,
+    StepOutput,
+)
+from ..models.model_spec import ModelSpec
+from ..models.registry import LoadedModel, load_model
+from ..names import ErrorCode
+from ..seams import BackendInfo, MemoryUsage
+from . import layouts
+from .block_tables import BlockTables
+from .device import (
+    Readback,
+    Uploads,
+    allocated_bytes,
+    compute_threads,
+    device_errors,
+    device_name,
+    first_line,
+    free_memory,
+    is_out_of_memory,
+    release_memory,
+    resolve_device,
+)
+from .kv_pool import block_bytes, clear_blocks, make_kv_pool
+from .memory_plan import plan_memory
+from .model_runner import CallResult, ModelRunner, join_rows
+
+log = logging.getLogger("batch_manager")
+
+NOT_FINITE = "the model computed values that are not finite for this request"
+
+
+def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, fused: bool,
+                         num_slots: int, attention_factory: Callable[..., Attention] | None = None) -> "NativeBackend":
+    """Load a checkpoint, size and allocate the pool, and run one step to see that it works.
+
+    fused       contexts and generation in one call of the model; else one after the other
+    num_slots   sequences to hold state for; more are taken as they come
+    Raises      ConfigError and its subclasses; nothing is left behind then
+    """
+    for name in ("cuda_graphs", "deterministic"):
+        if getattr(params, name):
+            raise ConfigError(f"{name} was asked for", "it is not built yet in this version", "leave it out")
+    device = resolve_device(params.device)
+    try:
+        loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InsufficientMemoryError(f"the weights do not fit {device_name(device)}: {first_line(error)}",
+                                      f"{free_memory(device):,} bytes are free now",
+                                      "use a smaller model or dtype, or free memory") from error
+
+    spec, kv = loaded.spec, params.kv_cache_config
+    max_seq_len = spec.max_position_embeddings if params.max_seq_len is None else params.max_seq_len
+    if max_seq_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"max_seq_len is {max_seq_len:,}", f"the model has positions for {spec.max_position_embeddings:,} tokens",
+            f"set max_seq_len to at most {spec.max_position_embeddings:,} or leave it unset")
+    plan = plan_memory(
+        kv,
+        block_bytes=block_bytes(spec, kv.tokens_per_block, loaded.dtype),
+        free_bytes=free_memory(device),
+        step_bytes=step_bytes(spec, loaded.dtype, params.max_num_tokens, params.max_batch_size),
+        on_gpu=device.type != "cpu",
+        max_seq_len=max_seq_len,
+        max_num_sequences=None if params.max_num_sequences == -1 else num_slots)
+    log.info("weights of %s bytes on %s; %s", f"{loaded.weight_bytes:,}", device_name(device), plan.reason)
+
+    with torch.inference_mode():
+        pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
+        attention = (attention_factory or make_attention)(spec, pool)
+    backend = NativeBackend(loaded, attention, pool, fused=fused, num_slots=num_slots, max_seq_len=max_seq_len,
+                            num_threads=params.num_threads)
+    try:
+        backend.warm_up()
+    except (MemoryError, RuntimeError) as error:
+        backend.close()
+        if is_out_of_memory(error):
+            raise InsufficientMemoryError(
+                f"no memory is left for a step: {first_line(error)}",
+                fix="lower KvCacheConfig.free_gpu_memory_fraction or KvCacheConfig.max_tokens") from error
+        raise ConfigError(f"the model was loaded but its first step raised {first_line(error)}",
+                          fix="the cause above says more") from error
+    except BaseException:
+        backend.close()
+        raise
+    return backend
+
+
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_batch_size: int) -> int:
+    """A generous estimate of what one step allocates: hidden states and one layer's work, then the logits twice."""
+    per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
+    return per_token * dtype.itemsize * max_num_tokens + 2 * 4 * spec.vocab_size * max_batch_size
+
+
+class NativeBackend:
+    """seams.ModelBackend over a loaded model, an attention and the pool that attention was built for.
+
+    num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is
+    """
+
+    def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, fused: bool, num_slots: int,
+                 max_seq_len: int, num_threads: int | None = None) -> None:
+        spec, device = loaded.spec, loaded.device
+        num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
+        self.info = BackendInfo(
+            vocab_size=spec.vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
+            tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch=attention.dispatch,
+            device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."))
+        self._device, self._num_threads = device, num_threads
+        self._host_bytes = loaded.weight_bytes + pool.nbytes if device.type == "cpu" else 0
+        self._layout = layouts.fused if fused else layouts.split
+        self._pool = pool
+        self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
+        self._uploads = Uploads(device)
+        with torch.inference_mode():
+            self._decoder = GptDecoder(num_slots, device)
+        self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
+
+    def start(self, batch: ScheduledBatch) -> "NativeStep":
+        """Launch a step; see seams.ModelBackend. A raise leaves pages written that the next run writes again, and
+        nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
+        with device_errors(self._device), torch.inference_mode(), compute_threads(self._device, self._num_threads):
+            self._tables.update(batch)
+            self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
+            calls = [self._runner.run(step, self._decoder.state)
+                     for step in self._layout(batch, self._tables, self.info.tokens_per_block)]
+            return self._draw(batch, calls)
+
+    def clear_blocks(self, block_ids: list[int]) -> None:
+        with device_errors(self._device), torch.inference_mode():
+            clear_blocks(self._pool, block_ids)
+
+    def memory_usage(self) -> MemoryUsage:
+        return MemoryUsage(gpu=allocated_bytes(self._device), cpu=self._host_bytes,
+                           pinned=self._uploads.pinned_bytes)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner = self._decoder = self._pool = self._layout = None
+            self._uploads, self._host_bytes = Uploads(self._device), 0
+            release_memory(self._device)
+
+    def warm_up(self) -> None:
+        """Run a context and a generation step of one sequence in block 0, and leave the block as it was."""
+        zero = np.zeros(1, np.int32)
+        setup = SlotSetup(temperature=0.5, top_k=2, return_log_probs=True)
+        self.start(ScheduledBatch(iteration=0, context=(ContextWork(0, zero, 0, True, setup),),
+                                  block_table_updates=BlockTableUpdates(zero, zero, zero))).finish()
+        self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1))).finish()
+        self.clear_blocks([0])
+
+    def _draw(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
+        """Logits, tokens, and their way back to the host."""
+        rows = join_rows([call.rows for call in calls])
+        hidden = calls[0].hidden if len(calls) == 1 else torch.cat([call.hidden for call in calls])
+        back, logits_slots = {}, []
+        if batch.context:                                         # in the first call, whatever the layout
+            back["context_finite"] = calls[0].context_finite
+        if len(rows):
+            drawn = self._decoder.draw(self._runner.logits(hidden), rows)
+            back |= {"tokens": drawn.tokens, "finish": drawn.finish, "finite": drawn.finite}
+            if drawn.log_probs is not None:
+                back["log_probs"] = drawn.log_probs
+            if drawn.logits is not None:
+                back["logits"], logits_slots = drawn.logits, drawn.logits_slots
+            readback = Readback(self._device, back)
+            self._decoder.keep(drawn, rows)
+        else:
+            readback = Readback(self._device, back)
+        context_logits = {slot: logits for call in calls for slot, logits in call.context_logits.items()}
+        return NativeStep(batch, self._device, self.info.vocab_size, rows.slots, readback, context_logits, logits_slots)
+
+
+class NativeStep:
+    """A step that was launched."""
+
+    def __init__(self, batch: ScheduledBatch, device: torch.device, vocab_size: int, slots: np.ndarray,
+                 readback: Readback, context_logits: dict[int, np.ndarray], logits_slots: list[int]) -> None:
+        self._batch, self._device, self._vocab_size = batch, device, vocab_size
+        self._slots, self._readback = slots, readback
+        self._context_logits, self._logits_slots = context_logits, logits_slots
+
+    def finish(self) -> StepOutput:
+        with device_errors(self._device):
+            arrays = self._readback.wait()
+        if "tokens" in arrays:
+            tokens = arrays["tokens"].astype(np.int32)
+            finish = arrays["finish"]
+        else:
+            tokens, finish = np.empty(0, np.int32), np.empty(0, np.uint8)
+        logits = arrays.get("logits", ())
+        return StepOutput(
+            micro_batch_id=self._batch.micro_batch_id,
+            slots=self._slots,
+            tokens=tokens,
+            finish=finish,
+            log_probs=arrays.get("log_probs"),
+            context_logits=self._context_logits,
+            generation_logits=dict(zip(self._logits_slots, logits)),
+            failures=self._failures(arrays, tokens),
+        )
+
+    def _failures(self, arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[int, RowFailure]:
+        failures = {}
+        outside = (tokens < 0) | (tokens >= self._vocab_size)
+        for row in np.nonzero(outside)[0].tolist():
+            failures[int(self._slots[row])] = RowFailure(
+                ErrorCode.INVALID_TOKEN,
+                f"a token was chosen that is not in the vocabulary; ids are below {self._vocab_size:,}")
+        for slot in self._slots_not_finite(arrays):
+            failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
+        return failures
+
+    def _slots_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:
+        slots = []
+        if "context_finite" in arrays and not arrays["context_finite"].all():
+            stop = 0
+            for work in self._batch.context:
+                start, stop = stop, stop + len(work.token_ids)
+                if not arrays["context_finite"][start:stop].all():
+                    slots.append(work.slot)
+        if "finite" in arrays and not arrays["finite"].all():
+            slots += self._slots[~arrays["finite"]].tolist()
+        return slots

@@ -1,0 +1,389 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.errors import ConfigError, InsufficientMemoryError, ModelLoadError
+from batch_manager.handover import (
+    END_ID,
+    BlockTableUpdates,
+    ContextWork,
+    GenerationWork,
+    ScheduledBatch,
+    SlotSetup,
+)
+from batch_manager.names import ErrorCode
+from batch_manager.runtime.native_backend import build_native_backend
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, SIZE, BLOCKS, PER_SEQUENCE = 160, 8, 40, 8
+GREEDY = SlotSetup()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A random tiny Llama, and transformers' model of it."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
+        bos_token_id=1, eos_token_id=2)
+    model = transformers.LlamaForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def params(**changes):
+    kv = KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE)
+    return TrtGptModelOptionalParams(**{"kv_cache_config": kv, "device": "cpu", **changes})
+
+
+def build(checkpoint, *, fused=True, num_slots=5, **changes):
+    return build_native_backend(checkpoint[0], params(**changes), fused=fused, num_slots=num_slots)
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "split"])
+def backend(checkpoint, request):
+    backend = build(checkpoint, fused=request.param)
+    yield backend
+    backend.close()
+
+
+def prompts_of(*lengths):
+    random = np.random.default_rng(3)
+    return [random.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+def reference(checkpoint, prompt, count):
+    """(greedy tokens, their log-probs, logits of every position) by transformers, without a cache."""
+    tokens, log_probs = list(prompt), []
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = checkpoint[1](torch.tensor([tokens])).logits[0]
+            best = int(logits[-1].argmax())
+            log_probs.append(float(logits[-1].log_softmax(-1)[best]))
+            tokens.append(best)
+    return tokens[len(prompt):], log_probs, logits
+
+
+def blocks_of(slot):
+    """Blocks of different slots are interleaved and not in order."""
+    return [(slot + 5 * ((3 * i + slot) % PER_SEQUENCE)) for i in range(PER_SEQUENCE)]
+
+
+def updates(slots):
+    rows = [(slot, index, block) for slot in slots for index, block in enumerate(blocks_of(slot))]
+    return BlockTableUpdates(*np.array(rows, np.int32).reshape(-1, 3).T)
+
+
+def step(contexts=(), rows=()):
+    """contexts: (slot, tokens, start, last, setup); rows: (slot, kv length)."""
+    works = tuple(ContextWork(slot, np.array(tokens, np.int32), start, last, setup)
+                  for slot, tokens, start, last, setup in contexts)
+    generation = GenerationWork(np.array([slot for slot, _ in rows], np.int32),
+                                np.array([length for _, length in rows], np.int32))
+    return ScheduledBatch(iteration=0, context=works, generation=generation,
+                          block_table_updates=updates([work.slot for work in works if work.setup is not None]))
+
+
+def run(backend, contexts=(), rows=()):
+    return backend.start(step(contexts, rows)).finish()
+
+
+class Driver:
+    """Runs sequences on a backend the way a loop would, and collects what they yield."""
+
+    def __init__(self, backend):
+        self.backend, self.lengths, self.tokens, self.log_probs = backend, {}, {}, {}
+
+    def run(self, contexts=(), generate=()):
+        output = run(self.backend, contexts, [(slot, self.lengths[slot]) for slot in generate])
+        self.take(contexts, generate, output)
+        return output
+
+    def take(self, contexts, generate, output):
+        for slot, tokens, start, _, _ in contexts:
+            self.lengths[slot] = start + len(tokens)
+            if start == 0:
+                self.tokens[slot], self.log_probs[slot] = [], []
+        for slot in generate:
+            self.lengths[slot] += 1
+        assert output.failures == {}
+        for row, slot in enumerate(output.slots.tolist()):
+            self.tokens[slot].append(int(output.tokens[row]))
+            if output.log_probs is not None:
+                self.log_probs[slot].append(float(output.log_probs[row]))
+
+
+def alone(backend, prompt, count, setup=GREEDY, slot=0):
+    driver = Driver(backend)
+    driver.run([(slot, prompt, 0, True, setup)])
+    for _ in range(count - 1):
+        driver.run(generate=[slot])
+    return driver.tokens[slot]
+
+
+def test_greedy_tokens_alone_are_those_of_transformers(checkpoint, backend):
+    for prompt in prompts_of(1, 7, 8, 9, 23):
+        assert alone(backend, prompt, 12) == reference(checkpoint, prompt, 12)[0]
+
+
+def test_greedy_tokens_and_log_probs_in_a_mixed_batch_are_those_of_transformers(checkpoint, backend):
+    prompts = prompts_of(5, 16, 1, 9)
+    asked = SlotSetup(return_log_probs=True)
+    driver = Driver(backend)
+    driver.run([(0, prompts[0], 0, True, asked), (1, prompts[1], 0, True, asked)])
+    driver.run([(2, prompts[2], 0, True, asked)], [1, 0])
+    driver.run(generate=[0, 2, 1])
+    driver.run([(3, prompts[3], 0, True, asked)], [2, 1, 0])
+    for _ in range(6):
+        driver.run(generate=[3, 0, 2, 1])
+    for slot, prompt in enumerate(prompts):
+        tokens, log_probs, _ = reference(checkpoint, prompt, len(driver.tokens[slot]))
+        assert driver.tokens[slot] == tokens
+        np.testing.assert_allclose(driver.log_probs[slot], log_probs, atol=1e-4)
+
+
+def test_a_prompt_in_chunks_beside_others_gives_the_same_tokens(checkpoint, backend):
+    long, short = prompts_of(29, 4)
+    driver = Driver(backend)
+    driver.run([(4, short, 0, True, GREEDY)])
+    output = driver.run([(2, long[:8], 0, False, GREEDY)], [4])
+    assert output.slots.tolist() == [4]
+    driver.run([(2, long[8:24], 8, False, None)], [4])
+    driver.run([(2, long[24:], 24, True, None)], [4])
+    for _ in range(5):
+        driver.run(generate=[2, 4])
+    assert driver.tokens[2] == reference(checkpoint, long, 6)[0]
+    assert driver.tokens[4] == reference(checkpoint, short, 9)[0]
+
+
+def test_a_step_that_yields_no_token_returns_an_empty_output(backend):
+    output = run(backend, [(0, list(range(8)), 0, False, SlotSetup(return_log_probs=True))])
+    assert len(output.slots) == len(output.tokens) == len(output.finish) == 0
+    assert output.failures == {} and output.log_probs is None
+
+
+def test_a_sample_is_the_same_alone_batched_chunked_and_in_another_slot(backend):
+    setup = SlotSetup(temperature=0.9, top_k=40, top_p=0.95, random_seed=2**63 + 11)
+    prompt, *others = prompts_of(17, 6, 11)
+    expected = alone(backend, prompt, 8, setup)
+
+    driver = Driver(backend)
+    driver.run([(slot, other, 0, True, SlotSetup(top_p=0.8, random_seed=slot)) for slot, other in enumerate(others)])
+    driver.run([(4, prompt[:16], 0, False, setup)], [1, 0])
+    driver.run([(4, prompt[16:], 16, True, None)], [1, 0])
+    for _ in range(7):
+        driver.run(generate=[0, 4, 1])
+    assert driver.tokens[4] == expected
+    assert alone(backend, prompt, 8, dataclasses.replace(setup, random_seed=12)) != expected
+
+
+def test_fused_and_split_give_the_same_tokens(checkpoint):
+    prompts, texts = prompts_of(9, 14, 3), []
+    for fused in (True, False):
+        driver = Driver(build(checkpoint, fused=fused))
+        driver.run([(0, prompts[0], 0, True, GREEDY)])
+        driver.run([(1, prompts[1], 0, True, SlotSetup(top_k=20, random_seed=4))], [0])
+        driver.run([(2, prompts[2], 0, True, GREEDY)], [0, 1])
+        for _ in range(5):
+            driver.run(generate=[2, 1, 0])
+        texts.append(driver.tokens)
+    assert texts[0] == texts[1]
+
+
+def plant(backend, where, value):
+    with torch.inference_mode():
+        backend._pool[where] = value
+
+
+class FaultyModel:
+    """Raises in the call that is asked for, before or after the pages were written."""
+
+    def __init__(self, model):
+        self.model, self.calls, self.fail_at = model, 0, None
+
+    def forward(self, token_ids, positions, attention):
+        hidden = self.model.forward(token_ids, positions, attention)
+        self.fail("forward")
+        return hidden
+
+    def logits(self, hidden):
+        self.fail("logits")
+        return self.model.logits(hidden)
+
+    def fail(self, where):
+        if self.fail_at == where:
+            self.fail_at = None
+            raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("where", ["forward", "logits"])
+def test_after_an_injected_raise_the_halves_give_what_the_whole_would_have_given(checkpoint, backend, where):
+    prompts = prompts_of(9, 14, 3)
+    model = backend._runner._model = FaultyModel(backend._runner._model)
+    driver = Driver(backend)
+    driver.run([(0, prompts[0], 0, True, GREEDY), (1, prompts[1], 0, True, GREEDY)])
+    for _ in range(3):
+        contexts = [(2, prompts[2], 0, True, GREEDY)] if 2 not in driver.lengths else []
+        generate = [slot for slot in (1, 0, 2) if slot in driver.lengths]
+        whole = step(contexts, [(slot, driver.lengths[slot]) for slot in generate])
+        model.fail_at = where
+        with pytest.raises(RuntimeError, match="injected"):
+            backend.start(whole)
+        parts = [backend.start(whole.part(*bounds)).finish() for bounds in ((1, 3), (0, 1))]
+        for part, bounds in zip(parts, ((1, 3), (0, 1))):
+            slots = whole.part(*bounds).slots()
+            driver.take([c for c in contexts if c[0] in slots], [s for s in generate if s in slots], part)
+    for slot, prompt in enumerate(prompts):
+        assert driver.tokens[slot] == reference(checkpoint, prompt, len(driver.tokens[slot]))[0]
+
+
+def test_a_step_that_succeeded_can_run_again(backend):
+    prompts = prompts_of(9, 14)
+    driver = Driver(backend)
+    driver.run([(0, prompts[0], 0, True, GREEDY)])
+    mixed = step([(1, prompts[1], 0, True, GREEDY)], [(0, 9)])
+    first, second = (backend.start(mixed).finish() for _ in range(2))
+    assert first.tokens.tolist() == second.tokens.tolist()
+
+
+def test_a_value_that_is_not_finite_in_one_sequences_blocks_fails_exactly_its_row(backend):
+    prompts = prompts_of(9, 14, 20)
+    driver = Driver(backend)
+    driver.run([(slot, prompt, 0, True, GREEDY) for slot, prompt in enumerate(prompts)])
+    clean = run(backend, rows=[(0, 9), (1, 14), (2, 20)])
+    plant(backend, (blocks_of(1)[0], 1, 1, 0, 3, 5), torch.nan)
+    broken = run(backend, rows=[(0, 9), (1, 14), (2, 20)])
+    assert {slot: failure.code for slot, failure in broken.failures.items()} == {1: ErrorCode.NON_FINITE_LOGITS}
+    assert broken.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
+    backend.clear_blocks(blocks_of(1))
+    assert not backend._pool[blocks_of(1)].any()
+    assert run(backend, [(1, prompts[1], 0, True, GREEDY)]).failures == {}
+
+
+def test_a_chunk_that_is_not_the_last_fails_when_it_is_not_finite(backend):
+    prompts = prompts_of(24, 24)
+    run(backend, [(slot, prompt[:8], 0, False, GREEDY) for slot, prompt in enumerate(prompts)])
+    plant(backend, (blocks_of(1)[0], 0, 0, 0, 0, 0), torch.inf)
+    output = run(backend, [(slot, prompt[8:16], 8, False, None) for slot, prompt in enumerate(prompts)])
+    assert list(output.failures) == [1] and len(output.slots) == 0
+
+
+def test_a_token_outside_the_vocabulary_fails_its_row(backend):
+    run(backend, [(0, [1, 2, 3], 0, True, GREEDY), (1, [4, 5], 0, True, GREEDY)])
+    draw = backend._decoder.draw
+
+    def draw_too_large(logits, rows):
+        drawn = draw(logits, rows)
+        drawn.tokens[1] = VOCAB
+        return drawn
+
+    backend._decoder.draw = draw_too_large
+    failures = run(backend, rows=[(0, 3), (1, 2)]).failures
+    assert {slot: failure.code for slot, failure in failures.items()} == {1: ErrorCode.INVALID_TOKEN}
+
+
+def test_the_end_id_is_recognised(checkpoint, backend):
+    [prompt] = prompts_of(6)
+    tokens = reference(checkpoint, prompt, 2)[0]
+    run(backend, [(0, prompt, 0, True, SlotSetup(end_id=tokens[1]))])
+    assert run(backend, rows=[(0, 6)]).finish.tolist() == [END_ID]
+
+
+def test_logits_come_back_for_those_who_asked(checkpoint, backend):
+    long, short = prompts_of(20, 5)
+    asked = SlotSetup(return_context_logits=True, return_generation_logits=True)
+    first = run(backend, [(0, short, 0, True, GREEDY), (1, long[:16], 0, False, asked)])
+    second = run(backend, [(1, long[16:], 16, True, None)], [(0, 5)])
+    third = run(backend, rows=[(0, 6), (1, 20)])
+    *_, logits = reference(checkpoint, long, 2)
+    assert list(first.context_logits) == list(second.context_logits) == [1] and not third.context_logits
+    assert not first.generation_logits and list(second.generation_logits) == list(third.generation_logits) == [1]
+    context = np.concatenate([first.context_logits[1], second.context_logits[1]])
+    np.testing.assert_allclose(context, logits[:20], atol=2e-4)
+    np.testing.assert_allclose(second.generation_logits[1], logits[19], atol=2e-4)
+    np.testing.assert_allclose(third.generation_logits[1], logits[20], atol=2e-4)
+    assert context.dtype == third.generation_logits[1].dtype == np.float32
+
+
+def test_more_slots_than_announced_are_taken(checkpoint):
+    backend = build(checkpoint, num_slots=1)
+    [prompt] = prompts_of(6)
+    assert alone(backend, prompt, 4, slot=4) == reference(checkpoint, prompt, 4)[0]
+
+
+def test_the_backend_says_what_it_is(checkpoint):
+    backend = build(checkpoint, max_seq_len=48, num_threads=1)
+    info = backend.info
+    assert (info.vocab_size, info.max_seq_len, info.num_blocks, info.tokens_per_block, info.num_slots) == (
+        VOCAB, 48, BLOCKS, SIZE, 5)
+    assert (info.dispatch, info.device, info.dtype) == ("torch", "cpu", "float32")
+    assert build(checkpoint).info.max_seq_len == 64
+    usage = backend.memory_usage()
+    assert usage.gpu == usage.pinned == 0 and usage.cpu > backend._pool.nbytes
+    backend.close()
+    backend.close()
+    assert backend.memory_usage().cpu == 0
+
+
+def test_the_number_of_threads_is_set_around_a_step_only(checkpoint):
+    backend, seen = build(checkpoint, num_threads=2), []
+    forward = backend._runner._model.forward
+    backend._runner._model.forward = lambda *args: seen.append(torch.get_num_threads()) or forward(*args)
+    before = torch.get_num_threads()
+    run(backend, [(0, [1, 2], 0, True, GREEDY)])
+    assert seen == [2] and torch.get_num_threads() == before == 1
+
+
+def test_the_pool_is_clean_after_the_warm_up_and_nobodys_random_state_moved(checkpoint):
+    state = torch.get_rng_state()
+    backend = build(checkpoint)
+    run(backend, [(0, [1, 2], 0, True, SlotSetup(top_p=0.9))])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not build(checkpoint)._pool.any()
+
+
+@pytest.mark.parametrize("changes, text", [
+    ({"cuda_graphs": True}, "cuda_graphs was asked for; it is not built yet"),
+    ({"deterministic": True}, "deterministic was asked for; it is not built yet"),
+    ({"max_seq_len": 65}, "the model has positions for 64 tokens"),
+    ({"device": "tpu"}, "device is 'tpu'"),
+    ({"device": "meta"}, "device is 'meta'"),
+])
+def test_what_cannot_run_is_refused_before_anything_starts(checkpoint, changes, text):
+    with pytest.raises(ConfigError, match=text):
+        build(checkpoint, **changes)
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(checkpoint):
+    with pytest.raises(InsufficientMemoryError, match="lower KvCacheConfig.max_tokens"):
+        build(checkpoint, kv_cache_config=KvCacheConfig(max_tokens=10**12))
+
+
+def test_a_folder_without_a_model_is_a_load_error(tmp_path):
+    with pytest.raises(ModelLoadError):
+        build_native_backend(tmp_path, params(), fused=True, num_slots=1)
+
+
+def test_random_weights_need_no_weight_file(checkpoint, tmp_path):
+    (tmp_path / "config.json").write_bytes((checkpoint[0] / "config.json").read_bytes())
+    backend = build_native_backend(tmp_path, params(load_format="dummy"), fused=True, num_slots=2)
+    assert len(alone(backend, [1, 2, 3], 4)) == 4
+
+
+def test_another_attention_can_be_passed_in(checkpoint):
+    from batch_manager.attention.registry import make_attention
+
+    made = []
+
+    def factory(spec, kv_pool):
+        made.append((spec.num_layers, tuple(kv_pool.shape)))
+        return make_attention(spec, kv_pool)
+
+    build_native_backend(checkpoint[0], params(), fused=True, num_slots=1, attention_factory=factory)
+    assert made == [(3, (BLOCKS, 3, 2, 2, SIZE, 8))]
