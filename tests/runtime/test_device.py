@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+import torch
+
+from batch_manager.errors import ConfigError
+from batch_manager.models.model_spec import ModelSpec
+from batch_manager.runtime import device as device_module
+from batch_manager.runtime.device import (
+    Readback,
+    Uploads,
+    compute_threads,
+    device_errors,
+    free_memory,
+    is_out_of_memory,
+    resolve_device,
+)
+from batch_manager.runtime.kv_pool import block_bytes, clear_blocks, make_kv_pool
+
+CPU = torch.device("cpu")
+SPEC = ModelSpec(architecture="X", num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, hidden_size=32,
+                 intermediate_size=64, vocab_size=100, max_position_embeddings=64, windows=(None, None),
+                 norm_epsilon=1e-5, tie_word_embeddings=False, activation="silu", rotary=None)
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_a_device_is_found_by_name():
+    assert resolve_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        assert resolve_device(None) == CPU
+        with pytest.raises(ConfigError, match="torch finds 0 GPUs"):
+            resolve_device("cuda")
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "gpu", "meta", "", 3])
+def test_a_device_that_is_none_of_ours_is_refused(name):
+    with pytest.raises(ConfigError, match="device is"):
+        resolve_device(name)
+
+
+def test_free_host_memory_is_a_plausible_number():
+    assert 2**20 < free_memory(CPU) < 2**50
+
+
+def test_out_of_memory_is_told_apart_from_other_errors():
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert not is_out_of_memory(RuntimeError("a shape is wrong")) and not is_out_of_memory(ValueError("out of memory"))
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)
+
+
+def test_a_cpu_that_is_out_of_memory_raises_a_memory_error():
+    with pytest.raises(MemoryError), device_errors(CPU):
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="something else"), device_errors(CPU):
+        raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize("error, lost", [
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+    (torch.OutOfMemoryError("CUDA out of memory"), False),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+])
+def test_a_gpu_is_lost_when_it_cannot_even_synchronize(monkeypatch, error, lost):
+    def synchronize(_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(device_module.torch.cuda, "synchronize", synchronize)
+    with pytest.raises(Exception) as raised, device_errors(torch.device("cuda", 0)):
+        raise error
+    assert (type(raised.value).__name__ == "DeviceLostError") is lost
+
+
+def test_uploads_and_readbacks_on_a_cpu_copy_nothing():
+    array = np.arange(5)
+    [tensor] = Uploads(CPU).send([array])
+    assert tensor.data_ptr() == array.ctypes.data
+    assert Readback(CPU, {"x": tensor}).wait()["x"].ctypes.data == array.ctypes.data
+
+
+def test_the_thread_count_is_put_back_even_after_a_raise():
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError), compute_threads(CPU, before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise ValueError
+    assert torch.get_num_threads() == before
+    with compute_threads(CPU, None):
+        assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_pool_has_the_documented_shape_and_is_aligned_and_zero(dtype):
+    pool = make_kv_pool(SPEC, 5, 16, dtype, CPU)
+    assert pool.shape == (5, 2, 2, 2, 16, 8) and pool.dtype == dtype and pool.is_contiguous()
+    assert pool.data_ptr() % 64 == 0 and not pool.any()
+    assert pool[0].nbytes == block_bytes(SPEC, 16, dtype)
+
+
+def test_clearing_blocks_leaves_the_others_alone():
+    pool = make_kv_pool(SPEC, 4, 8, torch.float32, CPU)
+    pool.fill_(torch.nan)
+    clear_blocks(pool, [2, 0])
+    clear_blocks(pool, [])
+    assert not pool[[0, 2]].any() and pool[[1, 3]].isnan().all()
+
+
+def test_pages_that_nobody_wrote_take_no_memory():
+    before = resident_bytes()
+    pool = make_kv_pool(SPEC, 2**28 // block_bytes(SPEC, 16, torch.float32), 16, torch.float32, CPU)
+    assert pool.nbytes > 2**27 and resident_bytes() - before < 2**25

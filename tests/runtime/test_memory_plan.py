@@ -1,0 +1,50 @@
+import re
+
+import pytest
+
+from batch_manager.config import KvCacheConfig
+from batch_manager.errors import InsufficientMemoryError
+from batch_manager.runtime.memory_plan import plan_memory
+
+MIB, GIB = 2**20, 2**30
+
+
+def plan(config=None, **changes):
+    facts = {"block_bytes": MIB, "free_bytes": 10 * GIB, "step_bytes": 0, "on_gpu": True, "max_seq_len": 4096,
+             "max_num_sequences": None}
+    return plan_memory(config or KvCacheConfig(), **{**facts, **changes})
+
+
+@pytest.mark.parametrize("num_blocks, reason, config, facts", [
+    (9216, "0.9 of 10,240.0 MiB free GPU memory", {}, {}),
+    (5120, "0.5 of 10,240.0 MiB free GPU memory", {"free_gpu_memory_fraction": 0.5}, {}),
+    (1024, "1 of 1,024.0 MiB free GPU memory", {"free_gpu_memory_fraction": 1}, {"step_bytes": 9 * GIB}),
+    (128, "2 sequences of 4,096 tokens", {}, {"max_num_sequences": 2}),
+    (130, "2 sequences of 4,097 tokens", {}, {"max_num_sequences": 2, "max_seq_len": 4097}),
+    (9216, "0.9 of", {}, {"max_num_sequences": 10**6}),
+    (2048, "at most 2,048.0 MiB on a CPU", {}, {"on_gpu": False}),
+    (921, "0.9 of 1,024.0 MiB free host memory", {}, {"on_gpu": False, "free_bytes": GIB}),
+    (3, "max_tokens 129", {"max_tokens": 129}, {}),
+    (2, "max_tokens 128", {"max_tokens": 128}, {"max_num_sequences": 1, "max_seq_len": 64}),
+    (4096, "max_tokens 262,144", {"max_tokens": 4096 * 64}, {"on_gpu": False}),
+    (64, "max_tokens 1,024", {"max_tokens": 1024, "tokens_per_block": 16}, {}),
+])
+def test_the_number_of_blocks_and_its_reason(num_blocks, reason, config, facts):
+    result = plan(KvCacheConfig(**config), **facts)
+    assert result.num_blocks == num_blocks
+    assert reason in result.reason and "\n" not in result.reason
+    assert result.pool_bytes == num_blocks * MIB
+
+
+def test_max_tokens_beyond_the_share_is_refused_with_wanted_free_and_the_knob():
+    with pytest.raises(InsufficientMemoryError) as raised:
+        plan(KvCacheConfig(max_tokens=9217 * 64))
+    text = str(raised.value)
+    assert f"{9217 * MIB:,} bytes" in text and f"{9216 * MIB:,} bytes" in text
+    assert re.search("lower KvCacheConfig.max_tokens, raise KvCacheConfig.free_gpu_memory_fraction", text)
+
+
+def test_memory_for_less_than_one_block_is_refused():
+    for facts in ({"free_bytes": MIB}, {"step_bytes": 20 * GIB}, {"block_bytes": 9 * GIB + GIB // 2}):
+        with pytest.raises(InsufficientMemoryError, match="needs 1 blocks"):
+            plan(**facts)
