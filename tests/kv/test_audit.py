@@ -7,32 +7,32 @@ from batch_manager.kv.audit import audit, check_totals
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 
 
-def change_owner(kv):
-    kv._owners[0] = None
+def a_row_without_its_owner(kv):
+    kv.sequences.owners[0] = None
 
 
 def move_to_another_slot(kv):
-    kv._owners[0].seq_slot = 9
+    kv.sequences.owners[0].seq_slot = 9
 
 
 def one_block_in_two_tables(kv):
-    kv._tables[1, 0] = kv._tables[0, 0]
+    kv.sequences.block_ids[1, 0] = kv.sequences.block_ids[0, 0]
 
 
 def a_block_that_does_not_exist(kv):
-    kv._tables[1, 0] = 77
+    kv.sequences.block_ids[1, 0] = 77
 
 
 def a_length_without_its_block(kv):
-    kv._kv_lengths[0] += 4
+    kv.sequences.kv_lengths[0] += 4
 
 
 def a_promise_that_was_not_made(kv):
-    kv._last_blocks[0] += 1
+    kv.sequences.last_blocks[0] += 1
 
 
 def a_block_free_and_owned(kv):
-    kv.pool._free[kv.block_ids(kv._owners[0])[0]] = None
+    kv.pool._free[kv.block_ids(kv.sequences.owners[0])[0]] = None
 
 
 def a_block_nowhere(kv):
@@ -43,7 +43,7 @@ def a_free_block_that_does_not_exist(kv):
     kv.pool._free[77] = None
 
 
-DAMAGES = [change_owner, move_to_another_slot, one_block_in_two_tables, a_block_that_does_not_exist,
+DAMAGES = [a_row_without_its_owner, move_to_another_slot, one_block_in_two_tables, a_block_that_does_not_exist,
            a_length_without_its_block, a_promise_that_was_not_made, a_block_free_and_owned, a_block_nowhere,
            a_free_block_that_does_not_exist]
 
