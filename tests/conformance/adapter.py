@@ -361,10 +361,11 @@ def kv_fill(config: dict, prompt_len: int, tokens_to_add: int, mode: str) -> dic
     requests: list[LlmRequest] = []
     peak = 0
 
-    def grow(request: LlmRequest) -> None:
+    def grow(together: list[LlmRequest]) -> None:
         nonlocal peak
-        kv.claim([], [request])
-        peak = max(peak, kv.used_blocks)
+        for _ in range(tokens_to_add):
+            kv.claim([], together)
+            peak = max(peak, kv.used_blocks)
 
     while True:
         request = make_request({"id": len(requests), "prompt_len": prompt_len, "max_new_tokens": tokens_to_add})
@@ -375,13 +376,10 @@ def kv_fill(config: dict, prompt_len: int, tokens_to_add: int, mode: str) -> dic
         requests.append(request)
     kv.claim(requests, [])
     if mode == "parallel":
-        for _ in range(tokens_to_add):
-            for request in requests:
-                grow(request)
+        grow(requests)
     for request in requests:
         if mode == "one_by_one":
-            for _ in range(tokens_to_add):
-                grow(request)
+            grow([request])
         kv.release(request)
     audit(kv)
     return {"blocks_per_request_estimate": need, "num_requests": len(requests), "peak_used_blocks": peak,
