@@ -6,7 +6,6 @@ from itertools import islice
 import numpy as np
 
 from ..handover import NO_UPDATES, BlockTableUpdates
-from ..names import LlmRequestState
 from ..requests.llm_request import LlmRequest
 from . import block_needs
 from .block_pool import BlockPool
@@ -106,26 +105,20 @@ class KvCacheManager:
         slots = self.sequences.slots_of(requests)
         return int((self.sequences.last_blocks[slots] - self.sequences.held[slots]).sum())
 
-    def get_needed_blocks_one_step_of_each(self, requests: Sequence[LlmRequest],
-                                           two_step_lookahead: bool = False) -> list[int]:
-        """`get_needed_blocks_one_step` of many requests, at once for those that generate without drafts."""
-        others = {place: self.get_needed_blocks_one_step(request, two_step_lookahead)
-                  for place, request in enumerate(requests)
-                  if request.draft_len or request.state is LlmRequestState.CONTEXT_INIT}
-        generating = requests
-        if others:
-            generating = [request for place, request in enumerate(requests) if place not in others]
+    def get_needed_blocks_one_step_of_generating(self, requests: Sequence[LlmRequest],
+                                                 two_step_lookahead: bool = False) -> int:
+        """`get_needed_blocks_one_step` summed over requests that all generate, at once for those without drafts."""
+        drafting = [request for request in requests if request.draft_len]
+        if drafting:
+            requests = [request for request in requests if not request.draft_len]
 
         # A request that generates has two tokens to go or more, so a look-ahead of two steps adds two.
-        lengths = self.sequences.kv_lengths[self.sequences.slots_of(generating)]
+        lengths = self.sequences.kv_lengths[self.sequences.slots_of(requests)]
         grown = lengths + (2 if two_step_lookahead else 1)
         blocks = block_needs.ceil_div(grown, self.tokens_per_block) - block_needs.ceil_div(
             lengths, self.tokens_per_block)
-        needs = np.where(grown <= self.max_seq_len, blocks, 0).tolist()
-        if not others:
-            return needs
-        at_once = iter(needs)
-        return [others[place] if place in others else next(at_once) for place in range(len(requests))]
+        needed = int(blocks[grown <= self.max_seq_len].sum())
+        return needed + sum(self.get_needed_blocks_one_step(request, two_step_lookahead) for request in drafting)
 
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> int:
         """Blocks that `claim` of the same lists would take."""

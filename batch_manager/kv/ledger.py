@@ -39,9 +39,10 @@ class KvLedger:
     def blocks_for_next_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         return self._kv.get_needed_blocks_one_step(request, two_step_lookahead)
 
-    def blocks_for_next_step_of_each(self, requests: Sequence[LlmRequest],
-                                     two_step_lookahead: bool = False) -> list[int]:
-        return self._kv.get_needed_blocks_one_step_of_each(requests, two_step_lookahead)
+    def blocks_for_next_step_of_generating(self, requests: Sequence[LlmRequest],
+                                           two_step_lookahead: bool = False) -> int:
+        """The sum over requests that all generate."""
+        return self._kv.get_needed_blocks_one_step_of_generating(requests, two_step_lookahead)
 
     def blocks_to_completion(self, request: LlmRequest) -> int:
         return self._kv.get_remaining_blocks_to_completion(request)

@@ -140,8 +140,8 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
         def get_needed_blocks_one_step(self, request, two_step_lookahead=False):
             return self.need
 
-        def get_needed_blocks_one_step_of_each(self, requests, two_step_lookahead=False):
-            return [self.need for _ in requests]
+        def get_needed_blocks_one_step_of_generating(self, requests, two_step_lookahead=False):
+            return sum(self.need for _ in requests)
 
         def get_remaining_blocks_to_completion_of_owners(self, requests):
             return sum(self.need for _ in requests)

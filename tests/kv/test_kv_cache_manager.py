@@ -135,22 +135,19 @@ def test_a_paused_request_claims_its_longer_context_anew(make_request, start):
     audit(kv)
 
 
-def test_asking_for_many_gives_what_asking_for_each_gives(make_request, start):
-    kv = KvCacheManager(200, 4, 40)
+def test_asking_for_many_gives_the_sum_of_asking_for_each(make_request, start):
+    kv = KvCacheManager(200, 4, 41)
     requests = [start(kv, make_request(slot, 3 + slot, 20, draft_len=slot % 3)) for slot in range(12)]
-    requests += [make_request(slot, slot, 9) for slot in range(12, 15)]
-    halfway = make_request(15, 9)
-    kv.claim([halfway], [])
-    halfway.advance_context(4)
-    near_the_end = start(kv, make_request(16, 39, 5))
-    requests += [halfway, near_the_end]
+    requests += [start(kv, make_request(12 + length, 36 + length, 5)) for length in range(5)]   # near max_seq_len
     for lookahead in (False, True):
-        assert kv.get_needed_blocks_one_step_of_each(requests, lookahead) == [
-            kv.get_needed_blocks_one_step(request, lookahead) for request in requests]
-    owners = [request for request in requests if kv.owns(request)]
+        for group in (requests, requests[::3], []):
+            assert kv.get_needed_blocks_one_step_of_generating(group, lookahead) == sum(
+                kv.get_needed_blocks_one_step(request, lookahead) for request in group)
+    halfway = make_request(20, 9)
+    kv.claim([halfway], [])
+    owners = [*requests, halfway]
     assert kv.get_remaining_blocks_to_completion_of_owners(owners) == sum(
         kv.get_remaining_blocks_to_completion(request) for request in owners)
-    assert kv.get_needed_blocks_one_step_of_each([]) == []
     assert kv.get_remaining_blocks_to_completion_of_owners([]) == 0
 
 

@@ -29,6 +29,6 @@ def test_a_ledger_knows_what_the_manager_knows(make_request, start):
     running, new = start(kv, make_request(0, 8, 9)), make_request(1, 5, 9)
     ledger = kv.start_scheduling()
     assert (ledger.blocks_for_next_step(running), ledger.blocks_for_next_step(new)) == (1, 2)
-    assert ledger.blocks_for_next_step_of_each([new, running], True) == [2, 1]
+    assert ledger.blocks_for_next_step_of_generating([running], True) == 1
     assert (ledger.blocks_to_completion(running), ledger.blocks_to_completion(new)) == (3, 4)
     assert ledger.blocks_to_completion_of_owners([running]) == 3
