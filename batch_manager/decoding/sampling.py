@@ -2,14 +2,14 @@
 
 The meaning is that of the kernel `sample_token` and its oracle; the work is arranged for a CPU. The vocabulary is
 looked at in blocks of 64 logits whose maxima are one vectorised pass: the largest logit lies in the block with the
-largest maximum, and the K largest logits lie in the K blocks with the largest maxima. Nothing is sorted over the
-vocabulary.
+largest maximum, and the K largest logits lie in the K blocks with the largest maxima.
 
     greedy         block maxima, then one block
-    top-k          K candidates from K blocks
-    top-p          64 candidates, then 1024, until they hold the mass
+    top-k          up to 64: that many candidates from as many blocks
+    top-p          64 candidates, where they hold the mass
     no filter      sums of blocks, then one block
-    anything else  bisection for the smallest kept logit: ties at a boundary, a very large k, a very flat distribution
+    anything else  numpy sorts the values, not the ids, with vector instructions, to find the smallest one that is kept:
+                   a larger k, a flatter distribution, ties at the boundary
 
 A row's result depends on nothing but that row.
 """
@@ -17,11 +17,13 @@ A row's result depends on nothing but that row.
 import numpy as np
 import torch
 
-from ..triton_kernels.reference import philox
 from .logprobs import heat_of
 
 BLOCK = 64
-CANDIDATES = (64, 1024)
+CANDIDATES = 64
+
+MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)         # of Philox-4x32-10
+WORD = np.uint64(0xFFFFFFFF)
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +43,7 @@ def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top
              that are not greedy; position int32, of the token to be drawn
     """
     draw = _Draw(logits, torch.from_numpy(temperature), torch.from_numpy(top_k).long(),
-                 torch.from_numpy(top_p).double(), philox.uniform(torch.from_numpy(seed), torch.from_numpy(position)))
+                 torch.from_numpy(top_p).double(), torch.from_numpy(uniform(seed, position)))
     by_count = (top_k > 0) & (top_k < logits.shape[1])
     by_mass = ~by_count & (top_p > 0) & (top_p < 1)
 
@@ -55,6 +57,23 @@ def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top
     return tokens
 
 
+def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """u in [0, 1), float64 [r]: Philox-4x32-10 with the seed as key and the position as counter, word 0, 24 bits of it.
+
+    Shapes   seed [r] int64, the bits of an unsigned seed; position [r]
+    Oracle   triton_kernels/reference/philox.py, which says where the numbers come from
+    """
+    key_0, key_1 = seed.view(np.uint64) & WORD, seed.view(np.uint64) >> np.uint64(32)
+    word_0 = position.astype(np.uint64) & WORD
+    word_1 = word_2 = word_3 = np.zeros_like(word_0)
+    for _ in range(10):
+        product_0, product_1 = word_0 * np.uint64(MULTIPLIERS[0]), word_2 * np.uint64(MULTIPLIERS[1])
+        word_0, word_1 = (product_1 >> np.uint64(32)) ^ word_1 ^ key_0, product_1 & WORD
+        word_2, word_3 = (product_0 >> np.uint64(32)) ^ word_3 ^ key_1, product_0 & WORD
+        key_0, key_1 = (key_0 + np.uint64(KEY_STEPS[0])) & WORD, (key_1 + np.uint64(KEY_STEPS[1])) & WORD
+    return (word_0 >> np.uint64(8)) * 2.0**-24
+
+
 class _Draw:
     """Rows to draw from: logits [n, vocab]; heat = 1 / temperature, top_k, top_p, uniform [n]."""
 
@@ -62,7 +81,7 @@ class _Draw:
 
     def __init__(self, logits, temperature, top_k, top_p, uniform) -> None:
         self.logits, self.heat = logits, heat_of(temperature)
-        self.top_k, self.top_p, self.uniform = top_k, top_p, uniform.double()
+        self.top_k, self.top_p, self.uniform = top_k, top_p, uniform
 
     def select(self, rows: torch.Tensor) -> "_Draw":
         part = object.__new__(_Draw)
@@ -77,25 +96,26 @@ class _Draw:
 
 def _by_count(draw: _Draw) -> torch.Tensor:
     """Top-k, then top-p in what that leaves."""
-    blocks = _block_maxima(draw.logits)
-    tokens = torch.empty(len(draw.logits), dtype=torch.int64)
-    waiting = torch.arange(len(tokens))
-    for most in CANDIDATES:
-        few = draw.top_k[waiting] <= most
-        rows, waiting = waiting[few], waiting[~few]
-        if len(rows):
-            part = draw.select(rows)
-            chosen, solved = _from_largest(part, blocks[rows], int(part.top_k.max()))
-            tokens[rows[solved]] = chosen[solved]
-            waiting = torch.cat([waiting, rows[~solved]])
-    if len(waiting):
-        tokens[waiting] = _by_bisection(draw.select(waiting))
+    few = draw.top_k <= CANDIDATES
+    if few.all():
+        tokens, solved = _from_largest(draw)
+        return tokens if solved.all() else _solve_rest(draw, tokens, solved)
+    tokens, solved = torch.empty(len(few), dtype=torch.int64), torch.zeros_like(few)
+    if few.any():
+        tokens[few], solved[few] = _from_largest(draw.select(few))
+    return _solve_rest(draw, tokens, solved)
+
+
+def _solve_rest(draw: _Draw, tokens: torch.Tensor, solved: torch.Tensor) -> torch.Tensor:
+    rest = (~solved).nonzero()[:, 0]
+    if len(rest):
+        tokens[rest] = _by_sorting(draw.select(rest))
     return tokens
 
 
-def _from_largest(draw: _Draw, blocks: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _from_largest(draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, whether they are right): wrong where the logit after the k-th equals it."""
-    values, ids = _largest(draw.logits, blocks, min(most + 1, draw.logits.shape[1]))
+    values, ids = _largest(draw.logits, _block_maxima(draw.logits), int(draw.top_k.max()) + 1)
     last = draw.top_k[:, None] - 1
     solved = (values.gather(1, last) > values.gather(1, last + 1))[:, 0]
     weights = draw.weights(values, values[:, 0]).double()
@@ -114,24 +134,14 @@ def _by_mass(draw: _Draw) -> torch.Tensor:
     target = draw.top_p * _block_sums(all_weights).double().sum(1)
     del all_weights
 
-    tokens = torch.empty(len(draw.logits), dtype=torch.int64)
-    waiting = torch.arange(len(tokens))
-    for most in CANDIDATES:
-        if not len(waiting):
-            break
-        most = min(most, draw.logits.shape[1])
-        part = draw.select(waiting)
-        values, ids = _largest(part.logits, blocks[waiting], most)
-        weights = part.weights(values, values[:, 0]).double()
-        smallest = _smallest_kept(values, weights, target[waiting])
-        solved = smallest[:, 0] > values[:, -1]                    # else more are needed, or there are equals of it
-        solved |= most == draw.logits.shape[1]
-        weights.masked_fill_(values < smallest, 0)
-        tokens[waiting[solved]] = _draw_candidates(weights, ids, part.uniform)[solved]
-        waiting = waiting[~solved]
-    if len(waiting):
-        tokens[waiting] = _by_bisection(draw.select(waiting))
-    return tokens
+    most = min(CANDIDATES, draw.logits.shape[1])
+    values, ids = _largest(draw.logits, blocks, most)
+    weights = draw.weights(values, values[:, 0]).double()
+    smallest = _smallest_kept(values, weights, target)
+    solved = smallest[:, 0] > values[:, -1]                        # else more are needed, or there are equals of it
+    solved |= most == draw.logits.shape[1]
+    weights.masked_fill_(values < smallest, 0)
+    return _solve_rest(draw, _draw_candidates(weights, ids, draw.uniform), solved)
 
 
 def _from_all(draw: _Draw) -> torch.Tensor:
@@ -139,46 +149,34 @@ def _from_all(draw: _Draw) -> torch.Tensor:
     return _draw_weights(draw.weights(draw.logits, draw.logits.amax(1)), draw.uniform)
 
 
-def _by_bisection(draw: _Draw) -> torch.Tensor:
-    """Any filter, by looking for the smallest logit it keeps."""
-    logits, vocab = draw.logits, draw.logits.shape[1]
-    weights = draw.weights(logits, logits.amax(1))
-    threshold = logits.amin(1)
-    by_count = (draw.top_k > 0) & (draw.top_k < vocab)
-    if by_count.any():
-        count = torch.where(by_count, draw.top_k, vocab)
-        threshold = _threshold(logits, threshold, lambda kept: kept.sum(1) >= count)
-        weights.masked_fill_(logits < threshold[:, None], 0)
-    by_mass = (draw.top_p > 0) & (draw.top_p < 1)
-    if by_mass.any():
-        target = torch.where(by_mass, draw.top_p, 0.0) * weights.sum(1, dtype=torch.float64)
-        kept_by_mass = _threshold(
-            logits, threshold, lambda kept: torch.where(kept, weights, 0).sum(1, dtype=torch.float64) >= target)
-        threshold = torch.where(by_mass, kept_by_mass, threshold)
-        weights.masked_fill_(logits < threshold[:, None], 0)
+def _by_sorting(draw: _Draw) -> torch.Tensor:
+    """Any filter, by the smallest logit that it keeps."""
+    # Row by row: what is looked at stays in the processor's cache.
+    smallest = torch.tensor([
+        _smallest_of_row(row, heat, count, mass) for row, heat, count, mass in zip(
+            draw.logits.numpy(), draw.heat.numpy(), draw.top_k.tolist(), draw.top_p.tolist())])
+    weights = draw.weights(draw.logits, draw.logits.amax(1)).masked_fill_(draw.logits < smallest[:, None], 0)
     return _draw_weights(weights, draw.uniform)
 
 
-def _threshold(logits: torch.Tensor, lowest: torch.Tensor, is_enough) -> torch.Tensor:
-    """Per row the largest float t >= lowest for which `is_enough(logits >= t)`; it holds for lowest."""
-    low, high = _order_of(lowest), _order_of(logits.amax(1))
-    while bool((low < high).any()):
-        middle = low + (high - low + 1) // 2
-        enough = is_enough(logits >= _float_of(middle)[:, None])
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle - 1)
-        high = torch.maximum(low, high)
-    return _float_of(low)
+def _smallest_of_row(logits: np.ndarray, heat: np.float32, top_k: int, top_p: float) -> float:
+    """The smallest of `logits` [vocab] that top-k, then top-p keep."""
+    ascending = np.sort(logits)
+    if 0 < top_k < len(ascending):
+        # With the equals of the k-th.
+        ascending = ascending[np.searchsorted(ascending, ascending[-top_k]) :]
+    if not 0 < top_p < 1:
+        return float(ascending[0])
 
-
-def _order_of(values: torch.Tensor) -> torch.Tensor:
-    """int64 numbers that order like the float32 `values`."""
-    bits = values.contiguous().view(torch.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-
-
-def _float_of(order: torch.Tensor) -> torch.Tensor:
-    bits = order.int()
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    weights = np.zeros(-(-len(ascending) // BLOCK) * BLOCK, np.float32)
+    np.exp((ascending[::-1] - ascending[-1]) * heat, out=weights[: len(ascending)])
+    weights = weights.reshape(-1, BLOCK)
+    cumulative = weights.sum(1).cumsum(dtype=np.float64)
+    target = top_p * cumulative[-1]
+    block = int(np.searchsorted(cumulative, target))
+    before = cumulative[block - 1] if block else 0.0
+    inside = int(np.searchsorted(weights[block].cumsum(dtype=np.float64), target - before))
+    return float(ascending[-1 - min(block * BLOCK + min(inside, BLOCK - 1), len(ascending) - 1)])
 
 
 def _block_maxima(logits: torch.Tensor) -> torch.Tensor:

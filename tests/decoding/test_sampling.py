@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
 import torch
+from batch_manager.triton_kernels.reference import philox
 from batch_manager.triton_kernels.reference.sample_token import sample_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch_manager.decoding.logprobs import chosen_log_probs
-from batch_manager.decoding.sampling import argmax, sample
+from batch_manager.decoding.sampling import argmax, sample, uniform
 
 KNOBS = [(1.0, 0, 1.0), (0.7, 5, 0.0), (1.3, 50, 0.9), (1.0, 0, 0.9), (2.5, 0, 0.3), (0.1, 0, 0.5), (1.0, 70, 1.0),
          (1.0, 300, 0.5), (1.0, 10**6, 0.999), (0.9, 2, 0.0), (100.0, 0, 0.95), (1.0, 0, 2.0)]
@@ -117,6 +118,14 @@ def test_a_sample_does_not_depend_on_the_other_rows():
     order = np.random.default_rng(0).permutation(rows)
     shuffled = sample(logits[order], *(column[order] for column in knobs)).tolist()
     assert together == alone and [together[i] for i in order] == shuffled
+
+
+def test_the_uniform_numbers_are_those_of_the_kernels():
+    random = np.random.default_rng(0)
+    seeds = np.concatenate([[0, -1, 2**63 - 1, -2**63], random.integers(-2**63, 2**63, 500)])
+    positions = np.concatenate([[0, 0, 2**31 - 1, 1], random.integers(0, 2**31, 500)]).astype(np.int32)
+    expected = philox.uniform(torch.from_numpy(seeds), torch.from_numpy(positions))
+    assert uniform(seeds, positions).tolist() == expected.tolist()
 
 
 def test_seed_and_position_both_matter():
