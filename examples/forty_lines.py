@@ -1,0 +1,40 @@
+"""A server in forty lines: a queue of requests, four callbacks, three continued sentences."""
+
+import queue
+import sys
+
+from tokenizers import Tokenizer
+
+from batch_manager import GptManager, InferenceRequest, SchedulerPolicy, TrtGptModelType
+
+model = sys.argv[1] if len(sys.argv) > 1 else "examples/models/austen-4m"
+tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
+requests, stopped, statistics = queue.Queue(), set(), []
+LAST = 1000  # the request with this id asks the worker to finish the others and end
+
+for request_id, prompt in enumerate(["It is a truth universally acknowledged", "Emma smiled, and", "The evening was"]):
+    requests.put(InferenceRequest(request_id, {
+        "input_ids": tokenizer.encode(prompt).ids, "request_output_len": 48, "end_id": tokenizer.token_to_id("</s>"),
+        "temperature": 0.7, "runtime_top_k": 40, "random_seed": 7}))
+requests.put(InferenceRequest(LAST))
+
+
+def get_inference_requests(max_num_requests):
+    """Called at the start of every iteration: whoever is returned joins the batch at once."""
+    return [requests.get() for _ in range(min(max_num_requests, requests.qsize()))]
+
+
+def send_response(request_id, tensors, final_response, error_message):
+    """Called when a request is done; with `is_streaming=True`, at every new token."""
+    if error_message:
+        print(f"[{request_id}] {error_message}", file=sys.stderr)
+    else:
+        output_ids = {named.name: named.tensor for named in tensors}["output_ids"]
+        print(f"[{request_id}] {tokenizer.decode(output_ids[0, 0].tolist())}\n")
+
+
+with GptManager(model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,
+                get_inference_requests, send_response, lambda: stopped, statistics.append,
+                terminate_req_id=LAST) as manager:
+    manager.wait_until_terminate()
+print(f"{len(statistics)} iterations")

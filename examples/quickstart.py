@@ -1,0 +1,475 @@
+"""Ten prompts, one small model, and what in-flight batching does with them.
+
+    python examples/quickstart.py [--policy GUARANTEED_NO_EVICT] [--max-new-tokens 64] [--device cpu] [--model FOLDER]
+
+The prompts arrive one after the other while the first are being continued, and share every step of the model. The KV
+cache is made too small for all of them on purpose, so that some are paused and go on later; at the end each of those
+is run once more, alone, and must say the same. One is stopped from outside. On a terminal the texts grow side by side;
+into a file or a pipe they go as plain lines. Every number printed comes out of the callbacks of the run.
+"""
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import sys
+import textwrap
+import time
+import unicodedata
+from dataclasses import dataclass, field
+from pathlib import Path
+
+try:
+    from tokenizers import Tokenizer
+except ImportError:
+    sys.exit('quickstart: this example needs the tokenizers library; pip install -e ".[examples]"')
+
+from batch_manager import (
+    BatchManagerError,
+    FinishReason,
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    Parts,
+    SchedulerPolicy,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+)
+from batch_manager.stats.trace import Trace
+from batch_manager.tools.visualize import render_text
+
+MODEL = Path(__file__).resolve().parent / "models" / "austen-4m"
+TOKENS_PER_BLOCK = 16
+SHARE_OF_THE_NEED = 0.5             # of the blocks that all requests together would take at their longest
+STOPPED_REQUEST = 4
+
+GREEDY = {"runtime_top_k": 1}
+
+
+def drawn(seed: int, temperature: float = 0.8) -> dict:
+    return {"runtime_top_k": 40, "temperature": temperature, "random_seed": seed}
+
+
+# (iteration it arrives at, prompt, how its tokens are chosen)
+PROMPTS = [
+    (0, "It is a truth universally acknowledged, that a single man", drawn(1)),
+    (0, "Emma Woodhouse, handsome, clever, and rich,", GREEDY),
+    (0, "Elinor could not be surprised at", drawn(3)),
+    (3, "Mr. Darcy looked at her, and", drawn(4)),
+    (6, "The evening was", GREEDY),
+    (10, '"My dear Mr. Bennet," said his lady to him one day,', drawn(6)),
+    (14, "Captain Wentworth had been", drawn(7)),
+    (18, "Her father was", drawn(8, temperature=0.6)),
+    (24, "The letter was from", drawn(9)),
+    (36, "They walked towards the sea, and Anne", drawn(10)),
+]
+
+
+# ---------------------------------------------------------------------- the requests and the four callbacks
+
+
+@dataclass(eq=False)
+class Job:
+    """One prompt on its way. The worker's thread writes it, the main thread shows it."""
+
+    id: int
+    arrives: int
+    prompt: str
+    prompt_ids: list[int]
+    knobs: dict
+    max_new_tokens: int
+    end_id: int
+    tokens: list[int] = field(default_factory=list)
+    state: str = "to come"
+    pauses: int = 0
+    error: str = ""
+    is_over: bool = False
+
+    @property
+    def choice(self) -> str:
+        if self.knobs is GREEDY:
+            return "greedy"
+        return f"top-k {self.knobs['runtime_top_k']}, temperature {self.knobs['temperature']}, " \
+               f"seed {self.knobs['random_seed']}"
+
+    @property
+    def blocks_at_its_longest(self) -> int:
+        return -(-(len(self.prompt_ids) + self.max_new_tokens) // TOKENS_PER_BLOCK)
+
+    def request(self) -> InferenceRequest:
+        return InferenceRequest(self.id, {
+            "input_ids": self.prompt_ids, "request_output_len": self.max_new_tokens, "end_id": self.end_id,
+            **self.knobs}, is_streaming=True)
+
+
+class Client:
+    """The four callbacks and the trace, all called on the worker's thread, one at a time.
+
+    events   (what, job) for whoever shows them: "arrived", "text", "paused", "over"
+    """
+
+    def __init__(self, jobs: list[Job], stop_id: int | None = None, stop_after: int = 0) -> None:
+        self.jobs = {job.id: job for job in jobs}
+        self.to_come = sorted(jobs, key=lambda job: job.arrives)
+        self.stop_id, self.stop_after = stop_id, stop_after
+        self.statistics: list[dict] = []
+        self.trace = Trace()
+        self.events: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
+        self.started = self.ended = 0.0
+
+    def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
+        """Whoever is due in this iteration. A server would empty its queue here."""
+        due: list[InferenceRequest] = []
+        is_idle = all(job.is_over for job in self.jobs.values() if job not in self.to_come)
+        while self.to_come and len(due) < max_num_requests:
+            if self.to_come[0].arrives > len(self.trace.iterations) and not (is_idle and not due):
+                break
+            job = self.to_come.pop(0)
+            job.state = "waiting"
+            self.trace.note_arrival(job.id)
+            self.started = self.started or time.monotonic()
+            self.events.put(("arrived", job))
+            due.append(job.request())
+        return due
+
+    def send_response(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
+        job = self.jobs[request_id]
+        if tensors:
+            named = {each.name: each.tensor for each in tensors}
+            job.tokens += named["output_ids"][0, 0, : int(named["sequence_length"][0, 0])].tolist()
+        if not final_response:
+            self.events.put(("text", job))
+            return
+        job.error = error_message
+        reason = FinishReason.NOT_FINISHED if error_message else FinishReason(int(named["finish_reason"][0, 0]))
+        job.state = {FinishReason.CANCELLED: "stopped", FinishReason.END_ID: "done"}.get(reason, "full length")
+        job.state = "failed" if error_message else job.state
+        job.is_over = True
+        self.ended = time.monotonic()
+        self.events.put(("over", job))
+
+    def poll_stop_signals(self) -> set[int]:
+        job = self.jobs.get(self.stop_id)
+        return {job.id} if job and not job.is_over and len(job.tokens) >= self.stop_after else set()
+
+    def return_statistics(self, record: str) -> None:
+        self.statistics.append(json.loads(record))
+
+    def trace_iteration(self, iteration) -> None:
+        self.trace.append(iteration)
+        for request_id in iteration.generation:
+            if not self.jobs[request_id].is_over:
+                self.jobs[request_id].state = "writing"
+        for request_id, *_ in iteration.context:
+            if not self.jobs[request_id].is_over:
+                self.jobs[request_id].state = "reading"
+        for request_id in iteration.paused:
+            job = self.jobs[request_id]
+            job.pauses += 1
+            if not job.is_over:
+                job.state = "PAUSED"
+                self.events.put(("paused", job))
+
+
+def start(client: Client, options: argparse.Namespace, parts: dict, **params) -> GptManager:
+    return GptManager(
+        options.model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy[options.policy],
+        client.get_inference_requests, client.send_response, client.poll_stop_signals, client.return_statistics,
+        TrtGptModelOptionalParams(device=options.device, dtype="float32", **params),
+        parts=Parts(trace=client.trace_iteration, **parts))
+
+
+# ---------------------------------------------------------------------- tokens to text
+
+
+class Detokenizer:
+    """The text of tokens that keep coming.
+
+    A token may be half a character, and a space may belong to the word before or after it, so tokens are never decoded
+    one by one: all are decoded, from the prompt on, and a character that is not complete yet is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def text(self, job: Job, *, is_final: bool = False) -> str:
+        """What follows the prompt. A longer list of tokens never changes what was returned for a shorter one."""
+        before = len(self.tokenizer.decode(job.prompt_ids))
+        text = self.tokenizer.decode([*job.prompt_ids, *job.tokens])[before:]
+        return text if is_final else text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def on_one_line(text: str) -> str:
+    """Line breaks become spaces; what a terminal would obey becomes visible."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def columns_of(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def tail(text: str, columns: int) -> str:
+    """The end of a text, as much as fits, with dots where something is left out."""
+    if sum(map(columns_of, text)) <= columns:
+        return text
+    kept, room = "", columns - 3
+    for character in reversed(text):
+        room -= columns_of(character)
+        if room < 0:
+            break
+        kept = character + kept
+    return "..." + kept if columns >= 3 else ""
+
+
+# ---------------------------------------------------------------------- two ways to watch
+
+
+class PlainView:
+    """Lines without control characters: for files, pipes and simple terminals."""
+
+    LINE = 72
+
+    def __init__(self, client: Client, detokenizer: Detokenizer) -> None:
+        self.detokenizer = detokenizer
+        self.printed = dict.fromkeys(client.jobs, 0)
+
+    def show(self, what: str, job: Job) -> None:
+        if what == "arrived":
+            print(f"[{job.id}] ({job.choice}) {job.prompt}", flush=True)
+        elif what == "paused":
+            self._text(job, everything=True)
+            print(f"[{job.id}] (paused: the blocks ran out; it goes on later)", flush=True)
+        else:
+            self._text(job, everything=job.is_over)
+        if what == "over":
+            print(f"[{job.id}] ({job.state}{', ' + on_one_line(job.error) if job.error else ''})", flush=True)
+
+    def _text(self, job: Job, everything: bool) -> None:
+        text = on_one_line(self.detokenizer.text(job, is_final=job.is_over))
+        start, room = self.printed[job.id], self.LINE - len(f"[{job.id}] ")
+        while len(text) - start > room or (everything and text[start:].strip()):
+            space = text.rfind(" ", start + 1, start + room + 1)
+            end = len(text) if len(text) - start <= room else space if space > start else start + room
+            print(f"[{job.id}] {text[start:end].strip()}", flush=True)
+            start = end
+        self.printed[job.id] = start
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LiveView:
+    """A table that is drawn over itself: one line a request, the end of its text, and the blocks in use."""
+
+    SECONDS_BETWEEN_FRAMES = 0.07
+    COLOURS = {"to come": "2", "waiting": "2", "reading": "34", "writing": "32", "PAUSED": "1;33", "done": "1",
+               "full length": "1", "stopped": "35", "failed": "1;31"}
+
+    def __init__(self, client: Client, detokenizer: Detokenizer) -> None:
+        self.client, self.detokenizer = client, detokenizer
+        self.drawn_lines = 0
+        self.next_frame = 0.0
+
+    def frame(self, columns: int) -> list[str]:
+        """The table in lines of less than `columns` characters, colours not counted."""
+        client, lines = self.client, []
+        for job in client.jobs.values():
+            head = f"[{job.id}]".rjust(4) + f" {job.state:<11} {len(job.tokens):>3} "
+            text = on_one_line(job.prompt + self.detokenizer.text(job, is_final=job.is_over))
+            shown = tail(text if job.state != "to come" else "", columns - 1 - len(head))
+            colour = self.COLOURS[job.state]
+            lines.append(f"\x1b[{colour}m{head}\x1b[0m{shown}")
+        foot = f"iteration {len(client.trace.iterations)}  pauses {sum(job.pauses for job in client.jobs.values())}"
+        if client.statistics:
+            used, blocks = (client.statistics[-1][f"{which} KV cache blocks"] for which in ("Used", "Max"))
+            filled = round(used * min(blocks, 30) / blocks)
+            foot += f"  blocks {'#' * filled}{'.' * (min(blocks, 30) - filled)} {used}/{blocks}"
+        return [*lines, foot[: columns - 1]]
+
+    def draw(self) -> None:
+        lines = self.frame(shutil.get_terminal_size().columns)
+        up = f"\x1b[{self.drawn_lines}A" if self.drawn_lines else "\x1b[?25l"           # the cursor is hidden first
+        sys.stdout.write(up + "".join(f"\r{line}\x1b[K\n" for line in lines))
+        sys.stdout.flush()
+        self.drawn_lines = len(lines)
+        self.next_frame = time.monotonic() + self.SECONDS_BETWEEN_FRAMES
+
+    def show(self, what: str, job: Job) -> None:
+        self.tick()
+
+    def tick(self) -> None:
+        if time.monotonic() >= self.next_frame:
+            self.draw()
+
+    def close(self) -> None:
+        if self.drawn_lines:
+            self.draw()
+            sys.stdout.write("\x1b[?25h")
+            sys.stdout.flush()
+
+
+def choose_view(client: Client, detokenizer: Detokenizer) -> PlainView | LiveView:
+    size = shutil.get_terminal_size()
+    is_live = (sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+               and size.lines > len(client.jobs) + 2 and size.columns >= 40)
+    return (LiveView if is_live else PlainView)(client, detokenizer)
+
+
+# ---------------------------------------------------------------------- afterwards
+
+
+def print_texts(jobs: list[Job], detokenizer: Detokenizer) -> None:
+    for job in jobs:
+        notes = [job.choice, f"{len(job.tokens)} tokens", job.state]
+        if job.pauses:
+            notes.append(f"paused {job.pauses} time{'s' if job.pauses > 1 else ''}")
+        print(f"[{job.id}] {', '.join(notes)}")
+        for paragraph in (job.prompt + detokenizer.text(job, is_final=True)).splitlines():
+            if paragraph.strip():
+                print(textwrap.fill(on_one_line(paragraph), 76, initial_indent="    ", subsequent_indent="    "))
+        if job.error:
+            print(f"    {on_one_line(job.error)}")
+
+
+def print_summary(client: Client) -> None:
+    records = client.statistics
+    if not records:
+        return
+    seconds = max(client.ended - client.started, 1e-9)
+    generated = sum(record["Generated Tokens"] for record in records)
+    last = records[-1]
+    blocks = last["Max KV cache blocks"]
+    rows = {
+        "iterations": f"{len(records)}",
+        "tokens": f"{generated} generated in {seconds:.2f} s, {generated / seconds:,.0f} a second",
+        "requests": f"at most {max(record['Active Request Count'] for record in records)} active, "
+                    f"at most {max(record['Scheduled Requests'] for record in records)} in one step",
+        "pauses": f"{sum(record['Paused Requests'] for record in records)}, after which "
+                  f"{last['Recomputed Tokens']} tokens were computed again",
+        "KV cache": f"at most {max(record['Used KV cache blocks'] for record in records)} of {blocks} blocks of "
+                    f"{last['Tokens per KV cache block']} tokens in use",
+        "kernels": last["Kernel Dispatch"],
+    }
+    for name, value in rows.items():
+        print(f"{name:<11}{value}")
+
+
+def run_alone(jobs: list[Job], options: argparse.Namespace, parts: dict) -> list[tuple[Job, Job]]:
+    """Each job and the same once more, one at a time, with blocks for everything."""
+    again = [Job(job.id, 0, job.prompt, job.prompt_ids, job.knobs, job.max_new_tokens, job.end_id) for job in jobs]
+    client = Client(again)
+    blocks = max(job.blocks_at_its_longest for job in jobs)
+    with start(client, options, parts, max_batch_size=1,
+               kv_cache_config=KvCacheConfig(max_tokens=blocks * TOKENS_PER_BLOCK, tokens_per_block=TOKENS_PER_BLOCK)):
+        while not all(job.is_over for job in again):
+            client.events.get(timeout=60)
+    return list(zip(jobs, again, strict=True))
+
+
+# ---------------------------------------------------------------------- the whole
+
+
+def make_jobs(tokenizer: Tokenizer, max_new_tokens: int) -> list[Job]:
+    end_id = tokenizer.token_to_id("</s>")
+    return [Job(number, arrives, prompt, tokenizer.encode(prompt).ids, knobs, max_new_tokens,
+                -1 if end_id is None else end_id)
+            for number, (arrives, prompt, knobs) in enumerate(PROMPTS, 1)]
+
+
+def watch(client: Client, manager: GptManager, view: PlainView | LiveView) -> None:
+    """Show what happens until every request has had its final response, or the worker has ended without."""
+    while True:
+        try:
+            what, job = client.events.get(timeout=0.1)
+        except queue.Empty:
+            if all(job.is_over for job in client.jobs.values()) or manager.health()["state"] == "STOPPED":
+                return
+            view.tick()
+        else:
+            view.show(what, job)
+
+
+def run(options: argparse.Namespace, parts: dict) -> int:
+    tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
+    detokenizer, jobs = Detokenizer(tokenizer), make_jobs(tokenizer, options.max_new_tokens)
+    needed = sum(job.blocks_at_its_longest for job in jobs)
+    blocks = max(round(SHARE_OF_THE_NEED * needed), max(job.blocks_at_its_longest for job in jobs))
+    print(f"{len(jobs)} prompts, up to {options.max_new_tokens} new tokens each, {options.policy}.\n"
+          f"At their longest they need {needed} blocks of {TOKENS_PER_BLOCK} tokens; the KV cache has {blocks}.\n"
+          f"Request {STOPPED_REQUEST} will be stopped on the way.\n", flush=True)
+
+    client = Client(jobs, STOPPED_REQUEST, stop_after=max(options.max_new_tokens // 2, 1))
+    view = choose_view(client, detokenizer)
+    interrupted = False
+    try:
+        with start(client, options, parts, kv_cache_config=KvCacheConfig(
+                max_tokens=blocks * TOKENS_PER_BLOCK, tokens_per_block=TOKENS_PER_BLOCK)) as manager:
+            watch(client, manager, view)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        view.close()
+
+    print("\nTexts\n")
+    print_texts([job for job in jobs if job.state != "to come"], detokenizer)
+    if interrupted:
+        print("\ninterrupted: every request that had started was answered, and the worker has ended")
+        return 130
+    print("\nStatistics\n")
+    print_summary(client)
+    print("\nSchedule: one row an iteration, one column a request\n")
+    print(render_text(client.trace.iterations))
+
+    failed = [f"[{job.id}] {job.error or 'no final response'}" for job in jobs if job.error or not job.is_over]
+    paused = [job for job in jobs if job.pauses and job.is_over and not job.error]
+    print()
+    if not paused:
+        print("Nobody had to be paused.")
+    for job, alone in run_alone(paused, options, parts) if paused else ():
+        is_same = alone.tokens[: len(job.tokens)] == job.tokens and not alone.error
+        print(f"[{job.id}] paused {job.pauses}x; run again alone, without a pause: "
+              f"{'the same text' if is_same else 'ANOTHER TEXT'}")
+        if not is_same:
+            failed.append(f"[{job.id}] the text after a pause differs from the text without")
+    for problem in failed:
+        print(f"quickstart: {problem}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
+    """`parts` replaces parts of the engine, for tests (see Parts)."""
+    parser = argparse.ArgumentParser(description="Ten prompts, one small model, and what in-flight batching does.")
+    parser.add_argument("--model", default=str(MODEL), metavar="FOLDER", help="a checkpoint with a tokenizer.json")
+    parser.add_argument("--policy", default="MAX_UTILIZATION", type=str.upper, choices=SchedulerPolicy.__members__)
+    parser.add_argument("--max-new-tokens", type=at_least_one, default=64, metavar="N")
+    parser.add_argument("--device", default=None, help="cpu or cuda; default: cuda where there is one")
+    options = parser.parse_args(argv)
+    if not (Path(options.model) / "tokenizer.json").is_file():
+        parser.error(f"there is no tokenizer.json in {options.model}")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        return run(options, parts or {})
+    except BatchManagerError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tokenizers")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLE = REPOSITORY / "examples" / "forty_lines.py"
+
+
+def test_it_has_at_most_forty_lines_and_names_the_model_that_ships():
+    text = EXAMPLE.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 40
+    (default,) = re.findall(r'else "(.*)"', text)
+    assert (REPOSITORY / default / "model.safetensors").is_file()
+
+
+def test_it_runs_from_anywhere_continues_each_prompt_and_ends_by_itself(tmp_path):
+    copy = shutil.copy(EXAMPLE, tmp_path)
+    result = subprocess.run([sys.executable, copy, REPOSITORY / "examples" / "models" / "austen-4m"], cwd=tmp_path,
+                            capture_output=True, text=True, encoding="utf-8", timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    prompts = ["It is a truth universally acknowledged", "Emma smiled, and", "The evening was"]
+    for request_id, prompt in enumerate(prompts):
+        assert re.search(rf"^\[{request_id}\] {prompt}.+", result.stdout, re.M), result.stdout
+    assert re.search(r"^\d+ iterations$", result.stdout, re.M)
