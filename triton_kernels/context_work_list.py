@@ -8,9 +8,13 @@ import torch
 
 
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
-    """Query rows of one tile: what fits the registers with a head of `head_size` entries, padded to a power of two."""
-    row_bytes = (1 << (head_size - 1).bit_length()) * element_size_bytes
-    return 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
+    """Query rows of one tile: what the registers hold with a head of `head_size` entries.
+
+    float32 has no matrix instruction that keeps its precision, and its products take more registers.
+    """
+    if element_size_bytes == 4:
+        return 32 if head_size <= 64 else 16
+    return 128 if head_size <= 128 else 64
 
 
 def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int = 0) -> torch.Tensor:
@@ -19,7 +23,8 @@ def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int 
     query_lengths, kv_lengths   [C] integers: new tokens, and keys after this step, of each context sequence
     padded_to                   at least this many rows, the last ones (-1, -1): programs that leave at once
     """
-    query_lengths, kv_lengths = torch.as_tensor(query_lengths), torch.as_tensor(kv_lengths)
+    query_lengths = torch.as_tensor(query_lengths, dtype=torch.int64)
+    kv_lengths = torch.as_tensor(kv_lengths, dtype=torch.int64)
     num_tiles = (query_lengths + tile_rows - 1) // tile_rows
     sequence = torch.repeat_interleave(torch.arange(len(num_tiles)), num_tiles)
     first_of_sequence = num_tiles.cumsum(0) - num_tiles

@@ -31,6 +31,7 @@ import triton.language as tl
 
 from .context_work_list import context_tile_rows
 from .device_limits import DeviceLimits, device_limits
+from .strides import heads_contiguous, pages_contiguous
 
 LOG2_E = 1.4426950408889634
 
@@ -166,15 +167,21 @@ class ContextSettings(NamedTuple):
 def context_settings(
     head_size_pow2: int, element_size_bytes: int, tokens_per_block: int, limits: DeviceLimits
 ) -> ContextSettings:
-    """How to launch, from shapes alone. Shared memory holds the queries and, per stage, one tile of keys and values."""
+    """How to launch, from shapes alone.
+
+    Shared memory holds a tile of keys and one of values per stage, and the queries where matrix instructions read
+    them from there. Where they read registers, a tile of 64 keys of a large head does not fit them.
+    """
     rows = context_tile_rows(head_size_pow2, element_size_bytes)
-    keys = min(64, tokens_per_block)
-    query_bytes = rows * head_size_pow2 * element_size_bytes
-    stage_bytes = 2 * keys * head_size_pow2 * element_size_bytes
+    row_bytes = head_size_pow2 * element_size_bytes
+    wide = row_bytes <= 128 or (limits.operands_in_shared and element_size_bytes < 4)
+    keys = min(tokens_per_block, 64 if wide else 32)
+    query_bytes = rows * row_bytes if limits.operands_in_shared else 0
+    scratch_bytes = 4096
     num_stages = 3
-    while num_stages > 1 and query_bytes + (num_stages - 1) * stage_bytes > limits.shared_bytes:
+    while num_stages > 1 and query_bytes + num_stages * 2 * keys * row_bytes + scratch_bytes > limits.shared_bytes:
         num_stages -= 1
-    return ContextSettings(rows, keys, num_warps=8 if rows == 128 else 4, num_stages=num_stages)
+    return ContextSettings(rows, keys, num_warps=8, num_stages=num_stages)
 
 
 def paged_attention_context(
@@ -187,7 +194,7 @@ def paged_attention_context(
     head_pow2 = max(16, triton.next_power_of_2(head_size))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     assert query.dtype == kv_pool.dtype and num_heads == group * num_kv_heads
-    assert query.stride()[1:] == out.stride()[1:] == (head_size, 1) and kv_pool.stride()[3:] == (head_size, 1)
+    assert heads_contiguous(query) and heads_contiguous(out) and pages_contiguous(kv_pool)
     assert block_table.stride(1) == 1 and work_list.is_contiguous() and kv_lengths.is_contiguous()
     if len(work_list) == 0:
         return out

@@ -32,6 +32,7 @@ import triton.language as tl
 
 from .device_limits import DeviceLimits, device_limits
 from .paged_attention_merge import paged_attention_merge
+from .strides import heads_contiguous, pages_contiguous
 
 LOG2_E = 1.4426950408889634
 MIN_PAGES_PER_SPLIT = 2
@@ -159,7 +160,7 @@ def decode_settings(
     choices = [splits for splits in (1, 2, 4, 8, 16, 32) if splits <= most]
     fill = {splits: programs * splits / (-(-programs * splits // places) * places) for splits in choices}
     splits = next((splits for splits in choices if fill[splits] >= 0.85), choices[-1])
-    return DecodeSettings(splits=splits, num_warps=4, num_stages=num_stages)
+    return DecodeSettings(splits=splits, num_warps=4 if page_bytes < 32 * 1024 else 8, num_stages=num_stages)
 
 
 def paged_attention_decode(
@@ -172,7 +173,7 @@ def paged_attention_decode(
     head_pow2 = max(16, triton.next_power_of_2(head_size))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     assert query.dtype == kv_pool.dtype and num_heads == group * num_kv_heads
-    assert query.stride()[1:] == out.stride()[1:] == (head_size, 1) and kv_pool.stride()[3:] == (head_size, 1)
+    assert heads_contiguous(query) and heads_contiguous(out) and pages_contiguous(kv_pool)
     assert block_table.stride(1) == 1 and kv_lengths.is_contiguous()
     if num_sequences == 0:
         return out

@@ -14,6 +14,8 @@ Source      split-KV attention (Flash-Decoding, Dao et al. 2023); written for th
 import triton
 import triton.language as tl
 
+from .strides import heads_contiguous
+
 
 @triton.jit
 def _merge_kernel(
@@ -45,7 +47,7 @@ def _merge_kernel(
 def paged_attention_merge(partial_out, partial_lse, out):
     """Weighted mean of the parts; see the module's docstring for shapes. Returns out."""
     num_sequences, num_heads, parts, head_size = partial_out.shape
-    assert partial_out.is_contiguous() and partial_lse.is_contiguous() and out.stride()[1:] == (head_size, 1)
+    assert partial_out.is_contiguous() and partial_lse.is_contiguous() and heads_contiguous(out)
     if num_sequences == 0:
         return out
 

@@ -22,6 +22,8 @@ of a single token still spreads over HK programs.
 import triton
 import triton.language as tl
 
+from .strides import heads_contiguous, pages_contiguous
+
 
 @triton.jit
 def _rotate_head_rows(
@@ -97,9 +99,8 @@ def rope_kv_append(
     query_out = query if in_place else query_out
     half = 0 if cos_table is None else cos_table.shape[1]
     rest = head_size - 2 * half
-    for rows in (query, key, value, query_out):
-        assert rows.stride()[1:] == (head_size, 1)
-    assert kv_pool.stride()[3:] == (head_size, 1) and slot_mapping.is_contiguous()
+    assert all(heads_contiguous(rows) for rows in (query, key, value, query_out))
+    assert pages_contiguous(kv_pool) and slot_mapping.is_contiguous()
     assert half == 0 or (cos_table.is_contiguous() and sin_table.is_contiguous() and positions.is_contiguous())
     if num_tokens == 0:
         return query_out

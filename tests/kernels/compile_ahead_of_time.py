@@ -132,11 +132,10 @@ CASES = {
     "decode D128 G4": lambda: decode(128, 4, splits=1),
     "decode D128 G4 split": lambda: decode(128, 4, splits=8),
     "decode D64 G3": lambda: decode(64, 3, splits=1, num_kv_heads=3),
-    "decode D64 G3 split": lambda: decode(64, 3, splits=8, num_kv_heads=3),
-    "decode D64 window": lambda: decode(64, 4, splits=1, window=4096),
+    "decode D64 window split": lambda: decode(64, 4, splits=8, window=4096),
     "context D128": lambda: context(128, 4),
     "context D64": lambda: context(64, 3, num_kv_heads=3),
-    "context D128 window": lambda: context(128, 4, window=4096),
+    "context D64 window": lambda: context(64, 4, window=4096),
     "rope D128": lambda: rope(128, 4),
     "norms 4096": lambda: norms(4096),
     "activations": activations,
@@ -162,9 +161,10 @@ def nvidia_figures(kernel, with_instructions):
         }
         if with_instructions:
             sass = dump("-sass")
-            for name in ("LDGSTS.E.BYPASS.LTC128B.128", "LDGSTS", "HGMMA", "HMMA", "LDL", "STL"):
-                figures[name] = len(re.findall(rf"\b{re.escape(name)}\b", sass))
-            figures["LDGSTS.128"] = len(re.findall(r"\bLDGSTS\.\S*\b128\b(?!B)", sass))
+            copies = re.findall(r"\bLDGSTS\S*", sass)                          # asynchronous loads to shared memory
+            figures["LDGSTS.128"] = sum(copy.endswith(".128") for copy in copies)
+            figures["LDGSTS.narrower"] = len(copies) - figures["LDGSTS.128"]
+            figures["HGMMA"] = len(re.findall(r"\bHGMMA\b", sass))
     return figures
 
 

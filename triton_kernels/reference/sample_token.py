@@ -39,33 +39,34 @@ def sample_token(
     log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device) if log_probs is None else log_probs
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device) if finite is None else finite
 
-    uniforms = uniform(seed, position).double()
-    for row in range(num_rows):
-        x = logits[row].double()
-        finite[row] = not (x.isnan().any() or (x == torch.inf).any() or (x == -torch.inf).all())
-        if not finite[row]:
-            tokens[row], log_probs[row] = 0, torch.nan
-            continue
+    x = logits.double()
+    finite.copy_(~(x.isnan().any(1) | (x == torch.inf).any(1) | (x == -torch.inf).all(1)))
+    x = x.masked_fill(~finite.bool()[:, None], 0)                              # rows whose result is thrown away
+    heat = temperature.double().where(temperature != 0, 1)
+    log_p = (x / heat[:, None]).log_softmax(1)
 
-        heat, k, mass = float(temperature[row]), int(top_k[row]), float(top_p[row])
-        log_p = (x / (heat or 1.0)).log_softmax(-1)
-        if heat == 0 or k == 1 or (k == 0 and mass == 0):
-            token = int((x == x.max()).nonzero()[0])                               # lowest id among equals
-        else:
-            token = _draw(x, log_p.exp(), k, mass, float(uniforms[row]))
-        tokens[row], log_probs[row] = token, log_p[token]
+    greedy = (temperature == 0) | (top_k == 1) | ((top_k == 0) & (top_p == 0))
+    largest = (x == x.amax(1, keepdim=True)).int().argmax(1)                   # the first of several
+    drawn = _draw(x, log_p.exp(), top_k, top_p, uniform(seed, position))
+    chosen = torch.where(greedy, largest, drawn).masked_fill(~finite.bool(), 0)
+
+    tokens.copy_(chosen)
+    log_probs.copy_(log_p.gather(1, chosen[:, None])[:, 0].masked_fill(~finite.bool(), torch.nan))
     return tokens, log_probs, finite
 
 
-def _draw(x, p, k, mass, uniform):
-    """The token of one row: `x` its logits, `p` its probabilities."""
-    if 0 < k < len(x):
-        p = p.masked_fill(x < x.topk(k).values[-1], 0)
-    if 0 < mass < 1:
-        descending, order = p.sort(descending=True)
-        reached = (descending.cumsum(0) >= mass * p.sum()).nonzero()
-        last = order[int(reached[0]) if len(reached) else -1]
-        p = p.masked_fill(x < x[last], 0)
-    cumulative = p.cumsum(0)
-    exceeding = (cumulative > uniform * cumulative[-1]).nonzero()
-    return int(exceeding[0])
+def _draw(x, p, top_k, top_p, uniforms):
+    """The token of each row: `x` its logits, `p` its probabilities."""
+    vocabulary = x.shape[1]
+    descending = x.sort(dim=1, descending=True).values
+    last = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary).long() - 1
+    p = p.masked_fill(x < descending.gather(1, last[:, None]), 0)
+
+    cumulative = p.sort(dim=1, descending=True).values.cumsum(1)
+    limited = (top_p > 0) & (top_p < 1)
+    reached = cumulative >= (top_p.double() * cumulative[:, -1])[:, None]
+    last = torch.where(limited, reached.int().argmax(1), vocabulary - 1)
+    p = p.masked_fill(x < descending.gather(1, last[:, None]), 0)
+
+    cumulative = p.cumsum(1)
+    return (cumulative > (uniforms.double() * cumulative[:, -1])[:, None]).int().argmax(1)

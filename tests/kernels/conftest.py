@@ -1,0 +1,201 @@
+"""Kernels and oracles side by side.
+
+With a GPU the kernels run on it, in this process. Without one they run in triton's interpreter, in one worker process
+that this file starts on first use. Not in this process: TRITON_INTERPRET has to be set before triton is first imported,
+so anything that imports triton earlier (transformers, torch's compiler) would break these tests, and the variable would
+change what other tests see (`dispatch.use_triton`). The compile tests need the opposite setting and have a process of
+their own as well. So this folder neither needs nor leaves anything behind in the pytest process.
+"""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _load(path):
+    """A helper beside this file; the folder is no package and not on sys.path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+worker_protocol = _load(HERE / "interpreter_worker.py")
+
+
+class Interpreter:
+    """The worker process, started by the first call."""
+
+    def __init__(self):
+        self.process = None
+
+    def __call__(self, module, function, args, kwargs):
+        if self.process is None:
+            environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+            self.process = subprocess.Popen(
+                [sys.executable, HERE / "interpreter_worker.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env=environment,
+            )
+        worker_protocol.send(self.process.stdin, (module, function, args, kwargs))
+        answer = worker_protocol.receive(self.process.stdout)
+        assert isinstance(answer, tuple), answer or "the interpreter's process died"
+
+        result, tensors = answer
+        for mine, theirs in zip(worker_protocol.tensors_of(args, kwargs), tensors):
+            mine.untyped_storage().copy_(theirs.untyped_storage())       # a view's neighbours too
+        return result
+
+    def stop(self):
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.stop()
+
+
+@pytest.fixture(scope="session")
+def run_kernel(interpreter):
+    """run_kernel(name, *args, function=None, **kwargs): the Triton side of `name`. Mutates its arguments."""
+
+    def run(module, *args, function=None, **kwargs):
+        if DEVICE == "cpu":
+            return interpreter(module, function or module, args, kwargs)
+        found = importlib.import_module(f"batch_manager.triton_kernels.{module}")
+        return getattr(found, function or module)(*args, **kwargs)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_oracle():
+    """run_oracle(name, *args, **kwargs): the torch side of `name`, on the arguments as they are."""
+
+    def run(module, *args, function=None, **kwargs):
+        found = importlib.import_module(f"batch_manager.triton_kernels.reference.{module}")
+        return getattr(found, function or module)(*args, **kwargs)
+
+    return run
+
+
+def _widened(values):
+    """Copies in float64; one tensor given twice (an output that is an input) stays one tensor."""
+    copies = {}
+    for value in values:
+        if isinstance(value, torch.Tensor) and id(value) not in copies:
+            copies[id(value)] = value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+    return [copies.get(id(value), value) for value in values]
+
+
+@pytest.fixture(scope="session")
+def assert_equals_oracle(run_kernel, run_oracle):
+    """Runs both sides, the oracle on float64 copies, and compares the result and every tensor argument after the call.
+
+    The largest allowed error is (roundings * eps(dtype) + reduction * eps(float32)) * largest expected value:
+    `roundings` counts the values rounded to the storage dtype on the way to a result (the result itself: 1),
+    `reduction` the terms that float32 sums on the way. NaN must stand where the oracle left NaN: outputs come
+    NaN-filled, so what should be written was written and what should not be was not.
+    """
+
+    def check(module, *args, roundings=1, reduction, dtype, **kwargs):
+        wide = _widened([*args, *kwargs.values()])
+        wide_args, wide_kwargs = wide[: len(args)], dict(zip(kwargs, wide[len(args) :]))
+        expected = run_oracle(module, *wide_args, **wide_kwargs)
+        got = run_kernel(module, *args, **kwargs)
+
+        eps = 0.0 if not dtype.is_floating_point else torch.finfo(dtype).eps
+        share = roundings * eps + reduction * torch.finfo(torch.float32).eps
+        for mine, theirs in zip(
+            [got, *worker_protocol.tensors_of(args, kwargs)],
+            [expected, *worker_protocol.tensors_of(wide_args, wide_kwargs)],
+        ):
+            if not mine.is_floating_point():
+                assert torch.equal(mine, theirs)
+                continue
+            assert mine.dtype in (dtype, torch.float32) and mine.shape == theirs.shape
+            size = float(theirs.nan_to_num().abs().max()) if theirs.numel() else 0.0
+            torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=share * size, equal_nan=True)
+        return got
+
+    return check
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(torch.float32, id="float32"),
+        pytest.param(torch.float16, id="float16"),
+        # Interpreted bf16 dots are silently wrong: by value on a GPU only.
+        pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.gpu),
+    ]
+)
+def dtype(request):
+    if request.param == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("bfloat16 is compared by value on a GPU only")
+    return request.param
+
+
+@pytest.fixture
+def random():
+    """random(*shape, dtype=float32): normal numbers, the same in every run."""
+    generator = torch.Generator().manual_seed(20240607)
+
+    def draw(*shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    return draw
+
+
+@pytest.fixture
+def integers():
+    """integers(list, dtype=int32) on the kernels' device."""
+
+    def make(values, dtype=torch.int32):
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    return make
+
+
+class PagedCache:
+    """Sequences of random keys and values in a pool of two layers; pages that nobody owns hold NaN.
+
+    pool           [N, 2, HK, B, D]: the second layer's view, strided
+    block_table    [sequences, max_blocks] int32, pages in random order; unused entries name a page of NaN
+    """
+
+    def __init__(self, random, kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype):
+        generator = torch.Generator().manual_seed(7)
+        num_pages = [-(-length // tokens_per_block) for length in kv_lengths]
+        num_blocks = sum(num_pages) + 2
+        whole = torch.full((num_blocks, 2, 2, num_kv_heads, tokens_per_block, head_size), torch.nan)
+        whole = whole.to(dtype).to(DEVICE)
+        self.pool = whole[:, 1]
+        free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()        # page 0 stays NaN
+        self.block_table = torch.zeros(len(kv_lengths), max(num_pages) + 2, dtype=torch.int32)
+        for sequence, (length, pages) in enumerate(zip(kv_lengths, num_pages)):
+            rows = torch.zeros(2, num_kv_heads, pages * tokens_per_block, head_size, dtype=dtype, device=DEVICE)
+            rows[:, :, :length] = random(2, num_kv_heads, length, head_size, dtype=dtype)
+            for page in range(pages):
+                block = free.pop()
+                self.block_table[sequence, page] = block
+                self.pool[block] = rows[:, :, page * tokens_per_block : (page + 1) * tokens_per_block]
+        self.block_table = self.block_table.to(DEVICE)
+        self.kv_lengths = torch.tensor(kv_lengths, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.fixture
+def paged_cache(random):
+    """paged_cache(kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype) -> PagedCache"""
+    return lambda *args: PagedCache(random, *args)

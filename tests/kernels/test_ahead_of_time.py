@@ -1,0 +1,82 @@
+"""Every kernel compiled for GPUs that are not here, and what must hold of the machine code.
+
+The compiler runs in a process of its own, without TRITON_INTERPRET and with its own choice of settings: see
+compile_ahead_of_time.py. Run with `-s` to see the table that triton_kernels/README.md records.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "compile_ahead_of_time.py"
+GPUS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+KERNELS = {
+    "_activation_kernel", "_context_kernel", "_decode_kernel", "_gated_activation_kernel", "_layer_norm_kernel",
+    "_merge_kernel", "_philox_kernel", "_rms_norm_kernel", "_rope_kv_append_kernel", "_sample_kernel",
+}
+
+# Known and small; anything more is a regression.
+KNOWN_STACK_BYTES = {("sm_100", "context D64 window"): 16}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """{gpu: records}, all compiled by one process."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton
+    done = subprocess.run([sys.executable, PROGRAM, *GPUS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    print_table(records)
+    return {gpu: [record for record in records if record["gpu"] == gpu] for gpu in GPUS}
+
+
+def print_table(records):
+    print("\n| GPU | case | kernel | warps | stages | registers | shared B | stack B | spills |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for record in records:
+        columns = "gpu", "case", "kernel", "warps", "stages", "registers", "shared_bytes", "stack_bytes", "spills"
+        print("| " + " | ".join(str(record[column]) for column in columns) + " |")
+
+
+def of_kernel(records, kernel):
+    found = [record for record in records if record["kernel"] == kernel]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_kernel_compiles_and_fits_shared_memory(compiled, gpu):
+    assert {record["kernel"] for record in compiled[gpu]} == KERNELS
+    assert [record for record in compiled[gpu] if record["shared_bytes"] > record["shared_limit_bytes"]] == []
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_nothing_spills(compiled, gpu):
+    wrong = [
+        record for record in compiled[gpu]
+        if record["spills"] or record["stack_bytes"] > KNOWN_STACK_BYTES.get((gpu, record["case"]), 0)
+    ]
+    assert wrong == []
+
+
+def test_decode_loads_pages_in_the_widest_pieces(compiled):
+    for record in of_kernel(compiled["sm_90"], "_decode_kernel"):
+        assert record["LDGSTS.128"] > 0 and record["LDGSTS.narrower"] == 0
+
+
+def test_decode_keeps_several_pages_in_flight(compiled):
+    # Keys and values of a page, for each stage but the one in use.
+    for record in of_kernel(compiled["sm_90"], "_decode_kernel"):
+        page_bytes = 64 * (128 if "D128" in record["case"] else 64) * 2
+        assert record["stages"] == 4 and record["shared_bytes"] >= 3 * 2 * page_bytes
+
+
+def test_context_attention_uses_the_matrix_units(compiled):
+    assert all(record["HGMMA"] > 0 for record in of_kernel(compiled["sm_90"], "_context_kernel"))
+    assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_context_kernel"))
+    assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_decode_kernel"))

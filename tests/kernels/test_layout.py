@@ -1,0 +1,67 @@
+"""The three folders agree: kernel, oracle and test of one name, one signature; and who imports triton."""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import batch_manager.triton_kernels as triton_kernels
+import pytest
+
+KERNELS = Path(triton_kernels.__file__).parent
+TESTS = Path(__file__).parent
+NOT_KERNELS = {"__init__", "dispatch", "context_work_list", "device_limits", "strides"}
+NAMES = sorted({path.stem for path in KERNELS.glob("*.py")} - NOT_KERNELS)
+
+
+def parameters_of(path, name):
+    """(parameter name, default) pairs of function `name`, read without importing the module."""
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    arguments = next(function.args for function in functions if function.name == name)
+    defaults = [ast.unparse(default) for default in arguments.defaults]
+    names = [argument.arg for argument in arguments.args]
+    return list(zip(names, [None] * (len(names) - len(defaults)) + defaults))
+
+
+def test_every_kernel_has_an_oracle_and_a_test():
+    assert sorted({path.stem for path in (KERNELS / "reference").glob("*.py")} - {"__init__"}) == NAMES
+    assert [name for name in NAMES if not (TESTS / f"test_{name}.py").exists()] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_and_oracle_have_one_signature(name):
+    kernel = parameters_of(KERNELS / f"{name}.py", name)
+    assert kernel == parameters_of(KERNELS / "reference" / f"{name}.py", name)
+    oracle = importlib.import_module(f"batch_manager.triton_kernels.reference.{name}")
+    assert list(inspect.signature(getattr(oracle, name)).parameters) == [parameter for parameter, _ in kernel]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kernel_file_says_what_the_project_asks(name):
+    docstring = ast.get_docstring(ast.parse((KERNELS / f"{name}.py").read_text()))
+    words = ["Shapes", f"Oracle      triton_kernels/reference/{name}.py", "Source"]
+    assert [word for word in words if word not in docstring] == []
+
+
+def test_the_package_imports_torch_and_triton_only():
+    allowed = {"torch", "triton", *sys.stdlib_module_names}
+    for path in KERNELS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules = [node.module]
+            else:
+                continue
+            assert {module.split(".")[0] for module in modules} <= allowed, path
+
+
+def test_oracles_and_dispatch_do_not_import_triton():
+    modules = ["dispatch", "context_work_list", *(f"reference.{name}" for name in NAMES)]
+    program = "import sys, importlib\n" + "\n".join(
+        f"importlib.import_module('batch_manager.triton_kernels.{module}')" for module in modules
+    ) + "\nprint('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

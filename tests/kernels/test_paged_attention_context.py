@@ -1,0 +1,96 @@
+import pytest
+import torch
+from batch_manager.triton_kernels.context_work_list import context_tile_rows, context_work_list
+
+B = 16                                  # tokens per block in these tests, unless they say otherwise
+
+
+@pytest.fixture
+def check(assert_equals_oracle, paged_cache, random, integers):
+    """check(query_lengths, kv_lengths, ...): kernel against oracle, with rows of other kinds behind the context's."""
+
+    def run(query_lengths, kv_lengths, group=1, num_kv_heads=1, head_size=32, tokens_per_block=B,
+            dtype=torch.float32, window=None, padded_to=0):
+        cache = paged_cache(kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype)
+        num_rows = sum(query_lengths)
+        query = random(num_rows + 3, group * num_kv_heads, head_size, dtype=dtype)
+        query[num_rows:] = torch.nan                       # generation rows: neither read nor written
+        cu_seqlens = torch.tensor([0, *query_lengths]).cumsum(0).tolist()
+        tile_rows = context_tile_rows(head_size, query.element_size())
+        work_list = context_work_list(query_lengths, kv_lengths, tile_rows, padded_to).to(query.device)
+        return assert_equals_oracle(
+            "paged_attention_context", query, cache.pool, cache.block_table, integers(cu_seqlens), cache.kv_lengths,
+            work_list, head_size**-0.5, window=window, out=torch.full_like(query, torch.nan),
+            roundings=2, reduction=head_size + max(kv_lengths), dtype=dtype,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_whole_prompts_around_a_page(check, dtype, group):
+    check([B - 1, B, B + 1, 1], [B - 1, B, B + 1, 1], group=group, dtype=dtype)
+
+
+@pytest.mark.parametrize("start", [1, B - 1, B, 37])
+def test_a_chunk_starts_in_the_middle(check, dtype, start):
+    check([40, 5], [40 + start, 5 + start], group=4, dtype=dtype)
+
+
+def test_several_tiles_of_query_rows(check):
+    check([75, 33], [75, 75], group=2)                     # float32 tiles have 32 rows
+
+
+@pytest.mark.parametrize("window", [1, 5, B, 3 * B, 50, 1000])
+def test_window(check, window):
+    check([40, 40, 3], [40, 75, 60], window=window)
+
+
+@pytest.mark.parametrize("head_size", [16, 64, 80, 128, 256])
+def test_head_sizes(check, dtype, head_size):
+    check([20], [70], head_size=head_size, group=2, tokens_per_block=64, dtype=dtype)
+
+
+@pytest.mark.parametrize("tokens_per_block", [16, 32, 64, 128])
+def test_block_sizes(check, tokens_per_block):
+    check([30, 140], [150, 140], tokens_per_block=tokens_per_block)
+
+
+def test_padding_of_the_work_list_does_nothing(check):
+    check([5, 9], [20, 9], padded_to=6)
+
+
+def test_a_sequence_without_new_tokens(check):
+    check([5, 0, 7], [20, 16, 7])
+
+
+def test_sequences_are_found_through_their_slots(assert_equals_oracle, paged_cache, random, integers):
+    cache = paged_cache([30, 17, 5], 2, 32, B, torch.float32)
+    slots = integers([2, 0])
+    assert_equals_oracle(
+        "paged_attention_context", random(8, 4, 32), cache.pool, cache.block_table, integers([0, 5, 8]),
+        cache.kv_lengths[slots.long()], integers([[0, 0], [1, 0]]), 0.2, slots=slots,
+        reduction=100, dtype=torch.float32,
+    )
+
+
+def test_chunks_give_what_the_whole_prompt_gives(run_kernel, paged_cache, random, integers):
+    cache = paged_cache([50], 1, 32, B, torch.float32)
+    query = random(50, 2, 32)
+
+    def attend(begin, end):
+        work_list = context_work_list([end - begin], [end], context_tile_rows(32, 4)).to(query.device)
+        return run_kernel(
+            "paged_attention_context", query[begin:end], cache.pool, cache.block_table, integers([0, end - begin]),
+            integers([end]), work_list, 0.2,
+        )
+
+    whole = attend(0, 50)
+    chunked = torch.cat([attend(0, 20), attend(20, 50)])
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=100 * torch.finfo(torch.float32).eps)
+
+
+def test_the_work_list_names_every_tile_once_and_the_longest_first():
+    work_list = context_work_list([200, 1, 0, 5], [200, 300, 9, 5], 128, padded_to=6).tolist()
+    assert work_list == [[1, 0], [0, 1], [0, 0], [3, 0], [-1, -1], [-1, -1]]
+    assert context_work_list([], [], 128).shape == (0, 2)

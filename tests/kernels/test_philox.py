@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+# Published with the algorithm: (key, counter, words).
+KNOWN_ANSWERS = [
+    ("00000000 00000000", "00000000 00000000 00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff", "ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("a4093822 299f31d0", "243f6a88 85a308d3 13198a2e 03707344", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text):
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize("side", ["run_oracle", "run_kernel"])
+def test_known_answers(request, integers, side):
+    keys, counters, answers = (
+        integers([words(text) for text in column], torch.int64) for column in zip(*KNOWN_ANSWERS)
+    )
+    assert torch.equal(request.getfixturevalue(side)("philox", keys, counters), answers)
+
+
+def test_kernel_and_oracle_draw_the_same_bits(run_kernel, run_oracle, integers):
+    seeds = integers([0, 1, -1, 2**32, -(2**63), 2**63 - 1, 0x123456789ABCDEF], torch.int64)
+    positions = integers([0, 1, 2**31 - 1, 7, 4096, 5, 5])
+    kernel = run_kernel("philox", seeds, positions, function="uniform")
+    assert torch.equal(kernel, run_oracle("philox", seeds, positions, function="uniform"))
+
+
+def test_uniform_numbers_are_uniform_along_positions_and_along_seeds(run_oracle):
+    many = torch.arange(20_000)
+    for seeds, positions in ((torch.full_like(many, 42), many), (many, torch.full_like(many, 3))):
+        drawn = run_oracle("philox", seeds, positions, function="uniform").double()
+        counts = torch.histc(drawn, bins=50, min=0, max=1)
+        chi_square = ((counts - 400) ** 2 / 400).sum()
+        assert drawn.min() >= 0 and drawn.max() < 1
+        assert chi_square < 100                            # 49 degrees of freedom: exceeded with probability 2e-5

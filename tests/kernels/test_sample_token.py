@@ -1,0 +1,154 @@
+import pytest
+import torch
+
+
+@pytest.fixture
+def row_parameters(integers):
+    """row_parameters(temperature, top_k, top_p, seed, position): the per-row tensors, from lists."""
+
+    def make(temperature, top_k, top_p, seed=None, position=None):
+        rows = len(temperature)
+        return (
+            integers(temperature, torch.float32), integers(top_k), integers(top_p, torch.float32),
+            integers(seed or [1000 + row for row in range(rows)], torch.int64),
+            integers(position or list(range(rows))),
+        )
+
+    return make
+
+
+@pytest.fixture
+def assert_same_draw(run_kernel, run_oracle):
+    """Tokens and flags equal; log-probs within the float32 error of a sum over the vocabulary."""
+
+    def check(logits, parameters):
+        tokens, log_probs, finite = run_kernel("sample_token", logits, *parameters)
+        expected_tokens, expected_log_probs, expected_finite = run_oracle("sample_token", logits, *parameters)
+        assert torch.equal(finite, expected_finite)
+        assert torch.equal(tokens, expected_tokens)
+        # Terms summed, and the argument of the exponential, whose error the logarithm hands on.
+        heat = parameters[0].where(parameters[0] > 0, 1)
+        largest = (logits.float().nan_to_num(0, 0, 0).abs().amax(1) / heat).nan_to_num()
+        allowed = torch.finfo(torch.float32).eps * (logits.shape[1] + 4 * largest + 8)
+        error = (log_probs - expected_log_probs).abs()[finite]
+        assert (error <= allowed[finite]).all()
+        assert log_probs[~finite].isnan().all()
+        return tokens
+
+    return check
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1024, 5000])
+def test_mixed_rows_equal_the_oracle(assert_same_draw, random, row_parameters, dtype, vocabulary):
+    top_k = [0, 1, 5, 0, 0, 10, 50, 100000]
+    top_p = [0.0, 0.9, 0.0, 0.9, 1.0, 0.5, 0.95, 0.3]
+    temperature = [1.0, 0.0, 0.7, 1.0, 1.5, 1.0, 0.3, 2.0]
+    logits = (3 * random(8, vocabulary)).to(dtype)
+    assert_same_draw(logits, row_parameters(temperature, top_k, top_p))
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (20, 0.0), (0, 0.8), (20, 0.8)])
+def test_many_positions_of_one_request(assert_same_draw, random, row_parameters, top_k, top_p):
+    rows = 12
+    logits = (2 * random(1, 300)).expand(rows, 300).contiguous()
+    parameters = row_parameters([1.0] * rows, [top_k] * rows, [top_p] * rows, [77] * rows, list(range(rows)))
+    assert len(assert_same_draw(logits, parameters).unique()) > 3
+
+
+def test_greedy_takes_the_lowest_id_among_equals(assert_same_draw, random, row_parameters):
+    logits = random(3, 5000).clamp(max=2)
+    logits[:, [4200, 130, 4300]] = 9.0
+    tokens = assert_same_draw(logits, row_parameters([0.0, 1.0, 0.5], [50, 0, 1], [0.9, 0.0, 0.0]))
+    assert tokens.tolist() == [130, 130, 130]
+
+
+def test_ties_of_the_last_kept_logit_are_kept(run_kernel, random, row_parameters):
+    rows = 12
+    logits = random(1, 64).clamp(max=0).repeat(rows, 1)
+    logits[:, [3, 20, 50]] = 5.0                           # top_k = 2 and top_p = 0.4 both end inside this tie
+    for top_k, top_p in ((2, 0.0), (0, 0.4)):
+        parameters = row_parameters([1.0] * rows, [top_k] * rows, [top_p] * rows)
+        tokens, _, _ = run_kernel("sample_token", logits, *parameters)
+        assert set(tokens.tolist()) == {3, 20, 50}
+
+
+def test_forbidden_tokens_are_never_drawn(assert_same_draw, random, row_parameters):
+    logits = random(4, 2000)
+    logits[:, 5:] = -torch.inf
+    logits[3, :] = -torch.inf
+    logits[3, 1234] = -3.0
+    tokens = assert_same_draw(logits, row_parameters([1.0] * 4, [0, 50, 0, 50], [1.0, 0.0, 0.9, 0.9]))
+    assert (tokens[:3] < 5).all() and tokens[3] == 1234
+
+
+def test_extreme_logits_and_temperatures(assert_same_draw, random, row_parameters):
+    logits = random(5, 100)
+    logits[0, 7] = 3e38
+    logits[1] = torch.finfo(torch.float32).min
+    logits[2, 50:] = torch.finfo(torch.float32).min
+    assert_same_draw(logits[:3], row_parameters([1.0, 1.0, 1.0], [0, 0, 60], [1.0, 1.0, 0.999]))
+    # Nearly no temperature is nearly greedy; all the temperature there is draws evenly.
+    tokens = assert_same_draw(logits[3:], row_parameters([1e-3, 1e6], [0, 0], [1.0, 1.0]))
+    assert tokens[0] == logits[3].argmax()
+
+
+def test_rows_that_are_not_numbers_are_flagged(run_kernel, run_oracle, random, row_parameters):
+    logits = random(6, 3000)
+    logits[0, 2999] = torch.nan
+    logits[1, 0] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, 5] = -torch.inf
+    logits[4, 0] = torch.nan
+    parameters = row_parameters([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], [0, 5, 0, 5, 0, 0], [1.0, 0.0, 0.9, 0.0, 0.0, 0.0])
+    for run in (run_kernel, run_oracle):
+        tokens, log_probs, finite = run("sample_token", logits, *parameters)
+        assert finite.tolist() == [False, False, False, True, False, True]
+        assert tokens[~finite].tolist() == [0] * 4 and log_probs[~finite].isnan().all()
+
+
+def test_results_go_where_the_caller_wants_them(run_kernel, random, row_parameters, integers):
+    logits = random(2, 200)[:, :150]                       # a padded vocabulary
+    logits.untyped_storage()                               # rows of 200, of which 150 count
+    tokens, log_probs, finite = integers([-1, -1], torch.int64), random(2), integers([0, 0])
+    run_kernel(
+        "sample_token", logits, *row_parameters([1.0, 0.0], [0, 0], [1.0, 0.0]),
+        tokens=tokens, log_probs=log_probs, finite=finite,
+    )
+    assert finite.tolist() == [1, 1] and tokens[1] == logits[1].argmax() and (log_probs <= 0).all()
+
+
+def test_a_row_does_not_depend_on_its_neighbours(run_kernel, random, row_parameters):
+    logits = random(4, 1500)
+    parameters = row_parameters([1.0] * 4, [0, 40, 0, 40], [1.0, 0.0, 0.9, 0.9])
+    tokens, log_probs, _ = run_kernel("sample_token", logits, *parameters)
+    for row in range(4):
+        one = slice(row, row + 1)
+        token, log_prob, _ = run_kernel("sample_token", logits[one], *(values[one] for values in parameters))
+        assert torch.equal(token, tokens[one]) and torch.equal(log_prob, log_probs[one])
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (6, 0.0), (0, 0.7), (8, 0.8)])
+def test_the_oracle_draws_from_the_distribution_it_documents(run_oracle, top_k, top_p):
+    # Goodness of fit of 20,000 draws, at the positions of one request.
+    draws, vocabulary, temperature = 20_000, 20, 0.8
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(3)).double()
+    probabilities = (logits / temperature).softmax(-1)
+    order = probabilities.argsort(descending=True)
+    kept = torch.zeros(vocabulary, dtype=torch.bool)
+    kept[order[: top_k or vocabulary]] = True
+    if 0 < top_p < 1:
+        inside = probabilities * kept / probabilities[kept].sum()
+        before = inside[order].cumsum(0) - inside[order]
+        kept[order[before >= top_p]] = False
+    expected = probabilities * kept / probabilities[kept].sum()
+
+    tokens, _, _ = run_oracle(
+        "sample_token", logits.float().expand(draws, vocabulary), torch.full((draws,), temperature),
+        torch.full((draws,), top_k, dtype=torch.int32), torch.full((draws,), top_p),
+        torch.full((draws,), 987654321), torch.arange(draws, dtype=torch.int32),
+    )
+    counts = torch.bincount(tokens.long(), minlength=vocabulary).double()
+    assert (counts[~kept] == 0).all()
+    chi_square = ((counts - draws * expected)[kept] ** 2 / (draws * expected[kept])).sum()
+    freedom = int(kept.sum()) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
