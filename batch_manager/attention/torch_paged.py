@@ -9,13 +9,29 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from .interface import HeadLayout, PackedStep, RotaryTable
 
 # Sequences of one batched product are padded to the longest. A group is closed when this many tokens would be padding:
 # reading that much costs about what the operations of one more group cost.
 MAX_PADDED_TOKENS = 2048
+
+# Query rows of a context that are attended to at once: their scores stay in the cache, and keys after them are skipped.
+TILE_ROWS = 64
+
+
+@dataclass(slots=True)
+class _Tile:
+    """Some query rows of a context sequence, and the keys they see.
+
+    rows     packed rows
+    keys     the keys from the first one that the first row sees to the last row's own
+    behind   [rows, rows] or None: 0, and -inf where one of the first keys has left a row's window
+    """
+
+    rows: slice
+    keys: slice
+    behind: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -25,12 +41,11 @@ class _Context:
     rows    its packed rows
     pages   [2 * kv_heads * m] int64   page numbers in the order (key or value, head, block); None: nothing was cached
             before, and the step's own keys are all there is
-    mask    [n, m * tokens_per_block] bool, True where visible; None: plainly causal
     """
 
     rows: slice
     pages: torch.Tensor | None
-    mask: torch.Tensor | None
+    tiles: list[_Tile]
 
 
 @dataclass(slots=True)
@@ -61,6 +76,7 @@ class TorchPagedAttention:
         self.scale = head_size**-0.5
         self.windows = spec.windows
         self.dtype, self.device = kv_pool.dtype, kv_pool.device
+        self._ahead = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device).triu_(1)
 
         # The pool as tokens and as pages, starting at each layer, so that one step's indices serve all layers.
         tokens, pages = kv_pool.view(-1, head_size), kv_pool.view(-1, block * head_size)
@@ -115,22 +131,26 @@ class TorchPagedAttention:
         key, value = gathered.view(2, len(rows) * self.kv_heads, -1, self.head_size)
         queries = rows.reshape(len(rows) * self.kv_heads, self.group, self.head_size)
         scores = torch.baddbmm(group.mask, queries, key.transpose(1, 2), alpha=self.scale)
-        weights = scores.softmax(-1, dtype=torch.float32).to(self.dtype)
-        return torch.bmm(weights, value).view(len(rows), -1)
+        return torch.bmm(scores.softmax(-1), value).view(len(rows), -1)
 
     def _attend(self, layer, context, query, key, value, result):
         """The rows of one context sequence, into `result`."""
-        rows, kv_heads = context.rows, self.kv_heads
-        query = query[rows].unflatten(1, (kv_heads, self.group)).permute(1, 2, 0, 3)       # [kv heads, group, n, D]
         if context.pages is None:
-            key, value = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
+            key, value = key[context.rows].transpose(0, 1), value[context.rows].transpose(0, 1)
         else:
             gathered = self.layer_pages[layer].index_select(0, context.pages)
-            key, value = gathered.view(2, kv_heads, -1, self.head_size)
-        key, value = (part[:, None].expand(-1, self.group, -1, -1) for part in (key, value))
-        attended = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=context.mask, is_causal=context.mask is None, scale=self.scale)
-        result[rows].view(-1, kv_heads, self.group, self.head_size).copy_(attended.permute(2, 0, 1, 3))
+            key, value = gathered.view(2, self.kv_heads, -1, self.head_size)
+        split = (-1, self.kv_heads, self.group, self.head_size)
+        for tile in context.tiles:
+            rows = query[tile.rows].view(split).permute(1, 2, 0, 3)                    # [kv heads, group, rows, D]
+            count = rows.shape[2]
+            scores = torch.bmm(rows.reshape(self.kv_heads, -1, self.head_size), key[:, tile.keys].transpose(1, 2))
+            by_row = scores.mul_(self.scale).view(self.kv_heads, self.group, count, -1)
+            by_row[..., -count:].add_(self._ahead[:count, :count])
+            if tile.behind is not None:
+                by_row[..., : tile.behind.shape[1]].add_(tile.behind)
+            attended = torch.bmm(scores.softmax(-1), value[:, tile.keys])
+            result[tile.rows].view(split).copy_(attended.view(rows.shape).permute(2, 0, 1, 3))
 
     def _plan_window(self, step, window):
         """What each sequence reads under one window: (contexts, groups of generating sequences)."""
@@ -154,16 +174,24 @@ class TorchPagedAttention:
         begin, end = int(step.query_starts[index]), int(step.query_starts[index + 1])
         length = int(step.kv_lengths[index])
         start = length - (end - begin)
-        if start == 0 and (not window or length <= window):
-            return _Context(slice(begin, end), None, None)
         first = max(start - window + 1, 0) // self.block if window else 0
+        tiles = [self._plan_tile(row, min(row + TILE_ROWS, end), start - begin, first * self.block, window)
+                 for row in range(begin, end, TILE_ROWS)]
+        if start == 0:
+            return _Context(slice(begin, end), None, tiles)
         blocks = step.block_tables[index, first : (length - 1) // self.block + 1].astype(np.int64)
-        key_position = np.arange(first * self.block, (first + len(blocks)) * self.block)
-        query_position = np.arange(start, length)[:, None]
-        visible = key_position <= query_position
-        if window:
-            visible &= key_position > query_position - window
-        return _Context(slice(begin, end), self._pages(blocks[None])[0], self._upload(visible))
+        return _Context(slice(begin, end), self._pages(blocks[None])[0], tiles)
+
+    def _plan_tile(self, row, end, row_to_position, first_key, window):
+        """Rows row .. end - 1 of the packed step; keys are counted from position `first_key`."""
+        position, behind = row + row_to_position, None
+        seen_from = max(position - window + 1, 0) if window else 0
+        if window and end + row_to_position > window:
+            # Row i sees keys from position + i - window + 1 on.
+            lead = seen_from - (position - window + 1)
+            width = min(end - row, end + row_to_position - seen_from)
+            behind = torch.full((end - row, width), -torch.inf, dtype=self.dtype, device=self.device).tril_(-1 - lead)
+        return _Tile(slice(row, end), slice(seen_from - first_key, end + row_to_position - first_key), behind)
 
     def _plan_group(self, step, members, lengths, first_block, num_blocks, window):
         lengths, first, count = lengths[members], first_block[members], num_blocks[members]
