@@ -1,0 +1,160 @@
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batch_manager import Parts
+from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.tools import benchmark as tool
+from batch_manager.tools.benchmark import BenchmarkError, benchmark, parse_options, warm_up_requests
+from batch_manager.tools.workload import Lengths, make_workload
+
+SMALL_MODEL = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
+
+RESULT_KEYS = {
+    "peer", "variant", "version", "precision", "workload", "mode", "n", "threads", "max_batch", "max_tokens_per_step",
+    "wall_s", "output_tokens", "prompt_tokens", "output_tok_s", "total_tok_s", "ttft_ms_p50", "ttft_ms_p99",
+    "itl_ms_p50", "itl_ms_p99", "itl_ms_mean", "e2e_ms_p50", "e2e_ms_p99", "peak_rss_mb", "load_s", "steps", "cpu",
+    "wrong_length", "python", "first_tokens", "kv_precision", "kv_tokens", "tokens_per_block", "engine", "scheduler",
+    "chunked_context"}
+CPU_KEYS = {"own_cores", "foreign_nice", "foreign_cores", "steal_cores", "ncpu"}
+
+FOUR_REQUESTS = make_workload(count=4, vocab_size=1000, prompts=Lengths(20, 0.5, 4, 60), outputs=Lengths(6, 0.5, 2, 12))
+
+
+def options(*more: str):
+    return parse_options(["--model", "none", "--workload", "four.json", "--out", "result.json", "--max-batch", "2",
+                          "--tokens-per-block", "8", *more])
+
+
+def scripted(**changes) -> ScriptedBackend:
+    return ScriptedBackend(num_blocks=64, tokens_per_block=8, **changes)
+
+
+def run(*more: str, workload=FOUR_REQUESTS, backend=None) -> dict:
+    return benchmark(options(*more), workload, Parts(backend=backend or scripted()))
+
+
+def test_every_request_gets_its_tokens_and_the_result_has_its_keys():
+    result = run()
+    assert result.keys() == RESULT_KEYS and result["cpu"].keys() == CPU_KEYS
+    assert result["wrong_length"] == 0
+    assert result["output_tokens"] == FOUR_REQUESTS["output_tokens"]
+    assert result["prompt_tokens"] == FOUR_REQUESTS["prompt_tokens"]
+    for request in FOUR_REQUESTS["requests"]:
+        expected = ScriptedBackend.expected_tokens(request["prompt"], request["max_tokens"])
+        assert result["first_tokens"][str(request["id"])] == expected[:8]
+    json.dumps(result)
+
+
+def test_latencies_follow_from_the_stamps():
+    receipts = {1: tool.Receipt([7, 7, 7], [2.0, 2.5, 3.5]), 2: tool.Receipt([7], [3.0])}
+    requests = [{"id": 1, "arrival_s": 1.0, "prompt": [5] * 10}, {"id": 2, "arrival_s": 0.0, "prompt": [5] * 6}]
+    figures = tool._figures(requests, receipts, 4.0, streaming=True)
+    assert (figures["output_tok_s"], figures["total_tok_s"]) == (1.0, 5.0)
+    assert (figures["ttft_ms_p50"], figures["e2e_ms_p50"], figures["itl_ms_mean"]) == (2000.0, 2750.0, 750.0)
+
+
+def test_without_streaming_tokens_come_at_once_and_only_the_end_is_known():
+    result = run("--no-streaming")
+    assert result["wrong_length"] == 0 and result["output_tokens"] == FOUR_REQUESTS["output_tokens"]
+    assert result["ttft_ms_p50"] is None and result["itl_ms_p50"] is None and result["e2e_ms_p50"] > 0
+    assert result["first_tokens"] == run()["first_tokens"]
+
+
+def test_requests_are_handed_over_when_they_arrive():
+    arrivals = [0.0, 0.05, 0.05, 0.1]
+    late = dict(FOUR_REQUESTS, mode="online", requests=[
+        dict(request, arrival_s=arrival) for request, arrival in zip(FOUR_REQUESTS["requests"], arrivals, strict=True)])
+    result = run(workload=late)
+    assert result["wall_s"] >= 0.1 and result["wrong_length"] == 0 and result["mode"] == "online"
+
+
+@pytest.mark.parametrize("policy", tool.POLICIES)
+@pytest.mark.parametrize("chunks", ["--chunked-context", "--no-chunked-context"])
+def test_policies_and_chunks(policy, chunks):
+    result = run("--policy", policy, chunks, "--max-tokens-per-step", "64", "--type", "InflightBatching")
+    assert result["wrong_length"] == 0
+    assert (result["scheduler"], result["chunked_context"]) == (policy, chunks == "--chunked-context")
+    assert result["engine"] == "InflightBatching"
+
+
+def test_statistics_are_written_for_the_timed_iterations_only(tmp_path):
+    file = tmp_path / "stats.csv"
+    result = run("--stats-csv", str(file))
+    with file.open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == result["steps"]
+    assert sum(int(row["Generated Tokens"]) for row in rows) == FOUR_REQUESTS["output_tokens"]
+    assert sum(int(row["Total Context Tokens"]) for row in rows) == FOUR_REQUESTS["prompt_tokens"]
+
+
+def test_a_warm_up_shrinks_from_a_full_batch_and_fits_the_model():
+    requests = warm_up_requests(4, 1000, None, 0)
+    assert len({request["max_tokens"] for request in requests}) == len(requests) == 4
+    assert warm_up_requests(4, 1000, None, 1)[0]["prompt"] != requests[0]["prompt"]
+    assert all(len(request["prompt"]) + request["max_tokens"] <= 32 for request in warm_up_requests(40, 10, 32, 0))
+
+
+def test_no_warm_up_shares_a_prefix_with_the_default_workload():
+    first_blocks = {tuple(request["prompt"][:8]) for request in make_workload()["requests"]}
+    assert first_blocks.isdisjoint(tuple(request["prompt"][:8]) for request in warm_up_requests(32, 49152, None, 0))
+
+
+def test_a_refused_request_ends_the_benchmark_with_its_text():
+    too_long = dict(FOUR_REQUESTS, requests=[dict(FOUR_REQUESTS["requests"][0], prompt=[5] * 2000)])
+    with pytest.raises(BenchmarkError, match="1 of 1 requests failed.*2,000"):
+        run(workload=too_long)
+
+
+def test_a_file_that_is_no_workload_is_refused():
+    for wrong in ([], {"requests": []}, dict(FOUR_REQUESTS, requests=[FOUR_REQUESTS["requests"][0]] * 2)):
+        with pytest.raises(BenchmarkError):
+            run(workload=wrong)
+
+
+def test_the_program_says_what_is_wrong_with_a_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "four.json").write_text(json.dumps(FOUR_REQUESTS))
+    arguments = ["--model", str(tmp_path), "--workload", str(tmp_path / "four.json"), "--out", str(tmp_path / "r.json")]
+    assert tool.main(arguments) == 1
+    assert "config.json" in capsys.readouterr().err and not (tmp_path / "r.json").exists()
+
+
+def test_the_meter_counts_its_own_processes():
+    meter = tool.ProcessMeter()
+    meter.start()
+    sum(number * number for number in range(1_500_000))
+    meter.stop()
+    assert meter.cpu.keys() == CPU_KEYS and meter.peak_rss_mb > 10 and meter.cpu["own_cores"] > 0
+
+
+@pytest.mark.parametrize("name", ["benchmark", "host_benchmark", "workload"])
+def test_help_does_not_import_torch(name):
+    program = (f"import sys\nfrom batch_manager.tools import {name}\ntry:\n    {name}.main(['--help'])\n"
+               "except SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules")
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "usage" in result.stdout, result.stderr
+
+
+def test_the_program_serves_the_small_model(tmp_path):
+    pytest.importorskip("batch_manager.runtime.native_backend")
+    result_file = tmp_path / "result.json"
+    (tmp_path / "four.json").write_text(json.dumps(FOUR_REQUESTS))
+    result = subprocess.run(
+        [sys.executable, "-m", "batch_manager.tools.benchmark", "--model", str(SMALL_MODEL), "--workload",
+         str(tmp_path / "four.json"), "--threads", "1", "--max-batch", "2", "--dtype", "float32", "--kv-gib", "0.01",
+         "--device", "cpu", "--variant", "a label", "--out", str(result_file)],
+        capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    written = json.loads(result_file.read_text())
+    (line,) = result.stdout.splitlines()
+    printed = json.loads(line)
+    assert written.keys() == RESULT_KEYS and printed.keys() == RESULT_KEYS - {"first_tokens"}
+    assert written["wrong_length"] == 0 and written["output_tokens"] == FOUR_REQUESTS["output_tokens"]
+    assert (written["precision"], written["variant"], written["threads"]) == ("fp32", "a label", 1)
+    assert written["kv_tokens"] == int(0.01 * 2**30) // (2 * 4 * 2 * 64 * 4)
+    assert "torch" in written["version"] and written["peak_rss_mb"] > 50

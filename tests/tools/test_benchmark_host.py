@@ -1,0 +1,45 @@
+import json
+
+import pytest
+
+from batch_manager.tools import host_benchmark
+from batch_manager.tools.host_benchmark import COLUMNS, Setting, Stopwatch, measure
+
+SETTING = dict(batch=5, iterations=12, policy="guaranteed_no_evict")
+
+
+def test_a_full_batch_generates_in_every_iteration():
+    result = measure(Setting(streaming=True, **SETTING))
+    assert result["responses_per_iteration"] == 5
+    assert result["phases_us"].keys() == set(COLUMNS) and all(time > 0 for time in result["phases_us"].values())
+    assert result["host_us"]["min"] <= result["host_us"]["median"] <= result["host_us"]["p99"]
+
+
+def test_without_streaming_nothing_is_sent_while_nobody_ends():
+    assert measure(Setting(streaming=False, **SETTING))["responses_per_iteration"] == 0
+
+
+@pytest.mark.parametrize("policy", host_benchmark.POLICIES)
+def test_requests_that_end_are_replaced(policy):
+    setting = Setting(batch=6, iterations=30, streaming=False, policy=policy, output_len=4, tokens_per_block=8)
+    assert 1.0 < measure(setting)["responses_per_iteration"] < 2.0
+
+
+def test_a_part_is_not_charged_for_the_model_inside_it(monkeypatch):
+    ticks = iter([0, 10, 25, 100])      # part begins, model begins, model ends, part ends
+    monkeypatch.setattr(host_benchmark, "perf_counter_ns", lambda: next(ticks))
+    stopwatch = Stopwatch()
+    stopwatch.watch("claim", stopwatch.watch("model", lambda: None))()
+    spent = stopwatch.take()
+    assert (spent["model"], spent["claim"]) == (15, 85)
+    assert not any(stopwatch.take().values())
+
+
+def test_the_program_prints_a_table_and_a_line_of_json(capsys):
+    assert host_benchmark.main(["--batch", "1", "3", "--iterations", "5", "--spinning-client",
+                                "--switch-interval", "0.0005"]) == 0
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert [row.split()[:2] for row in rows[1:]] == [["1", "no"], ["3", "no"], ["1", "yes"], ["3", "yes"]]
+    report = json.loads(last)
+    assert [(row["batch"], row["streaming"]) for row in report["results"]] == [
+        (1, False), (3, False), (1, True), (3, True)]

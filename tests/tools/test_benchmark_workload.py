@@ -1,0 +1,60 @@
+import json
+
+import numpy as np
+import pytest
+
+from batch_manager.tools import workload
+from batch_manager.tools.workload import OUTPUTS, PROMPTS, Lengths, make_workload
+
+
+def test_the_same_options_make_the_same_workload():
+    assert make_workload(seed=7, rate=2.0) == make_workload(seed=7, rate=2.0)
+    assert make_workload(seed=7) != make_workload(seed=8)
+
+
+def test_the_default_workload_stays_what_it_was():
+    # Results of different versions are compared on it.
+    made = make_workload()
+    assert (made["n"], made["prompt_tokens"], made["output_tokens"]) == (64, 11103, 5331)
+    assert made["prompt_len"] == {"median": 135.0, "mean": 173.484375, "max": 512}
+    assert sum(sum(request["prompt"]) for request in made["requests"]) == 272_590_030
+
+
+def test_lengths_stay_in_their_range_around_their_median():
+    for lengths in (PROMPTS, OUTPUTS):
+        drawn = lengths.draw(np.random.default_rng(1), 4000)
+        assert lengths.shortest <= drawn.min() and drawn.max() <= lengths.longest
+        assert abs(np.median(drawn) - lengths.median) < 0.06 * lengths.median
+
+
+def test_fixed_lengths():
+    made = make_workload(count=5, prompts=Lengths(1, 1, 1, 1, fixed=12), outputs=Lengths(1, 1, 1, 1, fixed=3))
+    assert all(len(request["prompt"]) == 12 and request["max_tokens"] == 3 for request in made["requests"])
+
+
+def test_a_rate_makes_arrivals_and_leaves_the_prompts_random():
+    made = make_workload(count=400, rate=4.0)
+    arrivals = [request["arrival_s"] for request in made["requests"]]
+    assert made["mode"] == "online" and arrivals[0] == 0.0 and arrivals == sorted(arrivals)
+    assert 75 < arrivals[-1] < 130
+    assert all(request["arrival_s"] == 0 for request in make_workload(count=3)["requests"])
+
+
+def test_tokens_are_below_the_vocabulary_and_no_control_tokens():
+    prompts = [token for request in make_workload(vocab_size=50)["requests"] for token in request["prompt"]]
+    assert min(prompts) == 3 and max(prompts) == 49
+
+
+def test_the_program_writes_what_the_function_makes(tmp_path, capsys):
+    file = tmp_path / "w.json"
+    assert workload.main(["--out", str(file), "--n", "3", "--prompt", "5", "--output", "4", "--vocab", "64"]) == 0
+    written = json.loads(file.read_text())
+    assert [len(request["prompt"]) for request in written["requests"]] == [5, 5, 5]
+    summary = json.loads(capsys.readouterr().out)
+    assert "requests" not in summary and summary["output_tokens"] == 12
+
+
+@pytest.mark.parametrize("wrong", [["--n", "0"], ["--rate", "-1"], ["--rate", "nan"], ["--vocab", "3"]])
+def test_options_without_sense_are_refused(wrong, tmp_path):
+    with pytest.raises(SystemExit):
+        workload.main(["--out", str(tmp_path / "w.json"), *wrong])
