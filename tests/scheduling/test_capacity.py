@@ -35,6 +35,10 @@ def test_no_policy_takes_more_than_max_num_requests(policy, make_line):
     first, second, _ = (line.waiting() for _ in range(3))
     assert policy(2, line.kv).schedule_request(line.requests) == ([first, second], [])
 
+    line = make_line()
+    first, second, _ = (line.generating() for _ in range(3))
+    assert policy(2, line.kv).schedule_request(line.requests)[0] == [first, second]
+
 
 @pytest.mark.parametrize("policy", WITH_KV)
 def test_planning_changes_nothing_and_can_be_repeated(policy, make_line):
