@@ -1,5 +1,10 @@
 """What every test can use: a recorded client, a virtual clock, a loop without a thread, a guard against threads."""
 
+import os
+
+# The models of the tests are tiny: a second OpenMP thread costs more than it brings, most of all on busy cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import threading
 import time
 from collections import defaultdict

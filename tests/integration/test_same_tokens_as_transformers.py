@@ -33,11 +33,14 @@ def staggered(client, items: list, draw: random.Random) -> None:
     client.get = get
 
 
-def run(make_manager, new_client, new_request, reference, prompts, count, *, seed=0, streaming_every=3, **options):
+def run(make_manager, new_client, new_request, reference, prompts, count, *, streaming_every=3, arrive_at_once=False,
+        **options):
     client = new_client()
-    items = [new_request(i, prompt, count(i), streaming=i % streaming_every == 0)
-             for i, prompt in prompts.items()]
-    staggered(client, items, random.Random(seed))
+    items = [new_request(i, prompt, count(i), streaming=i % streaming_every == 0) for i, prompt in prompts.items()]
+    if arrive_at_once:
+        client.pending = items
+    else:
+        staggered(client, items, random.Random(0))
     manager = make_manager(client, model_path=reference.folder, num_threads=1, **options)
     client.wait_for_finals(*prompts)
     assert manager.shutdown()
@@ -55,20 +58,20 @@ def test_every_prompt_length_around_a_block_in_a_staggered_batch(
         make_manager, new_client, new_request, reference, policy, model_type, chunked, tokens_per_block):
     prompts = prompts_of(reference.vocab_size, around(tokens_per_block))
     run(make_manager, new_client, new_request, reference, prompts, lambda i: 6 + i % 3, policy=policy,
-        model_type=model_type, enable_chunked_context=chunked, max_num_tokens=128 if chunked else 512, max_batch_size=32,
+        model_type=model_type, enable_chunked_context=chunked, max_batch_size=32,
+        max_num_tokens=128 if chunked else 512,
         kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=32 * 320))
 
 
-@pytest.mark.parametrize("model_type", [FUSED, SPLIT])
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("model_type", "chunked"), [(FUSED, False), (SPLIT, True)])
 def test_a_pool_so_small_that_requests_are_paused_again_and_again(
         make_manager, new_client, new_request, reference, model_type, chunked):
-    prompts = prompts_of(reference.vocab_size, [5, 17, 30, 16, 40, 15, 1, 33], seed=1)
-    records = run(make_manager, new_client, new_request, reference, prompts, lambda i: 40, policy=MAX,
-                  model_type=model_type, enable_chunked_context=chunked, max_num_tokens=64, max_batch_size=8,
-                  kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=7 * 16))
+    prompts = prompts_of(reference.vocab_size, [5, 9, 7, 8, 3, 2, 1, 6], seed=1)
+    records = run(make_manager, new_client, new_request, reference, prompts, lambda i: 60, policy=MAX,
+                  model_type=model_type, enable_chunked_context=chunked, max_num_tokens=128, max_batch_size=8,
+                  kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=12 * 8), arrive_at_once=True)
     assert sum(record["Paused Requests"] for record in records) >= 2 * len(prompts)
-    assert records[-1]["Max KV cache blocks"] == 7
+    assert records[-1]["Max KV cache blocks"] == 12
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
