@@ -63,14 +63,15 @@ def release_memory(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def device_errors(device: torch.device) -> Iterator[None]:
-    """Errors of the device in the words of the rest of the package.
+def on_device(device: torch.device) -> Iterator[None]:
+    """Run with this GPU as the thread's current one, and with its errors in the words of the rest of the package.
 
     Raises   DeviceLostError where nothing can run on the device any more; MemoryError where a CPU ran out of memory.
              Everything else, torch's out-of-memory errors of a GPU among it, passes through.
     """
     try:
-        yield
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            yield
     except RuntimeError as error:
         if device.type == "cuda" and not is_out_of_memory(error) and _is_lost(device, error):
             raise DeviceLostError(f"{device} reports {first_line(error)}", "its context cannot be used again",

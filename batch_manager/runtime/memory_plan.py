@@ -2,7 +2,8 @@
 
     asked for by max_tokens     ceil(max_tokens / tokens_per_block) blocks; refused when they do not fit into the share
     else, the smallest of
-        the share               free_gpu_memory_fraction of what is free after the weights and one step's buffers
+        the share               free_gpu_memory_fraction of what is free after the weights and one step's buffers; those
+                                count for at most half of what is free, as few steps are as large as they may be
         on a CPU, 2 GiB         so that embedding the engine does not take a machine's memory unasked
         all there is to hold    max_num_sequences sequences of max_seq_len tokens; no such bound when unbounded
 """
@@ -39,9 +40,9 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
     Raises InsufficientMemoryError.
     """
     size = config.tokens_per_block
-    share_bytes = max(0, int((free_bytes - step_bytes) * config.free_gpu_memory_fraction))
-    share = (f"{config.free_gpu_memory_fraction:g} of {_mib(max(0, free_bytes - step_bytes))} free "
-             f"{'GPU' if on_gpu else 'host'} memory")
+    free_bytes -= min(step_bytes, free_bytes // 2)
+    share_bytes = int(free_bytes * config.free_gpu_memory_fraction)
+    share = f"{config.free_gpu_memory_fraction:g} of {_mib(free_bytes)} free {'GPU' if on_gpu else 'host'} memory"
 
     if config.max_tokens is not None:
         wanted, reason = -(-config.max_tokens // size), f"max_tokens {config.max_tokens:,}"

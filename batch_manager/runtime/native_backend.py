@@ -32,11 +32,11 @@ from .device import (
     Uploads,
     allocated_bytes,
     compute_threads,
-    device_errors,
     device_name,
     first_line,
     free_memory,
     is_out_of_memory,
+    on_device,
     release_memory,
     resolve_device,
 )
@@ -140,7 +140,7 @@ class NativeBackend:
     def start(self, batch: ScheduledBatch) -> "NativeStep":
         """Launch a step; see seams.ModelBackend. A raise leaves pages written that the next run writes again, and
         nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
-        with device_errors(self._device), torch.inference_mode(), compute_threads(self._device, self._num_threads):
+        with on_device(self._device), torch.inference_mode(), compute_threads(self._device, self._num_threads):
             self._tables.update(batch)
             self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
             calls = [self._runner.run(step, self._decoder.state)
@@ -148,7 +148,7 @@ class NativeBackend:
             return self._draw(batch, calls)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
-        with device_errors(self._device), torch.inference_mode():
+        with on_device(self._device), torch.inference_mode():
             clear_blocks(self._pool, block_ids)
 
     def memory_usage(self) -> MemoryUsage:
@@ -202,7 +202,7 @@ class NativeStep:
         self._context_logits, self._logits_slots = context_logits, logits_slots
 
     def finish(self) -> StepOutput:
-        with device_errors(self._device):
+        with on_device(self._device):
             arrays = self._readback.wait()
         if "tokens" in arrays:
             tokens = arrays["tokens"].astype(np.int32)

@@ -1,3 +1,5 @@
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,9 @@ from batch_manager.runtime.device import (
     Readback,
     Uploads,
     compute_threads,
-    device_errors,
     free_memory,
     is_out_of_memory,
+    on_device,
     resolve_device,
 )
 from batch_manager.runtime.kv_pool import block_bytes, clear_blocks, make_kv_pool
@@ -54,9 +56,9 @@ def test_out_of_memory_is_told_apart_from_other_errors():
 
 
 def test_a_cpu_that_is_out_of_memory_raises_a_memory_error():
-    with pytest.raises(MemoryError), device_errors(CPU):
+    with pytest.raises(MemoryError), on_device(CPU):
         torch.empty(2**60, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="something else"), device_errors(CPU):
+    with pytest.raises(RuntimeError, match="something else"), on_device(CPU):
         raise RuntimeError("something else")
 
 
@@ -71,7 +73,8 @@ def test_a_gpu_is_lost_when_it_cannot_even_synchronize(monkeypatch, error, lost)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(device_module.torch.cuda, "synchronize", synchronize)
-    with pytest.raises(Exception) as raised, device_errors(torch.device("cuda", 0)):
+    monkeypatch.setattr(device_module.torch.cuda, "device", lambda _: contextlib.nullcontext())
+    with pytest.raises(Exception) as raised, on_device(torch.device("cuda", 0)):
         raise error
     assert (type(raised.value).__name__ == "DeviceLostError") is lost
 

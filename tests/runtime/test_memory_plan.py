@@ -18,7 +18,8 @@ def plan(config=None, **changes):
 @pytest.mark.parametrize("num_blocks, reason, config, facts", [
     (9216, "0.9 of 10,240.0 MiB free GPU memory", {}, {}),
     (5120, "0.5 of 10,240.0 MiB free GPU memory", {"free_gpu_memory_fraction": 0.5}, {}),
-    (1024, "1 of 1,024.0 MiB free GPU memory", {"free_gpu_memory_fraction": 1}, {"step_bytes": 9 * GIB}),
+    (6144, "1 of 6,144.0 MiB free GPU memory", {"free_gpu_memory_fraction": 1}, {"step_bytes": 4 * GIB}),
+    (5120, "1 of 5,120.0 MiB free GPU memory", {"free_gpu_memory_fraction": 1}, {"step_bytes": 90 * GIB}),
     (128, "2 sequences of 4,096 tokens", {}, {"max_num_sequences": 2}),
     (130, "2 sequences of 4,097 tokens", {}, {"max_num_sequences": 2, "max_seq_len": 4097}),
     (9216, "0.9 of", {}, {"max_num_sequences": 10**6}),
@@ -45,6 +46,6 @@ def test_max_tokens_beyond_the_share_is_refused_with_wanted_free_and_the_knob():
 
 
 def test_memory_for_less_than_one_block_is_refused():
-    for facts in ({"free_bytes": MIB}, {"step_bytes": 20 * GIB}, {"block_bytes": 9 * GIB + GIB // 2}):
+    for facts in ({"free_bytes": MIB}, {"free_bytes": 0}, {"block_bytes": 9 * GIB + GIB // 2}):
         with pytest.raises(InsufficientMemoryError, match="needs 1 blocks"):
             plan(**facts)

@@ -387,3 +387,31 @@ def test_another_attention_can_be_passed_in(checkpoint):
 
     build_native_backend(checkpoint[0], params(), fused=True, num_slots=1, attention_factory=factory)
     assert made == [(3, (BLOCKS, 3, 2, 2, SIZE, 8))]
+
+
+def test_in_bfloat16_the_log_probs_are_close_to_those_of_float32(checkpoint):
+    backend, [prompt] = build(checkpoint, dtype="bfloat16"), prompts_of(9)
+    assert backend.info.dtype == "bfloat16" and backend._pool.dtype == torch.bfloat16
+    output = run(backend, [(0, prompt, 0, True, SlotSetup(return_context_logits=True))])
+    *_, logits = reference(checkpoint, prompt, 1)
+    error = np.abs(output.context_logits[0] - logits.numpy()).max()
+    assert error < 0.1 * logits.abs().max()                        # seven bits of mantissa through three layers
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fused", [True, False])
+def test_on_a_gpu_tokens_and_log_probs_are_those_of_the_cpu(checkpoint, fused):
+    prompts, results = prompts_of(9, 20, 3), []
+    setups = [SlotSetup(return_log_probs=True), SlotSetup(top_k=20, top_p=0.9, random_seed=4, return_log_probs=True),
+              SlotSetup(temperature=0.7, top_p=1.0, random_seed=2**64 - 1)]
+    for device in ("cpu", "cuda"):
+        driver = Driver(build(checkpoint, fused=fused, device=device, dtype="float32"))
+        driver.run([(0, prompts[0], 0, True, setups[0]), (1, prompts[1][:16], 0, False, setups[1])])
+        driver.run([(1, prompts[1][16:], 16, True, None), (2, prompts[2], 0, True, setups[2])], [0])
+        for _ in range(8):
+            driver.run(generate=[2, 0, 1])
+        results.append(driver)
+    assert results[0].tokens == results[1].tokens
+    for slot in (0, 1):
+        np.testing.assert_allclose(results[0].log_probs[slot], results[1].log_probs[slot], atol=1e-3)
