@@ -15,17 +15,23 @@ def rows_of(slots, positions):
     return DrawRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())
 
 
-def decoder_with(*setups):
-    decoder = GptDecoder(len(setups), CPU)
-    decoder.set_up(enumerate(setups))
-    return decoder
+@pytest.fixture(params=["on the host", "in the kernel"])
+def decoder_with(request):
+    """Makes decoders; the kernel's part is played by its oracle."""
+    def make(*setups):
+        decoder = GptDecoder(len(setups), CPU)
+        decoder._kernel = sample_token if request.param == "in the kernel" else None
+        decoder.set_up(enumerate(setups))
+        return decoder
+
+    return make
 
 
 def logits_of(rows, vocab=40):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 3
 
 
-def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says():
+def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_with):
     setups = [SlotSetup(), SlotSetup(temperature=0.0, top_k=9), SlotSetup(top_k=8, random_seed=2**64 - 3),
               SlotSetup(top_p=0.7, random_seed=5), SlotSetup(top_k=1, top_p=0.5), SlotSetup(top_k=30, top_p=0.6)]
     logits = logits_of(6)
@@ -40,7 +46,7 @@ def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says():
     assert drawn.finite.all() and drawn.log_probs is None and drawn.logits is None
 
 
-def test_log_probs_are_filled_for_those_who_asked():
+def test_log_probs_are_filled_for_those_who_asked(decoder_with):
     logits = logits_of(2)
     decoder = decoder_with(SlotSetup(return_log_probs=True, temperature=0.5), SlotSetup())
     drawn = decoder.draw(logits.clone(), rows_of([1, 0], [3, 3]))
@@ -50,13 +56,13 @@ def test_log_probs_are_filled_for_those_who_asked():
     torch.testing.assert_close(everyone.log_probs, best[None])
 
 
-def test_a_temperature_of_zero_reports_the_log_prob_of_temperature_one():
+def test_a_temperature_of_zero_reports_the_log_prob_of_temperature_one(decoder_with):
     logits = logits_of(1)
     drawn = decoder_with(SlotSetup(temperature=0.0, return_log_probs=True)).draw(logits.clone(), rows_of([0], [1]))
     torch.testing.assert_close(drawn.log_probs, logits.log_softmax(-1).amax(1))
 
 
-def test_the_end_id_finishes_a_sequence_and_minus_one_never_does():
+def test_the_end_id_finishes_a_sequence_and_minus_one_never_does(decoder_with):
     logits = torch.zeros(3, 10)
     logits[:, 4] = 1
     decoder = decoder_with(SlotSetup(end_id=4), SlotSetup(end_id=5), SlotSetup())
@@ -65,7 +71,7 @@ def test_the_end_id_finishes_a_sequence_and_minus_one_never_does():
     assert drawn.finish.dtype == torch.uint8
 
 
-def test_logits_are_returned_for_those_who_asked():
+def test_logits_are_returned_for_those_who_asked(decoder_with):
     logits = logits_of(3)
     drawn = decoder_with(SlotSetup(), SlotSetup(return_generation_logits=True), SlotSetup()).draw(
         logits.clone(), rows_of([2, 1, 0], [1] * 3))
@@ -73,7 +79,7 @@ def test_logits_are_returned_for_those_who_asked():
 
 
 @pytest.mark.parametrize("setup", [SlotSetup(), SlotSetup(top_p=0.9), SlotSetup(top_k=3, return_log_probs=True)])
-def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(setup):
+def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(decoder_with, setup):
     logits = logits_of(3)
     decoder = decoder_with(setup, setup, setup)
     clean = decoder.draw(logits.clone(), rows_of([0, 1, 2], [1] * 3))
@@ -83,7 +89,7 @@ def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(setup):
     assert broken.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
 
 
-def test_a_step_is_fed_the_same_tokens_when_it_runs_again():
+def test_a_step_is_fed_the_same_tokens_when_it_runs_again(decoder_with):
     state_of = decoder_with(SlotSetup(), SlotSetup())
     rows = rows_of([1, 0], [4, 9])
     first = state_of.draw(torch.eye(10)[[5, 6]], rows)
@@ -96,7 +102,7 @@ def test_a_step_is_fed_the_same_tokens_when_it_runs_again():
     assert state_of.state.fed_tokens(following.device_slots, following.device_positions).tolist() == [7, 8]
 
 
-def test_slots_grow_by_doubling_and_keep_what_they_hold():
+def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with):
     decoder = decoder_with(SlotSetup(end_id=3), SlotSetup(end_id=4))
     rows = rows_of([0, 1], [1, 1])
     decoder.keep(decoder.draw(torch.eye(10)[[3, 4]], rows), rows)
