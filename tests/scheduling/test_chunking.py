@@ -50,3 +50,9 @@ def test_kept_drafts_stay_in_the_last_block_and_in_the_budget(remaining, unit, c
         assert not last or max_context_length is None or chunk + keep <= max_context_length
         used += chunk + (keep if last else 0)
     assert capacity is None or used <= capacity
+
+
+def test_drafts_share_the_tokens_that_the_chunks_leave():
+    assert drafts_kept([3, 3], [3, 3], [5, 5], 8, 10, None) == [4, 0]
+    assert drafts_kept([3, 3], [3, 3], [1, 5], 8, 10, None) == [1, 3]
+    assert drafts_kept([8, 3], [8, 3], [5, 5], 8, None, None) == [0, 5]

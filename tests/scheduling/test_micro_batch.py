@@ -20,6 +20,14 @@ def test_the_first_that_does_not_fit_ends_the_step(make_line):
     assert TokenBudgetScheduler(4, 10).schedule(line.requests, NOBODY) == ([small], [], [4])
 
 
+def test_a_context_that_is_not_cut_costs_its_drafts_as_well(make_line):
+    line = make_line()
+    first, second = line.waiting(4, draft_len=2), line.waiting(4, draft_len=2)
+    assert TokenBudgetScheduler(4, 12).schedule(line.requests, NOBODY) == ([first, second], [], [4, 4])
+    assert TokenBudgetScheduler(4, 11).schedule(line.requests, NOBODY) == ([first], [], [4])
+    assert TokenBudgetScheduler(4, 9).schedule(line.requests, NOBODY) == ([first], [], [4])
+
+
 def test_requests_in_flight_and_those_that_cannot_run_take_no_place(make_line):
     line = make_line()
     in_flight, done, first, second = line.generating(), line.generating(), line.generating(), line.waiting()
