@@ -249,6 +249,10 @@ class Admission:
         if -(2**63) <= given.get("random_seed", 0) < 0:
             given["random_seed"] %= 2**64       # clients that keep an unsigned seed in an int64 tensor
         sampling = SamplingConfig(**given)
+        if looked.is_streaming and sampling.beam_width > 1:
+            raise InvalidRequestError(f"the request is streaming and beam_width is {sampling.beam_width}",
+                                      "Streaming mode is only supported with beam width of 1",
+                                      "turn streaming off, or ask for one beam")
         if sampling.beam_width > self.limits.max_beam_width:
             raise InvalidRequestError(f"beam_width is {sampling.beam_width}",
                                       f"max_beam_width is {self.limits.max_beam_width}",
@@ -321,10 +325,6 @@ class Admission:
         SHARE.check("priority", looked.priority)
         if looked.deadline_s is not None:
             _DEADLINE_RANGE.check("deadline_s", looked.deadline_s)
-        if looked.is_streaming and scalars.get("beam_width", 1) > 1:
-            raise InvalidRequestError(f"the request is streaming and beam_width is {scalars['beam_width']}",
-                                      "Streaming mode is only supported with beam width of 1",
-                                      "turn streaming off, or ask for one beam")
         for name, gathered in (("context", self.gather_context_logits), ("generation", self.gather_generation_logits)):
             if scalars.get(f"return_{name}_logits") and not gathered:
                 raise InvalidRequestError(f"return_{name}_logits is set and gather_{name}_logits is off",
