@@ -1,0 +1,165 @@
+"""Tiny checkpoints made by transformers, and a driver that packs steps as the runtime does."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager.attention.interface import PackedStep
+from batch_manager.attention.torch_paged import TorchPagedAttention
+from batch_manager.models import load_model
+
+TINY = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+TINY_GPT2 = {"vocab_size": 97, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "bos_token_id": 0,
+             "eos_token_id": 0}
+
+
+def make_reference(family: str, **options):
+    """A transformers model with weights that make every part matter: norms off one, biases off zero."""
+    import transformers
+
+    base = TINY_GPT2 if family == "GPT2" else TINY
+    config = getattr(transformers, f"{family}Config")(**{**base, **options}, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+            else:
+                fan_in = parameter.shape[0 if family == "GPT2" and ".h." in name else 1]
+                parameter.normal_(0.0, 1.5 / fan_in**0.5)
+    return model
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """reference(family, shard=None, **config) -> (transformers model, folder it was saved in); made once each."""
+    made = {}
+
+    def get(family, shard=None, **options):
+        key = repr((family, shard, sorted(options.items())))
+        if key not in made:
+            model, folder = make_reference(family, **options), tmp_path_factory.mktemp(family.lower())
+            model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
+            made[key] = model, folder
+        return made[key]
+
+    return get
+
+
+@dataclass
+class Driver:
+    """Runs packed steps of a loaded model over its own pool; blocks are handed out as they are needed."""
+
+    loaded: object
+    tokens_per_block: int = 16
+    shuffled: bool = False
+    num_blocks: int = 160
+    attention_class: type = TorchPagedAttention
+    lengths: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        spec = self.loaded.spec
+        self.pool = torch.zeros(self.num_blocks, spec.num_layers, 2, spec.num_kv_heads, self.tokens_per_block,
+                                spec.head_size, dtype=self.loaded.dtype)
+        self.attention = self.attention_class(spec, self.pool)
+        order = np.random.default_rng(0).permutation(self.num_blocks) if self.shuffled else range(self.num_blocks)
+        self.free = [int(block) for block in order]
+
+    def run(self, contexts=(), generation=()):
+        """contexts: (sequence, tokens, is_last); generation: (sequence, token). Logits of those that yield a token."""
+        work = [*contexts, *((sequence, [token], True) for sequence, token in generation)]
+        token_ids, positions, pool_slots, starts, lengths, rows = [], [], [], [0], [], []
+        for sequence, tokens, is_last in work:
+            start, table = self.lengths.get(sequence, 0), self.tables.setdefault(sequence, [])
+            self.lengths[sequence] = start + len(tokens)
+            while len(table) * self.tokens_per_block < self.lengths[sequence]:
+                table.append(self.free.pop(0))
+            for position, token in enumerate(tokens, start):
+                token_ids.append(token)
+                positions.append(position)
+                block, offset = divmod(position, self.tokens_per_block)
+                pool_slots.append(table[block] * self.tokens_per_block + offset)
+            starts.append(len(token_ids))
+            lengths.append(self.lengths[sequence])
+            if is_last:
+                rows.append(len(token_ids) - 1)
+        columns = max(len(self.tables[sequence]) for sequence, _, _ in work)
+        stale = self.tables[work[0][0]][0]
+        step = PackedStep(
+            token_ids=np.array(token_ids, np.int32), positions=np.array(positions, np.int32),
+            pool_slots=np.array(pool_slots, np.int64), slots=np.arange(len(work), dtype=np.int32),
+            query_starts=np.array(starts, np.int32), kv_lengths=np.array(lengths, np.int32),
+            block_tables=np.array([self.tables[s] + [stale] * (columns - len(self.tables[s])) for s, _, _ in work],
+                                  np.int32),
+            num_contexts=len(contexts), logits_rows=np.array(rows, np.int64))
+        with torch.inference_mode():
+            self.attention.plan(step)
+            hidden = self.loaded.model.forward(torch.from_numpy(step.token_ids).long(),
+                                               torch.from_numpy(step.positions).long(), self.attention)
+            return self.loaded.model.logits(hidden[torch.from_numpy(step.logits_rows)])
+
+    def prefill(self, prompts, chunk=None):
+        """All prompts, whole or in chunks, together; their last rows' logits."""
+        if chunk is None:
+            return self.run([(i, prompt, True) for i, prompt in enumerate(prompts)])
+        logits = {}
+        for start in range(0, max(map(len, prompts)), chunk):
+            work = [(i, prompt[start : start + chunk], start + chunk >= len(prompt))
+                    for i, prompt in enumerate(prompts) if start < len(prompt)]
+            rows = iter(self.run(work))
+            logits.update({i: next(rows) for i, _, is_last in work if is_last})
+        return torch.stack([logits[i] for i in range(len(prompts))])
+
+    def generate(self, prompts, steps, chunk=None):
+        """Greedy continuation: (sequences, logits [steps, prompts, vocab])."""
+        sequences, logits = [list(prompt) for prompt in prompts], [self.prefill(prompts, chunk)]
+        for step in range(steps):
+            for sequence, row in zip(sequences, logits[-1]):
+                sequence.append(int(row.argmax()))
+            if step < steps - 1:
+                logits.append(self.run(generation=[(i, s[-1]) for i, s in enumerate(sequences)]))
+        return sequences, torch.stack(logits)
+
+
+def random_prompts(lengths, vocab_size=97, seed=0):
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, vocab_size, length).tolist() for length in lengths]
+
+
+def expected_logits(model, sequences, steps):
+    """What transformers computes for the rows that `generate` returned: [steps, prompts, vocab]."""
+    with torch.inference_mode():
+        rows = [model(torch.tensor([sequence[:-1]])).logits[0, -steps:] for sequence in sequences]
+    return torch.stack(rows, dim=1)
+
+
+@pytest.fixture
+def driver():
+    def make(folder, dtype="float32", **options):
+        return Driver(load_model(folder, device="cpu", dtype=dtype), **options)
+
+    return make
+
+
+@pytest.fixture
+def prompts():
+    return random_prompts
+
+
+@pytest.fixture
+def check_against():
+    """Generate with the driver and compare every row with transformers."""
+
+    def check(model, run, prompts, steps=20, chunk=None, tolerance=1e-4):
+        sequences, logits = run.generate(prompts, steps, chunk)
+        expected = expected_logits(model, sequences, steps)
+        assert expected.abs().max() > 1.0                              # the comparison means something
+        assert (logits - expected).abs().max() < tolerance
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+    return check

@@ -1,0 +1,109 @@
+"""Packed batches over a paged cache give the logits of transformers, whole or in chunks, in every family."""
+
+import pytest
+import torch
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
+
+FAMILIES = {
+    "llama, grouped queries": ("Llama", {}),
+    "llama, one key head per query head, biases": ("Llama", {"num_key_value_heads": 4, "attention_bias": True,
+                                                             "mlp_bias": True}),
+    "llama, one key head, tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama, head size of its own": ("Llama", {"head_dim": 24}),
+    "llama, linear": ("Llama", {"rope_parameters": LINEAR}),
+    "llama, llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
+    "mistral, no window": ("Mistral", {"sliding_window": None}),
+    "mistral, window of 7": ("Mistral", {"sliding_window": 7}),
+    "mistral, window of 20, head size of its own": ("Mistral", {"sliding_window": 20, "head_dim": 32}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, upper layers slide": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3, tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3, biases, yarn": ("Qwen3", {"head_dim": 16, "attention_bias": True, "rope_parameters": YARN_MSCALE}),
+    "qwen3, upper layers slide": ("Qwen3", {"head_dim": 32, "use_sliding_window": True, "sliding_window": 33,
+                                            "max_window_layers": 2}),
+    "gpt2": ("GPT2", {}),
+    "gpt2, untied, another inner size": ("GPT2", {"tie_word_embeddings": False, "n_inner": 80,
+                                                  "activation_function": "relu"}),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks"])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_packed_batch_has_the_logits_of_transformers(case, chunk, reference, driver, prompts, check_against):
+    family, options = FAMILIES[case]
+    model, folder = reference(family, **options)
+    run = driver(folder, shuffled=chunk is not None)
+    check_against(model, run, prompts([1, 5, 16, 17, 40]), chunk=chunk)
+
+
+@pytest.mark.parametrize("tokens_per_block", [16, 32, 64])
+@pytest.mark.parametrize("shuffled", [False, True], ids=["consecutive", "shuffled"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunks"])
+@pytest.mark.parametrize("window", [None, 21], ids=["all", "window"])
+def test_prompt_lengths_around_multiples_of_a_block(tokens_per_block, shuffled, chunked, window, reference, driver,
+                                                    prompts, check_against):
+    model, folder = reference("Mistral", sliding_window=window)
+    lengths = [max(1, n * tokens_per_block + d) for n in (1, 2) for d in (-1, 0, 1)] + [1, 3]
+    check_against(model, driver(folder, tokens_per_block=tokens_per_block, shuffled=shuffled), prompts(lengths),
+                  chunk=tokens_per_block if chunked else None)
+
+
+def test_contexts_and_generation_in_one_step(reference, driver, prompts):
+    model, folder = reference("Mistral", sliding_window=20)
+    old, new, halved = prompts([37, 30, 48])
+    run = driver(folder, shuffled=True)
+    run.run([(0, old, True), (2, halved[:16], False)])
+    logits = run.run([(1, new, True), (2, halved[16:32], False)], [(0, 5)])
+    last = run.run([(2, halved[32:], True)], [(0, 6), (1, 7)])
+
+    with torch.inference_mode():
+        def expected(tokens):
+            return model(torch.tensor([tokens])).logits[0, -1]
+
+        for row, tokens in [(logits[0], new), (logits[1], [*old, 5]), (last[0], halved), (last[1], [*old, 5, 6]),
+                            (last[2], [*new, 7])]:
+            torch.testing.assert_close(row, expected(tokens), atol=1e-4, rtol=0)
+
+
+def test_a_batch_of_very_different_lengths(reference, driver, prompts, check_against, monkeypatch):
+    # Groups of generating sequences are closed early, so that several are needed.
+    monkeypatch.setattr("batch_manager.attention.torch_paged.MAX_PADDED_TOKENS", 32)
+    model, folder = reference("Llama")
+    check_against(model, driver(folder, shuffled=True), prompts([120, 2, 64, 3, 33, 110, 1, 70]), steps=6)
+
+
+def test_a_sharded_checkpoint_is_the_same_model(reference, driver, prompts, check_against):
+    model, folder = reference("Llama", shard="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    check_against(model, driver(folder), prompts([9, 30]), steps=4)
+
+
+def test_bfloat16_stays_close_to_float32(reference, driver, prompts):
+    _, folder = reference("Qwen3", head_dim=32, tie_word_embeddings=True)
+    texts = prompts([5, 33, 64, 100])
+    exact = driver(folder).prefill(texts)
+    rounded = driver(folder, dtype="bfloat16").prefill(texts, chunk=32)
+    assert rounded.dtype == torch.float32
+    assert ((rounded - exact).norm() / exact.norm()) < 0.03
+
+
+def test_a_result_does_not_depend_on_what_a_neighbour_holds(reference, driver, prompts):
+    _, folder = reference("Llama")
+    texts = prompts([40, 3, 50])
+    alone = driver(folder)
+    alone.run([(1, texts[1], True)])
+    expected = alone.run([], [(1, 7)])
+
+    run = driver(folder)
+    run.prefill(texts)
+    for block in run.tables[0] + run.tables[2]:
+        run.pool[block] = torch.nan
+    rows = run.run([], [(0, 7), (1, 7), (2, 7)])
+    assert rows[0].isnan().any() and rows[2].isnan().any()
+    torch.testing.assert_close(rows[1], expected[0], atol=1e-4, rtol=0)
