@@ -88,6 +88,9 @@ def _logits_rows(context: tuple[ContextWork, ...], query_starts: np.ndarray) -> 
 def _check(slots: np.ndarray, kv_lengths: np.ndarray, tables: BlockTables, tokens_per_block: int) -> int:
     """Blocks of the longest sequence."""
     assert len(slots), "an empty batch"
-    assert bool((kv_lengths <= tables.mapped[slots] * tokens_per_block).all()), (
-        f"lengths {kv_lengths.tolist()} do not fit {tables.mapped[slots].tolist()} blocks of {tokens_per_block} tokens")
+    mapped = tables.mapped[slots]
+    outside = kv_lengths > mapped * tokens_per_block
+    assert not outside.any(), (
+        f"slots {slots[outside].tolist()} of lengths {kv_lengths[outside].tolist()} do not fit their "
+        f"{mapped[outside].tolist()} blocks of {tokens_per_block} tokens")
     return -(-int(kv_lengths.max()) // tokens_per_block)
