@@ -17,24 +17,8 @@ from batch_manager.handover import (
 from batch_manager.names import ErrorCode
 from batch_manager.runtime.native_backend import build_native_backend
 
-transformers = pytest.importorskip("transformers")
-
 VOCAB, SIZE, BLOCKS, PER_SEQUENCE = 160, 8, 40, 8
 GREEDY = SlotSetup()
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """A random tiny Llama, and transformers' model of it."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
-        bos_token_id=1, eos_token_id=2)
-    model = transformers.LlamaForCausalLM(config).eval()
-    folder = tmp_path_factory.mktemp("llama")
-    model.save_pretrained(folder)
-    return folder, model
 
 
 def params(**changes):

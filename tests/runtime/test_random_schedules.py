@@ -1,0 +1,170 @@
+"""Whatever the order of work, the slots and the blocks: a sequence's tokens are those it gets alone."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.scripted_backend import ScriptedBackend
+
+VOCAB, SIZE, BLOCKS, SLOTS, MAX_LENGTH = 160, 8, 30, 6, 56
+
+
+@dataclass
+class Sequence:
+    prompt: list
+    count: int
+    setup: SlotSetup
+    generated: list = field(default_factory=list)
+    context: list = field(default_factory=list)     # what has to be computed before it generates
+    computed: int = 0
+    slot: int | None = None
+    blocks: list = field(default_factory=list)
+
+
+class Schedule:
+    """Runs sequences on a backend in a random order: chunks, batches, pauses, steps that fail and are run in parts."""
+
+    def __init__(self, backend, sequences, seed):
+        self.backend, self.waiting, self.running = backend, list(sequences), []
+        self.random = np.random.default_rng(seed)
+        self.free_slots, self.free_blocks = list(range(SLOTS)), list(range(BLOCKS))
+        self.pauses = self.reruns = 0
+
+    def run(self):
+        while self.waiting or self.running:
+            self.pause_somebody()
+            self.admit()
+            batch = self.plan()
+            if batch.num_sequences:
+                for part in self.launches(batch):
+                    self.take(self.backend.start(part).finish())
+
+    def admit(self):
+        while self.waiting and self.free_slots and self.random.random() < 0.7:
+            sequence = self.waiting.pop(self.random.integers(len(self.waiting)))
+            sequence.context = sequence.prompt + sequence.generated
+            sequence.slot = self.free_slots.pop(self.random.integers(len(self.free_slots)))
+            sequence.computed = 0
+            self.running.append(sequence)
+
+    def pause_somebody(self):
+        if self.running and self.random.random() < 0.08:
+            self.release(self.running[self.random.integers(len(self.running))], pause=True)
+            self.pauses += 1
+
+    def release(self, sequence, pause):
+        self.running.remove(sequence)
+        self.free_slots.append(sequence.slot)
+        self.free_blocks += sequence.blocks
+        sequence.slot, sequence.blocks = None, []
+        if pause:
+            self.waiting.append(sequence)
+
+    def plan(self):
+        contexts, rows, updates = [], [], []
+        for index in self.random.permutation(len(self.running)):
+            sequence = self.running[index]
+            left = len(sequence.context) - sequence.computed
+            if self.random.random() < 0.3 and left <= 0:
+                continue
+            size = left
+            if left > SIZE and self.random.random() < 0.5:
+                size = SIZE * int(self.random.integers(1, (left - 1) // SIZE + 1))
+            new = self.blocks_for(sequence, sequence.computed + max(size, 1))
+            if new is None:
+                continue
+            updates += new
+            if left > 0:
+                tokens = np.array(sequence.context[sequence.computed: sequence.computed + size], np.int32)
+                setup = sequence.setup if sequence.computed == 0 else None
+                contexts.append(ContextWork(sequence.slot, tokens, sequence.computed, size == left, setup))
+            else:
+                rows.append((sequence.slot, sequence.computed))
+        generation = GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T)
+        return ScheduledBatch(iteration=0, context=tuple(contexts), generation=generation,
+                              block_table_updates=BlockTableUpdates(*np.array(updates, np.int32).reshape(-1, 3).T))
+
+    def blocks_for(self, sequence, length):
+        """Table entries for blocks that the sequence still lacks; None where the pool is empty."""
+        missing = -(-length // SIZE) - len(sequence.blocks)
+        if missing > len(self.free_blocks):
+            return None
+        first = len(sequence.blocks)
+        for _ in range(missing):
+            sequence.blocks.append(self.free_blocks.pop(self.random.integers(len(self.free_blocks))))
+        # Without a setup the device has the entries from before; with one it has none.
+        begin = 0 if sequence.computed == 0 else first
+        return [(sequence.slot, index, sequence.blocks[index]) for index in range(begin, len(sequence.blocks))]
+
+    def launches(self, batch):
+        count = batch.num_sequences
+        if count > 1 and self.random.random() < 0.2:                # as after a raise: all of it, then in parts
+            self.backend.start(batch).finish()
+            self.reruns += 1
+            middle = int(self.random.integers(1, count))
+            parts = [batch.part(0, middle), batch.part(middle, count)]
+        else:
+            parts = [batch]
+        for work in batch.context:
+            self.by_slot(work.slot).computed += len(work.token_ids)
+        for slot in batch.generation.slots.tolist():
+            self.by_slot(slot).computed += 1
+        return parts
+
+    def take(self, output):
+        assert output.failures == {}
+        for slot, token in zip(output.slots.tolist(), output.tokens.tolist()):
+            sequence = self.by_slot(slot)
+            sequence.generated.append(token)
+            if len(sequence.generated) == sequence.count:
+                self.release(sequence, pause=False)
+
+    def by_slot(self, slot):
+        return next(sequence for sequence in self.running if sequence.slot == slot)
+
+
+def sequences_of(count, seed):
+    random = np.random.default_rng(seed)
+    setups = [SlotSetup(), SlotSetup(top_k=20, random_seed=7),
+              SlotSetup(temperature=0.8, top_p=0.9, random_seed=2**64 - 1),
+              SlotSetup(top_k=1), SlotSetup(temperature=1.2, top_p=1.0, random_seed=3)]
+    return [Sequence(random.integers(0, VOCAB, random.integers(1, 36)).tolist(), int(random.integers(1, 20)),
+                     setups[i % len(setups)]) for i in range(count)]
+
+
+def alone(backend, sequence):
+    single = Sequence(sequence.prompt, sequence.count, sequence.setup)
+    schedule = Schedule(backend, [single], seed=0)
+    schedule.pause_somebody = lambda: None
+    schedule.run()
+    return single.generated
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_on_the_scripted_backend(seed):
+    backend = ScriptedBackend(vocab_size=VOCAB, max_seq_len=MAX_LENGTH, num_blocks=BLOCKS, tokens_per_block=SIZE,
+                              num_slots=2, key=seed)
+    sequences = sequences_of(25, seed)
+    schedule = Schedule(backend, sequences, seed)
+    schedule.run()
+    assert schedule.pauses and schedule.reruns
+    for sequence in sequences:
+        greedy = sequence.setup.top_k == 1 or (sequence.setup.top_k == 0 and sequence.setup.top_p == 0)
+        assert sequence.generated == backend.expected(
+            sequence.prompt, sequence.count, random_seed=None if greedy else sequence.setup.random_seed)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_on_the_native_backend(checkpoint, fused):
+    params = TrtGptModelOptionalParams(
+        device="cpu", kv_cache_config=KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE))
+    backend = build_native_backend(checkpoint[0], params, fused=fused, num_slots=2)
+    sequences = sequences_of(25, seed=1)
+    schedule = Schedule(backend, sequences, seed=2)
+    schedule.run()
+    assert schedule.pauses and schedule.reruns
+    assert [sequence.generated for sequence in sequences] == [alone(backend, sequence) for sequence in sequences]
