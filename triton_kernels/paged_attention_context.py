@@ -88,7 +88,11 @@ def _walk_tiles(
     return top, total, weighted
 
 
-@triton.jit(do_not_specialize=["window"])
+# Slices of the index tensors start anywhere: their alignment must not make a variant of the kernel.
+@triton.jit(
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["block_table_ptr", "cu_seqlens_ptr", "kv_length_ptr", "work_ptr", "slot_ptr"],
+)
 def _context_kernel(
     query_ptr, kv_pool_ptr, block_table_ptr, cu_seqlens_ptr, kv_length_ptr, work_ptr, slot_ptr, out_ptr,
     scale_log2, window,                                   # scale * log2(e): the softmax runs on powers of two

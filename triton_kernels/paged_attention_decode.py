@@ -39,7 +39,11 @@ MIN_PAGES_PER_SPLIT = 2
 MAX_SPLITS = 32
 
 
-@triton.jit(do_not_specialize=["window"])
+# Slices of the index tensors start anywhere: their alignment must not make a variant of the kernel.
+@triton.jit(
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["block_table_ptr", "kv_length_ptr", "slot_ptr"],
+)
 def _decode_kernel(
     query_ptr, kv_pool_ptr, block_table_ptr, kv_length_ptr, slot_ptr,
     out_ptr, partial_out_ptr, partial_lse_ptr,            # out with one part, the other two with several

@@ -49,7 +49,8 @@ def _rotate_head_rows(
         tl.store(to_ptr + 2 * HALF + lane, rest.to(to_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# Slices of the index tensors start anywhere: their alignment must not make a variant of the kernel.
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
 def _rope_kv_append_kernel(
     query_ptr, key_ptr, value_ptr, query_out_ptr, kv_pool_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr,
     query_stride_t, key_stride_t, value_stride_t, query_out_stride_t,     # elements from one token to the next

@@ -102,7 +102,13 @@ def _kept_weights(row_ptr, start, num_tokens, threshold, top, heat_log2, BLOCK: 
     return tl.where(x >= threshold, tl.exp2((x - top) * heat_log2), 0.0)
 
 
-@triton.jit
+# Slices of the per-row tensors start anywhere: their alignment must not make a variant of the kernel.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperature_ptr", "top_k_ptr", "top_p_ptr", "seed_ptr", "position_ptr", "token_ptr", "log_prob_ptr",
+        "finite_ptr",
+    ],
+)
 def _sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr,
     token_ptr, log_prob_ptr, finite_ptr,

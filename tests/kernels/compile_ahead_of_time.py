@@ -143,6 +143,37 @@ CASES = {
 }
 
 
+def variants_by_alignment():
+    """{kernel: compiled variants} when the index tensors are slices that begin at their first, or second, entry."""
+    from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
+    from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
+    from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
+    from batch_manager.triton_kernels.sample_token import sample_token
+
+    def sliced(begin, *shape, dtype=torch.int32):
+        return torch.empty(shape[0] + begin, *shape[1:], dtype=dtype)[begin:]       # real memory: it has an address
+
+    compiled.clear()
+    for begin in (0, 1):
+        query, lengths, slots = tensor(4, 8, 64), sliced(begin, 4), sliced(begin, 4)
+        paged_attention_decode(query, pool(2, 64), sliced(begin, 4, 9), lengths, 0.1, slots=slots, splits=1)
+        paged_attention_context(
+            query, pool(2, 64), sliced(begin, 4, 9), sliced(begin, 5), lengths, sliced(begin, 7, 2), 0.1, slots=slots
+        )
+        tables = [tensor(64, 32, dtype=torch.float32) for _ in range(2)]
+        rope_kv_append(
+            query, tensor(4, 2, 64), tensor(4, 2, 64), pool(2, 64), sliced(begin, 4, dtype=torch.int64),
+            sliced(begin, 4), *tables,
+        )
+        numbers = sliced(begin, 4, dtype=torch.float32)
+        sample_token(
+            tensor(4, 500), numbers, lengths, numbers, sliced(begin, 4, dtype=torch.int64), lengths,
+            tokens=lengths, log_probs=numbers, finite=lengths,
+        )
+    names = [kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values()]
+    return {name: names.count(name) for name in names}
+
+
 def nvidia_figures(kernel, with_instructions):
     """Registers, stack and spills of a cubin, from the disassembler that triton's wheel ships."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -200,6 +231,8 @@ def main(gpu_names):
                     "shared_limit_bytes": shared_kib * 1024, "seconds": round(seconds, 2), **figures,
                 }
                 print(json.dumps(record), flush=True)
+        if name == "sm_90":
+            print(json.dumps({"gpu": "variants", **variants_by_alignment()}), flush=True)
 
 
 if __name__ == "__main__":

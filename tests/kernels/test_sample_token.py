@@ -107,8 +107,7 @@ def test_rows_that_are_not_numbers_are_flagged(run_kernel, run_oracle, random, r
 
 
 def test_results_go_where_the_caller_wants_them(run_kernel, random, row_parameters, integers):
-    logits = random(2, 200)[:, :150]                       # a padded vocabulary
-    logits.untyped_storage()                               # rows of 200, of which 150 count
+    logits = random(2, 200)[:, :150]                       # a padded vocabulary: rows of 200, of which 150 count
     tokens, log_probs, finite = integers([-1, -1], torch.int64), random(2), integers([0, 0])
     run_kernel(
         "sample_token", logits, *row_parameters([1.0, 0.0], [0, 0], [1.0, 0.0]),
