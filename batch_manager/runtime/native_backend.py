@@ -93,7 +93,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                             num_threads=params.num_threads)
     try:
         backend.warm_up()
-    except (MemoryError, RuntimeError) as error:
+    except Exception as error:
         backend.close()
         if is_out_of_memory(error):
             raise InsufficientMemoryError(
@@ -101,9 +101,6 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 fix="lower KvCacheConfig.free_gpu_memory_fraction or KvCacheConfig.max_tokens") from error
         raise ConfigError(f"the model was loaded but its first step raised {first_line(error)}",
                           fix="the cause above says more") from error
-    except BaseException:
-        backend.close()
-        raise
     return backend
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
@@ -310,9 +311,15 @@ def test_the_backend_says_what_it_is(checkpoint):
     assert build(checkpoint).info.max_seq_len == 64
     usage = backend.memory_usage()
     assert usage.gpu == usage.pinned == 0 and usage.cpu > backend._pool.nbytes
+
+
+def test_closing_gives_the_memory_back_and_may_be_done_twice(checkpoint):
+    backend = build(checkpoint)
+    run(backend, [(0, [1, 2], 0, True, GREEDY)])
+    pool = weakref.ref(backend._pool)
     backend.close()
+    assert pool() is None and backend.memory_usage().cpu == 0
     backend.close()
-    assert backend.memory_usage().cpu == 0
 
 
 def test_the_number_of_threads_is_set_around_a_step_only(checkpoint):
@@ -347,6 +354,19 @@ def test_what_cannot_run_is_refused_before_anything_starts(checkpoint, changes, 
 def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(checkpoint):
     with pytest.raises(InsufficientMemoryError, match="lower KvCacheConfig.max_tokens"):
         build(checkpoint, kv_cache_config=KvCacheConfig(max_tokens=10**12))
+
+
+@pytest.mark.parametrize("fault, error", [(ValueError("odd"), ConfigError), (MemoryError(), InsufficientMemoryError)])
+def test_a_model_that_cannot_run_a_step_is_refused_before_anything_starts(checkpoint, fault, error):
+    class Attention:
+        dispatch = "torch"
+
+        def plan(self, step):
+            raise fault
+
+    with pytest.raises(ConfigError, match=type(fault).__name__) as raised:
+        build_native_backend(checkpoint[0], params(), fused=True, num_slots=1, attention_factory=lambda *_: Attention())
+    assert type(raised.value) is error and raised.value.__cause__ is fault
 
 
 def test_a_folder_without_a_model_is_a_load_error(tmp_path):
