@@ -24,7 +24,8 @@ class Mistral:
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
         # transformers leaves `layer_types` aside for this class; a list that says something else is another model.
-        window = config.count("sliding_window", None)
+        # A window that is null is none; one that is left out is the class's default.
+        window = config.count("sliding_window", None if "sliding_window" in config.values else 4096)
         kind = "full_attention" if window is None else "sliding_attention"
         if set(config.texts("layer_types", [])) - {kind}:
             raise config.fault("layer_types", f"{kind} everywhere, as sliding_window says")

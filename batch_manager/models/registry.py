@@ -9,7 +9,7 @@ import torch
 
 from ..attention.interface import Attention
 from ..config import DTYPES, LOAD_FORMATS
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
 from ..weights.folder import CheckpointFolder
 from ..weights.json_file import MAX_CONFIG_BYTES, Fields, read_json_file
 from ..weights.safetensors_source import SafetensorsWeights
@@ -105,7 +105,7 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
 
     dtype         a torch dtype or its name; "auto": the checkpoint's on a GPU, float32 on a CPU
     load_format   "auto": safetensors; "dummy": random weights from `seed`, config.json is enough
-    Raises ModelLoadError, naming file and field, or UnsupportedModelError.
+    Raises ModelLoadError naming file and field, UnsupportedModelError, or InsufficientMemoryError.
     """
     device = torch.device(device)
     if load_format not in LOAD_FORMATS:
@@ -114,14 +114,20 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
     model_class, spec = _read_spec(opened)
     dtype = _resolve_dtype(dtype, spec, device)
 
-    with torch.inference_mode():
-        if load_format == "dummy":
-            weights = DummyWeights(seed, device, dtype)
-            return LoadedModel(spec, model_class(spec, weights), weights.num_bytes, device, dtype)
-        weights = SafetensorsWeights(opened, device, dtype)
-        model = model_class(spec, weights)
-        weights.finish(model_class.harmless_tensors)
-    return LoadedModel(spec, model, weights.num_bytes, device, dtype)
+    try:
+        with torch.inference_mode():
+            if load_format == "dummy":
+                weights = DummyWeights(seed, device, dtype)
+                return LoadedModel(spec, model_class(spec, weights), weights.num_bytes, device, dtype)
+            weights = SafetensorsWeights(opened, device, dtype)
+            model = model_class(spec, weights)
+            weights.finish(model_class.harmless_tensors)
+            return LoadedModel(spec, model, weights.num_bytes, device, dtype)
+    except (MemoryError, RuntimeError) as fault:
+        if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
+            raise
+        raise InsufficientMemoryError(f"the weights of {opened.path} in {dtype} do not fit into the memory of {device}",
+                                      "room for all of them", "a smaller dtype, or a larger device") from fault
 
 
 def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:

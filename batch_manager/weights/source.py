@@ -69,5 +69,6 @@ class DummyWeights:
         if rows.dim() == 1:
             rows.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
-            generator = torch.Generator(self.device).manual_seed((self.seed << 32 | zlib.crc32(name.encode())) % 2**63)
+            # One number of 32 bits: a CPU generator looks at no more of its seed.
+            generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
             rows.normal_(0.0, 0.02, generator=generator)

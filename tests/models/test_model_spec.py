@@ -1,0 +1,195 @@
+"""config.json of transformers 4 and 5 becomes one ModelSpec; what would change the numbers is refused by name."""
+
+import json
+
+import pytest
+import torch
+
+from batch_manager.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from batch_manager.layers.rotary import RotaryParameters, inverse_frequencies
+from batch_manager.models import load_model, read_spec, register_model
+from batch_manager.models.registry import _models, find_model
+
+DECODER = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+BASE = {
+    "LlamaForCausalLM": DECODER, "MistralForCausalLM": DECODER, "Qwen2ForCausalLM": DECODER,
+    "Qwen3ForCausalLM": DECODER,
+    "GPT2LMHeadModel": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
+}
+
+
+@pytest.fixture
+def spec_of(tmp_path):
+    def read(architecture, **fields):
+        config = {"architectures": [architecture], **BASE.get(architecture, DECODER), **fields}
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+        return read_spec(tmp_path)
+
+    return read
+
+
+@pytest.mark.parametrize("architecture", BASE)
+def test_defaults_fill_what_a_configuration_leaves_out(architecture, spec_of):
+    spec = spec_of(architecture)
+    assert (spec.num_layers, spec.hidden_size, spec.vocab_size, spec.max_position_embeddings) == (4, 64, 97, 256)
+    assert spec.head_size == (128 if architecture.startswith("Qwen3") else 16)
+    assert spec.num_kv_heads == (4 if architecture.startswith("GPT2") else 2)
+    assert spec.tie_word_embeddings is architecture.startswith("GPT2")
+    assert spec.windows == (4096 if architecture.startswith("Mistral") else None,) * 4
+    assert spec.qkv_bias is (architecture in ("Qwen2ForCausalLM", "GPT2LMHeadModel"))
+    assert spec.dtype is None
+
+
+@pytest.mark.parametrize("fields, expected", [
+    ({"rope_theta": 5e5}, RotaryParameters(theta=5e5)),
+    ({"rope_theta": 500000, "rope_scaling": None}, RotaryParameters(theta=5e5)),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, RotaryParameters(theta=5e5)),
+    ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+     RotaryParameters(kind="linear", theta=5e5, factor=2.0)),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+     RotaryParameters(kind="linear", theta=5e5, factor=2.0)),
+    ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+     RotaryParameters(kind="llama3", theta=5e5, factor=8.0, original_max_positions=64)),
+    ({"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
+     RotaryParameters(kind="yarn", theta=5e5, factor=4.0, original_max_positions=256, amplitude=1.5)),
+    ({"original_max_position_embeddings": 32, "rope_parameters": {"rope_type": "yarn", "factor": 1.0}},
+     RotaryParameters(kind="yarn", factor=1.0, original_max_positions=32)),
+])
+def test_rotary_parameters_of_both_generations_of_configurations(fields, expected, spec_of):
+    assert spec_of("LlamaForCausalLM", **fields).rotary == expected
+
+
+@pytest.mark.parametrize("fields, expected", [
+    ({"torch_dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({"dtype": None}, None),
+    ({"torch_dtype": "torch.float32"}, "float32"), ({"torch_dtype": "auto"}, None),
+])
+def test_the_dtype_under_its_old_and_new_name(fields, expected, spec_of):
+    assert spec_of("LlamaForCausalLM", **fields).dtype == expected
+
+
+@pytest.mark.parametrize("architecture, fields, windows", [
+    ("MistralForCausalLM", {"sliding_window": None}, (None,) * 4),
+    ("MistralForCausalLM", {"sliding_window": 33}, (33,) * 4),
+    ("Qwen2ForCausalLM", {"sliding_window": 33, "use_sliding_window": False, "max_window_layers": 1}, (None,) * 4),
+    ("Qwen2ForCausalLM", {"sliding_window": 33, "use_sliding_window": True, "max_window_layers": 1},
+     (None, 33, 33, 33)),
+    ("Qwen3ForCausalLM", {"sliding_window": 33, "use_sliding_window": True, "max_window_layers": 28}, (None,) * 4),
+    ("Qwen3ForCausalLM", {"sliding_window": 33, "use_sliding_window": True,
+                          "layer_types": ["sliding_attention", "full_attention"] * 2}, (33, None) * 2),
+    ("Qwen2ForCausalLM", {"sliding_window": None, "use_sliding_window": False,
+                          "layer_types": ["full_attention"] * 4}, (None,) * 4),
+    ("LlamaForCausalLM", {"sliding_window": 4096, "use_sliding_window": False}, (None,) * 4),
+])
+def test_windows_per_layer(architecture, fields, windows, spec_of):
+    assert spec_of(architecture, **fields).windows == windows
+
+
+def test_null_means_not_given(spec_of):
+    spec = spec_of("LlamaForCausalLM", head_dim=None, num_key_value_heads=None, rms_norm_eps=None)
+    assert (spec.head_size, spec.num_kv_heads, spec.norm_epsilon) == (16, 4, 1e-6)
+
+
+REFUSED = [
+    ("LlamaForCausalLM", "quantization_config", {"quant_method": "gptq"}),
+    ("LlamaForCausalLM", "auto_map", {"AutoModelForCausalLM": "modeling_x.X"}),
+    ("LlamaForCausalLM", "pretraining_tp", 2),
+    ("LlamaForCausalLM", "partial_rotary_factor", 0.5),
+    ("LlamaForCausalLM", "final_logit_softcapping", 30.0),
+    ("LlamaForCausalLM", "num_local_experts", 8),
+    ("LlamaForCausalLM", "sliding_window", 4096),
+    ("LlamaForCausalLM", "layer_types", ["sliding_attention"] * 4),
+    ("LlamaForCausalLM", "hidden_act", "gelu_fast"),
+    ("LlamaForCausalLM", "hidden_size", -64),
+    ("LlamaForCausalLM", "hidden_size", 2**70),
+    ("LlamaForCausalLM", "hidden_size", "64"),
+    ("LlamaForCausalLM", "hidden_size", True),
+    ("LlamaForCausalLM", "hidden_size", 64.0),
+    ("LlamaForCausalLM", "hidden_size", [64]),
+    ("LlamaForCausalLM", "hidden_size", "absent"),
+    ("LlamaForCausalLM", "hidden_size", 66),
+    ("LlamaForCausalLM", "num_hidden_layers", 0),
+    ("LlamaForCausalLM", "num_hidden_layers", 10**6),
+    ("LlamaForCausalLM", "num_key_value_heads", 3),
+    ("LlamaForCausalLM", "num_key_value_heads", 8),
+    ("LlamaForCausalLM", "vocab_size", 10**12),
+    ("LlamaForCausalLM", "max_position_embeddings", 10**15),
+    ("LlamaForCausalLM", "rms_norm_eps", 0.0),
+    ("LlamaForCausalLM", "rms_norm_eps", 10**400),
+    ("LlamaForCausalLM", "tie_word_embeddings", 1),
+    ("LlamaForCausalLM", "dtype", "float8_e4m3fn"),
+    ("LlamaForCausalLM", "torch_dtype", 16),
+    ("LlamaForCausalLM", "rope_scaling", {"type": "dynamic", "factor": 2.0}),
+    ("LlamaForCausalLM", "rope_scaling", {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+    ("LlamaForCausalLM", "rope_scaling", {"type": "linear"}),
+    ("LlamaForCausalLM", "rope_scaling", {"type": "linear", "factor": -1}),
+    ("LlamaForCausalLM", "rope_scaling", {"type": "default", "mrope_section": [8, 4, 4]}),
+    ("LlamaForCausalLM", "rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0,
+                                          "high_freq_factor": 4.0}),
+    ("LlamaForCausalLM", "rope_scaling", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}),
+    ("LlamaForCausalLM", "rope_scaling", ["linear", 2.0]),
+    ("LlamaForCausalLM", "rope_parameters", {"full_attention": {"rope_type": "default"}}),
+    ("LlamaForCausalLM", "rope_theta", "10000"),
+    ("LlamaForCausalLM", "architectures", "LlamaForCausalLM"),
+    ("LlamaForCausalLM", "architectures", []),
+    ("LlamaForCausalLM", "architectures", [1]),
+    ("MistralForCausalLM", "sliding_window", 0),
+    ("MistralForCausalLM", "layer_types", ["full_attention"] * 4),
+    ("Qwen2ForCausalLM", "layer_types", ["sliding_attention"] * 4),
+    ("Qwen2ForCausalLM", "layer_types", ["full_attention"] * 3),
+    ("Qwen2ForCausalLM", "layer_types", ["linear_attention"] * 4),
+    ("Qwen2ForCausalLM", "use_mrope", True),
+    ("GPT2LMHeadModel", "scale_attn_weights", False),
+    ("GPT2LMHeadModel", "scale_attn_by_inverse_layer_idx", True),
+    ("GPT2LMHeadModel", "reorder_and_upcast_attn", True),
+    ("GPT2LMHeadModel", "add_cross_attention", True),
+    ("GPT2LMHeadModel", "activation_function", "tanh"),
+    ("GPT2LMHeadModel", "n_embd", 65),
+]
+
+
+@pytest.mark.parametrize("architecture, field, value", REFUSED)
+def test_what_is_not_implemented_or_not_sane_is_refused_by_name(architecture, field, value, spec_of, tmp_path):
+    with pytest.raises(ModelLoadError) as refusal:
+        spec_of(architecture, **{field: value})
+    assert str(tmp_path / "config.json") in str(refusal.value)
+    assert field in str(refusal.value)
+
+
+def test_an_unknown_architecture_lists_the_known_ones_and_the_way_to_add_one(spec_of):
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM.*register_model"):
+        spec_of("NewForCausalLM")
+
+
+def test_a_registered_architecture_is_used(spec_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("batch_manager.models.registry._models", dict(_models))
+    register_model("MyForCausalLM", find_model("LlamaForCausalLM"))
+    assert spec_of("MyForCausalLM").architecture == "MyForCausalLM"
+    assert load_model(tmp_path, device="cpu", load_format="dummy").spec.num_layers == 4
+
+
+def test_a_class_without_the_methods_of_a_model_is_not_registered():
+    with pytest.raises(ConfigError, match="read_spec"):
+        register_model("MyForCausalLM", object)
+
+
+@pytest.mark.parametrize("parameters", [
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 20, "beta_slow": 2},
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "truncate": False,
+     "original_max_position_embeddings": 32},
+], ids=lambda parameters: "-".join(map(str, parameters.values())))
+def test_frequencies_and_amplitude_equal_those_of_transformers(parameters, spec_of):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rotary = spec_of("LlamaForCausalLM", rope_parameters={**parameters, "rope_theta": 5e4}).rotary
+    config = LlamaConfig(**DECODER, rope_parameters={**parameters, "rope_theta": 5e4})
+    expected, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+    torch.testing.assert_close(inverse_frequencies(rotary, 16), expected, rtol=1e-6, atol=0)
+    assert rotary.amplitude == amplitude
