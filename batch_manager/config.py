@@ -204,6 +204,12 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
                           f"{info.tokens_per_block} tokens",
                           "a context chunk that is not the last is a whole number of blocks",
                           "raise max_num_tokens or lower tokens_per_block")
+    if (scheduler_policy is SchedulerPolicy.MAX_UTILIZATION and not params.enable_chunked_context
+            and params.max_num_tokens < min(info.tokens_per_block, max_seq_len)):
+        raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
+                          f"{info.tokens_per_block} tokens",
+                          "a paused request that has outgrown one step is computed again a whole number of blocks at a "
+                          "time", "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
     unbounded = params.max_num_sequences == -1
     max_num_sequences = params.max_batch_size if params.max_num_sequences is None else params.max_num_sequences
     return Limits(

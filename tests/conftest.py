@@ -24,6 +24,7 @@ from batch_manager import (
     TrtGptModelType,
 )
 from batch_manager.build import build_loop
+from batch_manager.kv.audit import audit
 from batch_manager.runtime.scripted_backend import ScriptedBackend
 
 SECONDS_UNTIL_A_TEST_GIVES_UP = 60.0
@@ -152,8 +153,7 @@ class World:
         busy = False
         for _ in range(times):
             busy = self.loop.step(accept_new=accept_new)
-            kv = self.loop.kv
-            assert kv.free_blocks + kv.used_blocks == kv.num_blocks
+            audit(self.loop.kv)
         return busy
 
     def run(self, limit: int = 10_000) -> None:

@@ -31,10 +31,10 @@ def advance(batch: ScheduledBatch, output: StepOutput, active: ActiveRequests, r
     Mutates the requests of the batch. A sequence named in `output.failures` is left as it was.
     """
     outcome = Outcome(failed=[(active.at_slot(slot), failure) for slot, failure in output.failures.items()])
-    failed_slots = output.failures
+    failed_slots, at_slot = output.failures, active.at_slot
     for work in batch.context:
         if work.slot not in failed_slots:
-            request = active.at_slot(work.slot)
+            request = at_slot(work.slot)
             request.advance_context(len(work.token_ids))
             if work.slot in output.context_logits:
                 responder.note_context_logits(request, work.start, output.context_logits[work.slot])
@@ -43,17 +43,17 @@ def advance(batch: ScheduledBatch, output: StepOutput, active: ActiveRequests, r
     for row, (slot, token, finish) in enumerate(rows):
         if slot in failed_slots:
             continue
-        request = active.at_slot(slot)
+        request = at_slot(slot)
         if finish == END_ID:    # the end id is not part of the output
             outcome.ended.append((request, FinishReason.END_ID))
             continue
-        request.add_token(token)
+        has_all = request.add_token(token)
         outcome.generated_tokens += 1
-        responder.note_token(request, row, output)
+        is_streaming = responder.note_token(request, row, output)
         if finish != NOT_FINISHED:
             outcome.ended.append((request, FinishReason(finish)))
-        elif request.is_finished:
+        elif has_all:
             outcome.ended.append((request, FinishReason.LENGTH))
-        elif responder.wants_to_send(request):
+        elif is_streaming:
             outcome.to_send.append(request)
     return outcome

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..config import Limits
 from ..errors import BatchManagerError, SchedulerContractError
+from ..kv.audit import check_totals
 from ..kv.block_pool import OutOfBlocksError
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
@@ -86,6 +87,7 @@ class GenerationLoop:
                 self._answer_all_active(error)
         self._respond(refusals, outcome)
         self._poll_stops()
+        check_totals(self.kv)
         self.reporter.end(had_active)
         return had_active or bool(refusals) or self.callbacks.has_unread_items
 

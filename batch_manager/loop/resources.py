@@ -41,11 +41,9 @@ class Resources:
                         for request, size in zip(plan.context_requests, chunk_sizes, strict=True))
         generation = NO_GENERATION
         if plan.generation_requests:
-            running = plan.generation_requests
-            generation = GenerationWork(
-                slots=np.array([request.seq_slot for request in running], np.int32),
-                # The newest token is not in the cache yet: it is the one the step feeds.
-                kv_lengths=np.array([len(request.tokens[0]) - 1 for request in running], np.int32))
+            slots = np.array([request.seq_slot for request in plan.generation_requests], np.int32)
+            # The step feeds the newest token, for which the claim has just made room.
+            generation = GenerationWork(slots, self._kv.kv_lengths(slots) - 1)
         return ScheduledBatch(iteration, micro_batch_id, context, generation, updates)
 
     def _context_work(self, request: LlmRequest, size: int) -> ContextWork:

@@ -22,9 +22,11 @@ class Delivery:
     generation_logits   [vocab] rows of every generated token not sent yet, when asked
     context_logits      [prompt, vocab], filled chunk by chunk, when asked
     context_was_sent    a streaming response carries the context logits once
+    is_plain            nothing but tokens was asked for
     """
 
     options: ResponseOptions
+    is_plain: bool
     num_sent: int = 0
     log_probs: list[float] = field(default_factory=list)
     generation_logits: list[np.ndarray] = field(default_factory=list)
@@ -47,7 +49,9 @@ class Responder:
         return len(self._deliveries)
 
     def admit(self, admitted: Admitted) -> None:
-        self._deliveries[admitted.request.request_id] = Delivery(admitted.response)
+        options = admitted.response
+        asks = options.return_log_probs or options.return_context_logits or options.return_generation_logits
+        self._deliveries[admitted.request.request_id] = Delivery(options, is_plain=not asks)
 
     def note_context_logits(self, request: LlmRequest, start: int, logits: np.ndarray) -> None:
         """Keep the rows that belong to the user's prompt; after a pause generated tokens run as context too."""
@@ -58,21 +62,16 @@ class Responder:
         if rows > 0:
             delivery.context_logits[start:start + rows] = logits[:rows]
 
-    def note_token(self, request: LlmRequest, row: int, output: StepOutput) -> None:
-        """Keep what belongs to the token this row added to the request."""
+    def note_token(self, request: LlmRequest, row: int, output: StepOutput) -> bool:
+        """Keep what belongs to the token this row added to the request. True when the token is to be streamed."""
         delivery = self._deliveries[request.request_id]
         options = delivery.options
-        if options.return_log_probs:
-            delivery.log_probs.append(0.0 if output.log_probs is None else float(output.log_probs[row]))
-        if options.return_generation_logits:
-            logits = output.generation_logits.get(request.seq_slot)
-            if logits is not None:
-                delivery.generation_logits.append(logits)
-
-    def wants_to_send(self, request: LlmRequest) -> bool:
-        """Whether there is a non-final response to send: a streaming request with new tokens."""
-        delivery = self._deliveries[request.request_id]
-        return delivery.options.is_streaming and request.total_generated_tokens > delivery.num_sent
+        if not delivery.is_plain:
+            if options.return_log_probs:
+                delivery.log_probs.append(0.0 if output.log_probs is None else float(output.log_probs[row]))
+            if options.return_generation_logits and request.seq_slot in output.generation_logits:
+                delivery.generation_logits.append(output.generation_logits[request.seq_slot])
+        return options.is_streaming
 
     def send_new_tokens(self, request: LlmRequest) -> None:
         delivery = self._deliveries[request.request_id]
@@ -92,7 +91,7 @@ class Responder:
 
     def _build(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list:
         options, tokens, prompt_len = delivery.options, request.tokens[0], request.orig_prompt_len
-        if not (options.return_log_probs or options.return_context_logits or options.return_generation_logits):
+        if delivery.is_plain:
             if options.is_streaming:
                 return build_response(options, (), tokens[prompt_len + delivery.num_sent:], reason,
                                       to_tensor=self._to_tensor)

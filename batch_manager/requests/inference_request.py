@@ -12,12 +12,29 @@ from ..errors import InvalidRequestError
 from .sampling_config import KNOBS, NEUTRAL, UINT64_MAX, shown
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class NamedTensor:
-    """A tensor of a response and its name."""
+    """A tensor of a response and its name.
 
-    name: str
-    tensor: Any
+    A response has seven of them and most receivers read one or two, so the tensor is made of its array when it is first
+    read (`to_tensor`; None: the array is the tensor).
+    """
+
+    __slots__ = ("name", "_array", "_to_tensor", "_tensor")
+
+    def __init__(self, name: str, tensor: Any, to_tensor: Callable[[Any], Any] | None = None) -> None:
+        self.name = name
+        self._array = tensor
+        self._to_tensor = to_tensor
+        self._tensor = None
+
+    @property
+    def tensor(self) -> Any:
+        if self._tensor is None:
+            self._tensor = self._array if self._to_tensor is None else self._to_tensor(self._array)
+        return self._tensor
+
+    def __repr__(self) -> str:
+        return f"NamedTensor({self.name!r}, shape={tuple(self.tensor.shape)})"
 
 
 class Shape(Enum):

@@ -22,6 +22,7 @@ class LlmRequest:
     orig_prompt_len     tokens of the user's prompt
     prompt_len          tokens to compute in the context phase: the prompt, after a pause with the generated tokens
     max_new_tokens      tokens still allowed after prompt_len
+    final_length        tokens at which it has all it asked for; a pause does not change it
     beam_width, draft_len, lora_task_id, priority   as asked; a larger priority goes first
     state               see the table above
     context_position    tokens of the context already computed
@@ -29,8 +30,9 @@ class LlmRequest:
     num_pauses          how often it was paused
     """
 
-    __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "beam_width", "draft_len",
-                 "lora_task_id", "priority", "state", "context_position", "seq_slot", "num_pauses")
+    __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
+                 "beam_width", "draft_len", "lora_task_id", "priority", "state", "context_position", "seq_slot",
+                 "num_pauses")
 
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
                  draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5) -> None:
@@ -39,6 +41,7 @@ class LlmRequest:
         self.tokens = [list(prompt) for _ in range(beam_width)]
         self.orig_prompt_len = self.prompt_len = len(prompt)
         self.max_new_tokens = max_new_tokens
+        self.final_length = len(prompt) + max_new_tokens
         self.beam_width = beam_width
         self.draft_len = draft_len
         self.lora_task_id = lora_task_id
@@ -96,15 +99,16 @@ class LlmRequest:
         if self.context_position == self.prompt_len:
             self.state = LlmRequestState.GENERATION_IN_PROGRESS
 
-    def add_token(self, token: int) -> None:
-        """Append a generated token (beam width 1)."""
-        assert self.is_generating
-        self.tokens[0].append(token)
-        left = self.max_new_tokens - self.num_generated_tokens
-        if left == 1:
-            self.state = LlmRequestState.GENERATION_TO_COMPLETE
-        elif left <= 0:
-            self.state = LlmRequestState.GENERATION_COMPLETE
+    def add_token(self, token: int) -> bool:
+        """Append a generated token (beam width 1). True when it was the last one asked for."""
+        assert self.state is not LlmRequestState.CONTEXT_INIT
+        tokens = self.tokens[0]
+        tokens.append(token)
+        left = self.final_length - len(tokens)
+        if left > 1:
+            return False
+        self.state = LlmRequestState.GENERATION_TO_COMPLETE if left else LlmRequestState.GENERATION_COMPLETE
+        return not left
 
     def finish(self) -> None:
         self.state = LlmRequestState.GENERATION_COMPLETE

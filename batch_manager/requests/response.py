@@ -112,18 +112,15 @@ def build_response(
         assert len(generation_logits) == num_new
         generation = np.array(generation_logits, FLOAT32)[None, None]
 
-    if to_tensor is None:
-        return [
-            NamedTensor("output_ids", output_ids),
-            NamedTensor("sequence_length", sequence_length),
-            NamedTensor("context_logits", context),
-            NamedTensor("generation_logits", generation),
-            NamedTensor("output_log_probs", output_log_probs),
-            NamedTensor("cum_log_probs", cum_log_probs),
-            NamedTensor("finish_reason", finish),
-        ]
-    arrays = (output_ids, sequence_length, context, generation, output_log_probs, cum_log_probs, finish)
-    return list(map(NamedTensor, RESPONSE_TENSORS, map(to_tensor, arrays)))
+    return [
+        NamedTensor("output_ids", output_ids, to_tensor),
+        NamedTensor("sequence_length", sequence_length, to_tensor),
+        NamedTensor("context_logits", context, to_tensor),
+        NamedTensor("generation_logits", generation, to_tensor),
+        NamedTensor("output_log_probs", output_log_probs, to_tensor),
+        NamedTensor("cum_log_probs", cum_log_probs, to_tensor),
+        NamedTensor("finish_reason", finish, to_tensor),
+    ]
 
 
 def _sum(log_probs: Sequence[float] | np.ndarray | None) -> float:

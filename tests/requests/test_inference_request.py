@@ -111,10 +111,15 @@ def test_a_request_prints_names_and_no_tokens():
     assert "9" in text and "input_ids" in text and "4711" not in text
 
 
-def test_a_named_tensor_is_frozen():
-    tensor = NamedTensor("output_ids", np.zeros(1))
+def test_the_tensor_of_a_named_tensor_is_made_once_when_it_is_first_read():
+    made = []
+    tensor = NamedTensor("output_ids", np.zeros(3), lambda array: made.append(array) or array.tolist())
+    assert made == []
+    assert tensor.tensor is tensor.tensor and tensor.tensor == [0, 0, 0] and len(made) == 1
     with pytest.raises(AttributeError):
-        tensor.name = "other"
+        tensor.tensor = 5
+    array = np.zeros(1)
+    assert NamedTensor("x", array).tensor is array
 
 
 def test_requests_do_not_load_torch():
