@@ -1,0 +1,94 @@
+"""Random packed steps over a random pool, and what the oracles make of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from batch_manager.triton_kernels.reference.paged_attention_context import paged_attention_context
+from batch_manager.triton_kernels.reference.paged_attention_decode import paged_attention_decode
+from batch_manager.triton_kernels.reference.rope_kv_append import rope_kv_append
+
+from batch_manager.attention.interface import PackedStep, RotaryTable
+
+
+@dataclass(frozen=True)
+class Layout:
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    windows: tuple
+    dtype: torch.dtype = torch.float32
+    tokens_per_block: int = 16
+
+    @property
+    def num_layers(self):
+        return len(self.windows)
+
+    def pool(self, num_blocks, seed=0):
+        shape = (num_blocks, self.num_layers, 2, self.num_kv_heads, self.tokens_per_block, self.head_size)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+
+    def rotary(self, positions=512):
+        angles = torch.outer(torch.arange(positions).float(), 0.3 ** torch.arange(self.head_size // 2).float())
+        return RotaryTable(angles.cos(), angles.sin())
+
+    def packed_qkv(self, num_tokens, seed=1):
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        packed = torch.randn((num_tokens, sum(heads), self.head_size),
+                             generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+        return packed.split(heads, 1)
+
+
+def make_step(contexts, generation, num_blocks, tokens_per_block, consecutive=False):
+    """contexts: (tokens cached before, new tokens); generation: tokens cached before."""
+    work = [*contexts, *((cached, 1) for cached in generation)]
+    order = np.arange(num_blocks) if consecutive else np.random.default_rng(0).permutation(num_blocks)
+    needed = [-(-(cached + new) // tokens_per_block) for cached, new in work]
+    assert sum(needed) <= num_blocks
+    tables = np.full((len(work), max(needed)), order[-1], np.int32)        # stale entries hold a valid id
+    taken, positions, pool_slots = 0, [], []
+    for row, ((cached, new), count) in enumerate(zip(work, needed)):
+        tables[row, :count] = order[taken : taken + count]
+        taken += count
+        place = np.arange(cached, cached + new)
+        positions.append(place)
+        pool_slots.append(tables[row, place // tokens_per_block].astype(np.int64) * tokens_per_block
+                          + place % tokens_per_block)
+    starts = np.cumsum([0, *(new for _, new in work)])
+    return PackedStep(
+        token_ids=np.zeros(starts[-1], np.int32), positions=np.concatenate(positions).astype(np.int32),
+        pool_slots=np.concatenate(pool_slots), slots=np.arange(len(work), dtype=np.int32),
+        query_starts=starts.astype(np.int32), kv_lengths=np.array([sum(lengths) for lengths in work], np.int32),
+        block_tables=tables, num_contexts=len(contexts), logits_rows=(starts[1:] - 1).astype(np.int64))
+
+
+def oracle(layout, pool, layer, step, query, key, value, rotary):
+    """The layer's result by the oracles; writes the pool."""
+    view, scale, window = pool[:, layer], layout.head_size**-0.5, layout.windows[layer]
+    cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+    query = rope_kv_append(query.clone(), key, value, view, torch.from_numpy(step.pool_slots),
+                           torch.from_numpy(step.positions), cos, sin)
+    tables, lengths = torch.from_numpy(step.block_tables), torch.from_numpy(step.kv_lengths)
+    split, contexts = step.num_context_tokens, step.num_contexts
+    result = torch.empty_like(query)
+    paged_attention_context(query, view, tables[:contexts], torch.from_numpy(step.query_starts[: contexts + 1]),
+                            lengths[:contexts], None, scale, window, out=result)
+    paged_attention_decode(query[split:], view, tables[contexts:], lengths[contexts:], scale, window,
+                           out=result[split:])
+    return result.flatten(1)
+
+
+@pytest.fixture
+def layout():
+    return Layout
+
+
+@pytest.fixture
+def step_of():
+    return make_step
+
+
+@pytest.fixture
+def by_oracle():
+    return oracle
