@@ -102,7 +102,7 @@ class Uploads:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._shares_memory = device, device.type == "cpu"
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event] | None] = [None] * UPLOAD_BUFFERS
         self._next = 0
 
@@ -112,7 +112,7 @@ class Uploads:
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """The arrays as tensors on the device. On a CPU they share the arrays' memory."""
-        if self._device.type == "cpu":
+        if self._shares_memory:
             return [torch.from_numpy(array) for array in arrays]
 
         starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
@@ -134,7 +134,7 @@ class Uploads:
             if held[0].nbytes >= num_bytes:
                 return held
         size = max(1 << 16, 2 * num_bytes)
-        self._buffers[index] = (torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+        self._buffers[index] = (_pinned((size,), torch.uint8), torch.cuda.Event())
         return self._buffers[index]
 
 
@@ -146,8 +146,7 @@ class Readback:
         if device.type == "cpu":
             self._host = tensors
             return
-        self._host = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                      for name, tensor in tensors.items()}
+        self._host = {name: _pinned(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             self._host[name].copy_(tensor, non_blocking=True)
         # "blocking": the waiting thread sleeps instead of spinning; torch releases the GIL around the wait.
@@ -176,6 +175,11 @@ def compute_threads(device: torch.device, count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Host memory that a GPU can copy from and to while the host goes on; torch keeps it for the next time."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def _is_lost(device: torch.device, error: RuntimeError) -> bool:

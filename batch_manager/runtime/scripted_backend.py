@@ -250,7 +250,8 @@ class ScriptedBackend:
             begin, stop = stop, stop + len(work.token_ids)
             if self._state["context_logits"][work.slot]:
                 terms = self._terms(step.positions[begin:stop], step.tokens[begin:stop])
-                prefixes = sums[row] - terms.sum(dtype=np.uint64) + np.cumsum(terms, dtype=np.uint64)
+                before = sums[row: row + 1] - terms.sum(keepdims=True)
+                prefixes = before + np.cumsum(terms)
                 draws = np.full(len(prefixes), self._state["draw"][work.slot])
                 logits[work.slot] = self._logits(self._next_tokens(self._words(prefixes, draws)))
         return logits

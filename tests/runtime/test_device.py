@@ -86,6 +86,34 @@ def test_uploads_and_readbacks_on_a_cpu_copy_nothing():
     assert Readback(CPU, {"x": tensor}).wait()["x"].ctypes.data == array.ctypes.data
 
 
+class FakeEvent:
+    waits = 0
+
+    def record(self, stream):
+        pass
+
+    def synchronize(self):
+        FakeEvent.waits += 1
+
+
+def test_an_upload_in_one_copy_keeps_values_types_and_shapes(monkeypatch):
+    monkeypatch.setattr(device_module, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(device_module.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(device_module.torch.cuda, "current_stream", lambda _: None)
+    uploads = Uploads(CPU)
+    uploads._shares_memory = False
+    sent = []
+    for size in (3, 5, 40_000, 1, 7):
+        arrays = [np.arange(size), np.empty(0, np.int64), np.arange(size, dtype=np.int32)[::2],
+                  np.arange(2 * size, dtype=np.float32).reshape(2, size), np.array([True] * size)]
+        sent.append((arrays, uploads.send(arrays)))
+    for arrays, tensors in sent:                                    # later uploads left earlier ones alone
+        for array, tensor in zip(arrays, tensors):
+            assert tensor.shape == array.shape and tensor.numpy().dtype == array.dtype
+            assert np.array_equal(tensor.numpy(), array)
+    assert FakeEvent.waits == 2 and uploads.pinned_bytes > 2 * 40_000 * 8
+
+
 def test_the_thread_count_is_put_back_even_after_a_raise():
     before = torch.get_num_threads()
     with pytest.raises(ValueError), compute_threads(CPU, before + 1):
