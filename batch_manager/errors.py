@@ -85,7 +85,10 @@ class SchedulerContractError(BatchManagerError):
     """A scheduler broke a rule. The process lives; every active request is answered."""
 
     def __init__(self, scheduler: object, rule: str) -> None:
-        super().__init__(f"{type(scheduler).__name__} broke the scheduler contract: {rule}",
+        # A scheduler made of parts names them: one of them is the one to look at.
+        parts = getattr(scheduler, "part_names", ())
+        name = type(scheduler).__name__ + (f"({', '.join(parts)})" if parts else "")
+        super().__init__(f"{name} broke the scheduler contract: {rule}",
                          fix="correct the scheduler, or use SimpleScheduler")
 
 

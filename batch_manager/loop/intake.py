@@ -126,7 +126,8 @@ class Intake:
         if is_alive(request_id):
             raise DuplicateRequestIdError(
                 f"request {request_id}: a request with this id is alive",
-                "it is untouched; this text answers the second one", "wait for the final response of an id before using it again")
+                "it is untouched; this text answers the second one",
+                "wait for the final response of an id before using it again")
         try:
             admitted = self._admission.admit(item)
         except RequestError:

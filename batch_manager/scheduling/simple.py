@@ -13,6 +13,10 @@ class SimpleScheduler(RequestScheduler):
         self.capacity_scheduler = capacity_scheduler
         self.micro_batch_scheduler = micro_batch_scheduler
 
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return type(self.capacity_scheduler).__name__, type(self.micro_batch_scheduler).__name__
+
     def schedule_request(self, active_requests: RequestList, inflight_request_ids: Collection[int]) -> SchedulerOutput:
         fitting, *elsewhere, paused = self.capacity_scheduler.schedule_request(active_requests)
         if any(elsewhere):
