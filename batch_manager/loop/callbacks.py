@@ -37,7 +37,7 @@ class HandedOver:
     def __init__(self, items: Iterable[Any]) -> None:
         self._iterator = iter(items)
         self._is_sized = hasattr(type(items), "__len__")
-        self.is_exhausted = False
+        self.is_exhausted = self._is_sized and len(items) == 0
 
     def read(self, count: int) -> Iterator[Any]:
         given = 0
@@ -87,13 +87,25 @@ class GuardedCallbacks:
         seconds, self.seconds_inside = self.seconds_inside, 0.0
         return seconds
 
-    def get(self, max_num_requests: int, *, call: bool, at_most: int) -> Iterator[Any]:
-        """Items handed over, oldest first, `at_most` of them; what is left is read by the next call.
+    def get(self, max_num_requests: int) -> None:
+        """Ask for requests, unless the back-off after a failure still holds. `read` gives what was handed over."""
+        started = self._enter("get")
+        if started < self._get_again_at:
+            return
+        try:
+            items = self._get(max_num_requests)
+            if items is not None:
+                handed_over = HandedOver(items)
+                if not handed_over.is_exhausted:
+                    self._waiting.append(handed_over)
+            self._back_off_s = 0.0
+        except BaseException as error:
+            self._failed("get", error)
+        finally:
+            self._leave(started)
 
-        call   whether the callback may be asked for more (not after shutdown was asked for)
-        """
-        if call and self._clock.monotonic() >= self._get_again_at:
-            self._ask(max_num_requests)
+    def read(self, at_most: int) -> Iterator[Any]:
+        """Items handed over and not read yet, oldest first, `at_most` of them."""
         while self._waiting and at_most > 0:
             source = self._waiting[0]
             items = source.read(at_most)
@@ -113,18 +125,6 @@ class GuardedCallbacks:
                 yield item
             if source.is_exhausted:
                 self._waiting.pop(0)
-
-    def _ask(self, max_num_requests: int) -> None:
-        started = self._enter("get")
-        try:
-            items = self._get(max_num_requests)
-            if items is not None:
-                self._waiting.append(HandedOver(items))
-            self._back_off_s = 0.0
-        except BaseException as error:
-            self._failed("get", error)
-        finally:
-            self._leave(started)
 
     def send(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
         started = self._enter("send")

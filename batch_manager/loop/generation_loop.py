@@ -72,8 +72,13 @@ class GenerationLoop:
 
     def step(self, *, accept_new: bool) -> bool:
         """One turn of the loop. False when there was nothing to do."""
+        if accept_new:
+            self.intake.ask(self._room())
+        if self.is_empty:    # kept short: an idle worker comes here two hundred times a second
+            self.callbacks.poll_stops()
+            return False
         self.reporter.begin(self.clock.monotonic())
-        refusals = self._fetch(accept_new)
+        refusals = self._fetch()
         had_active = len(self.active) > 0
         outcome = Outcome()
         if had_active:
@@ -101,7 +106,7 @@ class GenerationLoop:
         self._window.clear()
         self.finals.fail_everything(error)
         while self.callbacks.has_unread_items:
-            _, refusals = self.intake.fetch(0, self.active.__contains__, accept_new=False, failure=error)
+            _, refusals = self.intake.fetch(0, self.active.__contains__, error)
             for refusal in refusals:
                 self.finals.refuse(refusal)
 
@@ -113,10 +118,13 @@ class GenerationLoop:
 
     # fetch
 
-    def _fetch(self, accept_new: bool) -> list[Refusal]:
-        room = None if self.limits.unbounded_sequences else max(self.limits.max_num_sequences - len(self.active), 0)
-        entering, refusals = self.intake.fetch(room, self.active.__contains__, accept_new=accept_new,
-                                               failure=self.failure)
+    def _room(self) -> int | None:
+        """Places among the active requests, None: unbounded."""
+        limits = self.limits
+        return None if limits.unbounded_sequences else max(limits.max_num_sequences - len(self.active), 0)
+
+    def _fetch(self) -> list[Refusal]:
+        entering, refusals = self.intake.fetch(self._room(), self.active.__contains__, self.failure)
         for admitted in entering:
             self.active.add(admitted.request)
             self._resources.admit(admitted.request, admitted.setup)

@@ -76,13 +76,20 @@ class Intake:
     def holds(self, request_id: int) -> bool:
         return request_id in self._queued_ids
 
-    def fetch(self, room: int | None, is_active: Callable[[int], bool], *, accept_new: bool,
+    def ask(self, room: int | None) -> None:
+        """Call the get callback for as many requests as there are places left once the queue has moved in.
+
+        room   places among the active requests, None: unbounded
+        """
+        if not self.is_terminating:
+            self._callbacks.get(-1 if room is None else max(room - len(self._queue), 0))
+
+    def fetch(self, room: int | None, is_active: Callable[[int], bool],
               failure: BatchManagerError | None = None) -> tuple[list[Admitted], list[Refusal]]:
         """One look at what was handed over.
 
         room         places among the active requests, None: unbounded. The queue goes first.
         is_active    whether an id belongs to an active request
-        accept_new   whether the callback may be called
         failure      when given, nothing is accepted any more and this is everybody's answer
         Returns requests that become active now, and refusals.
         """
@@ -95,8 +102,7 @@ class Intake:
         def is_alive(request_id: int) -> bool:
             return request_id in entering_ids or request_id in self._queued_ids or is_active(request_id)
 
-        ask = accept_new and not self.is_terminating
-        for item in self._callbacks.get(-1 if room is None else room, call=ask, at_most=self._at_most):
+        for item in self._callbacks.read(self._at_most):
             request_id = usable_id(item)
             if request_id is None:
                 self._note_unaddressable(item)

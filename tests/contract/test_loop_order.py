@@ -133,6 +133,14 @@ def test_at_most_4096_items_are_looked_at_in_one_iteration_and_none_is_lost(make
     assert all(len(responses) == 1 and responses[0].final for responses in world.client.responses.values())
 
 
+@pytest.mark.parametrize("empty", [list, tuple, set, lambda: iter(()), lambda: None])
+def test_an_answer_without_items_is_nothing_to_do_whatever_its_type(make_world, empty):
+    world = make_world()
+    world.loop.callbacks._get = lambda n: empty()
+    assert not world.step()
+    assert world.loop.is_empty
+
+
 def test_an_endless_generator_is_cut_at_the_cap(make_world, new_request):
     world = make_world(max_batch_size=4, max_queued_requests=4, max_admissions_per_iteration=50)
 
