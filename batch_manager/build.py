@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from .clock import SystemClock
 from .config import Limits, Parts, TrtGptModelOptionalParams, resolve_limits
@@ -18,6 +20,9 @@ from .scheduling.interfaces import CapacityScheduler, RequestScheduler
 from .scheduling.policies import make_scheduler
 from .scheduling.simple import SimpleScheduler
 from .seams import ModelBackend
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("batch_manager")
 
@@ -64,7 +69,7 @@ def build_loop(
             scheduler=_make_scheduler(parts.scheduler, limits, kv_cache_manager),
             kv_cache_manager=kv_cache_manager,
             backend=backend,
-            responder=Responder(callbacks, _numpy_to_tensor()),
+            responder=Responder(callbacks, numpy_to_tensor),
             clock=clock,
             heartbeat=heartbeat,
             flush_stats_when_idle=optional_params.flush_stats_when_idle,
@@ -129,7 +134,8 @@ def _make_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager)
     return part
 
 
-def _numpy_to_tensor() -> Callable:
-    import torch
+def numpy_to_tensor(array: np.ndarray) -> "torch.Tensor":
+    """The tensor a receiver sees; torch is imported when the first one is read, for backends that do without."""
+    from torch import from_numpy
 
-    return torch.from_numpy
+    return from_numpy(array)

@@ -127,7 +127,6 @@ class Client:
                 break
             job = self.to_come.pop(0)
             job.state = "waiting"
-            self.trace.note_arrival(job.id)
             self.started = self.started or time.monotonic()
             self.events.put(("arrived", job))
             due.append(job.request())

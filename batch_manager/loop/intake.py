@@ -1,7 +1,7 @@
 """From what the get callback returned to accepted requests, refusals, and a bounded queue between them."""
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,6 +63,7 @@ class Intake:
         self._bytes_of: dict[int, int] = {}
         self._bytes_in_flight = 0
         self._deadlines: dict[int, float] = {}
+        self._arrived: list[int] = []
         self.is_terminating = False
         self.unaddressable = 0
         self.num_accepted = 0
@@ -161,6 +162,7 @@ class Intake:
     def _accept(self, admitted: Admitted) -> None:
         request_id = admitted.request.request_id
         self.num_accepted += 1
+        self._arrived.append(request_id)
         self._bytes_of[request_id] = admitted.num_bytes
         self._bytes_in_flight += admitted.num_bytes
         if admitted.response.deadline_s is not None:
@@ -183,6 +185,11 @@ class Intake:
         self._queued_ids.discard(admitted.request.request_id)
         self._queued_tokens -= admitted.request.prompt_len
         return admitted
+
+    def take_arrived(self) -> tuple[int, ...]:
+        """Ids accepted since the last call."""
+        arrived, self._arrived = tuple(self._arrived), []
+        return arrived
 
     def withdraw(self, request_ids: set[int]) -> list[Admitted]:
         """Take these out of the queue; ids that do not wait are passed over."""
@@ -220,6 +227,3 @@ class Intake:
         self.unaddressable += 1
         log.error("the get callback returned a %s without a usable request id (%d so far); it cannot be answered",
                   type(item).__name__, self.unaddressable)
-
-    def refusals_by_kind(self, refusals: list[Refusal]) -> Counter:
-        return Counter(refusal.error.code for refusal in refusals)

@@ -57,7 +57,7 @@ class Reporter:
 
     def end(self, had_active: bool) -> None:
         """Close the iteration. Nothing is reported for one without an active request."""
-        finished = self._loop.finals.take_ended()
+        finished, arrived = self._loop.finals.take_ended(), self._loop.intake.take_arrived()
         if not had_active:
             return
         if self._kv_cache is None:    # the plan was refused; nothing ran
@@ -67,7 +67,7 @@ class Reporter:
             plan = self._plan
             self._trace(IterationTrace(
                 self.iteration, tuple(self._chunks), tuple(r.request_id for r in plan.generation_requests),
-                tuple(r.request_id for r in plan.paused_requests), finished))
+                tuple(r.request_id for r in plan.paused_requests), finished, arrived))
         self._report()
         if self._flush_when_idle and self._loop.is_empty:
             self.begin(self._loop.clock.monotonic())

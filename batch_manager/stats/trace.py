@@ -1,7 +1,7 @@
 """What every iteration did to whom: for pictures, simulations and bug reports. Ids and counts, no tokens."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import IO
 
 import orjson
@@ -14,8 +14,7 @@ class IterationTrace:
     context      (request id, first position, tokens) of each chunk
     generation   request ids
     paused, finished   request ids
-    arrived      request ids handed over at the start of the iteration, where somebody noted them; else a request is
-                 first heard of when it runs
+    arrived      request ids accepted at the start of the iteration, whether they ran in it or wait
     """
 
     iteration: int
@@ -28,26 +27,11 @@ class IterationTrace:
 
 @dataclass(slots=True)
 class Trace:
-    """An append-only list of iterations; give its `append` to `Parts(trace=...)`.
-
-    Calling `note_arrival` from the get callback tells waiting apart from not being there yet; `note_refusal`, from the
-    send callback, takes it back.
-    """
+    """An append-only list of iterations; give its `append` to `Parts(trace=...)`."""
 
     iterations: list[IterationTrace] = field(default_factory=list)
-    _arrived: list[int] = field(default_factory=list)
-
-    def note_arrival(self, request_id: int) -> None:
-        self._arrived.append(request_id)
-
-    def note_refusal(self, request_id: int) -> None:
-        if request_id in self._arrived:
-            self._arrived.remove(request_id)
 
     def append(self, iteration: IterationTrace) -> None:
-        if self._arrived:
-            iteration = replace(iteration, arrived=(*iteration.arrived, *self._arrived))
-            self._arrived.clear()
         self.iterations.append(iteration)
 
 

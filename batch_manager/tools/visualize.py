@@ -17,19 +17,12 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from ..clock import SystemClock
-from ..config import KvCacheConfig, Parts, TrtGptModelOptionalParams, resolve_limits
+from ..build import build_loop
+from ..config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ..errors import BatchManagerError, ConfigError
-from ..kv.kv_cache_manager import KvCacheManager
-from ..loop.callbacks import GuardedCallbacks
-from ..loop.generation_loop import GenerationLoop
-from ..loop.intake import Intake, QueueBounds
-from ..loop.responder import Responder
-from ..names import ContextChunkingPolicy, SchedulerPolicy
-from ..requests.admission import Admission
+from ..names import ContextChunkingPolicy, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from ..runtime.scripted_backend import ScriptedBackend
-from ..scheduling.policies import make_scheduler
 from ..stats.trace import IterationTrace, Trace, read_trace, write_trace
 
 LEGEND = "C12 context, 12 tokens   G generation, 1 token   P paused   . waiting   * ended in this iteration"
@@ -335,7 +328,6 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
             if request.iteration > loop.reporter.iteration and not idle:
                 break
             del waiting[0]
-            trace.note_arrival(request_id)
             prompt = [1 + (request_id + i) % 99 for i in range(request.prompt_tokens)]
             items.append(InferenceRequest(
                 request_id, {"input_ids": prompt, "request_output_len": request.output_tokens}))
@@ -343,32 +335,19 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
 
     def send(request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
         if error_message:
-            trace.note_refusal(request_id)
             say(error_message)
 
-    loop = _scripted_loop(params, policy, num_blocks, get, send, Parts(trace=trace.append))
-    while loop.step(accept_new=True) or waiting:
-        pass
-    return trace.iterations
-
-
-def _scripted_loop(params: TrtGptModelOptionalParams, policy: SchedulerPolicy, num_blocks: int, get: Callable,
-                   send: Callable, parts: Parts) -> GenerationLoop:
-    """What build.py wires, over a scripted model, and without the one thing there that needs torch."""
     tokens_per_block = params.kv_cache_config.tokens_per_block
     backend = ScriptedBackend(num_blocks=num_blocks, tokens_per_block=tokens_per_block,
                               max_seq_len=num_blocks * tokens_per_block, num_slots=params.max_batch_size)
-    limits = resolve_limits(params, backend.info, 1, policy)
-    kv_cache_manager = KvCacheManager(limits.num_blocks, limits.tokens_per_block, limits.max_seq_len)
-    clock = SystemClock()
-    callbacks = GuardedCallbacks(get, send, None, None, clock, lambda activity, now: None)
-    admission = Admission(limits, max_request_bytes=params.max_request_bytes, gather_context_logits=False,
-                          gather_generation_logits=False, exclude_input_in_output=True)
-    intake = Intake(callbacks, admission, QueueBounds.of(params), clock, params.max_admissions_per_iteration, None)
-    return GenerationLoop(
-        limits=limits, callbacks=callbacks, intake=intake, scheduler=make_scheduler(limits, kv_cache_manager),
-        kv_cache_manager=kv_cache_manager, backend=backend, responder=Responder(callbacks, lambda array: array),
-        clock=clock, trace=parts.trace)
+    loop = build_loop(
+        model_path=None, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1, scheduler_policy=policy,
+        get_inference_requests_cb=get, send_response_cb=send, poll_stop_signal_cb=None,
+        return_batch_manager_stats_cb=None, optional_params=params, terminate_req_id=None,
+        exclude_input_in_output=True, parts=Parts(backend=backend, trace=trace.append))
+    while loop.step(accept_new=True) or waiting:
+        pass
+    return trace.iterations
 
 
 # ---------------------------------------------------------------------- the command line

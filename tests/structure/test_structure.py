@@ -56,7 +56,7 @@ OUTSIDE: dict[str, set[str]] = {
     "triton_kernels": {"torch", "triton"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),
     "weights": {"numpy", "torch", "safetensors"},
-    "build": {"torch"},
+    "build": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers"},
 }
 

@@ -8,7 +8,7 @@ import pytest
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy
-from batch_manager.stats.trace import IterationTrace, Trace, read_trace, write_trace
+from batch_manager.stats.trace import IterationTrace, read_trace, write_trace
 from batch_manager.tools.visualize import main, parse_requests, render_svg, render_text, run_demo
 
 
@@ -164,14 +164,9 @@ def test_a_line_that_is_no_iteration_is_named(line):
         list(read_trace(file))
 
 
-def test_an_arrival_belongs_to_the_next_iteration_and_a_refused_request_never_came():
-    trace = Trace()
-    trace.note_arrival(4)
-    trace.note_arrival(5)
-    trace.note_refusal(5)
-    trace.append(record(0))
-    trace.append(record(1))
-    assert [r.arrived for r in trace.iterations] == [(4,), ()]
+def test_a_request_arrives_in_the_iteration_that_accepted_it_and_a_refused_one_never_does():
+    trace = demo("8+3,900+2,4+2@2", num_blocks=4, max_num_tokens=32)
+    assert [r.arrived for r in trace if r.arrived] == [(1,), (3,)]
 
 
 # SVG
