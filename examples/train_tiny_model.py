@@ -6,7 +6,11 @@ Llama architecture in plain PyTorch, and writes a folder in the Hugging Face
 format: config.json, one model.safetensors (bfloat16, tied embeddings) and the
 tokenizer files.  The folder loads with transformers as it is.
 
-    python examples/train_tiny_model.py --output /tmp/my-model --cpu-minutes 50
+    python examples/train_tiny_model.py --output /tmp/my-model --cpu-minutes 40
+
+The model in the repository took one hour, 2178 seconds of it processor time, on
+one thread of a busy machine (two virtual cores of an AMD EPYC, Zen 5): 4846
+steps, 9.9 million tokens, 1.32 bits per byte on text it had never seen.
 
 To see that everything works, without waiting for a useful model:
 
@@ -364,7 +368,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--data", type=Path, default=EXAMPLES / "data" / "austen.txt.xz")
-    parser.add_argument("--cpu-minutes", type=float, default=50, help="stop after this much processor time")
+    parser.add_argument("--cpu-minutes", type=float, default=40, help="stop after this much processor time")
     parser.add_argument("--wall-minutes", type=float, default=math.inf, help="stop after this much real time")
     parser.add_argument("--max-steps", type=float, default=math.inf, help="stop after this many steps")
     parser.add_argument("--threads", type=int, default=1)

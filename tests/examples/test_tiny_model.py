@@ -105,9 +105,9 @@ def test_held_out_text_is_predicted_well(loaded, tokenizer, held_out_passages, t
         def forward(self, tokens):
             return model(tokens, use_cache=False).logits
 
-    # An untrained model needs about 2.9 bits per byte here, and one that only knows how
-    # often each token occurs about 2.2.
-    assert training_script.held_out_bits_per_byte(Logits(), encoded, byte_count) < 1.6
+    # An untrained model needs about 2.9 bits per byte here, one that only knows how often
+    # each token occurs about 2.3, and this one 1.34.
+    assert training_script.held_out_bits_per_byte(Logits(), encoded, byte_count) < 1.45
 
 
 def test_model_stops_by_itself(loaded, tokenizer):
