@@ -56,7 +56,7 @@ def test_block_sizes_and_orders(tokens_per_block, consecutive, layout, step_of, 
 
 
 def test_lengths_far_apart_are_put_into_several_groups(layout, step_of, by_oracle, monkeypatch):
-    monkeypatch.setattr("batch_manager.attention.torch_paged.MAX_PADDED_TOKENS", 100)
+    monkeypatch.setattr("batch_manager.attention.torch_paged.MAX_PADDED_BYTES", 20_000)
     shape = layout(4, 2, 16, windows=(None,))
     step = step_of([(0, 4)], [200, 1, 90, 2, 100, 3, 210, 4], 64, 16)
     check(shape, step, by_oracle, shape.rotary())
