@@ -154,3 +154,15 @@ def test_a_request_object_survives_being_mutated_after_it_was_handed_over(make_w
     item.input_ids = [7]
     world.run()
     assert world.client.final(1).tokens() == [1, 2, 3, *world.expected([1, 2, 3], 3)]
+
+
+def test_c13_what_a_request_gets_depends_on_the_request_and_its_seed_only(make_world, new_request):
+    sampled = {"temperature": 0.7, "runtime_top_k": 5, "random_seed": 3}
+    alone = make_world(max_batch_size=1)
+    alone.client.pending = [new_request(1, [4, 5, 6], 12, return_log_probs=True, **sampled)]
+    alone.run()
+    crowd = make_world(backend={"num_blocks": 9, "tokens_per_block": 4}, enable_chunked_context=True, max_num_tokens=16)
+    crowd.client.pending = [new_request(i, [4, 5, 6] * i, 12, return_log_probs=True, **sampled) for i in range(1, 6)]
+    crowd.run()
+    for name in ("output_ids", "output_log_probs"):
+        assert (crowd.client.final(1).tensors[name] == alone.client.final(1).tensors[name]).all()

@@ -327,3 +327,28 @@ def test_wrong_arguments_are_refused_in_the_caller_before_a_thread_exists(argume
 def test_a_missing_argument_is_named():
     with pytest.raises(TypeError, match="max_beam_width, scheduler_policy"):
         GptManager("/x", TrtGptModelType.InflightBatching, get_inference_requests_cb=print, send_response_cb=print)
+
+
+def test_c16_every_public_method_returns_while_a_callback_runs_from_inside_it_and_from_another_thread(
+        make_manager, new_client, new_request):
+    client, inside, gate = new_client(), threading.Event(), threading.Event()
+    manager = make_manager(client)
+
+    def on_send(request_id, response):
+        client.events.append(str(manager.health()["activity"]))
+        manager.notify()
+        assert manager.wait_until_terminate() is False and manager.shutdown() is False
+        inside.set()
+        gate.wait(20)
+
+    client.on_send = on_send
+    client.pending = [new_request(1, [1], 1)]
+    assert inside.wait(20)
+    finished = []
+    other = threading.Thread(target=lambda: finished.append((manager.health(), manager.num_active_requests,
+                                                             manager.wait_until_terminate(timeout=0.01))))
+    other.start()
+    other.join(5)
+    assert finished and finished[0][2] is False
+    gate.set()
+    assert manager.wait_until_terminate(timeout=20)
