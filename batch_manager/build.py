@@ -73,7 +73,8 @@ def build_loop(
             clock=clock,
             heartbeat=heartbeat,
             flush_stats_when_idle=optional_params.flush_stats_when_idle,
-            trace=parts.trace)
+            trace=parts.trace,
+            window_depth=limits.num_micro_batches)
     except BaseException:
         backend.close()
         raise
@@ -89,7 +90,6 @@ def refuse_what_is_not_built(model_type: TrtGptModelType, params: TrtGptModelOpt
     kv = params.kv_cache_config
     not_built = {
         "TrtGptModelType.V1 (static batching)": model_type is TrtGptModelType.V1,
-        "enable_trt_overlap": params.enable_trt_overlap,
         "deterministic": params.deterministic,
         "cuda_graphs": params.cuda_graphs is True,
         "KvCacheConfig.enable_block_reuse": kv.enable_block_reuse,

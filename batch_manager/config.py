@@ -168,6 +168,7 @@ class Limits:
     max_seq_len           prompt plus generated tokens of one request
     max_beam_width        largest beam width of a request
     max_num_requests      requests the capacity scheduler may take in one iteration
+    num_micro_batches     steps in flight at a time, of disjoint requests
     max_num_sequences     requests active at a time (of no meaning when unbounded)
     unbounded_sequences   as many active requests as the get callback hands over
     vocab_size            of the model
@@ -187,6 +188,7 @@ class Limits:
     enable_chunked_context: bool
     context_chunking_policy: ContextChunkingPolicy
     scheduler_policy: SchedulerPolicy
+    num_micro_batches: int = 1
 
 
 def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_beam_width: int,
@@ -210,6 +212,7 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
                           f"{info.tokens_per_block} tokens",
                           "a paused request that has outgrown one step is computed again a whole number of blocks at a "
                           "time", "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
+    num_micro_batches = 2 if params.enable_trt_overlap else 1
     unbounded = params.max_num_sequences == -1
     max_num_sequences = params.max_batch_size if params.max_num_sequences is None else params.max_num_sequences
     return Limits(
@@ -217,7 +220,8 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
         max_num_tokens=params.max_num_tokens,
         max_seq_len=max_seq_len,
         max_beam_width=max_beam_width,
-        max_num_requests=params.max_batch_size,
+        max_num_requests=params.max_batch_size * num_micro_batches,
+        num_micro_batches=num_micro_batches,
         max_num_sequences=max_num_sequences,
         unbounded_sequences=unbounded,
         vocab_size=info.vocab_size,

@@ -12,6 +12,7 @@ from ..kv.audit import check_totals
 from ..kv.block_pool import OutOfBlocksError
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
+from ..requests.llm_request import LlmRequest
 from ..scheduling.contract import check_plan
 from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
 from ..seams import Clock, ModelBackend
@@ -33,14 +34,17 @@ NOTHING_SCHEDULED = SchedulerOutput()
 
 @dataclass(slots=True)
 class InFlight:
-    """A plan whose step was launched and not read yet."""
+    """A step that was launched and not read yet, and its requests in batch order."""
 
-    plan: SchedulerOutput
+    requests: list[LlmRequest]
     step: RunningStep
 
 
 class GenerationLoop:
     """Runs iterations. One thread calls it; nothing here knows which.
+
+    Up to `window_depth` steps of disjoint requests are in flight: one, or two with overlapped micro-batches. A request is
+    in one of them at most, so its next token is never being computed while its last one is being judged.
 
     What a failure costs is decided by where it is caught: one sequence (StepRunner), the active requests (a scheduler
     that broke its contract), or everything (`fail`, called by whoever runs the loop when `step` raises).
@@ -66,7 +70,7 @@ class GenerationLoop:
         self._resources = Resources(kv_cache_manager, limits.max_seq_len)
         self.finals = Finals(self.active, intake, self._resources, responder, backend)
         self._runner = StepRunner(backend, limits.vocab_size, clock, heartbeat)
-        self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle)
+        self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle, window_depth)
         self._window: deque[InFlight] = deque()
         self._window_depth = window_depth
 
@@ -135,8 +139,7 @@ class GenerationLoop:
 
     def _schedule(self) -> SchedulerOutput:
         active = self.active.in_order()
-        inflight = frozenset(request.request_id for flight in self._window
-                             for request in (*flight.plan.context_requests, *flight.plan.generation_requests))
+        inflight = frozenset(request.request_id for flight in self._window for request in flight.requests)
         self.kv.inflight_request_ids = inflight
         try:
             plan = self.scheduler.schedule_request(active, inflight)
@@ -156,18 +159,18 @@ class GenerationLoop:
         if not (plan.context_requests or plan.generation_requests):
             return None
         try:
-            batch = self._resources.claim(plan, self.reporter.iteration, self.reporter.iteration % self._window_depth)
+            batch = self._resources.claim(plan, self.reporter.iteration, self.reporter.micro_batch_id)
         except OutOfBlocksError as error:
             raise SchedulerContractError(self.scheduler, f"more blocks than there are: {error}") from error
         step = self._runner.start(batch)
-        self._window.append(InFlight(plan, step))
+        self._window.append(InFlight([*plan.context_requests, *plan.generation_requests], step))
         return step
 
     # finish, advance
 
     def _finish_oldest(self) -> Outcome:
-        step = self._window.popleft().step
-        return advance(step.batch, step.finish(), self.active, self._responder)
+        flight = self._window.popleft()
+        return advance(flight.step.batch, flight.step.finish(), flight.requests, self._responder)
 
     # respond
 

@@ -24,11 +24,12 @@ class Reporter:
     """
 
     def __init__(self, loop: "GenerationLoop", runner: StepRunner, trace: Callable[[IterationTrace], None] | None,
-                 flush_when_idle: bool) -> None:
+                 flush_when_idle: bool, num_micro_batches: int) -> None:
         self._loop = loop
         self._runner = runner
         self._trace = trace
         self._flush_when_idle = flush_when_idle
+        self._num_micro_batches = num_micro_batches
         self._started = 0.0
         self._plan = SchedulerOutput()
         self._chunks: list[tuple[int, int, int]] = []
@@ -38,6 +39,11 @@ class Reporter:
         self.iteration = 0
         self.recomputed_tokens = 0
         self.generated_tokens = 0
+
+    @property
+    def micro_batch_id(self) -> int:
+        """Which of the micro-batches in flight this iteration launches."""
+        return self.iteration % self._num_micro_batches
 
     def begin(self, now: float) -> None:
         self._started = now
@@ -86,7 +92,7 @@ class Reporter:
                 max_requests=loop.limits.max_num_sequences,
                 memory=loop.backend.memory_usage(),
                 kv_cache=self._kv_cache,
-                micro_batch_id=0,
+                micro_batch_id=self.micro_batch_id,
                 scheduled_requests=contexts + generations,
                 context_requests=contexts,
                 generation_requests=generations,

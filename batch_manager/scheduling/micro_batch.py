@@ -92,3 +92,21 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         rows = [row for row in zip(contexts, chunks, kept, strict=True) if row[1] > 0]
         rows.sort(key=lambda row: row[1] == row[0].remaining_context)      # stable: unfinished prompts come first
         return [row[0] for row in rows], generation, [row[1] for row in rows], [row[2] for row in rows]
+
+
+class EvenMicroBatches(MicroBatchScheduler):
+    """Give each of several micro-batches in flight an even share of the requests.
+
+    Without it, requests that start together would stay together and leave the other micro-batches empty.
+
+    num_micro_batches   steps in flight at a time
+    """
+
+    def __init__(self, micro_batch_scheduler: MicroBatchScheduler, num_micro_batches: int) -> None:
+        self.micro_batch_scheduler = micro_batch_scheduler
+        self.num_micro_batches = num_micro_batches
+
+    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> tuple:
+        share = -(-len(fitting_requests) // self.num_micro_batches)
+        ready = [request for request in fitting_requests if request.request_id not in inflight_request_ids]
+        return self.micro_batch_scheduler.schedule(ready[:share], ())

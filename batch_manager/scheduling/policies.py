@@ -5,8 +5,8 @@ from ..kv.kv_cache_manager import KvCacheManager
 from ..names import SchedulerPolicy
 from .capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
 from .chunking import DIVISIONS, ContextChunking
-from .interfaces import RequestScheduler
-from .micro_batch import TokenBudgetScheduler
+from .interfaces import MicroBatchScheduler, RequestScheduler
+from .micro_batch import EvenMicroBatches, TokenBudgetScheduler
 from .simple import SimpleScheduler
 
 CAPACITY_SCHEDULERS = {
@@ -21,5 +21,8 @@ def make_scheduler(limits: Limits, kv_cache_manager: KvCacheManager) -> RequestS
     chunking = None
     if limits.enable_chunked_context:
         chunking = ContextChunking(DIVISIONS[limits.context_chunking_policy], limits.tokens_per_block)
-    return SimpleScheduler(capacity, TokenBudgetScheduler(limits.max_batch_size, limits.max_num_tokens, chunking,
-                                                          limits.tokens_per_block))
+    micro_batch: MicroBatchScheduler = TokenBudgetScheduler(limits.max_batch_size, limits.max_num_tokens, chunking,
+                                                            limits.tokens_per_block)
+    if limits.num_micro_batches > 1:
+        micro_batch = EvenMicroBatches(micro_batch, limits.num_micro_batches)
+    return SimpleScheduler(capacity, micro_batch)

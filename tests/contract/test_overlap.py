@@ -1,0 +1,118 @@
+"""enable_trt_overlap: two micro-batches of disjoint requests, and the same tokens."""
+
+import json
+import random
+
+import pytest
+
+from batch_manager import SchedulerPolicy
+from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.stats.trace import Trace
+
+POLICIES = list(SchedulerPolicy)
+
+
+class Deferred(ScriptedBackend):
+    """Computes a step when it is read, not when it is launched, and knows which are in flight."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.in_flight = []
+        self.launched, self.read = [], []
+        self.deepest = 0
+
+    def start(self, batch):
+        assert not set(batch.slots()) & {slot for other in self.in_flight for slot in other.slots()}
+        self.in_flight.append(batch)
+        self.launched.append(batch)
+        self.deepest = max(self.deepest, len(self.in_flight))
+        start = super().start
+
+        class Pending:
+            def finish(pending):
+                self.in_flight.remove(batch)
+                self.read.append(batch)
+                return start(batch).finish()
+
+        return Pending()
+
+
+def submit(world, new_request, count=14, seed=0):
+    draw = random.Random(seed)
+    prompts = {i: [draw.randrange(1000) for _ in range(draw.randrange(1, 17))] for i in range(count)}
+    lengths = {i: draw.randrange(1, 14) for i in prompts}
+    world.client.pending = [new_request(i, prompt, lengths[i], streaming=i % 3 == 0) for i, prompt in prompts.items()]
+    return prompts, lengths
+
+
+def assert_right(world, prompts, lengths):
+    for i, prompt in prompts.items():
+        got = world.client.streamed(i) if i % 3 == 0 else world.client.final(i).tokens()[len(prompt):]
+        assert got == world.expected(prompt, lengths[i])
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_overlapped_micro_batches_are_disjoint_and_give_the_same_tokens(make_world, new_request, policy, chunked, seed):
+    backend = Deferred(num_blocks=11, tokens_per_block=4)
+    world = make_world(policy=policy, backend=backend, enable_trt_overlap=True, enable_chunked_context=chunked,
+                       max_num_tokens=40)
+    prompts, lengths = submit(world, new_request, seed=seed)
+    world.run()
+    assert_right(world, prompts, lengths)
+    assert backend.deepest == 2 and not backend.in_flight
+    assert all(launched is read for launched, read in zip(backend.launched, backend.read, strict=True))
+
+
+def test_requests_that_start_together_are_shared_evenly_and_the_statistics_name_the_micro_batch(
+        make_world, new_request):
+    trace = Trace()
+    world = make_world(backend=Deferred(), enable_trt_overlap=True, parts={"trace": trace.append})
+    world.client.pending = [new_request(i, [i, i], 6) for i in range(8)]
+    world.run()
+    steps = [{chunk[0] for chunk in i.context} | set(i.generation) for i in trace.iterations]
+    assert [len(step) for step in steps[:6]] == [4] * 6
+    assert steps[0] == steps[2] == steps[4] and steps[1] == steps[3] == steps[5] and not steps[0] & steps[1]
+    records = [json.loads(record) for record in world.client.stats]
+    assert [record["MicroBatch ID"] for record in records] == [i % 2 for i in range(len(records))]
+
+
+def test_a_request_stopped_while_its_step_is_in_flight_ends_at_once_and_its_late_token_goes_nowhere(
+        make_world, new_request):
+    world = make_world(backend=Deferred(num_blocks=6, tokens_per_block=4), enable_trt_overlap=True)
+    world.client.pending = [new_request(1, [1, 2], 12, streaming=True), new_request(2, [3], 12)]
+    world.step(6)
+    sent = world.client.streamed(1)
+    world.client.stops = {1}
+    world.step()
+    world.client.stops = set()
+    assert world.client.final(1).finish_reason == 5
+    # Its slot and its blocks go to another request at once.
+    world.client.pending = [new_request(1, [9] * 5, 9, streaming=True)]
+    already = len(world.client.responses[1])
+    world.run()
+    late = [t for r in world.client.responses[1][already:] for t in r.tokens()]
+    assert sent == world.expected([1, 2], 12)[:len(sent)]
+    assert late == world.expected([9] * 5, 9)
+    assert world.client.final(2).tokens() == [3, *world.expected([3], 12)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_request_alone_runs_too_and_a_failing_one_costs_nobody_else_anything(make_world, new_request, policy):
+    world = make_world(policy=policy, backend=Deferred(), enable_trt_overlap=True)
+    world.client.pending = [new_request(1, [1, 2, 3], 7)]
+    world.run()
+    assert world.client.final(1).tokens() == [1, 2, 3, *world.expected([1, 2, 3], 7)]
+
+    backend = Deferred()
+
+    def fails_for_five(batch):
+        if 5 in [backend.history(work.slot, 1)[0] for work in batch.context]:
+            raise RuntimeError
+
+    backend.on_step = fails_for_five
+    world = make_world(policy=policy, backend=backend, enable_trt_overlap=True)
+    world.client.pending = [new_request(i, [i] * 3, 5) for i in range(8)]
+    world.run()
+    assert [world.client.final(i).code for i in range(8)] == ["MODEL_ERROR" if i == 5 else "" for i in range(8)]
