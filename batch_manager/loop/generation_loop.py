@@ -43,8 +43,8 @@ class InFlight:
 class GenerationLoop:
     """Runs iterations. One thread calls it; nothing here knows which.
 
-    Up to `window_depth` steps of disjoint requests are in flight: one, or two with overlapped micro-batches. A request is
-    in one of them at most, so its next token is never being computed while its last one is being judged.
+    Up to `window_depth` steps of disjoint requests are in flight: one, or two with overlapped micro-batches. A request
+    is in one of them at most, so its next token is never being computed while its last one is being judged.
 
     What a failure costs is decided by where it is caught: one sequence (StepRunner), the active requests (a scheduler
     that broke its contract), or everything (`fail`, called by whoever runs the loop when `step` raises).
