@@ -55,6 +55,11 @@ class FinishReason(IntEnum):
     TIMED_OUT = 4
     CANCELLED = 5
 
+    @property
+    def is_natural(self) -> bool:
+        """The sequence itself came to an end; nobody cut it short."""
+        return self in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
+
 
 class ErrorCode(Enum):
     """What the text of an error response starts with, in brackets."""
