@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 class TrtGptModelType(IntEnum):
     """Batching scheme.
 
-    V1                      a padded batch runs in lockstep until its last member is done
+    V1                      a padded batch runs in lockstep until its last member is done, and finals go out then
     InflightBatching        requests join and leave every iteration; context and generation in two calls
     InflightFusedBatching   the same in one packed call
     """
