@@ -390,14 +390,17 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--type", choices=TrtGptModelType.__members__, default=TrtGptModelType.InflightFusedBatching.name,
         help="batching scheme (InflightFusedBatching)")
     add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
-    add("--chunked-context", action=argparse.BooleanOptionalAction, default=True,
-        help="a prompt may be computed in chunks (on)")
-    add("--streaming", action=argparse.BooleanOptionalAction, default=True,
-        help="a response for every token; without, only e2e is known of the latencies (on)")
+    add("--chunked-context", action=argparse.BooleanOptionalAction,
+        help="a prompt may be computed in chunks (on; V1 cannot)")
+    add("--streaming", action=argparse.BooleanOptionalAction,
+        help="a response for every token; without, only e2e is known of the latencies (on; V1 sends one response)")
     add("--warm-up", type=at_least(0), default=1, help="full batches before the clock starts (1)")
     add("--stats-csv", type=Path, help="write the manager's statistics here, a row an iteration")
     add("--variant", default="", help="a label for the result")
     options = parser.parse_args(argv)
+    is_in_flight = options.type != TrtGptModelType.V1.name
+    options.chunked_context = is_in_flight if options.chunked_context is None else options.chunked_context
+    options.streaming = is_in_flight if options.streaming is None else options.streaming
     if not 0 < options.kv_gib < float("inf"):
         parser.error(f"--kv-gib is {options.kv_gib}: it must be more than 0")
     return options

@@ -358,6 +358,21 @@ def test_a_deadline_of_a_member_ends_it_with_its_tokens_so_far_and_the_batch_goe
     assert world.client.final(1).tokens() == [3, *world.expected([3], 5)]
 
 
+def test_a_deadline_or_a_failure_of_the_last_one_that_runs_ends_the_batch_in_that_iteration(static_world, new_request):
+    def fails(batch):
+        if batch.iteration == 2 and failing:
+            raise RuntimeError
+
+    for failing, code in ((True, "MODEL_ERROR"), (False, "")):
+        world = static_world(backend={"on_step": fails})
+        world.client.pending = [new_request(0, [1], 1), new_request(1, [3], 9, deadline_s=2.0)]
+        world.step(2)
+        world.clock.now += 0 if failing else 2.5
+        world.step()
+        assert (world.client.final(1).error or "[]").startswith(f"[{code}]")
+        assert world.client.final(0).finish_reason == FinishReason.LENGTH and len(world.loop.active) == 0
+
+
 def test_a_deadline_of_a_member_that_is_done_sends_its_natural_end_at_once(static_world, new_request):
     world = static_world(backend={"script": lambda history: END if history[0] == 2 else None})
     world.client.pending = [new_request(0, [1], 1, deadline_s=2.0, end_id=END), new_request(1, [3], 9, end_id=END),

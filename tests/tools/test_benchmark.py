@@ -65,6 +65,12 @@ def test_without_streaming_tokens_come_at_once_and_only_the_end_is_known():
     assert result["first_tokens"] == run()["first_tokens"]
 
 
+def test_static_batches_can_be_measured_too():
+    result = run("--type", "V1")
+    assert result["wrong_length"] == 0 and result["first_tokens"] == run()["first_tokens"]
+    assert result["chunked_context"] is False and result["ttft_ms_p50"] is None
+
+
 def test_requests_are_handed_over_when_they_arrive():
     arrivals = [0.0, 0.05, 0.05, 0.1]
     late = dict(FOUR_REQUESTS, mode="online", requests=[
