@@ -27,7 +27,6 @@ from batch_manager.runtime.scripted_backend import ScriptedBackend
 from batch_manager.stats.trace import Trace
 from batch_manager.tools.visualize import render_text
 
-
 LAST = 1000    # the request with this id asks the worker to finish the others and end
 
 
