@@ -3,9 +3,9 @@
     python tests/campaigns/same_tokens_as_transformers.py --first-seed 0 --seconds 400
 
 Each seed makes a checkpoint of a random family and shape, hands random prompts to an engine with random options at
-random moments, and judges every token by the logits transformers computes for the same text: it must be the largest. A
-token within 1e-5 of the largest logit is a tie that two ways of summing may break differently; it is counted apart. What
-was run is recorded in tests/CAMPAIGNS.md.
+random moments, and judges every token by the logits transformers computes for the same text: it must be the largest.
+A token within 1e-5 of the largest logit is a tie that two ways of summing may break differently; it is counted apart.
+What was run is recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse
