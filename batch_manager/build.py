@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from .loop.callbacks import GuardedCallbacks
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
 from .loop.responder import Responder
+from .loop.static_batch import StaticBatch
 from .names import SchedulerPolicy, TrtGptModelType
 from .requests.admission import Admission
 from .scheduling.interfaces import CapacityScheduler, RequestScheduler
 from .scheduling.policies import make_scheduler
 from .scheduling.simple import SimpleScheduler
+from .scheduling.static_batch import make_static_batch_scheduler
 from .seams import ModelBackend
 
 if TYPE_CHECKING:
@@ -47,11 +50,18 @@ def build_loop(
 
     Raises ConfigError and its subclasses; nothing is left behind then.
     """
-    refuse_what_is_not_built(model_type, optional_params)
+    static_batch = model_type is TrtGptModelType.V1
+    if static_batch:
+        refuse_what_static_batching_is_not(optional_params, parts)
+        optional_params = without_block_reuse(optional_params)
+        scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # whoever starts has all it may need
+    refuse_what_is_not_built(optional_params)
     clock = SystemClock() if parts.clock is None else parts.clock
     backend = _make_backend(model_path, model_type, optional_params, parts)
     try:
         limits = resolve_limits(optional_params, backend.info, max_beam_width, scheduler_policy)
+        if static_batch:    # a padded step is bounded by its sequences
+            limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
         kv_cache_manager = KvCacheManager(limits.num_blocks, limits.tokens_per_block, limits.max_seq_len)
         callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
                                      return_batch_manager_stats_cb, clock, heartbeat)
@@ -60,13 +70,15 @@ def build_loop(
             max_request_bytes=optional_params.max_request_bytes,
             gather_context_logits=optional_params.gather_context_logits,
             gather_generation_logits=optional_params.gather_generation_logits,
-            exclude_input_in_output=exclude_input_in_output)
+            exclude_input_in_output=exclude_input_in_output,
+            static_batching=static_batch)
         loop = GenerationLoop(
             limits=limits,
             callbacks=callbacks,
             intake=Intake(callbacks, admission, QueueBounds.of(optional_params), clock,
                           optional_params.max_admissions_per_iteration, terminate_req_id),
-            scheduler=_make_scheduler(parts.scheduler, limits, kv_cache_manager),
+            scheduler=(make_static_batch_scheduler(limits, kv_cache_manager) if static_batch
+                       else _make_scheduler(parts.scheduler, limits, kv_cache_manager)),
             kv_cache_manager=kv_cache_manager,
             backend=backend,
             responder=Responder(callbacks, numpy_to_tensor),
@@ -74,7 +86,8 @@ def build_loop(
             heartbeat=heartbeat,
             flush_stats_when_idle=optional_params.flush_stats_when_idle,
             trace=parts.trace,
-            window_depth=limits.num_micro_batches)
+            window_depth=limits.num_micro_batches,
+            static_batch=StaticBatch(limits.max_seq_len) if static_batch else None)
     except BaseException:
         backend.close()
         raise
@@ -85,11 +98,31 @@ def build_loop(
     return loop
 
 
-def refuse_what_is_not_built(model_type: TrtGptModelType, params: TrtGptModelOptionalParams) -> None:
+def refuse_what_static_batching_is_not(params: TrtGptModelOptionalParams, parts: Parts) -> None:
+    """Raise ConfigError, by name, for an option that means nothing where a batch runs in lockstep."""
+    contradictions = {
+        "enable_trt_overlap": (params.enable_trt_overlap, "there is one batch at a time, and nobody joins it"),
+        "enable_chunked_context": (params.enable_chunked_context, "all prompts of a batch are computed in one step"),
+        "Parts.scheduler": (parts.scheduler is not None, "static batching is a scheduler of its own"),
+    }
+    for name, (asked_for, reason) in contradictions.items():
+        if asked_for:
+            raise ConfigError(f"{name} was asked for with TrtGptModelType.V1", reason,
+                              "leave it out, or use InflightFusedBatching")
+
+
+def without_block_reuse(params: TrtGptModelOptionalParams) -> TrtGptModelOptionalParams:
+    kv = params.kv_cache_config
+    if kv.enable_block_reuse:
+        log.warning("KvCacheConfig.enable_block_reuse is switched off: TrtGptModelType.V1 computes every prompt whole")
+        return replace(params, kv_cache_config=replace(kv, enable_block_reuse=False))
+    return params
+
+
+def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
     """Raise ConfigError, by name, for an option this version knows and does not have."""
     kv = params.kv_cache_config
     not_built = {
-        "TrtGptModelType.V1 (static batching)": model_type is TrtGptModelType.V1,
         "deterministic": params.deterministic,
         "cuda_graphs": params.cuda_graphs is True,
         "KvCacheConfig.enable_block_reuse": kv.enable_block_reuse,
@@ -109,12 +142,14 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, params: TrtGptMo
             else parts.backend
     if model_path is None:
         raise ConfigError("model_path is None", "the folder of a Hugging Face checkpoint, or parts=Parts(backend=...)")
+    from .runtime import layouts
     from .runtime.native_backend import build_native_backend
 
+    layout = {TrtGptModelType.V1: layouts.padded, TrtGptModelType.InflightBatching: layouts.split,
+              TrtGptModelType.InflightFusedBatching: layouts.fused}[model_type]
     num_slots = params.max_num_sequences if (params.max_num_sequences or 0) > 0 else params.max_batch_size
     return build_native_backend(
-        model_path, params, fused=model_type is TrtGptModelType.InflightFusedBatching, num_slots=num_slots,
-        attention_factory=parts.attention)
+        model_path, params, layout=layout, num_slots=num_slots, attention_factory=parts.attention)
 
 
 def _make_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:

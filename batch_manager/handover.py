@@ -90,7 +90,10 @@ NO_UPDATES = BlockTableUpdates(np.empty(0, np.int32), np.empty(0, np.int32), np.
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """All work of one step: contexts before generation, packed in this order without padding.
+    """All work of one step: contexts before generation, in this order.
+
+    num_places   rows that a padded layout keeps for generation: one for each member of a static batch, those that are
+                 done included; 0: as many as there are sequences. Other layouts do not look at it.
 
     A backend that raises from `start` or `finish` must have changed nothing that a second run of the same batch, or of
     any part of it, would notice: the loop narrows a failure down by running halves.
@@ -101,6 +104,7 @@ class ScheduledBatch:
     context: tuple[ContextWork, ...] = ()
     generation: GenerationWork = NO_GENERATION
     block_table_updates: BlockTableUpdates = NO_UPDATES
+    num_places: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -115,7 +119,7 @@ class ScheduledBatch:
         return [work.slot for work in self.context] + self.generation.slots.tolist()
 
     def part(self, start: int, stop: int) -> "ScheduledBatch":
-        """Sequences start..stop of the batch order, as a batch of its own."""
+        """Sequences start..stop of the batch order, as a batch of its own, without places for others."""
         contexts = len(self.context)
         rows = slice(max(start - contexts, 0), max(stop - contexts, 0))
         return ScheduledBatch(

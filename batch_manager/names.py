@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 class TrtGptModelType(IntEnum):
     """Batching scheme.
 
-    V1                      a padded batch runs in lockstep until its last member is done
+    V1                      a padded batch runs in lockstep until its last member is done, and finals go out then
     InflightBatching        requests join and leave every iteration; context and generation in two calls
     InflightFusedBatching   the same in one packed call
     """
@@ -54,6 +54,11 @@ class FinishReason(IntEnum):
     LENGTH = 3
     TIMED_OUT = 4
     CANCELLED = 5
+
+    @property
+    def is_natural(self) -> bool:
+        """The sequence itself came to an end; nobody cut it short."""
+        return self in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
 
 
 class ErrorCode(Enum):

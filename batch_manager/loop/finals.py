@@ -1,4 +1,4 @@
-"""The end of a request: off every book first, then one final response. The only file that sends finals."""
+"""The end of a request: off every book first, then one final response. Finals are sent from here alone."""
 
 import logging
 from collections import Counter
@@ -39,6 +39,9 @@ class Finals:
         delivery = self._off_the_books(request)
         self.num_sent += 1
         self._responder.send_final(request, delivery, reason)
+
+    def send_held(self) -> None:
+        """Send what was held back and no longer need be. Here nothing is: a request that is done is told at once."""
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
         """A request that ran ends with an error.

@@ -21,10 +21,12 @@ from .active_requests import ActiveRequests
 from .advance import Outcome, advance
 from .callbacks import GuardedCallbacks
 from .finals import Finals
+from .held_finals import HeldFinals
 from .intake import Intake, Refusal
 from .reporter import Reporter
 from .resources import Resources
 from .responder import Responder
+from .static_batch import StaticBatch
 from .step_runner import RunningStep, StepRunner
 
 log = logging.getLogger("batch_manager")
@@ -56,7 +58,7 @@ class GenerationLoop:
                  kv_cache_manager: KvCacheManager, backend: ModelBackend, responder: Responder, clock: Clock,
                  heartbeat: Callable[[str, float], None] = lambda activity, now: None,
                  flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
-                 window_depth: int = 1) -> None:
+                 window_depth: int = 1, static_batch: StaticBatch | None = None) -> None:
         self.limits = limits
         self.callbacks = callbacks
         self.intake = intake
@@ -67,10 +69,12 @@ class GenerationLoop:
         self.active = ActiveRequests()
         self.failure: BatchManagerError | None = None
         self._responder = responder
-        self._resources = Resources(kv_cache_manager, limits.max_seq_len)
-        self.finals = Finals(self.active, intake, self._resources, responder, backend)
+        self._resources = Resources(kv_cache_manager, limits.max_seq_len, static_batch)
+        finals = Finals if static_batch is None else HeldFinals
+        self.finals = finals(self.active, intake, self._resources, responder, backend)
         self._runner = StepRunner(backend, limits.vocab_size, clock, heartbeat)
-        self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle, window_depth)
+        self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle, window_depth,
+                                 static_batch)
         self._window: deque[InFlight] = deque()
         self._window_depth = window_depth
 
@@ -185,6 +189,7 @@ class GenerationLoop:
             self._responder.send_new_tokens(request)
         self.reporter.generated_tokens += outcome.generated_tokens
         self._expire()
+        self.finals.send_held()
 
     def _expire(self) -> None:
         """End what has passed its deadline: with its tokens where it has some, with an error where it has none."""
@@ -216,3 +221,4 @@ class GenerationLoop:
             self.finals.end_waiting(admitted, FinishReason.CANCELLED)
         for request in [request for request in self.active if request.request_id in stops]:
             self.finals.end(request, FinishReason.CANCELLED)
+        self.finals.send_held()

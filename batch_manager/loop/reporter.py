@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..scheduling.interfaces import SchedulerOutput
-from ..stats.iteration_stats import IterationStats, KvCacheStats
+from ..stats.iteration_stats import IterationStats, KvCacheStats, StaticBatchStats
 from ..stats.stats_json import to_json
 from ..stats.trace import IterationTrace
+from .static_batch import StaticBatch
 from .step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -24,12 +25,13 @@ class Reporter:
     """
 
     def __init__(self, loop: "GenerationLoop", runner: StepRunner, trace: Callable[[IterationTrace], None] | None,
-                 flush_when_idle: bool, num_micro_batches: int) -> None:
+                 flush_when_idle: bool, num_micro_batches: int, static_batch: StaticBatch | None) -> None:
         self._loop = loop
         self._runner = runner
         self._trace = trace
         self._flush_when_idle = flush_when_idle
         self._num_micro_batches = num_micro_batches
+        self._static_batch = static_batch
         self._started = 0.0
         self._plan = SchedulerOutput()
         self._chunks: list[tuple[int, int, int]] = []
@@ -110,9 +112,16 @@ class Reporter:
                 errors=loop.finals.errors,
                 callback_failures=loop.callbacks.failures,
                 dispatch=loop.backend.info.dispatch,
+                static_batch=self._static_batch_now(),
             )
             loop.callbacks.return_stats(to_json(stats))
         self.iteration += 1
+
+    def _static_batch_now(self) -> StaticBatchStats | None:
+        if self._static_batch is None:
+            return None
+        ran = self._plan.context_requests or self._plan.generation_requests
+        return self._static_batch.stats if ran else StaticBatchStats()
 
     def _kv_cache_now(self) -> KvCacheStats:
         kv = self._loop.kv

@@ -6,14 +6,17 @@ from ..handover import NO_GENERATION, ContextWork, GenerationWork, ScheduledBatc
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
 from ..scheduling.interfaces import SchedulerOutput
+from .static_batch import StaticBatch
 
 
 class Resources:
     """Claims for a plan, gives back on pause and at the end. One owner per block; release is idempotent."""
 
-    def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int) -> None:
+    def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int,
+                 static_batch: StaticBatch | None = None) -> None:
         self._kv = kv_cache_manager
         self._max_seq_len = max_seq_len
+        self._static_batch = static_batch
         self._setups: dict[int, SlotSetup] = {}
 
     def admit(self, request: LlmRequest, setup: SlotSetup) -> None:
@@ -44,7 +47,12 @@ class Resources:
             slots = np.array([request.seq_slot for request in plan.generation_requests], np.int32)
             # The step feeds the newest token, for which the claim has just made room.
             generation = GenerationWork(slots, self._kv.kv_lengths(slots) - 1)
-        return ScheduledBatch(iteration, micro_batch_id, context, generation, updates)
+        num_places = 0
+        if self._static_batch is not None:
+            if plan.context_requests:
+                self._static_batch.form(plan.context_requests)
+            num_places = self._static_batch.num_places
+        return ScheduledBatch(iteration, micro_batch_id, context, generation, updates, num_places)
 
     def _context_work(self, request: LlmRequest, size: int) -> ContextWork:
         start = request.context_position

@@ -5,7 +5,7 @@ is copied; bytes; the copy; the values of the copy. The copy is what runs, so a 
 it over changes nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,16 @@ NOT_BUILT: dict[str, str] = {
     "draft_logits": "speculative decoding",
     "logits_post_processor": "a logits post-processor",
 }
+
+# Refused by name where batches are static, built or not: the padded batch of the original has no place for them.
+NOT_IN_STATIC_BATCHES: dict[str, str] = {
+    "embedding_bias": "a bias on the logits",
+    "draft_input_ids": "speculative decoding",
+    "draft_logits": "speculative decoding",
+}
+
+# Members of a static batch must agree on which of these they set; to what is up to each.
+SAMPLING_OPTIONS = frozenset(tensor for tensor, _ in KNOBS.values()) - {"beam_width"}
 
 MAX_CACHE_SALT = 1024
 
@@ -108,15 +118,19 @@ class Admission:
     max_request_bytes         bytes of one request's tensors
     gather_context_logits, gather_generation_logits   whether requests may ask for them
     exclude_input_in_output   responses that are not streamed leave the prompt out
+    static_batching           requests run in static batches: streaming has no effect but that the one response holds
+                              the new tokens only, and each request says whom it can share a batch with
     """
 
     def __init__(self, limits: Limits, *, max_request_bytes: int = 64 * 1024 * 1024, gather_context_logits: bool = True,
-                 gather_generation_logits: bool = True, exclude_input_in_output: bool = False) -> None:
+                 gather_generation_logits: bool = True, exclude_input_in_output: bool = False,
+                 static_batching: bool = False) -> None:
         self.limits = limits
         self.max_request_bytes = max_request_bytes
         self.gather_context_logits = gather_context_logits
         self.gather_generation_logits = gather_generation_logits
         self.exclude_input_in_output = exclude_input_in_output
+        self.static_batching = static_batching
 
         vocab, longest = limits.vocab_size, limits.max_seq_len - 1
         prompt = (longest, f"the maximum input length is max_seq_len - 1 = {longest:,}, for one token more must fit")
@@ -220,7 +234,8 @@ class Admission:
         return Admitted(
             request=LlmRequest(request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
                                draft_len=len(values.get("draft_input_ids", ())),
-                               lora_task_id=scalars.get("lora_task_id"), priority=float(looked.priority)),
+                               lora_task_id=scalars.get("lora_task_id"), priority=float(looked.priority),
+                               batch_key=_batch_key(looked, sampling) if self.static_batching else None),
             setup=SlotSetup(
                 end_id=scalars.get("end_id", -1),
                 temperature=abs(float(sampling.temperature)),       # a negative zero is greedy like any other
@@ -232,8 +247,8 @@ class Admission:
                 return_generation_logits=return_generation_logits,
             ),
             response=ResponseOptions(
-                is_streaming=looked.is_streaming,
-                exclude_input=self.exclude_input_in_output,
+                is_streaming=looked.is_streaming and not self.static_batching,
+                exclude_input=self.exclude_input_in_output or (self.static_batching and looked.is_streaming),
                 return_log_probs=return_log_probs,
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
@@ -338,6 +353,10 @@ class Admission:
         if looked.has_logits_post_processor:
             asked.append("logits_post_processor")
         for name in asked:
+            if self.static_batching and name in NOT_IN_STATIC_BATCHES:
+                raise InvalidRequestError(f"{name} asks for {NOT_IN_STATIC_BATCHES[name]}",
+                                          "static batching (TrtGptModelType.V1) does not do that",
+                                          f"leave {name} out, or use InflightFusedBatching")
             if name in NOT_BUILT:
                 raise InvalidRequestError(f"{name} asks for {NOT_BUILT[name]}", "this version cannot do that yet",
                                           f"leave {name} out")
@@ -376,6 +395,16 @@ class Admission:
                 f"{limits.num_blocks:,}: it would wait for ever",
                 f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
         return max_new_tokens, warnings
+
+
+def _batch_key(looked: _Looked, sampling: SamplingConfig) -> Hashable:
+    """What the members of a static batch have in common: end_id, pad_id, the beams, and which options are set."""
+    beams: Hashable = sampling.beam_width
+    if sampling.beam_width > 1:
+        beams = (sampling.beam_width, sampling.len_penalty, sampling.early_stopping,
+                 sampling.beam_search_diversity_rate)
+    scalars = looked.scalars
+    return scalars.get("end_id", -1), scalars.get("pad_id", -1), beams, SAMPLING_OPTIONS & scalars.keys()
 
 
 def usable_id(item: object) -> int | None:

@@ -8,6 +8,8 @@
 Blocks, sampling state, timing and what was already sent are kept elsewhere, by request id or by slot.
 """
 
+from collections.abc import Hashable
+
 from ..names import LlmRequestState
 
 _GENERATING = (LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE)
@@ -24,6 +26,7 @@ class LlmRequest:
     max_new_tokens      tokens still allowed after prompt_len
     final_length        tokens at which it has all it asked for; a pause does not change it
     beam_width, draft_len, lora_task_id, priority   as asked; a larger priority goes first
+    batch_key           what it must have in common with those it shares a static batch with; None where none is formed
     state               see the table above
     context_position    tokens of the context already computed
     seq_slot            row of the per-sequence state, NO_SLOT before activation
@@ -31,11 +34,12 @@ class LlmRequest:
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
-                 "beam_width", "draft_len", "lora_task_id", "priority", "state", "context_position", "seq_slot",
-                 "num_pauses")
+                 "beam_width", "draft_len", "lora_task_id", "priority", "batch_key", "state", "context_position",
+                 "seq_slot", "num_pauses")
 
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
-                 draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5) -> None:
+                 draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5,
+                 batch_key: Hashable = None) -> None:
         assert prompt and max_new_tokens >= 1 and beam_width >= 1
         self.request_id = request_id
         self.tokens = [list(prompt) for _ in range(beam_width)]
@@ -46,6 +50,7 @@ class LlmRequest:
         self.draft_len = draft_len
         self.lora_task_id = lora_task_id
         self.priority = priority
+        self.batch_key = batch_key
         self.state = LlmRequestState.CONTEXT_INIT
         self.context_position = 0
         self.seq_slot = NO_SLOT

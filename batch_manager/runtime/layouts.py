@@ -1,26 +1,48 @@
 """How the work of a step is cut into calls of the model.
 
-    fused   everything packed into one call
-    split   the contexts in one call, then the generation rows in another
+    fused    everything packed into one call
+    split    the contexts in one call, then the generation rows in another
+    padded   as split, each call padded: contexts to the longest of them, generation to a row for each member of the
+             static batch, so that a member that is done leaves an empty row
 
 A row's result does not depend on the layout beyond rounding.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from ..attention.interface import PackedStep
 from ..handover import ScheduledBatch
 from .block_tables import BlockTables
-from .packing import pack
+from .packing import Padding, pack, padding
 
 
-def fused(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[PackedStep]:
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """One call of the model: a packed step and, where the call is padded, how."""
+
+    step: PackedStep
+    padding: Padding | None = None
+
+
+Layout = Callable[[ScheduledBatch, BlockTables, int], list[ModelCall]]
+
+
+def fused(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
     """One call."""
-    return [pack(batch, tables, tokens_per_block)]
+    return [ModelCall(pack(batch, tables, tokens_per_block))]
 
 
-def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[PackedStep]:
+def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
     """A context call, then a generation call; one that would be empty is left out."""
     contexts, count = len(batch.context), batch.num_sequences
     if contexts in (0, count):
         return fused(batch, tables, tokens_per_block)
     parts = (batch.part(0, contexts), batch.part(contexts, count))
-    return [pack(part, tables, tokens_per_block) for part in parts]
+    return [ModelCall(pack(part, tables, tokens_per_block)) for part in parts]
+
+
+def padded(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
+    """As `split`, each call padded."""
+    return [ModelCall(call.step, padding(call.step, batch.num_places))
+            for call in split(batch, tables, tokens_per_block)]

@@ -1,4 +1,4 @@
-"""One packed call: arrays to the device, through the model, to the hidden states that are wanted."""
+"""One call: arrays to the device, through the model, to the hidden states that are wanted."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,13 @@ from ..decoding.logits_return import context_logits
 from ..decoding.slots import DrawRows, SlotState
 from ..models.registry import Model
 from .device import Uploads
+from .layouts import ModelCall
+from .padded_call import forward_padded
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What one packed call yields.
+    """What one call yields.
 
     hidden           [r, hidden size]: the last hidden states of the sequences that draw a token
     rows             those sequences
@@ -29,19 +31,22 @@ class CallResult:
 
 
 class ModelRunner:
-    """Runs packed calls of one model over one pool."""
+    """Runs calls of one model over one pool."""
 
     def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
         self._model, self._attention, self._uploads = model, attention, uploads
         self._vocab_size = vocab_size
 
-    def run(self, step: PackedStep, state: SlotState) -> CallResult:
+    def run(self, call: ModelCall, state: SlotState) -> CallResult:
         """Changes nothing but the pages that the step's tokens belong to."""
+        step, padding = call.step, call.padding
         drawing = np.searchsorted(step.query_starts, step.logits_rows, side="right") - 1
         slots, drawn_at = step.slots[drawing], step.kv_lengths[drawing]
-        token_ids, positions, logits_rows, all_slots, device_slots, device_drawn_at = self._uploads.send([
-            step.token_ids.astype(np.int64), step.positions.astype(np.int64), step.logits_rows,
-            step.slots.astype(np.int64), slots.astype(np.int64), drawn_at.astype(np.int64)])
+        arrays = [step.token_ids.astype(np.int64), step.positions.astype(np.int64), step.logits_rows,
+                  step.slots.astype(np.int64), slots.astype(np.int64), drawn_at.astype(np.int64)]
+        if padding is not None:
+            arrays.append(padding.rows)
+        token_ids, positions, logits_rows, all_slots, device_slots, device_drawn_at, *rows = self._uploads.send(arrays)
 
         num_context_tokens = step.num_context_tokens
         if step.num_tokens > num_context_tokens:
@@ -49,7 +54,10 @@ class ModelRunner:
                 all_slots[step.num_contexts :], positions[num_context_tokens:])
 
         self._attention.plan(step)
-        hidden = self._model.forward(token_ids, positions, self._attention)
+        if padding is None:
+            hidden = self._model.forward(token_ids, positions, self._attention)
+        else:
+            hidden = forward_padded(self._model, token_ids, positions, self._attention, rows[0], padding.num_rows)
         # A value that is not finite leaves its row's sum not finite.
         finite = hidden[:num_context_tokens].sum(1, dtype=torch.float32).isfinite() if step.num_contexts else None
         return CallResult(

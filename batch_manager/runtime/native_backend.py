@@ -41,6 +41,7 @@ from .device import (
     resolve_device,
 )
 from .kv_pool import block_bytes, clear_blocks, make_kv_pool
+from .layouts import Layout
 from .memory_plan import plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 
@@ -49,11 +50,11 @@ log = logging.getLogger("batch_manager")
 NOT_FINITE = "the model computed values that are not finite for this request"
 
 
-def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, fused: bool,
+def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
                          num_slots: int, attention_factory: Callable[..., Attention] | None = None) -> "NativeBackend":
     """Load a checkpoint, size and allocate the pool, and run one step to see that it works.
 
-    fused       contexts and generation in one call of the model; else one after the other
+    layout      how a step is cut into calls of the model, one of layouts.py
     num_slots   sequences to hold state for; more are taken as they come
     Raises      ConfigError and its subclasses; nothing is left behind then
     """
@@ -76,11 +77,13 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         raise ConfigError(
             f"max_seq_len is {max_seq_len:,}", f"the model has positions for {spec.max_position_embeddings:,} tokens",
             f"set max_seq_len to at most {spec.max_position_embeddings:,} or leave it unset")
+    # A padded call is bounded by its sequences, not by its tokens. What does not fit all the same is run in halves.
+    step_tokens = params.max_batch_size * max_seq_len if layout is layouts.padded else params.max_num_tokens
     plan = plan_memory(
         kv,
         block_bytes=block_bytes(spec, kv.tokens_per_block, loaded.dtype),
         free_bytes=free_memory(device),
-        step_bytes=step_bytes(spec, loaded.dtype, params.max_num_tokens, params.max_batch_size),
+        step_bytes=step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size),
         on_gpu=device.type != "cpu",
         max_seq_len=max_seq_len,
         max_num_sequences=None if params.max_num_sequences == -1 else num_slots)
@@ -89,7 +92,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     with torch.inference_mode():
         pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
         attention = (attention_factory or make_attention)(spec, pool)
-    backend = NativeBackend(loaded, attention, pool, fused=fused, num_slots=num_slots, max_seq_len=max_seq_len,
+    backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
                             num_threads=params.num_threads)
     try:
         backend.warm_up()
@@ -116,7 +119,7 @@ class NativeBackend:
     num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is
     """
 
-    def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, fused: bool, num_slots: int,
+    def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
                  max_seq_len: int, num_threads: int | None = None) -> None:
         spec, device = loaded.spec, loaded.device
         num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
@@ -126,7 +129,7 @@ class NativeBackend:
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."))
         self._device, self._num_threads = device, num_threads
         self._host_bytes = loaded.weight_bytes + pool.nbytes if device.type == "cpu" else 0
-        self._layout = layouts.fused if fused else layouts.split
+        self._layout: Layout | None = layout
         self._pool = pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads = Uploads(device)
@@ -140,8 +143,8 @@ class NativeBackend:
         with on_device(self._device), torch.inference_mode(), compute_threads(self._device, self._num_threads):
             self._tables.update(batch)
             self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
-            calls = [self._runner.run(step, self._decoder.state)
-                     for step in self._layout(batch, self._tables, self.info.tokens_per_block)]
+            calls = [self._runner.run(call, self._decoder.state)
+                     for call in self._layout(batch, self._tables, self.info.tokens_per_block)]
             return self._draw(batch, calls)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
@@ -164,7 +167,7 @@ class NativeBackend:
         setup = SlotSetup(temperature=0.5, top_k=2, return_log_probs=True)
         self.start(ScheduledBatch(iteration=0, context=(ContextWork(0, zero, 0, True, setup),),
                                   block_table_updates=BlockTableUpdates(zero, zero, zero))).finish()
-        self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1))).finish()
+        self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1), num_places=2)).finish()
         self.clear_blocks([0])
 
     def _draw(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":

@@ -1,10 +1,45 @@
-"""`ScheduledBatch` to `PackedStep`: all tokens of a step in one row without padding, contexts first. Arrays only."""
+"""`ScheduledBatch` to `PackedStep`: all tokens of a step in one row, contexts first. Arrays only.
+
+Where a call is padded, `Padding` says at which of its rows the packed tokens stand; all else is packed either way.
+"""
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..attention.interface import PackedStep
 from ..handover import ContextWork, GenerationWork, ScheduledBatch
 from .block_tables import BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The rows of a padded call.
+
+    rows       [T] int64: the row of each packed token, rising; the rows in between are padding
+    num_rows   all of them
+    """
+
+    rows: np.ndarray
+    num_rows: int
+
+
+def padding(step: PackedStep, num_places: int) -> Padding | None:
+    """Contexts padded to the longest of them, or generation rows to `num_places`. None where nothing is to be padded.
+
+    step   contexts only, or generation only
+    """
+    count = len(step.slots)
+    if step.num_contexts:
+        assert step.num_contexts == count
+        lengths = np.diff(step.query_starts)
+        longest = int(lengths.max())
+        first_rows = np.arange(count, dtype=np.int64) * longest
+        rows, num_rows = np.repeat(first_rows - step.query_starts[:-1], lengths), count * longest
+        rows += np.arange(step.num_tokens)
+    else:
+        rows, num_rows = np.arange(count, dtype=np.int64), max(num_places, count)
+    return Padding(rows, num_rows) if num_rows > step.num_tokens else None
 
 
 def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:

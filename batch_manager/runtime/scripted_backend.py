@@ -290,6 +290,8 @@ class ScriptedBackend:
         _require(bool((ends <= self._tables.mapped[step.slots] * size).all()),
                  "lengths exceed the mapped blocks", ends, self._tables.mapped[step.slots])
         _require(bool((ends <= self.info.max_seq_len).all()), "lengths exceed max_seq_len", ends)
+        _require(batch.num_places in (0, max(batch.num_places, batch.num_sequences)), "more sequences than places",
+                 batch.num_places, batch.num_sequences)
         _require(len(np.unique(step.pool_slots)) == len(step.tokens), "two sequences write to one place", step.slots)
         _require(bool(((step.tokens >= 0) & (step.tokens < self.info.vocab_size)).all()), "a token id is out of range")
         _require(all(work.is_last_chunk or (work.start + len(work.token_ids)) % size == 0 for work in batch.context),

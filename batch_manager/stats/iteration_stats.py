@@ -1,8 +1,10 @@
 """One iteration in numbers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..names import ErrorCode
+from ..requests.llm_request import LlmRequest
 from ..seams import MemoryUsage
 
 
@@ -16,6 +18,34 @@ class KvCacheStats:
     cached_blocks: int
     tokens_per_block: int
     reused_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBatchStats:
+    """A static batch as it was formed; the same in every iteration until its last member is done.
+
+    members                   requests that run in lockstep
+    context_tokens            sum of their prompts, without padding
+    total_generation_tokens   that they may generate, all together; an upper bound, not what came of it
+    empty_generation_slots    places of the padded batch that none of those tokens takes: every member has as many as
+                              the one that may generate most
+    """
+
+    members: int = 0
+    context_tokens: int = 0
+    total_generation_tokens: int = 0
+    empty_generation_slots: int = 0
+
+    @staticmethod
+    def of(members: Sequence[LlmRequest], max_seq_len: int) -> "StaticBatchStats":
+        longest_prompt = max(request.prompt_len for request in members)
+        max_new_tokens = min(max(request.max_new_tokens for request in members), max_seq_len - longest_prompt)
+        total = sum(min(request.max_new_tokens, max_new_tokens) for request in members)
+        return StaticBatchStats(
+            members=len(members),
+            context_tokens=sum(request.prompt_len for request in members),
+            total_generation_tokens=total,
+            empty_generation_slots=len(members) * max_new_tokens - total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +64,7 @@ class IterationStats:
     finals                  final responses since construction
     errors                  error finals by code, since construction
     callback_failures       callback name -> calls that raised, since construction
+    static_batch            where batches are static, the one that ran, empty when none did; None: batching in flight
     """
 
     timestamp: str
@@ -60,3 +91,4 @@ class IterationStats:
     errors: dict[ErrorCode, int] = field(default_factory=dict)
     callback_failures: dict[str, int] = field(default_factory=dict)
     dispatch: str = "torch"
+    static_batch: StaticBatchStats | None = None

@@ -1,12 +1,33 @@
 """A record as the flat JSON object that readers of TensorRT-LLM's statistics know.
 
-The first block of names is theirs, letter by letter; the second is this project's. All numbers are integers, times are
-in microseconds, keys are sorted.
+The first blocks of names are theirs, letter by letter; the last is this project's. All numbers are integers, times are
+in microseconds, keys are sorted. A static batch is reported as it was formed, in every iteration it runs.
 """
 
 import orjson
 
-from .iteration_stats import IterationStats
+from .iteration_stats import IterationStats, StaticBatchStats
+
+
+def _in_flight(stats: IterationStats) -> dict[str, int]:
+    return {
+        "Scheduled Requests": stats.scheduled_requests,
+        "Context Requests": stats.context_requests,
+        "Generation Requests": stats.generation_requests,
+        "Total Context Tokens": stats.context_tokens,
+        "Paused Requests": stats.paused_requests,
+        "MicroBatch ID": stats.micro_batch_id,
+    }
+
+
+def _static(batch: StaticBatchStats) -> dict[str, int]:
+    return {
+        "Scheduled Requests": batch.members,
+        "Context Requests": batch.members,
+        "Total Context Tokens": batch.context_tokens,
+        "Total Generation Tokens": batch.total_generation_tokens,
+        "Empty Generation Slots": batch.empty_generation_slots,
+    }
 
 
 def to_json(stats: IterationStats) -> str:
@@ -25,12 +46,7 @@ def to_json(stats: IterationStats) -> str:
         "Used KV cache blocks": kv.live_blocks,
         "Tokens per KV cache block": kv.tokens_per_block,
         "Reused KV cache blocks": kv.reused_blocks,
-        "Scheduled Requests": stats.scheduled_requests,
-        "Context Requests": stats.context_requests,
-        "Generation Requests": stats.generation_requests,
-        "Total Context Tokens": stats.context_tokens,
-        "Paused Requests": stats.paused_requests,
-        "MicroBatch ID": stats.micro_batch_id,
+        **(_in_flight(stats) if stats.static_batch is None else _static(stats.static_batch)),
 
         "Cached KV cache blocks": kv.cached_blocks,
         "Queued Requests": stats.queued_requests,

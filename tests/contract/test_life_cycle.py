@@ -312,7 +312,6 @@ def test_health_can_be_asked_from_any_thread_and_says_what_runs(make_manager, ne
     (dict(max_draft_tokens=4), "max_draft_tokens"),
     (dict(model_path=None, parts=None), "model_path"),
     (dict(trt_engine_path="/x", model_path="/y"), "two names of one thing"),
-    (dict(model_type=TrtGptModelType.V1), "not built yet"),
 ])
 def test_wrong_arguments_are_refused_in_the_caller_before_a_thread_exists(arguments, says):
     good = dict(model_path=None, model_type=TrtGptModelType.InflightBatching, max_beam_width=1,

@@ -9,7 +9,7 @@ import pytest
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
-FUSED, SPLIT = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching
+FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
 
 
 def prompts_of(vocab_size: int, lengths: list[int], seed: int = 0) -> dict[int, list[int]]:
@@ -53,7 +53,8 @@ def run(make_manager, new_client, new_request, reference, prompts, count, *, str
 
 
 @pytest.mark.parametrize(("policy", "model_type", "chunked", "tokens_per_block"), [
-    (MAX, FUSED, False, 16), (GUARANTEED, FUSED, True, 16), (MAX, SPLIT, True, 32), (GUARANTEED, SPLIT, False, 64)])
+    (MAX, FUSED, False, 16), (GUARANTEED, FUSED, True, 16), (MAX, SPLIT, True, 32), (GUARANTEED, SPLIT, False, 64),
+    (MAX, V1, False, 16), (GUARANTEED, V1, False, 64)])
 def test_every_prompt_length_around_a_block_in_a_staggered_batch(
         make_manager, new_client, new_request, reference, policy, model_type, chunked, tokens_per_block):
     prompts = prompts_of(reference.vocab_size, around(tokens_per_block))
@@ -74,20 +75,24 @@ def test_a_pool_so_small_that_requests_are_paused_again_and_again(
     assert records[-1]["Max KV cache blocks"] == 12
 
 
+@pytest.mark.parametrize("model_type", [FUSED, V1])
 @pytest.mark.parametrize("batch", [1, 2, 32])
-def test_batches_of_any_size(make_manager, new_client, new_request, llama_reference, batch):
+def test_batches_of_any_size(make_manager, new_client, new_request, llama_reference, batch, model_type):
     prompts = prompts_of(llama_reference.vocab_size, [(7 * i) % 90 + 1 for i in range(40)], seed=2)
     run(make_manager, new_client, new_request, llama_reference, prompts, lambda i: 3 + i % 9, max_batch_size=batch,
+        model_type=model_type,
         kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=32 * 128))
 
 
-def test_logits_equal_those_of_transformers(make_manager, new_client, new_request, reference):
+@pytest.mark.parametrize("model_type", [FUSED, V1])
+def test_logits_equal_those_of_transformers(make_manager, new_client, new_request, reference, model_type):
     prompts = prompts_of(reference.vocab_size, [1, 15, 33, 64, 130], seed=3)
     client = new_client()
     client.pending = [new_request(i, prompt, 5, return_context_logits=True, return_generation_logits=True,
                                   return_log_probs=True) for i, prompt in prompts.items()]
-    make_manager(client, model_path=reference.folder, enable_chunked_context=True, max_num_tokens=48, num_threads=1,
-                 kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=12 * 16), policy=MAX)
+    make_manager(client, model_path=reference.folder, enable_chunked_context=model_type is FUSED, max_num_tokens=48,
+                 num_threads=1, kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=12 * 16), policy=MAX,
+                 model_type=model_type)
     client.wait_for_finals(*prompts)
     for i, prompt in prompts.items():
         tensors = client.final(i).tensors
@@ -117,4 +122,45 @@ def test_samples_depend_on_the_request_and_its_seed_only(make_manager, new_clien
     assert alone == sampled(max_batch_size=8, kv_cache_config=KvCacheConfig(**block, max_tokens=4096))
     assert alone == sampled(max_batch_size=8, kv_cache_config=KvCacheConfig(**block, max_tokens=7 * 16),
                             enable_chunked_context=True, max_num_tokens=32)
+    assert alone == sampled(max_batch_size=8, kv_cache_config=KvCacheConfig(**block, max_tokens=4096), model_type=V1)
     assert len({tuple(tokens) for tokens in alone}) == len(prompts)
+
+
+def test_a_static_batch_with_a_stopped_member_gives_the_others_the_same_tokens(
+        make_manager, new_client, new_request, reference):
+    prompts = prompts_of(reference.vocab_size, [3, 40, 17, 64, 1], seed=5)
+    client = new_client()
+    client.pending = [new_request(i, prompt, 10 + 5 * i) for i, prompt in prompts.items()]
+    iterations = []
+    client.return_stats = lambda record: iterations.append(json.loads(record))
+    client.poll = lambda: {4} if len(iterations) == 12 else set()
+    make_manager(client, model_path=reference.folder, num_threads=1, model_type=V1,
+                 kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=32 * 16))
+    client.wait_for_finals(*prompts)
+    for i, prompt in prompts.items():
+        assert client.final(i).tokens()[len(prompt):] == reference.greedy(prompt, 13 if i == 4 else 10 + 5 * i)
+    assert iterations[0]["Total Context Tokens"] == 125
+    assert iterations[0]["Total Generation Tokens"] == 100 and iterations[0]["Empty Generation Slots"] == 50
+
+
+def test_padding_does_not_spread_a_token_whose_embedding_is_not_finite(
+        make_manager, new_client, new_request, llama_reference, tmp_path):
+    """Padding is token 0; a request without that token does not notice what it is."""
+    from safetensors.numpy import load_file, save_file
+
+    (tmp_path / "config.json").write_bytes((llama_reference.folder / "config.json").read_bytes())
+    weights = load_file(llama_reference.folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["model.embed_tokens.weight"][0] = np.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    prompts = prompts_of(llama_reference.vocab_size - 1, [3, 40, 17], seed=6)
+    prompts = {i: [token + 1 for token in prompt] for i, prompt in prompts.items()}
+    expected = {i: llama_reference.greedy(prompt, 5 + i) for i, prompt in prompts.items()}
+    assert all(0 not in tokens for tokens in expected.values())
+
+    client = new_client()
+    client.pending = [new_request(i, prompt, 5 + i) for i, prompt in prompts.items()]
+    make_manager(client, model_path=tmp_path, num_threads=1, model_type=V1,
+                 kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=32 * 16))
+    client.wait_for_finals(*prompts)
+    assert {i: client.final(i).tokens()[len(prompt):] for i, prompt in prompts.items()} == expected

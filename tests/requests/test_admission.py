@@ -478,3 +478,40 @@ def test_a_torch_tensor_is_copied(admit):
     admitted = admit(input_ids=prompt)
     prompt.fill_(-7)
     assert admitted.request.tokens == [[1, 2, 3]]
+
+
+STATIC = {"static_batching": True}
+
+
+def test_without_static_batches_a_request_says_nothing_of_whom_it_can_share_one_with(admit):
+    assert admit(end_id=3).request.batch_key is None
+
+
+@pytest.mark.parametrize(("given", "as_another"), [
+    ({}, {"end_id": -1, "pad_id": -1, "beam_width": 1}),
+    ({"temperature": 0.5}, {"temperature": 1.0}),
+    ({"len_penalty": 1.0}, {"len_penalty": 2.0}),
+    ({}, {"return_log_probs": True}),
+    ({"runtime_top_k": 2, "random_seed": 1}, {"random_seed": 0, "runtime_top_k": 0}),
+])
+def test_requests_that_can_share_a_static_batch_have_one_key(admit, given, as_another):
+    assert admit(limits=STATIC, **given).request.batch_key == admit(limits=STATIC, **as_another).request.batch_key
+
+
+@pytest.mark.parametrize("given", [{"end_id": 3}, {"pad_id": 3}, {"temperature": 1.0}, {"runtime_top_k": 0},
+                                   {"len_penalty": 0.0}])
+def test_requests_that_cannot_share_a_static_batch_have_different_keys(admit, given):
+    assert admit(limits=STATIC, **given).request.batch_key != admit(limits=STATIC).request.batch_key
+
+
+def test_in_a_static_batch_streaming_only_leaves_the_prompt_out(admit):
+    streaming = admit(limits=STATIC, flags={"is_streaming": True}).response
+    assert (streaming.is_streaming, streaming.exclude_input) == (False, True)
+    plain = admit(limits=STATIC).response
+    assert (plain.is_streaming, plain.exclude_input) == (False, False)
+
+
+@pytest.mark.parametrize(("name", "value"), [("embedding_bias", [1.0] * 100), ("draft_input_ids", [1])])
+def test_what_a_static_batch_has_no_place_for_is_refused_by_name(refusal, name, value):
+    text = refusal(limits=STATIC, **{name: value})
+    assert name in text and "TrtGptModelType.V1" in text and "InflightFusedBatching" in text

@@ -16,10 +16,12 @@ from batch_manager.handover import (
     SlotSetup,
 )
 from batch_manager.names import ErrorCode
+from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 
 VOCAB, SIZE, BLOCKS, PER_SEQUENCE = 160, 8, 40, 8
 GREEDY = SlotSetup()
+LAYOUTS = [layouts.fused, layouts.split, layouts.padded]
 
 
 def params(**changes):
@@ -27,13 +29,13 @@ def params(**changes):
     return TrtGptModelOptionalParams(**{"kv_cache_config": kv, "device": "cpu", **changes})
 
 
-def build(checkpoint, *, fused=True, num_slots=5, **changes):
-    return build_native_backend(checkpoint[0], params(**changes), fused=fused, num_slots=num_slots)
+def build(checkpoint, *, layout=layouts.fused, num_slots=5, **changes):
+    return build_native_backend(checkpoint[0], params(**changes), layout=layout, num_slots=num_slots)
 
 
-@pytest.fixture(params=[True, False], ids=["fused", "split"])
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__)
 def backend(checkpoint, request):
-    backend = build(checkpoint, fused=request.param)
+    backend = build(checkpoint, layout=request.param)
     yield backend
     backend.close()
 
@@ -168,10 +170,10 @@ def test_a_sample_is_the_same_alone_batched_chunked_and_in_another_slot(backend)
     assert alone(backend, prompt, 8, dataclasses.replace(setup, random_seed=12)) != expected
 
 
-def test_fused_and_split_give_the_same_tokens(checkpoint):
+def test_all_layouts_give_the_same_tokens(checkpoint):
     prompts, texts = prompts_of(9, 14, 3), []
-    for fused in (True, False):
-        driver = Driver(build(checkpoint, fused=fused))
+    for layout in LAYOUTS:
+        driver = Driver(build(checkpoint, layout=layout))
         driver.run([(0, prompts[0], 0, True, GREEDY)])
         driver.run([(1, prompts[1], 0, True, SlotSetup(top_k=20, random_seed=4))], [0])
         driver.run([(2, prompts[2], 0, True, GREEDY)], [0, 1])
@@ -365,18 +367,19 @@ def test_a_model_that_cannot_run_a_step_is_refused_before_anything_starts(checkp
             raise fault
 
     with pytest.raises(ConfigError, match=type(fault).__name__) as raised:
-        build_native_backend(checkpoint[0], params(), fused=True, num_slots=1, attention_factory=lambda *_: Attention())
+        build_native_backend(checkpoint[0], params(), layout=layouts.fused, num_slots=1,
+                             attention_factory=lambda *_: Attention())
     assert type(raised.value) is error and raised.value.__cause__ is fault
 
 
 def test_a_folder_without_a_model_is_a_load_error(tmp_path):
     with pytest.raises(ModelLoadError):
-        build_native_backend(tmp_path, params(), fused=True, num_slots=1)
+        build_native_backend(tmp_path, params(), layout=layouts.fused, num_slots=1)
 
 
 def test_random_weights_need_no_weight_file(checkpoint, tmp_path):
     (tmp_path / "config.json").write_bytes((checkpoint[0] / "config.json").read_bytes())
-    backend = build_native_backend(tmp_path, params(load_format="dummy"), fused=True, num_slots=2)
+    backend = build_native_backend(tmp_path, params(load_format="dummy"), layout=layouts.fused, num_slots=2)
     assert len(alone(backend, [1, 2, 3], 4)) == 4
 
 
@@ -389,7 +392,7 @@ def test_another_attention_can_be_passed_in(checkpoint):
         made.append((spec.num_layers, tuple(kv_pool.shape)))
         return make_attention(spec, kv_pool)
 
-    build_native_backend(checkpoint[0], params(), fused=True, num_slots=1, attention_factory=factory)
+    build_native_backend(checkpoint[0], params(), layout=layouts.fused, num_slots=1, attention_factory=factory)
     assert made == [(3, (BLOCKS, 3, 2, 2, SIZE, 8))]
 
 
@@ -404,13 +407,13 @@ def test_in_bfloat16_the_log_probs_are_close_to_those_of_float32(checkpoint):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("fused", [True, False])
-def test_on_a_gpu_tokens_and_log_probs_are_those_of_the_cpu(checkpoint, fused):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_a_gpu_tokens_and_log_probs_are_those_of_the_cpu(checkpoint, layout):
     prompts, results = prompts_of(9, 20, 3), []
     setups = [SlotSetup(return_log_probs=True), SlotSetup(top_k=20, top_p=0.9, random_seed=4, return_log_probs=True),
               SlotSetup(temperature=0.7, top_p=1.0, random_seed=2**64 - 1)]
     for device in ("cpu", "cuda"):
-        driver = Driver(build(checkpoint, fused=fused, device=device, dtype="float32"))
+        driver = Driver(build(checkpoint, layout=layout, device=device, dtype="float32"))
         driver.run([(0, prompts[0], 0, True, setups[0]), (1, prompts[1][:16], 0, False, setups[1])])
         driver.run([(1, prompts[1][16:], 16, True, None), (2, prompts[2], 0, True, setups[2])], [0])
         for _ in range(8):

@@ -7,6 +7,7 @@ import pytest
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.scripted_backend import ScriptedBackend
 
@@ -158,11 +159,11 @@ def test_on_the_scripted_backend(seed):
             sequence.prompt, sequence.count, random_seed=None if greedy else sequence.setup.random_seed)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-def test_on_the_native_backend(checkpoint, fused):
+@pytest.mark.parametrize("layout", [layouts.fused, layouts.split, layouts.padded])
+def test_on_the_native_backend(checkpoint, layout):
     params = TrtGptModelOptionalParams(
         device="cpu", kv_cache_config=KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE))
-    backend = build_native_backend(checkpoint[0], params, fused=fused, num_slots=2)
+    backend = build_native_backend(checkpoint[0], params, layout=layout, num_slots=2)
     sequences = sequences_of(25, seed=1)
     schedule = Schedule(backend, sequences, seed=2)
     schedule.run()

@@ -1,0 +1,41 @@
+"""A padded call of a model whose attention and cache know of no padding."""
+
+import torch
+
+from ..attention.interface import Attention, PackedStep, RotaryTable
+from ..models.registry import Model
+
+PADDING_TOKEN = 0    # any id will do; what becomes of it is dropped
+
+
+class PaddedAttention:
+    """An attention between padded rows: only the rows of tokens reach it, so that padding writes nothing to the cache
+    and nobody attends to it. A padding row gets zeros."""
+
+    def __init__(self, attention: Attention, rows: torch.Tensor, num_rows: int) -> None:
+        self.dispatch = attention.dispatch
+        self._attention, self._rows, self._num_rows = attention, rows, num_rows
+
+    def plan(self, step: PackedStep) -> None:
+        self._attention.plan(step)
+
+    def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+            rotary: RotaryTable | None) -> torch.Tensor:
+        rows = self._rows
+        attended = self._attention.run(layer, query[rows], key[rows], value[rows], rotary)
+        return self._spread(attended)
+
+    def _spread(self, packed: torch.Tensor) -> torch.Tensor:
+        return packed.new_zeros((self._num_rows, *packed.shape[1:])).index_copy_(0, self._rows, packed)
+
+
+def forward_padded(model: Model, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention,
+                   rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`model.forward` of packed tokens as a call of `num_rows` rows; the hidden states of the packed tokens.
+
+    Shapes   token_ids, positions, rows [T]; result [T, hidden size]
+    """
+    padded_ids = token_ids.new_full((num_rows,), PADDING_TOKEN).index_copy_(0, rows, token_ids)
+    padded_positions = positions.new_zeros(num_rows).index_copy_(0, rows, positions)
+    hidden = model.forward(padded_ids, padded_positions, PaddedAttention(attention, rows, num_rows))
+    return hidden[rows]

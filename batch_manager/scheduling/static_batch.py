@@ -1,0 +1,44 @@
+"""Who can run in lockstep with whom."""
+
+from ..config import Limits
+from ..kv.kv_cache_manager import KvCacheManager
+from .capacity import StaticBatchScheduler
+from .interfaces import RequestList, RequestScheduler
+from .micro_batch import TokenBudgetScheduler
+from .simple import SimpleScheduler
+
+
+class LockstepScheduler(StaticBatchScheduler):
+    """Static batches of requests that are alike.
+
+    The first in line always forms the next batch, with those behind it that have its `batch_key`; the others keep their
+    places, and who is first among them forms the one after. The longest prompt and the longest output of a batch fit
+    max_seq_len together, so that a neighbour's prompt never costs anybody tokens.
+
+    Never pauses.
+    """
+
+    def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager, max_seq_len: int) -> None:
+        super().__init__(max_num_requests, kv_cache_manager)
+        self.max_seq_len = max_seq_len
+
+    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        running = [request for request in active_requests if request.is_generating]
+        return super().schedule_request(running or self._alike(active_requests))
+
+    def _alike(self, active_requests: RequestList) -> RequestList:
+        waiting = [request for request in active_requests if request.is_context]
+        alike: RequestList = []
+        prompt = output = 0
+        for request in waiting:
+            longest = max(prompt, request.prompt_len), max(output, request.max_new_tokens)
+            if request.batch_key == waiting[0].batch_key and (not alike or sum(longest) <= self.max_seq_len):
+                alike.append(request)
+                prompt, output = longest
+        return alike
+
+
+def make_static_batch_scheduler(limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
+    """The scheduler of static batches. A padded step is bounded by its sequences, not by its tokens."""
+    return SimpleScheduler(LockstepScheduler(limits.max_num_requests, kv_cache_manager, limits.max_seq_len),
+                           TokenBudgetScheduler(limits.max_batch_size))
