@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..handover import END_ID, NOT_FINISHED, RowFailure, ScheduledBatch, StepOutput
-from ..names import FinishReason
+from ..names import FinishReason, LlmRequestState
 from ..requests.llm_request import LlmRequest
 from .responder import Responder
+
+COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
 @dataclass(slots=True)
@@ -33,31 +35,44 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
                whoever owns its slot now
     Mutates the requests of the batch. A sequence named in `output.failures` is left as it was.
     """
-    alive = {request.seq_slot: request for request in requests if not request.is_finished}
-    outcome = Outcome(failed=[(alive[slot], failure) for slot, failure in output.failures.items() if slot in alive])
-    failed_slots = output.failures
-    for work in batch.context:
-        if work.slot in alive and work.slot not in failed_slots:
-            request = alive[work.slot]
+    outcome = Outcome()
+    if output.failures:
+        outcome.failed = [(request, output.failures[request.seq_slot]) for request in requests
+                          if request.seq_slot in output.failures and not request.is_finished]
+        failed = {request.seq_slot for request in requests if request.seq_slot in output.failures}
+    else:
+        failed = ()
+
+    for work, request in zip(batch.context, requests):
+        if work.slot not in failed and not request.is_finished:
             request.advance_context(len(work.token_ids))
             if work.slot in output.context_logits:
                 responder.note_context_logits(request, work.start, output.context_logits[work.slot])
 
-    rows = zip(output.slots.tolist(), output.tokens.tolist(), output.finish.tolist(), strict=True)
-    for row, (slot, token, finish) in enumerate(rows):
-        request = alive.get(slot)
-        if request is None or slot in failed_slots:
-            continue
-        if finish == END_ID:    # the end id is not part of the output
+    listeners = responder.listeners
+    rows = zip(_requests_of_rows(batch, output, requests), output.tokens.tolist(), output.finish.tolist(), strict=True)
+    passed_over = 0
+    for row, (request, token, finish) in enumerate(rows):    # 256 rows an iteration: no call that can be spared
+        if request.state is COMPLETE or (failed and request.seq_slot in failed):
+            passed_over += 1
+        elif finish == END_ID:    # the end id is not part of the output
             outcome.ended.append((request, FinishReason.END_ID))
-            continue
-        has_all = request.add_token(token)
-        outcome.generated_tokens += 1
-        is_streaming = responder.note_token(request, row, output)
-        if finish != NOT_FINISHED:
-            outcome.ended.append((request, FinishReason(finish)))
-        elif has_all:
-            outcome.ended.append((request, FinishReason.LENGTH))
-        elif is_streaming:
-            outcome.to_send.append(request)
+            passed_over += 1
+        else:
+            has_all = request.add_token(token)
+            streams = request.request_id in listeners and responder.note_token(request, row, output)
+            if has_all or finish != NOT_FINISHED:
+                outcome.ended.append((request, FinishReason(finish) if finish else FinishReason.LENGTH))
+            elif streams:
+                outcome.to_send.append(request)
+    outcome.generated_tokens = len(output.tokens) - passed_over
     return outcome
+
+
+def _requests_of_rows(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
+    """The request of each row of the output."""
+    if output.failures:    # a sequence that failed alone has no row
+        by_slot = {request.seq_slot: request for request in requests}
+        return [by_slot[slot] for slot in output.slots.tolist()]
+    last_chunks = [request for work, request in zip(batch.context, requests) if work.is_last_chunk]
+    return last_chunks + list(requests[len(batch.context):])

@@ -37,6 +37,9 @@ class Delivery:
 class Responder:
     """Keeps what was promised to each living request and sends it.
 
+    listeners   deliveries of the requests that take something from every token: those that stream, or asked for more
+                than tokens
+
     A final response is sent after `forget` was called for the request: whoever ends a request frees everything first.
     """
 
@@ -44,6 +47,7 @@ class Responder:
         self._callbacks = callbacks
         self._to_tensor = to_tensor
         self._deliveries: dict[int, Delivery] = {}
+        self.listeners: dict[int, Delivery] = {}
 
     def __len__(self) -> int:
         return len(self._deliveries)
@@ -51,7 +55,10 @@ class Responder:
     def admit(self, admitted: Admitted) -> None:
         options = admitted.response
         asks = options.return_log_probs or options.return_context_logits or options.return_generation_logits
-        self._deliveries[admitted.request.request_id] = Delivery(options, is_plain=not asks)
+        request_id = admitted.request.request_id
+        self._deliveries[request_id] = delivery = Delivery(options, is_plain=not asks)
+        if asks or options.is_streaming:
+            self.listeners[request_id] = delivery
 
     def note_context_logits(self, request: LlmRequest, start: int, logits: np.ndarray) -> None:
         """Keep the rows that belong to the user's prompt; after a pause generated tokens run as context too."""
@@ -63,8 +70,8 @@ class Responder:
             delivery.context_logits[start:start + rows] = logits[:rows]
 
     def note_token(self, request: LlmRequest, row: int, output: StepOutput) -> bool:
-        """Keep what belongs to the token this row added to the request. True when the token is to be streamed."""
-        delivery = self._deliveries[request.request_id]
+        """Keep what belongs to the token this row added to a listener. True when the token is to be streamed."""
+        delivery = self.listeners[request.request_id]
         options = delivery.options
         if not delivery.is_plain:
             if options.return_log_probs:
@@ -81,6 +88,7 @@ class Responder:
 
     def forget(self, request_id: int) -> Delivery | None:
         """Take the request off the books; what it has not been told yet is returned for the final."""
+        self.listeners.pop(request_id, None)
         return self._deliveries.pop(request_id, None)
 
     def send_final(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> None:

@@ -106,12 +106,12 @@ class LlmRequest:
 
     def add_token(self, token: int) -> bool:
         """Append a generated token (beam width 1). True when it was the last one asked for."""
-        assert self.state is not LlmRequestState.CONTEXT_INIT
         tokens = self.tokens[0]
         tokens.append(token)
         left = self.final_length - len(tokens)
         if left > 1:
             return False
+        assert self.is_generating
         self.state = LlmRequestState.GENERATION_TO_COMPLETE if left else LlmRequestState.GENERATION_COMPLETE
         return not left
 

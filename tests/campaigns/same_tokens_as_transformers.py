@@ -1,0 +1,153 @@
+"""Random models, random requests, random engines: are the greedy tokens those of transformers?
+
+    python tests/campaigns/same_tokens_as_transformers.py --first-seed 0 --seconds 400
+
+Each seed makes a checkpoint of a random family and shape, hands random prompts to an engine with random options at
+random moments, and judges every token by the logits transformers computes for the same text: it must be the largest.
+A token within 1e-5 of the largest logit is a tie that two ways of summing may break differently; it is counted apart.
+What was run is recorded in tests/CAMPAIGNS.md.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import transformers
+
+from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
+from tests.conftest import Client, request
+
+TIE = 1e-5
+ROPES = [
+    {"rope_type": "default", "rope_theta": 1e4},
+    {"rope_type": "default", "rope_theta": 5e5},
+    {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64, "rope_theta": 5e5},
+]
+
+
+def random_config(draw: random.Random) -> transformers.PretrainedConfig:
+    heads, head_size = draw.choice([1, 2, 3, 4, 6, 8]), draw.choice([8, 16, 24, 32, 64])
+    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    common = {
+        "vocab_size": draw.choice([97, 256, 1000, 5003]),
+        "hidden_size": heads * head_size,
+        "intermediate_size": draw.choice([48, 100, 256]),
+        "num_hidden_layers": draw.choice([1, 2, 3]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([n for n in (1, 2, 3, 4, 6, 8) if heads % n == 0]),
+        "max_position_embeddings": draw.choice([384, 512, 1024]),
+        "initializer_range": draw.choice([0.02, 0.1, 0.3]),
+        "tie_word_embeddings": draw.choice([True, False]),
+        "rope_parameters": draw.choice(ROPES),
+        **no_tokens,
+    }
+    wide, bias = draw.choice([head_size, 2 * head_size]), draw.choice([True, False])
+    family = draw.choice(["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+    if family == "llama":
+        return transformers.LlamaConfig(**common, head_dim=wide, attention_bias=bias, mlp_bias=draw.random() < 0.5)
+    if family == "mistral":
+        return transformers.MistralConfig(**common, head_dim=wide, sliding_window=draw.choice([None, 7, 16, 33, 100]))
+    if family == "qwen2":
+        return transformers.Qwen2Config(**common, use_sliding_window=bias, sliding_window=draw.choice([9, 32, 70]),
+                                        max_window_layers=draw.choice([0, 1, 2]))
+    if family == "qwen3":
+        return transformers.Qwen3Config(**common, head_dim=wide, attention_bias=bias)
+    return transformers.GPT2Config(
+        vocab_size=common["vocab_size"], n_embd=heads * head_size, n_layer=common["num_hidden_layers"], n_head=heads,
+        n_positions=common["max_position_embeddings"], initializer_range=common["initializer_range"],
+        n_inner=draw.choice([None, 100]), **no_tokens)
+
+
+def random_engine(draw: random.Random, prompts: dict[int, list[int]], lengths: dict[int, int]) -> tuple:
+    """(model type, policy, options): small pools, chunks and overlap more often than not."""
+    tokens_per_block, chunked = draw.choice([8, 16, 32, 64]), draw.choice([True, False])
+    worst = max(-(-(len(prompts[i]) + lengths[i]) // tokens_per_block) for i in prompts)
+    blocks = draw.choice([worst, worst + 1, worst + 2, 400])
+    model_type = draw.choice([TrtGptModelType.InflightBatching, TrtGptModelType.InflightFusedBatching])
+    return model_type, draw.choice(list(SchedulerPolicy)), TrtGptModelOptionalParams(
+        max_batch_size=draw.choice([1, 2, 5, 16, 32]),
+        enable_chunked_context=chunked,
+        max_num_tokens=max(draw.choice([64, 128, 512]), tokens_per_block) if chunked else 8192,
+        enable_trt_overlap=draw.choice([True, False]),
+        num_threads=1,
+        kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=blocks * tokens_per_block))
+
+
+def run_seed(seed: int) -> Counter:
+    """Run one model; say what was wrong, and count."""
+    draw, counts = random.Random(seed), Counter(models=1)
+    torch.manual_seed(seed)
+    config = random_config(draw)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, max_shard_size=draw.choice(["20KB", "1GB"]))
+        prompts = {i: [draw.randrange(config.vocab_size) for _ in range(draw.choice(
+            [draw.randrange(1, 40), draw.randrange(1, 140), 16 * draw.randrange(1, 9) + draw.choice([-1, 0, 1])]))]
+            for i in range(draw.choice([3, 8, 20]))}
+        lengths = {i: draw.randrange(1, 24) for i in prompts}
+        streaming = {i: draw.random() < 0.4 for i in prompts}
+        client, items = Client(), [request(i, prompts[i], lengths[i], streaming=streaming[i]) for i in prompts]
+
+        def get(max_num_requests: int) -> list:
+            count = min(max_num_requests, draw.choice([0, 0, 1, 3, 8]))
+            given, items[:count] = items[:count], []
+            return given
+
+        model_type, policy, params = random_engine(draw, prompts, lengths)
+        manager = GptManager(folder, model_type, 1, policy, get, client.send, client.poll, client.return_stats, params)
+        client.wait_for_finals(*prompts)
+        assert manager.shutdown()
+
+    counts["pauses"] = sum(json.loads(record)["Paused Requests"] for record in client.stats)
+    for i, prompt in prompts.items():
+        counts["requests"] += 1
+        got = client.streamed(i) if streaming[i] else client.final(i).tokens()[len(prompt):]
+        gap = largest_gap(model, prompt, got) if len(got) == lengths[i] else float("inf")
+        counts["tokens"] += len(got)
+        if gap > 0:
+            verdict = "ties" if gap <= TIE else "wrong"
+            counts[verdict] += 1
+            print(f"seed {seed}, {type(config).__name__}, request {i}: {verdict}, {gap:.1e} below the largest logit, "
+                  f"{client.final(i).error}", flush=True)
+    return counts
+
+
+def largest_gap(model: torch.nn.Module, prompt: list[int], generated: list[int]) -> float:
+    """How far the worst of the tokens is from the largest logit at its place."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1:-1]
+    chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
+    return float((logits.max(dim=1).values - chosen).max())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=60)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    total, seed, started = Counter(), options.first_seed, time.monotonic()
+    while time.monotonic() - started < options.seconds:
+        total += run_seed(seed)
+        seed += 1
+    print(f"seeds {options.first_seed}..{seed - 1}, {time.monotonic() - started:.0f} s: " +
+          ", ".join(f"{total[name]:,} {name}" for name in ("models", "requests", "tokens", "pauses", "ties", "wrong")))
+    return 1 if total["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
