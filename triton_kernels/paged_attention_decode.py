@@ -168,13 +168,14 @@ class DecodeSettings(NamedTuple):
 
 
 def decode_settings(
-    num_sequences: int, num_kv_heads: int, max_blocks: int, page_bytes: int, limits: DeviceLimits
+    num_sequences: int, num_kv_heads: int, max_pages: int, page_bytes: int, limits: DeviceLimits
 ) -> DecodeSettings:
     """How to launch, from shapes alone: the same for every step of a shape, so that graphs can be captured.
 
-    page_bytes is one kv head's keys of one block. A stage holds a page of keys and one of values beyond the pair in
-    use. Two programs share a multiprocessor, so that one loads while the other computes. The smallest
-    power of two of parts is taken that fills the device's places to 85% on average, with two pages a part at least.
+    max_pages is how many one sequence may read, page_bytes one kv head's keys of one block. A stage holds a page of
+    keys and one of values beyond the pair in use. Two programs share a multiprocessor, so that one loads while the
+    other computes. The smallest power of two of parts is taken that fills the device's places to 85% on average, with
+    two pages a part at least.
     """
     fixed_bytes = 10 * 1024
     num_stages = 4
@@ -185,7 +186,7 @@ def decode_settings(
 
     places = 2 * limits.multiprocessors
     programs = max(1, num_sequences * num_kv_heads)
-    most = max(1, min(MAX_SPLITS, max_blocks // MIN_PAGES_PER_SPLIT))
+    most = max(1, min(MAX_SPLITS, max_pages // MIN_PAGES_PER_SPLIT))
     choices = [splits for splits in (1, 2, 4, 8, 16, 32) if splits <= most]
     fill = {splits: programs * splits / (-(-programs * splits // places) * places) for splits in choices}
     splits = next((splits for splits in choices if fill[splits] >= 0.85), choices[-1])
@@ -208,7 +209,10 @@ def paged_attention_decode(
         return out
 
     page_bytes = tokens_per_block * head_pow2 * query.element_size()
-    settings = decode_settings(num_sequences, num_kv_heads, block_table.shape[1], page_bytes, device_limits())
+    max_pages = block_table.shape[1]
+    if window:
+        max_pages = min(max_pages, triton.cdiv(window - 1, tokens_per_block) + 1 + triton.cdiv(sink, tokens_per_block))
+    settings = decode_settings(num_sequences, num_kv_heads, max_pages, page_bytes, device_limits())
     splits = settings.splits if splits is None else splits
     partial_out = partial_lse = None
     if splits > 1:

@@ -85,7 +85,8 @@ class TorchPagedAttention:
         self.windows, self.sink = spec.windows, sink
         self.block_bytes = kv_pool[0, 0].nbytes
         self.dtype, self.device = kv_pool.dtype, kv_pool.device
-        self._ahead = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device).triu_(1)
+        square = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device)
+        self._ahead, self._behind = square.triu(1), square.tril(-1)
 
         # The pool as tokens and as pages, starting at each layer, so that one step's indices serve all layers.
         tokens, pages = kv_pool.view(-1, head_size), kv_pool.view(-1, block * head_size)
@@ -198,16 +199,16 @@ class TorchPagedAttention:
     def _plan_tile(self, row, end, row_to_position, missing, window):
         """Rows row .. end - 1 of the packed step; `missing` keys between the sinks and the windows are not there."""
         first, stop = row + row_to_position, end + row_to_position                    # positions
-        seen_from, sinks, behind = max(first - window + 1, 0) if window else 0, 0, None
-        if seen_from > self.sink:
-            sinks = self.sink
-        else:
-            seen_from = 0                                                # sinks and window adjoin or overlap
-        if window and stop - window > max(seen_from, self.sink):
-            key = torch.arange(seen_from, stop - window, device=self.device)
+        if window and first - window + 1 > self.sink:
+            # A gap behind the sinks, and each row sees one key of the first less than the row before it.
+            keys, behind = slice(first - window + 1 - missing, stop - missing), self._behind[: end - row, : end - row]
+            return _Tile(slice(row, end), self.sink, keys, behind)
+        behind = None
+        if window and stop - window > self.sink:
+            key = torch.arange(stop - window, device=self.device)
             outside = (key <= torch.arange(first, stop, device=self.device)[:, None] - window) & (key >= self.sink)
             behind = torch.zeros(outside.shape, dtype=self.dtype, device=self.device).masked_fill_(outside, -torch.inf)
-        return _Tile(slice(row, end), sinks, slice(seen_from - missing, stop - missing), behind)
+        return _Tile(slice(row, end), 0, slice(stop), behind)
 
     def _plan_group(self, step, members, lengths, seen, window):
         lengths = lengths[members, None]
