@@ -78,6 +78,8 @@ def give_back(layout, step, pools, stale=-1):
             if stale is not None:
                 step.block_tables[row, index] = stale
             given_back += 1
+        if stale is not None:
+            step.block_tables[row, -(-length // size) :] = stale               # past the sequence's own
     return given_back
 
 
