@@ -36,7 +36,7 @@ class Schedule:
         self.backend, self.waiting, self.running = backend, list(sequences), []
         self.random = np.random.default_rng(seed)
         self.free_slots, self.free_blocks = list(range(SLOTS)), list(range(BLOCKS))
-        self.window, self.sink = window, sink
+        self.window, self.sink, self.runs_twice = window, sink, True
         self.pauses = self.reruns = self.taken_back = 0
 
     def run(self):
@@ -111,7 +111,7 @@ class Schedule:
 
     def launches(self, batch):
         count = batch.num_sequences
-        if count > 1 and self.random.random() < 0.2:                # as after a raise: all of it, then in parts
+        if self.runs_twice and count > 1 and self.random.random() < 0.2:     # as after a raise: all, then in parts
             self.backend.start(batch).finish()
             self.reruns += 1
             middle = int(self.random.integers(1, count))
@@ -136,8 +136,11 @@ class Schedule:
         for sequence in self.running:
             for index in range(-(-self.sink // SIZE), max(sequence.computed - self.window + 1, 0) // SIZE):
                 if sequence.blocks[index] is not None:
-                    with torch.inference_mode():
-                        self.backend._pool[sequence.blocks[index]] = torch.nan
+                    if isinstance(self.backend, ScriptedBackend):
+                        self.backend.poison_blocks(sequence.blocks[index : index + 1])
+                    else:
+                        with torch.inference_mode():
+                            self.backend._pool[sequence.blocks[index]] = torch.nan
                     self.free_blocks.append(sequence.blocks[index])
                     sequence.blocks[index] = None
                     self.taken_back += 1
@@ -163,6 +166,30 @@ def alone(backend, sequence, *mask):
     return single.generated
 
 
+def check_against_the_hash(backend, sequences):
+    for sequence in sequences:
+        greedy = sequence.setup.top_k == 1 or (sequence.setup.top_k == 0 and sequence.setup.top_p == 0)
+        assert sequence.generated == backend.expected(
+            sequence.prompt, sequence.count, random_seed=None if greedy else sequence.setup.random_seed)
+
+
+MASKS = pytest.mark.parametrize("mask", [(), (10, 0), (13, 3), (16, 9)], ids=["all", "window", "sinks", "more sinks"])
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "carried along"])
+@MASKS
+@pytest.mark.parametrize("seed", range(5))
+def test_on_the_scripted_backend_under_a_window(seed, mask, verify):
+    backend = ScriptedBackend(vocab_size=VOCAB, max_seq_len=MAX_LENGTH, num_blocks=BLOCKS, tokens_per_block=SIZE,
+                              num_slots=2, key=seed, verify=verify, **dict(zip(("window", "sink"), mask)))
+    sequences = sequences_of(25, seed)
+    schedule = Schedule(backend, sequences, seed, *mask)
+    schedule.runs_twice = verify
+    schedule.run()
+    assert bool(mask) == bool(schedule.taken_back)
+    check_against_the_hash(backend, sequences)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_on_the_scripted_backend(seed):
     backend = ScriptedBackend(vocab_size=VOCAB, max_seq_len=MAX_LENGTH, num_blocks=BLOCKS, tokens_per_block=SIZE,
@@ -171,13 +198,10 @@ def test_on_the_scripted_backend(seed):
     schedule = Schedule(backend, sequences, seed)
     schedule.run()
     assert schedule.pauses and schedule.reruns
-    for sequence in sequences:
-        greedy = sequence.setup.top_k == 1 or (sequence.setup.top_k == 0 and sequence.setup.top_p == 0)
-        assert sequence.generated == backend.expected(
-            sequence.prompt, sequence.count, random_seed=None if greedy else sequence.setup.random_seed)
+    check_against_the_hash(backend, sequences)
 
 
-@pytest.mark.parametrize("mask", [(), (10, 0), (13, 3), (16, 9)], ids=["all", "window", "sinks", "more sinks"])
+@MASKS
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 def test_on_the_native_backend(checkpoint, fused, mask):
     kv = KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE,
