@@ -1,12 +1,14 @@
 """Causal attention of each sequence's new tokens (a whole prompt or a chunk) over its pages.
 
     token r of sequence c stands at position p = kv_lengths[c] - query_length[c] + r
-    and sees the keys max(0, p - window + 1) .. p
+    and sees the keys k <= p with k > p - window or k < sink
 
 Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
             kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool; the new tokens' own keys and
                                                         values are already in it
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order
+            block_table              [rows, max_blocks] int32   pages of a sequence, in order. An entry whose page
+                                                        holds no visible key is not looked at: its block may have
+                                                        been given to somebody else.
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence after this step's tokens
             work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
@@ -14,13 +16,18 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
             slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
             out                      [T, HQ, D]   None: allocated
 Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+            sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
+            without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
+            and are not rotated again when tokens between them and the query have left the window.
 Mutates     out, only rows below cu_seqlens[C]: rows after them (generation, padding) are neither read nor written.
-Needs       every page that is mapped holds finite numbers in all its B tokens: the pool is zeroed once.
+Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
 Oracle      triton_kernels/reference/paged_attention_context.py
 Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023); written for this project.
 
 One program is one tile of query rows of one head; it walks the keys in tiles of at most 64 tokens of one page. Tiles
 that every row sees are walked without a mask; the window's edge before them and the diagonal after them with one.
+The tiles of sinks are walked together with the edge: they take the numbers right below its first tile. `sink` is a
+compile-time constant, because an engine has one: 0 leaves no trace in the code.
 """
 
 from typing import NamedTuple
@@ -42,20 +49,31 @@ def _walk_tiles(
     top, total, weighted,                                 # running softmax of the query rows
     query, query_position,
     table_ptr, keys_ptr, scale_log2, window,
-    pool_stride_n, pool_stride_kv,
+    pool_stride_n, pool_stride_kv, window_tile, skipped,
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr,
 ):
-    """Attend to key tiles begin .. end - 1; returns the running softmax."""
+    """Attend to key tiles begin .. end - 1; returns the running softmax.
+
+    With SINK, a number below window_tile stands for the tile that is `skipped` before it.
+    """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
     lane = tl.arange(0, D_POW2)
     token = tl.arange(0, KEYS)
     key_offset = token[None, :] * D + lane[:, None]                       # keys arrive transposed
     value_offset = pool_stride_kv + token[:, None] * D + lane[None, :]
 
-    block = tl.load(table_ptr + begin // TILES_PER_PAGE, mask=begin < end, other=0)
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        next_block = tl.load(table_ptr + (tile + 1) // TILES_PER_PAGE, mask=tile + 1 < end, other=0)
+    tile = begin
+    if SINK > 0:
+        tile = tl.where(begin < window_tile, begin - skipped, begin)
+    block = tl.load(table_ptr + tile // TILES_PER_PAGE, mask=begin < end, other=0)
+    for number in tl.range(begin, end, num_stages=STAGES):
+        tile = number
+        next_tile = number + 1
+        if SINK > 0:
+            tile = tl.where(number < window_tile, number - skipped, number)
+            next_tile = tl.where(next_tile < window_tile, next_tile - skipped, next_tile)
+        next_block = tl.load(table_ptr + next_tile // TILES_PER_PAGE, mask=number + 1 < end, other=0)
         tile_ptr = keys_ptr + block.to(tl.int64) * pool_stride_n + (tile % TILES_PER_PAGE) * (KEYS * D)
         if D == D_POW2:
             keys = tl.load(tile_ptr + key_offset)
@@ -65,7 +83,9 @@ def _walk_tiles(
         if MASKED:
             position = (tile * KEYS + token)[None, :]
             visible = position <= query_position[:, None]
-            if HAS_WINDOW:
+            if SINK > 0:
+                visible = visible & ((position > query_position[:, None] - window) | (position < SINK))
+            elif HAS_WINDOW:
                 visible = visible & (position > query_position[:, None] - window)
             scores = tl.where(visible, scores, -float("inf"))
 
@@ -100,7 +120,7 @@ def _context_kernel(
     pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
     GROUP: tl.constexpr, B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr,
 ):
     head = tl.program_id(0)                               # heads of one group run side by side and share their keys
     work = tl.program_id(1)
@@ -135,6 +155,11 @@ def _context_kernel(
         begin_full = tl.cdiv(tl.maximum(computed + row_tile * ROWS + ROWS - window, 0), KEYS)
         begin_full = tl.minimum(tl.maximum(begin_full, begin), end)
         begin_diagonal = tl.maximum(begin_diagonal, begin_full)
+    window_tile = begin
+    skipped = 0                                           # tiles between the sinks and the window
+    if SINK > 0:
+        skipped = tl.maximum(window_tile - (SINK + KEYS - 1) // KEYS, 0)
+        begin = skipped
 
     keys_ptr = kv_pool_ptr + (head // GROUP) * pool_stride_h
     top = tl.full([ROWS], -float("inf"), tl.float32)
@@ -143,15 +168,18 @@ def _context_kernel(
     if HAS_WINDOW:
         top, total, weighted = _walk_tiles(
             begin, begin_full, top, total, weighted, query, query_position, table_ptr, keys_ptr, scale_log2, window,
-            pool_stride_n, pool_stride_kv, B, D, D_POW2, KEYS, STAGES, MASKED=True, HAS_WINDOW=True,
+            pool_stride_n, pool_stride_kv, window_tile, skipped, B, D, D_POW2, KEYS, STAGES,
+            MASKED=True, HAS_WINDOW=True, SINK=SINK,
         )
     top, total, weighted = _walk_tiles(
         begin_full, begin_diagonal, top, total, weighted, query, query_position, table_ptr, keys_ptr, scale_log2,
-        window, pool_stride_n, pool_stride_kv, B, D, D_POW2, KEYS, STAGES, MASKED=False, HAS_WINDOW=HAS_WINDOW,
+        window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
+        MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0,
     )
     top, total, weighted = _walk_tiles(
         begin_diagonal, end, top, total, weighted, query, query_position, table_ptr, keys_ptr, scale_log2, window,
-        pool_stride_n, pool_stride_kv, B, D, D_POW2, KEYS, STAGES, MASKED=True, HAS_WINDOW=HAS_WINDOW,
+        pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
+        MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0,
     )
     result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # rows past the end may have seen nothing
     tl.store(
@@ -189,7 +217,7 @@ def context_settings(
 
 
 def paged_attention_context(
-    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None
+    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0
 ):
     """Several query tokens per sequence; see the module's docstring for shapes. Returns out."""
     num_heads, head_size = query.shape[1:]
@@ -210,7 +238,7 @@ def paged_attention_context(
         query.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         GROUP=group, B=tokens_per_block, D=head_size, D_POW2=head_pow2,
         ROWS=settings.rows, KEYS=settings.keys, STAGES=settings.num_stages,
-        HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window),
+        HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     return out

@@ -1,19 +1,24 @@
 """Attention of one query token per sequence over that sequence's pages.
 
     out[s, h] = softmax(scale * query[s, h] . K[s, h // G]) V[s, h // G]
-    over the last `window` of the kv_lengths[s] keys of sequence s
+    over the keys k of sequence s with k > p - window or k < sink, where its query stands at p = kv_lengths[s] - 1
 
 Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads; heads contiguous
             kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order
+            block_table              [rows, max_blocks] int32   pages of a sequence, in order. An entry whose page
+                                                        holds no visible key is not looked at: its block may have
+                                                        been given to somebody else.
             kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
             slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
             out                      [S, HQ, D]   None: allocated; may be `query` itself
 Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+            sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
+            without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
+            and are not rotated again when tokens between them and the query have left the window.
             splits: parts a sequence's pages are cut into, None = chosen from the shapes. The result depends on it in
             the last bits only; pass a constant to get the same bits in every batch.
 Mutates     out. A row of length 0 is set to zero.
-Needs       every page that is mapped holds finite numbers in all its B tokens: the pool is zeroed once.
+Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
 Oracle      triton_kernels/reference/paged_attention_decode.py
 Source      paged attention (Kwon et al. 2023), split over keys (Flash-Decoding, Dao et al. 2023); written for this
             project.
@@ -22,6 +27,10 @@ One program is one (sequence, kv head, part): the G query heads of the kv head a
 to 16, and one page is one tile of keys. Pages are loaded whole, without a mask; only scores are masked. The block id
 of the next page is loaded one iteration ahead: loaded in the same iteration, it would eat the pipeline stages that
 keep pages in flight. Lengths are read on the device only, so a captured graph replays with any lengths.
+
+With sinks the pages are walked in two ranges, the sinks' and the window's, as one loop: the sinks' pages take the
+numbers right below the window's first page, so that parts and stages run across the gap. `sink` is a compile-time
+constant, because an engine has one: 0 leaves no trace in the code.
 """
 
 from typing import NamedTuple
@@ -53,7 +62,7 @@ def _decode_kernel(
     HQ: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,      # ROWS: GROUP padded for the matrix unit
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
     SPLITS: tl.constexpr, MIN_PAGES: tl.constexpr, STAGES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -71,6 +80,11 @@ def _decode_kernel(
     if HAS_WINDOW:
         first_key = tl.maximum(kv_length - window, 0)
     first_page = first_key // B
+    skipped = 0                                           # pages between the sinks and the window
+    if SINK > 0:
+        window_page = first_page
+        skipped = tl.maximum(window_page - (SINK + B - 1) // B, 0)
+        first_page = skipped
     num_pages = tl.cdiv(kv_length, B)
     pages_per_split = tl.maximum(tl.cdiv(num_pages - first_page, SPLITS), MIN_PAGES)
     begin = first_page + split * pages_per_split
@@ -86,7 +100,10 @@ def _decode_kernel(
     if HAS_SLOTS:
         table_row = tl.load(slot_ptr + sequence).to(tl.int64)
     table_ptr = block_table_ptr + table_row * table_stride
-    block = tl.load(table_ptr + begin)
+    if SINK > 0:
+        block = tl.load(table_ptr + tl.where(begin < window_page, begin - skipped, begin))
+    else:
+        block = tl.load(table_ptr + begin)
 
     query = tl.load(
         query_ptr + sequence * query_stride_s + head[:, None] * D + lane[None, :], mask=row_inside, other=0.0
@@ -100,7 +117,11 @@ def _decode_kernel(
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, D_POW2], tl.float32)
     for page in tl.range(begin, end, num_stages=STAGES):
-        next_block = tl.load(table_ptr + page + 1, mask=page + 1 < end, other=0)
+        if SINK > 0:
+            next_page = tl.where(page + 1 < window_page, page + 1 - skipped, page + 1)
+            next_block = tl.load(table_ptr + next_page, mask=page + 1 < end, other=0)
+        else:
+            next_block = tl.load(table_ptr + page + 1, mask=page + 1 < end, other=0)
         page_ptr = keys_ptr + block.to(tl.int64) * pool_stride_n
         if D == D_POW2:
             keys = tl.load(page_ptr + key_offset)
@@ -108,8 +129,12 @@ def _decode_kernel(
             keys = tl.load(page_ptr + key_offset, mask=(lane < D)[:, None], other=0.0)
         scores = tl.dot(query, keys, input_precision="ieee") * scale_log2
         position = page * B + token
+        if SINK > 0:
+            position = tl.where(page < window_page, page - skipped, page) * B + token
         visible = position < kv_length
-        if HAS_WINDOW:
+        if SINK > 0:
+            visible = visible & ((position >= first_key) | (position < SINK))
+        elif HAS_WINDOW:
             visible = visible & (position >= first_key)
         scores = tl.where(visible[None, :], scores, -float("inf"))
 
@@ -143,13 +168,14 @@ class DecodeSettings(NamedTuple):
 
 
 def decode_settings(
-    num_sequences: int, num_kv_heads: int, max_blocks: int, page_bytes: int, limits: DeviceLimits
+    num_sequences: int, num_kv_heads: int, max_pages: int, page_bytes: int, limits: DeviceLimits
 ) -> DecodeSettings:
     """How to launch, from shapes alone: the same for every step of a shape, so that graphs can be captured.
 
-    page_bytes is one kv head's keys of one block. A stage holds a page of keys and one of values beyond the pair in
-    use. Two programs share a multiprocessor, so that one loads while the other computes. The smallest
-    power of two of parts is taken that fills the device's places to 85% on average, with two pages a part at least.
+    max_pages is how many one sequence may read, page_bytes one kv head's keys of one block. A stage holds a page of
+    keys and one of values beyond the pair in use. Two programs share a multiprocessor, so that one loads while the
+    other computes. The smallest power of two of parts is taken that fills the device's places to 85% on average, with
+    two pages a part at least.
     """
     fixed_bytes = 10 * 1024
     num_stages = 4
@@ -160,7 +186,7 @@ def decode_settings(
 
     places = 2 * limits.multiprocessors
     programs = max(1, num_sequences * num_kv_heads)
-    most = max(1, min(MAX_SPLITS, max_blocks // MIN_PAGES_PER_SPLIT))
+    most = max(1, min(MAX_SPLITS, max_pages // MIN_PAGES_PER_SPLIT))
     choices = [splits for splits in (1, 2, 4, 8, 16, 32) if splits <= most]
     fill = {splits: programs * splits / (-(-programs * splits // places) * places) for splits in choices}
     splits = next((splits for splits in choices if fill[splits] >= 0.85), choices[-1])
@@ -168,7 +194,7 @@ def decode_settings(
 
 
 def paged_attention_decode(
-    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None
+    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None, sink=0
 ):
     """One query token per sequence; see the module's docstring for shapes. Returns out."""
     num_sequences, num_heads, head_size = query.shape
@@ -183,7 +209,10 @@ def paged_attention_decode(
         return out
 
     page_bytes = tokens_per_block * head_pow2 * query.element_size()
-    settings = decode_settings(num_sequences, num_kv_heads, block_table.shape[1], page_bytes, device_limits())
+    max_pages = block_table.shape[1]
+    if window:
+        max_pages = min(max_pages, triton.cdiv(window - 1, tokens_per_block) + 1 + triton.cdiv(sink, tokens_per_block))
+    settings = decode_settings(num_sequences, num_kv_heads, max_pages, page_bytes, device_limits())
     splits = settings.splits if splits is None else splits
     partial_out = partial_lse = None
     if splits > 1:
@@ -197,7 +226,7 @@ def paged_attention_decode(
         HQ=num_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
         B=tokens_per_block, D=head_size, D_POW2=head_pow2,
         SPLITS=splits, MIN_PAGES=MIN_PAGES_PER_SPLIT, STAGES=settings.num_stages,
-        HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window),
+        HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     return out if splits == 1 else paged_attention_merge(partial_out, partial_lse, out)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .interface import HeadLayout, PackedStep, RotaryTable
+from .windows import blocks_seen
 
 # Sequences of one batched product are padded to the longest. A group is closed when more than this would be padding:
 # reading that much costs about what the operations of one more group cost.
@@ -27,11 +28,13 @@ class _Tile:
     """Some query rows of a context sequence, and the keys they see.
 
     rows     packed rows
-    keys     the keys from the first one that the first row sees to the last row's own
-    behind   [rows, rows] or None: 0, and -inf where one of the first keys has left a row's window
+    sinks    first keys of the sequence that all rows see and that lie apart from the others
+    keys     the keys from the first one in the first row's window to the last row's own
+    behind   [rows, n] or None: 0, and -inf where one of the first n of `keys` has left a row's window
     """
 
     rows: slice
+    sinks: int
     keys: slice
     behind: torch.Tensor | None
 
@@ -65,21 +68,25 @@ class _Group:
 
 
 class TorchPagedAttention:
-    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]."""
+    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]; `sink` as in windows.py.
+
+    A block that no query of the step sees is not gathered: it may be somebody else's by now, and 0 * NaN is NaN.
+    """
 
     dispatch = "torch"
 
-    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor) -> None:
+    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0) -> None:
         num_blocks, num_layers, _, kv_heads, block, head_size = kv_pool.shape
         assert kv_pool.is_contiguous()
         assert (num_layers, kv_heads, head_size) == (spec.num_layers, spec.num_kv_heads, spec.head_size)
         self.heads, self.kv_heads, self.head_size, self.block = spec.num_heads, kv_heads, head_size, block
         self.group = spec.num_heads // kv_heads
         self.scale = head_size**-0.5
-        self.windows = spec.windows
+        self.windows, self.sink = spec.windows, sink
         self.block_bytes = kv_pool[0, 0].nbytes
         self.dtype, self.device = kv_pool.dtype, kv_pool.device
-        self._ahead = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device).triu_(1)
+        square = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device)
+        self._ahead, self._behind = square.triu(1), square.tril(-1)
 
         # The pool as tokens and as pages, starting at each layer, so that one step's indices serve all layers.
         tokens, pages = kv_pool.view(-1, head_size), kv_pool.view(-1, block * head_size)
@@ -147,12 +154,13 @@ class TorchPagedAttention:
         for tile in context.tiles:
             rows = query[tile.rows].view(split).permute(1, 2, 0, 3)                    # [kv heads, group, rows, D]
             count = rows.shape[2]
-            scores = torch.bmm(rows.reshape(self.kv_heads, -1, self.head_size), key[:, tile.keys].transpose(1, 2))
+            seen = _seen(key, tile)
+            scores = torch.bmm(rows.reshape(self.kv_heads, -1, self.head_size), seen.transpose(1, 2))
             by_row = scores.mul_(self.scale).view(self.kv_heads, self.group, count, -1)
             by_row[..., -count:].add_(self._ahead[:count, :count])
             if tile.behind is not None:
-                by_row[..., : tile.behind.shape[1]].add_(tile.behind)
-            attended = torch.bmm(scores.softmax(-1), value[:, tile.keys])
+                by_row[..., tile.sinks : tile.sinks + tile.behind.shape[1]].add_(tile.behind)
+            attended = torch.bmm(scores.softmax(-1), _seen(value, tile))
             result[tile.rows].view(split).copy_(attended.view(rows.shape).permute(2, 0, 1, 3))
 
     def _plan_window(self, step, window):
@@ -160,8 +168,8 @@ class TorchPagedAttention:
         contexts = [self._plan_context(step, index, window) for index in range(step.num_contexts)]
 
         lengths = step.kv_lengths[step.num_contexts :].astype(np.int64)
-        first_block = np.maximum(lengths - window, 0) // self.block if window else np.zeros_like(lengths)
-        num_blocks = (lengths - 1) // self.block + 1 - first_block
+        seen = blocks_seen(lengths - 1, lengths, self.block, window, self.sink)
+        num_blocks = seen[-1]
         order = np.argsort(num_blocks, kind="stable")[::-1]
         groups, start, padded = [], 0, 0
         for end in range(1, len(order) + 1):
@@ -169,7 +177,7 @@ class TorchPagedAttention:
                 padded += num_blocks[order[start]] - num_blocks[order[end]]
             if end == len(order) or padded * self.block_bytes > MAX_PADDED_BYTES:
                 members = np.sort(order[start:end])
-                groups.append(self._plan_group(step, members, lengths, first_block, num_blocks, window))
+                groups.append(self._plan_group(step, members, lengths, seen, window))
                 start, padded = end, 0
         return contexts, groups
 
@@ -177,36 +185,44 @@ class TorchPagedAttention:
         begin, end = int(step.query_starts[index]), int(step.query_starts[index + 1])
         length = int(step.kv_lengths[index])
         start = length - (end - begin)
-        first = max(start - window + 1, 0) // self.block if window else 0
-        tiles = [self._plan_tile(row, min(row + TILE_ROWS, end), start - begin, first * self.block, window)
+        sinks, skipped, count = blocks_seen(np.int64(start), np.int64(length), self.block, window, self.sink)
+        missing = 0 if start == 0 else int(skipped) * self.block         # keys that are not gathered
+        tiles = [self._plan_tile(row, min(row + TILE_ROWS, end), start - begin, missing, window)
                  for row in range(begin, end, TILE_ROWS)]
         if start == 0:
             return _Context(slice(begin, end), None, tiles)
-        blocks = step.block_tables[index, first : (length - 1) // self.block + 1].astype(np.int64)
+        column = np.arange(count)
+        column[sinks:] += skipped
+        blocks = step.block_tables[index, column].astype(np.int64)
         return _Context(slice(begin, end), self._pages(blocks[None])[0], tiles)
 
-    def _plan_tile(self, row, end, row_to_position, first_key, window):
-        """Rows row .. end - 1 of the packed step; keys are counted from position `first_key`."""
-        position, behind = row + row_to_position, None
-        seen_from = max(position - window + 1, 0) if window else 0
-        if window and end + row_to_position > window:
-            # Row i sees keys from position + i - window + 1 on.
-            lead = seen_from - (position - window + 1)
-            width = min(end - row, end + row_to_position - seen_from)
-            behind = torch.full((end - row, width), -torch.inf, dtype=self.dtype, device=self.device).tril_(-1 - lead)
-        return _Tile(slice(row, end), slice(seen_from - first_key, end + row_to_position - first_key), behind)
+    def _plan_tile(self, row, end, row_to_position, missing, window):
+        """Rows row .. end - 1 of the packed step; `missing` keys between the sinks and the windows are not there."""
+        first, stop = row + row_to_position, end + row_to_position                    # positions
+        if window and first - window + 1 > self.sink:
+            # A gap behind the sinks, and each row sees one key of the first less than the row before it.
+            keys, behind = slice(first - window + 1 - missing, stop - missing), self._behind[: end - row, : end - row]
+            return _Tile(slice(row, end), self.sink, keys, behind)
+        behind = None
+        if window and stop - window > self.sink:
+            key = torch.arange(stop - window, device=self.device)
+            outside = (key <= torch.arange(first, stop, device=self.device)[:, None] - window) & (key >= self.sink)
+            behind = torch.zeros(outside.shape, dtype=self.dtype, device=self.device).masked_fill_(outside, -torch.inf)
+        return _Tile(slice(row, end), 0, slice(stop), behind)
 
-    def _plan_group(self, step, members, lengths, first_block, num_blocks, window):
-        lengths, first, count = lengths[members], first_block[members], num_blocks[members]
+    def _plan_group(self, step, members, lengths, seen, window):
+        lengths = lengths[members, None]
+        sinks, skipped, count = (array[members, None] for array in seen)
         place = np.arange(count.max())
+        column = place + skipped * (place >= sinks)
         # Padding repeats the sequence's own last block: whatever a neighbour's block holds must not come near.
-        column = first[:, None] + np.minimum(place, count[:, None] - 1)
-        blocks = step.block_tables[(step.num_contexts + members)[:, None], column].astype(np.int64)
+        own = np.minimum(column, (lengths - 1) // self.block)
+        blocks = step.block_tables[(step.num_contexts + members)[:, None], own].astype(np.int64)
 
-        key_position = first[:, None] * self.block + np.arange(len(place) * self.block)
-        visible = key_position < lengths[:, None]
+        key_position = (column[:, :, None] * self.block + np.arange(self.block)).reshape(len(members), -1)
+        visible = key_position < lengths
         if window:
-            visible &= key_position >= lengths[:, None] - window
+            visible &= (key_position >= lengths - window) | (key_position < self.sink)
         mask = np.where(visible, np.float32(0), np.float32(-np.inf)).repeat(self.kv_heads, axis=0)[:, None]
 
         rows = step.num_context_tokens + members
@@ -223,6 +239,12 @@ class TorchPagedAttention:
 
     def _upload(self, array):
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _seen(whole: torch.Tensor, tile: _Tile) -> torch.Tensor:
+    """Keys or values [heads, n, D] of a sequence -> those a tile sees."""
+    seen = whole[:, tile.keys]
+    return torch.cat([whole[:, : tile.sinks], seen], dim=1) if tile.sinks else seen
 
 
 def _neighbours(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from .interface import HeadLayout, PackedStep, RotaryTable
 
 
 class TritonPagedAttention:
-    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
+    """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]; `sink` as in windows.py.
 
     A step's integers go to the device in one copy into one buffer that stays where it is: a step of the same numbers of
     tokens, sequences and table columns finds every array at the same address.
@@ -19,12 +19,12 @@ class TritonPagedAttention:
 
     dispatch = "triton"
 
-    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor) -> None:
+    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0) -> None:
         assert kv_pool.is_contiguous()
         assert (kv_pool.shape[1], kv_pool.shape[3], kv_pool.shape[5]) == (
             spec.num_layers, spec.num_kv_heads, spec.head_size)
         self.scale = spec.head_size**-0.5
-        self.windows = spec.windows
+        self.windows, self.sink = spec.windows, sink
         self.layer_pools = kv_pool.unbind(1)                       # [N, 2, kv heads, B, D] each
         self.tile_rows = context_tile_rows(spec.head_size, kv_pool.element_size())
         self._buffer = torch.empty(0, dtype=torch.int32, device=kv_pool.device)
@@ -51,10 +51,11 @@ class TritonPagedAttention:
         contexts, split = self._contexts, self._context_tokens
         if contexts:
             paged_attention_context(query, pool, self._block_tables[:contexts], self._query_starts,
-                                    self._kv_lengths[:contexts], self._work_list, self.scale, window, out=result)
+                                    self._kv_lengths[:contexts], self._work_list, self.scale, window, out=result,
+                                    sink=self.sink)
         if split < len(query):
             paged_attention_decode(query[split:], pool, self._block_tables[contexts:], self._kv_lengths[contexts:],
-                                   self.scale, window, out=result[split:])
+                                   self.scale, window, out=result[split:], sink=self.sink)
         return result.flatten(1)
 
     def _upload(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:

@@ -8,8 +8,9 @@ from ..handover import BlockTableUpdates, ScheduledBatch
 class BlockTables:
     """Block ids in order, one row per slot; grows by doubling when a larger slot or a longer table arrives.
 
-    rows     [slots, max_blocks] int32; entries past a sequence's own are stale and hold some valid id
-    mapped   [slots] int32: leading entries of each row that belong to the sequence in the slot
+    rows     [slots, max_blocks] int32; entries past a sequence's own are stale, and so are those of blocks that it gave
+             back because they left its window: any id, or -1
+    mapped   [slots] int32: leading entries of each row that belong, or did, to the sequence in the slot
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:

@@ -1,5 +1,6 @@
 """The backend that runs a loaded checkpoint with this package's own models, attention and decoding."""
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import torch
 
 from ..attention.interface import Attention
 from ..attention.registry import make_attention
+from ..attention.windows import effective_windows
 from ..config import TrtGptModelOptionalParams
 from ..decoding.decoder import GptDecoder
 from ..errors import ConfigError, InsufficientMemoryError
@@ -56,6 +58,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
 
     layout      how a step is cut into calls of the model, one of layouts.py
     num_slots   sequences to hold state for; more are taken as they come
+    attention_factory   (spec, kv_pool) -> Attention; spec.windows are those in force, the model's or the configured
+                        ones. With sink tokens also `sink=`, so that one who knows none fails here, not in the mask
     Raises      ConfigError and its subclasses; nothing is left behind then
     """
     for name in ("cuda_graphs", "deterministic"):
@@ -91,7 +95,9 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
 
     with torch.inference_mode():
         pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
-        attention = (attention_factory or make_attention)(spec, pool)
+        windows, sink = effective_windows(spec.windows, kv.max_attention_window, kv.sink_token_length, max_seq_len)
+        attention = (attention_factory or make_attention)(
+            dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}))
     backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
                             num_threads=params.num_threads)
     try:

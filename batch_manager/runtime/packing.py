@@ -45,7 +45,7 @@ def padding(step: PackedStep, num_places: int) -> Padding | None:
 def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
     """Where every token of the batch belongs. `tables` must have been updated with the batch.
 
-    Raises   AssertionError where a position lies outside the blocks of its sequence
+    Raises   AssertionError where a token has no block. The blocks of tokens written before may be gone.
     """
     if not batch.context:
         return _pack_generation(batch.generation, tables, tokens_per_block)
@@ -110,6 +110,7 @@ def _pool_slots(tables: BlockTables, slots: np.ndarray, positions: np.ndarray, t
     pool_slots = tables.rows[slots, positions // tokens_per_block].astype(np.int64)
     pool_slots *= tokens_per_block
     pool_slots += positions % tokens_per_block
+    assert pool_slots.min() >= 0, "a token's block was given back before the token was written"
     return pool_slots
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..attention.windows import blocks_seen
 from ..errors import InternalError
 from ..handover import END_ID, RowFailure, ScheduledBatch, SlotSetup, StepOutput
 from ..names import ErrorCode
@@ -39,18 +40,23 @@ class ScriptedBackend:
                 return failures to plant. A planted NON_FINITE_LOGITS also leaves the blocks the step wrote poisoned:
                 whoever has one of them in his table fails too, until `clear_blocks`
     on_finish   (batch) the same inside `finish`
+    window, sink   what the hash sees of the history, as in attention/windows.py. It is then read back in every step,
+                verify or not, and blocks may be given back as they leave the window. A script sees all: not with these
     verify      read the whole history back in every step and check the batch; without, the hash is carried along per
                 slot, nothing is checked and a step that succeeded cannot be run again: for measuring the host
     """
 
     def __init__(self, *, vocab_size: int = 1000, max_seq_len: int = 1024, num_blocks: int = 256,
                  tokens_per_block: int = 8, num_slots: int = 16, key: int = 0, script: Script | None = None,
-                 on_step: StepHook | None = None, on_finish: StepHook | None = None, verify: bool = True) -> None:
+                 on_step: StepHook | None = None, on_finish: StepHook | None = None, verify: bool = True,
+                 window: int | None = None, sink: int = 0) -> None:
+        assert script is None or window is None
         self.info = BackendInfo(vocab_size=vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
                                 tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
                                 device="none", dtype="int32")
         self.key, self.script, self.verify = key & WORD, script, verify
         self.on_step, self.on_finish = on_step, on_finish
+        self.window, self.sink = window, sink
         self.num_steps = 0
         self.closed = False
         self._pool = np.full(num_blocks * tokens_per_block, UNWRITTEN, np.int32)
@@ -111,17 +117,17 @@ class ScriptedBackend:
                  random_seed: int | None = None) -> list[int]:
         """What this backend must generate for a prompt; see `expected_tokens`."""
         return self.expected_tokens(prompt, count, vocab_size=self.info.vocab_size, key=self.key, end_id=end_id,
-                                    random_seed=random_seed)
+                                    random_seed=random_seed, window=self.window, sink=self.sink)
 
     @staticmethod
     def expected_tokens(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0, end_id: int = -1,
-                        random_seed: int | None = None) -> list[int]:
+                        random_seed: int | None = None, window: int | None = None, sink: int = 0) -> list[int]:
         """The oracle: up to `count` tokens after `prompt`, without the end id, in plain integers.
 
         random_seed   of a request that samples; None: a greedy one
         """
         return [token for token, _ in expected_draws(prompt, count, vocab_size=vocab_size, key=key, end_id=end_id,
-                                                     random_seed=random_seed)]
+                                                     random_seed=random_seed, window=window, sink=sink)]
 
     # one step
 
@@ -159,8 +165,8 @@ class ScriptedBackend:
         return _Layout(slots, starts, counts, tokens, positions, owners, pool_slots)
 
     def _sums(self, batch: ScheduledBatch, step: "_Layout") -> np.ndarray:
-        """Per sequence, the sum of the terms of its history, this step's tokens included."""
-        if self.verify:
+        """Per sequence, the sum of the terms of what its last token sees, that token included."""
+        if self.verify or self.window is not None:
             return self._read_back(step.slots, step.starts + step.counts)
         terms = self._terms(step.positions, step.tokens)
         if step.owners is not None:
@@ -172,15 +178,20 @@ class ScriptedBackend:
         return before + terms
 
     def _read_back(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Sum of the terms of the first `lengths` tokens of each slot, as they stand in the pool."""
-        size = self.info.tokens_per_block
-        ends = np.cumsum(lengths)
-        owners = np.repeat(np.arange(len(slots)), lengths)
-        positions = np.arange(len(owners)) - (ends - lengths)[owners]
-        tokens = self._pool[self._tables.rows[slots[owners], positions // size] * size + positions % size]
+        """Sum of the terms of what the last of `lengths` tokens of each slot sees, as they stand in the pool."""
         if not len(slots):
             return np.empty(0, np.uint64)
-        return np.add.reduceat(self._terms(positions, tokens), ends - lengths)
+        size = self.info.tokens_per_block
+        starts = np.cumsum(lengths) - lengths
+        owners = np.repeat(np.arange(len(slots)), lengths)
+        positions = np.arange(len(owners)) - starts[owners]
+        if self.window is not None:
+            seen = (positions >= lengths[owners] - self.window) | (positions < self.sink)
+            owners, positions = owners[seen], positions[seen]
+            counts = np.bincount(owners)
+            starts = np.cumsum(counts) - counts
+        tokens = self._pool[self._tables.rows[slots[owners], positions // size] * size + positions % size]
+        return np.add.reduceat(self._terms(positions, tokens), starts)
 
     def _terms(self, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         term = (positions + 1).astype(np.uint64)
@@ -249,9 +260,13 @@ class ScriptedBackend:
         for row, work in enumerate(batch.context):
             begin, stop = stop, stop + len(work.token_ids)
             if self._state["context_logits"][work.slot]:
-                terms = self._terms(step.positions[begin:stop], step.tokens[begin:stop])
-                before = sums[row: row + 1] - terms.sum(keepdims=True)
-                prefixes = before + np.cumsum(terms)
+                positions = step.positions[begin:stop]
+                if self.window is None:
+                    terms = self._terms(positions, step.tokens[begin:stop])
+                    before = sums[row: row + 1] - terms.sum(keepdims=True)
+                    prefixes = before + np.cumsum(terms)
+                else:
+                    prefixes = self._read_back(np.full(len(positions), work.slot), positions + 1)
                 draws = np.full(len(prefixes), self._state["draw"][work.slot])
                 logits[work.slot] = self._logits(self._next_tokens(self._words(prefixes, draws)))
         return logits
@@ -270,9 +285,11 @@ class ScriptedBackend:
 
     def _poisoned_rows(self, step: "_Layout") -> dict[int, RowFailure]:
         failures = {}
-        blocks = -(-(step.starts + step.counts) // self.info.tokens_per_block)
-        for row, slot in enumerate(step.slots.tolist()):
-            if self._poisoned[self._tables.rows[slot, : blocks[row]]].any():
+        seen = blocks_seen(step.starts, step.starts + step.counts, self.info.tokens_per_block, self.window, self.sink)
+        for slot, sinks, skipped, count in zip(step.slots.tolist(), *seen):
+            columns = np.arange(count)
+            columns[sinks:] += skipped
+            if self._poisoned[self._tables.rows[slot, columns]].any():
                 failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, "a KV cache block holds non-finite values")
         return failures
 
@@ -338,11 +355,19 @@ SLOT_STATE = np.dtype([
 
 
 def expected_draws(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0, end_id: int = -1,
-                   random_seed: int | None = None) -> list[tuple[int, float]]:
+                   random_seed: int | None = None, window: int | None = None,
+                   sink: int = 0) -> list[tuple[int, float]]:
     """Up to `count` pairs (token, log-prob) after `prompt`, computed one token at a time."""
-    history_sum = 0
-    for position, token in enumerate(prompt):
-        history_sum += _mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR)
+    terms: list[int] = []
+
+    def seen_with(token: int) -> int:
+        """What comes into the sum with the next token, less what leaves it."""
+        position = len(terms)
+        terms.append(_mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR))
+        leaves = window is not None and position - window >= sink
+        return terms[position] - (terms[position - window] if leaves else 0)
+
+    history_sum = sum(map(seen_with, prompt))
     draw = 0 if random_seed is None else _mix(random_seed ^ POSITION_FACTOR)
 
     draws: list[tuple[int, float]] = []
@@ -351,9 +376,8 @@ def expected_draws(prompt: Sequence[int], count: int, *, vocab_size: int = 1000,
         token = (word >> 16) % vocab_size
         if token == end_id:
             break
-        position = len(prompt) + len(draws)
         draws.append((token, -(word & 0xFFFF) / 4096))
-        history_sum += _mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR)
+        history_sum += seen_with(token)
     return draws
 
 

@@ -20,6 +20,7 @@ class Layout:
     windows: tuple
     dtype: torch.dtype = torch.float32
     tokens_per_block: int = 16
+    sink: int = 0
 
     @property
     def num_layers(self):
@@ -63,6 +64,25 @@ def make_step(contexts, generation, num_blocks, tokens_per_block, consecutive=Fa
         block_tables=tables, num_contexts=len(contexts), logits_rows=(starts[1:] - 1).astype(np.int64))
 
 
+def give_back(layout, step, pools, stale=-1):
+    """Blocks that left every layer's window: NaN in all pools, and entries that say `stale`, or still name them (None).
+
+    Returns how many those are.
+    """
+    size, given_back = layout.tokens_per_block, 0
+    for row, (begin, length) in enumerate(zip(step.query_starts, step.kv_lengths)):
+        first_position = length - (step.query_starts[row + 1] - begin)
+        for index in range(-(-layout.sink // size), max(first_position - max(layout.windows) + 1, 0) // size):
+            for pool in pools:
+                pool[step.block_tables[row, index]] = torch.nan
+            if stale is not None:
+                step.block_tables[row, index] = stale
+            given_back += 1
+        if stale is not None:
+            step.block_tables[row, -(-length // size) :] = stale               # past the sequence's own
+    return given_back
+
+
 def oracle(layout, pool, layer, step, query, key, value, rotary):
     """The layer's result by the oracles; writes the pool."""
     view, scale, window = pool[:, layer], layout.head_size**-0.5, layout.windows[layer]
@@ -73,9 +93,9 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
     split, contexts = step.num_context_tokens, step.num_contexts
     result = torch.empty_like(query)
     paged_attention_context(query, view, tables[:contexts], torch.from_numpy(step.query_starts[: contexts + 1]),
-                            lengths[:contexts], None, scale, window, out=result)
+                            lengths[:contexts], None, scale, window, out=result, sink=layout.sink)
     paged_attention_decode(query[split:], view, tables[contexts:], lengths[contexts:], scale, window,
-                           out=result[split:])
+                           out=result[split:], sink=layout.sink)
     return result.flatten(1)
 
 
@@ -87,6 +107,11 @@ def layout():
 @pytest.fixture
 def step_of():
     return make_step
+
+
+@pytest.fixture
+def without_what_left():
+    return give_back
 
 
 @pytest.fixture

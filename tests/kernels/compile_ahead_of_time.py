@@ -74,21 +74,22 @@ def pool(num_kv_heads, head_size, tokens_per_block=64):
     return tensor(1000, 4, 2, num_kv_heads, tokens_per_block, head_size)[:, 1]
 
 
-def decode(head_size, group, splits, num_kv_heads=8, window=None, tokens_per_block=64):
+def decode(head_size, group, splits, num_kv_heads=8, window=None, tokens_per_block=64, sink=0):
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
 
     paged_attention_decode(
         tensor(32, group * num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
-        integers(256, 64), integers(32), 0.1, window=window, slots=integers(32), splits=splits,
+        integers(256, 64), integers(32), 0.1, window=window, slots=integers(32), splits=splits, sink=sink,
     )
 
 
-def context(head_size, group, num_kv_heads=8, window=None):
+def context(head_size, group, num_kv_heads=8, window=None, sink=0):
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
 
     paged_attention_context(
         tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size), integers(256, 64),
         integers(5), integers(4), integers(32, 2), 0.1, window=window, slots=integers(4),
+        sink=sink,
     )
 
 
@@ -133,9 +134,13 @@ CASES = {
     "decode D128 G4 split": lambda: decode(128, 4, splits=8),
     "decode D64 G3": lambda: decode(64, 3, splits=1, num_kv_heads=3),
     "decode D64 window split": lambda: decode(64, 4, splits=8, window=4096),
+    "decode D128 window sinks": lambda: decode(128, 4, splits=1, window=4096, sink=4),
+    "decode D64 window sinks split": lambda: decode(64, 4, splits=8, window=4096, sink=4),
     "context D128": lambda: context(128, 4),
     "context D64": lambda: context(64, 3, num_kv_heads=3),
     "context D64 window": lambda: context(64, 4, window=4096),
+    "context D128 window sinks": lambda: context(128, 4, window=4096, sink=4),
+    "context D64 window sinks": lambda: context(64, 4, window=4096, sink=4),
     "rope D128": lambda: rope(128, 4),
     "norms 4096": lambda: norms(4096),
     "activations": activations,

@@ -173,6 +173,7 @@ class PagedCache:
 
     pool           [N, 2, HK, B, D]: the second layer's view, strided
     block_table    [sequences, max_blocks] int32, pages in random order; unused entries name a page of NaN
+    contents       of each sequence, [2, HK, length, D]: its keys and values as they lie in the pool
     """
 
     def __init__(self, random, kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype):
@@ -184,6 +185,7 @@ class PagedCache:
         self.pool = whole[:, 1]
         free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()        # page 0 stays NaN
         self.block_table = torch.zeros(len(kv_lengths), max(num_pages) + 2, dtype=torch.int32)
+        self.contents = []
         for sequence, (length, pages) in enumerate(zip(kv_lengths, num_pages)):
             rows = torch.zeros(2, num_kv_heads, pages * tokens_per_block, head_size, dtype=dtype, device=DEVICE)
             rows[:, :, :length] = random(2, num_kv_heads, length, head_size, dtype=dtype)
@@ -191,8 +193,39 @@ class PagedCache:
                 block = free.pop()
                 self.block_table[sequence, page] = block
                 self.pool[block] = rows[:, :, page * tokens_per_block : (page + 1) * tokens_per_block]
+            self.contents.append(rows[:, :, :length])
         self.block_table = self.block_table.to(DEVICE)
         self.kv_lengths = torch.tensor(kv_lengths, dtype=torch.int32, device=DEVICE)
+
+    def give_back(self, sequence, first_position, window, sink):
+        """Take the pages away that no query from first_position on sees: their entries name a page of NaN, or nothing.
+
+        Returns how many that are.
+        """
+        tokens_per_block = self.pool.shape[3]
+        left = range(-(-sink // tokens_per_block), max(first_position - window + 1, 0) // tokens_per_block)
+        for page in left:
+            self.pool[self.block_table[sequence, page]] = torch.nan
+            self.block_table[sequence, page] = 0 if page % 2 else -(2**30)       # that many blocks before the pool
+        return len(left)
+
+
+@pytest.fixture
+def streaming_attention():
+    """streaming_attention(query [T, HQ, D], contents [2, HK, length, D], scale, window, sink): attention of the last T
+    tokens of a sequence under the mask of StreamingLLM, entry by entry."""
+
+    def attend(query, contents, scale, window, sink):
+        length, group = contents.shape[2], query.shape[1] // contents.shape[1]
+        out = torch.empty_like(query)
+        for row, position in enumerate(range(length - len(query), length)):
+            seen = [key for key in range(position + 1) if key > position - window or key < sink]
+            for head in range(query.shape[1]):
+                keys, values = contents[:, head // group, seen]
+                out[row, head] = (scale * (keys @ query[row, head])).softmax(0) @ values
+        return out
+
+    return attend
 
 
 @pytest.fixture

@@ -10,8 +10,11 @@ def check(assert_equals_oracle, paged_cache, random, integers):
     """check(query_lengths, kv_lengths, ...): kernel against oracle, with rows of other kinds behind the context's."""
 
     def run(query_lengths, kv_lengths, group=1, num_kv_heads=1, head_size=32, tokens_per_block=B,
-            dtype=torch.float32, window=None, padded_to=0):
+            dtype=torch.float32, window=None, padded_to=0, sink=0):
         cache = paged_cache(kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype)
+        if window:
+            for sequence, (new, length) in enumerate(zip(query_lengths, kv_lengths)):
+                cache.give_back(sequence, length - new, window, sink)
         num_rows = sum(query_lengths)
         query = random(num_rows + 3, group * num_kv_heads, head_size, dtype=dtype)
         query[num_rows:] = torch.nan                       # generation rows: neither read nor written
@@ -20,7 +23,7 @@ def check(assert_equals_oracle, paged_cache, random, integers):
         work_list = context_work_list(query_lengths, kv_lengths, tile_rows, padded_to).to(query.device)
         return assert_equals_oracle(
             "paged_attention_context", query, cache.pool, cache.block_table, integers(cu_seqlens), cache.kv_lengths,
-            work_list, head_size**-0.5, window=window, out=torch.full_like(query, torch.nan),
+            work_list, head_size**-0.5, window=window, out=torch.full_like(query, torch.nan), sink=sink,
             roundings=2, reduction=head_size + max(kv_lengths), dtype=dtype,
         )
 
@@ -44,6 +47,37 @@ def test_several_tiles_of_query_rows(check):
 @pytest.mark.parametrize("window", [1, 5, B, 3 * B, 50, 1000])
 def test_window(check, window):
     check([40, 40, 3], [40, 75, 60], window=window)
+
+
+@pytest.mark.parametrize("sink", [1, 4, B, B + 1])
+@pytest.mark.parametrize("window", [1, 20, 50])
+def test_sinks_stay_visible_and_pages_between_are_not_read(check, window, sink):
+    check([40, 40, 33, 3], [40, 75, 150, 100], window=window, sink=sink)
+
+
+def test_more_sinks_than_the_first_tiles_and_a_window_wider_than_a_tile(check, dtype):
+    check([75, 140], [200, 140], head_size=64, group=2, tokens_per_block=128, window=70, sink=130, dtype=dtype)
+
+
+@pytest.mark.parametrize("sink", [0, 1, 4, B, B + 1])
+@pytest.mark.parametrize("window", [1, B, 20, 1000])
+def test_the_oracle_attends_under_the_streaming_mask(
+    run_oracle, streaming_attention, paged_cache, random, integers, window, sink
+):
+    cache = paged_cache([20, 60, 90], 2, 8, B, torch.float64)
+    lengths = [20, 7, 40]
+    query = random(67, 4, 8, dtype=torch.float64)
+    for sequence, new in enumerate(lengths):
+        cache.give_back(sequence, int(cache.kv_lengths[sequence]) - new, window, sink)
+    out = run_oracle(
+        "paged_attention_context", query, cache.pool, cache.block_table, integers([0, 20, 27, 67]), cache.kv_lengths,
+        None, 0.3, window=window, sink=sink,
+    )
+    expected = torch.cat(
+        [streaming_attention(rows, contents, 0.3, window, sink)
+         for rows, contents in zip(query.split(lengths), cache.contents)]
+    )
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("head_size", [16, 64, 80, 128, 256])

@@ -41,6 +41,63 @@ def test_pages_outside_the_window_are_not_read(assert_equals_oracle, paged_cache
     )
 
 
+@pytest.mark.parametrize("sink", [0, 1, 4, B, B + 1])
+@pytest.mark.parametrize("window", [1, B, 20, 1000])
+def test_the_oracle_attends_under_the_streaming_mask(
+    run_oracle, streaming_attention, paged_cache, random, window, sink
+):
+    cache = paged_cache([1, 20, 3 * B, 90], 2, 8, B, torch.float64)
+    query = random(4, 4, 8, dtype=torch.float64)
+    for sequence, length in enumerate(cache.kv_lengths.tolist()):
+        cache.give_back(sequence, length - 1, window, sink)
+    out = run_oracle(
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, 0.3, window=window, sink=sink
+    )
+    expected = torch.stack(
+        [streaming_attention(query[i : i + 1], cache.contents[i], 0.3, window, sink)[0] for i in range(4)]
+    )
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("sink", [1, 4, B, B + 1])
+@pytest.mark.parametrize("window", [1, B, 20])
+def test_sinks_stay_visible_and_pages_between_are_not_read(
+    assert_equals_oracle, paged_cache, random, window, sink, splits
+):
+    cache = paged_cache([3, B + 2, 3 * B, 90, 150], 1, 32, B, torch.float32)
+    given_back = [
+        cache.give_back(sequence, length - 1, window, sink) for sequence, length in enumerate(cache.kv_lengths.tolist())
+    ]
+    assert given_back[-1] >= 6
+    query = random(5, 4, 32)
+    out = assert_equals_oracle(
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, 0.2, window=window,
+        out=nan_like(query), splits=splits, sink=sink, roundings=2, reduction=32 + 90, dtype=torch.float32,
+    )
+    assert out.isfinite().all()
+
+
+def test_sinks_in_half_precision_and_through_slots(assert_equals_oracle, paged_cache, random, integers, dtype):
+    cache = paged_cache([70, 200], 2, 64, 32, dtype)
+    for sequence, length in enumerate([70, 200]):
+        cache.give_back(sequence, length - 1, 40, 33)
+    slots = integers([1, 0])
+    assert_equals_oracle(
+        "paged_attention_decode", random(2, 6, 64, dtype=dtype), cache.pool, cache.block_table,
+        cache.kv_lengths[slots.long()], 0.1, window=40, slots=slots, splits=2, sink=33,
+        roundings=2, reduction=64 + 73, dtype=dtype,
+    )
+
+
+def test_sinks_without_a_window_mean_nothing(run_kernel, run_oracle, paged_cache, random):
+    cache = paged_cache([40], 1, 32, B, torch.float32)
+    arguments = random(1, 2, 32), cache.pool, cache.block_table, cache.kv_lengths, 0.2
+    for run in (run_kernel, run_oracle):
+        out = [run("paged_attention_decode", *arguments, splits=1, sink=sink) for sink in (0, 4)]
+        assert torch.equal(*out)
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_padding_rows_are_zero_and_read_nothing(assert_equals_oracle, paged_cache, random, integers, splits):
     cache = paged_cache([20, 1, 40], 1, 32, B, torch.float32)

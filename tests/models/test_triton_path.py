@@ -1,5 +1,9 @@
-"""The same models through the Triton kernels, in triton's interpreter, in a process of its own."""
+"""The same models through the Triton kernels, in triton's interpreter, in a process of its own.
 
+The first one a second time, with another window and with sinks, which transformers does not have.
+"""
+
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,22 +12,29 @@ import sys
 import pytest
 import torch
 
+from batch_manager.attention.registry import make_attention
+
 FAMILIES = [
     ("Mistral", {"num_hidden_layers": 1, "sliding_window": 11}),
     ("Qwen3", {"num_hidden_layers": 1, "head_dim": 16}),
     ("GPT2", {"n_layer": 1}),
 ]
+WINDOW, SINK = 6, 3
 SCRIPT = """
-import importlib.util, json, sys
+import dataclasses, importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("helpers", sys.argv[1])
 helpers = sys.modules["helpers"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(helpers)
 from batch_manager.attention.registry import make_attention
 
-first, second = json.loads(sys.argv[2])
-for folder in sys.argv[3:]:
+first, second, window, sink = json.loads(sys.argv[2])
+
+def with_sinks(spec, pool):
+    return make_attention(dataclasses.replace(spec, windows=(window,) * spec.num_layers), pool, sink)
+
+for folder, attention_class in [(sys.argv[3], with_sinks), *((folder, make_attention) for folder in sys.argv[3:])]:
     run = helpers.Driver(helpers.load_model(folder, device="cpu", dtype="float32"), shuffled=True,
-                         attention_class=make_attention)
+                         attention_class=attention_class)
     assert run.attention.dispatch == "triton"
     logits = [run.run([(0, first[:16], False), (1, second, True)]), run.run([(0, first[16:], True)], [(1, 5)]),
               run.run([], [(0, 6), (1, 7)])]
@@ -31,19 +42,27 @@ for folder in sys.argv[3:]:
 """
 
 
-def test_the_kernels_give_the_logits_of_transformers(reference, prompts):
+def test_the_kernels_give_the_logits_of_transformers(reference, prompts, driver):
     pytest.importorskip("triton", reason="triton is not installed")
     made = [reference(family, **options) for family, options in FAMILIES]
     first, second = prompts([20, 3])
     helpers = os.path.join(os.path.dirname(__file__), "conftest.py")
+    numbers = json.dumps([first, second, WINDOW, SINK])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, helpers, json.dumps([first, second]), *(str(folder) for _, folder in made)],
+        [sys.executable, "-c", SCRIPT, helpers, numbers, *(str(folder) for _, folder in made)],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
         timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
+    def with_sinks(spec, pool):
+        return make_attention(dataclasses.replace(spec, windows=(WINDOW,) * spec.num_layers), pool, SINK)
+
     sequences = [second, first, [*second, 5], [*first, 6], [*second, 5, 7]]
-    for (model, _), line in zip(made, done.stdout.splitlines(), strict=True):
+    sinks, *lines = done.stdout.splitlines()
+    expected = torch.cat([driver(made[0][1], attention_class=with_sinks).run([(0, tokens, True)])
+                          for tokens in sequences])
+    torch.testing.assert_close(torch.tensor(json.loads(sinks)), expected, atol=1e-4, rtol=0)
+    for (model, _), line in zip(made, lines, strict=True):
         with torch.inference_mode():
             expected = torch.stack([model(torch.tensor([tokens])).logits[0, -1] for tokens in sequences])
         torch.testing.assert_close(torch.tensor(json.loads(line)), expected, atol=1e-4, rtol=0)

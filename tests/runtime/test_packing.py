@@ -86,6 +86,28 @@ def test_a_position_outside_the_mapped_blocks_is_an_assertion():
         pack(ScheduledBatch(iteration=0, generation=generation([(0, 16)])), tables, 8)
 
 
+@pytest.mark.parametrize("stale", [-1, 5])
+def test_entries_of_blocks_behind_a_window_do_not_matter(stale):
+    tables = BlockTables(2, 4)
+    tables.update(ScheduledBatch(iteration=0, block_table_updates=updates({0: [1, 2, 3], 1: [4]})))
+    tables.update(ScheduledBatch(iteration=1, block_table_updates=updates({0: [stale, stale]})))
+    assert tables.mapped.tolist() == [3, 1]
+    both = ScheduledBatch(iteration=1, context=(context(1, [7, 7], 2, True),), generation=generation([(0, 17)]))
+    for batch in (both, both.part(1, 2)):
+        step = pack(batch, tables, 8)
+        assert step.pool_slots[-1] == 3 * 8 + 1
+        assert step.block_tables[-1].tolist() == [stale, stale, 3]
+
+
+def test_a_token_whose_own_block_is_gone_is_an_assertion():
+    tables = BlockTables(1, 4)
+    tables.update(ScheduledBatch(iteration=0, block_table_updates=updates({0: [1, -1]})))
+    for batch in (ScheduledBatch(iteration=0, generation=generation([(0, 9)])),
+                  ScheduledBatch(iteration=0, context=(context(0, [1, 2], 8, True),))):
+        with pytest.raises(AssertionError, match="given back"):
+            pack(batch, tables, 8)
+
+
 def test_the_blocks_of_a_slot_end_with_its_sequence():
     tables = BlockTables(1, 4)
     tables.update(ScheduledBatch(iteration=0, block_table_updates=updates({0: [1, 2, 3]})))

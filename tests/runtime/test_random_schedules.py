@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
@@ -27,13 +28,17 @@ class Sequence:
 
 
 class Schedule:
-    """Runs sequences on a backend in a random order: chunks, batches, pauses, steps that fail and are run in parts."""
+    """Runs sequences on a backend in a random order: chunks, batches, pauses, steps that fail and are run in parts.
 
-    def __init__(self, backend, sequences, seed):
+    With a window, blocks are taken back as they leave it, are full of NaN then, and soon somebody else's.
+    """
+
+    def __init__(self, backend, sequences, seed, window=None, sink=0):
         self.backend, self.waiting, self.running = backend, list(sequences), []
         self.random = np.random.default_rng(seed)
         self.free_slots, self.free_blocks = list(range(SLOTS)), list(range(BLOCKS))
-        self.pauses = self.reruns = 0
+        self.window, self.sink, self.runs_twice = window, sink, True
+        self.pauses = self.reruns = self.taken_back = 0
 
     def run(self):
         while self.waiting or self.running:
@@ -43,6 +48,8 @@ class Schedule:
             if batch.num_sequences:
                 for part in self.launches(batch):
                     self.take(self.backend.start(part).finish())
+                if self.window:
+                    self.take_back()
 
     def admit(self):
         while self.waiting and self.free_slots and self.random.random() < 0.7:
@@ -60,7 +67,7 @@ class Schedule:
     def release(self, sequence, pause):
         self.running.remove(sequence)
         self.free_slots.append(sequence.slot)
-        self.free_blocks += sequence.blocks
+        self.free_blocks += [block for block in sequence.blocks if block is not None]
         sequence.slot, sequence.blocks = None, []
         if pause:
             self.waiting.append(sequence)
@@ -97,13 +104,15 @@ class Schedule:
         first = len(sequence.blocks)
         for _ in range(missing):
             sequence.blocks.append(self.free_blocks.pop(self.random.integers(len(self.free_blocks))))
+            if self.window:
+                self.backend.clear_blocks(sequence.blocks[-1:])
         # Without a setup the device has the entries from before; with one it has none.
         begin = 0 if sequence.computed == 0 else first
         return [(sequence.slot, index, sequence.blocks[index]) for index in range(begin, len(sequence.blocks))]
 
     def launches(self, batch):
         count = batch.num_sequences
-        if count > 1 and self.random.random() < 0.2:                # as after a raise: all of it, then in parts
+        if self.runs_twice and count > 1 and self.random.random() < 0.2:     # as after a raise: all, then in parts
             self.backend.start(batch).finish()
             self.reruns += 1
             middle = int(self.random.integers(1, count))
@@ -124,6 +133,19 @@ class Schedule:
             if len(sequence.generated) == sequence.count:
                 self.release(sequence, pause=False)
 
+    def take_back(self):
+        for sequence in self.running:
+            for index in range(-(-self.sink // SIZE), max(sequence.computed - self.window + 1, 0) // SIZE):
+                if sequence.blocks[index] is not None:
+                    if isinstance(self.backend, ScriptedBackend):
+                        self.backend.poison_blocks(sequence.blocks[index : index + 1])
+                    else:
+                        with torch.inference_mode():
+                            self.backend._pool[sequence.blocks[index]] = torch.nan
+                    self.free_blocks.append(sequence.blocks[index])
+                    sequence.blocks[index] = None
+                    self.taken_back += 1
+
     def by_slot(self, slot):
         return next(sequence for sequence in self.running if sequence.slot == slot)
 
@@ -137,12 +159,36 @@ def sequences_of(count, seed):
                      setups[i % len(setups)]) for i in range(count)]
 
 
-def alone(backend, sequence):
+def alone(backend, sequence, *mask):
     single = Sequence(sequence.prompt, sequence.count, sequence.setup)
-    schedule = Schedule(backend, [single], seed=0)
+    schedule = Schedule(backend, [single], 0, *mask)
     schedule.pause_somebody = lambda: None
     schedule.run()
     return single.generated
+
+
+def check_against_the_hash(backend, sequences):
+    for sequence in sequences:
+        greedy = sequence.setup.top_k == 1 or (sequence.setup.top_k == 0 and sequence.setup.top_p == 0)
+        assert sequence.generated == backend.expected(
+            sequence.prompt, sequence.count, random_seed=None if greedy else sequence.setup.random_seed)
+
+
+MASKS = pytest.mark.parametrize("mask", [(), (10, 0), (13, 3), (16, 9)], ids=["all", "window", "sinks", "more sinks"])
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "carried along"])
+@MASKS
+@pytest.mark.parametrize("seed", range(5))
+def test_on_the_scripted_backend_under_a_window(seed, mask, verify):
+    backend = ScriptedBackend(vocab_size=VOCAB, max_seq_len=MAX_LENGTH, num_blocks=BLOCKS, tokens_per_block=SIZE,
+                              num_slots=2, key=seed, verify=verify, **dict(zip(("window", "sink"), mask)))
+    sequences = sequences_of(25, seed)
+    schedule = Schedule(backend, sequences, seed, *mask)
+    schedule.runs_twice = verify
+    schedule.run()
+    assert bool(mask) == bool(schedule.taken_back)
+    check_against_the_hash(backend, sequences)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -153,19 +199,18 @@ def test_on_the_scripted_backend(seed):
     schedule = Schedule(backend, sequences, seed)
     schedule.run()
     assert schedule.pauses and schedule.reruns
-    for sequence in sequences:
-        greedy = sequence.setup.top_k == 1 or (sequence.setup.top_k == 0 and sequence.setup.top_p == 0)
-        assert sequence.generated == backend.expected(
-            sequence.prompt, sequence.count, random_seed=None if greedy else sequence.setup.random_seed)
+    check_against_the_hash(backend, sequences)
 
 
+@MASKS
 @pytest.mark.parametrize("layout", [layouts.fused, layouts.split, layouts.padded])
-def test_on_the_native_backend(checkpoint, layout):
-    params = TrtGptModelOptionalParams(
-        device="cpu", kv_cache_config=KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE))
+def test_on_the_native_backend(checkpoint, layout, mask):
+    kv = KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE,
+                       **dict(zip(("max_attention_window", "sink_token_length"), mask)))
+    params = TrtGptModelOptionalParams(device="cpu", kv_cache_config=kv)
     backend = build_native_backend(checkpoint[0], params, layout=layout, num_slots=2)
     sequences = sequences_of(25, seed=1)
-    schedule = Schedule(backend, sequences, seed=2)
+    schedule = Schedule(backend, sequences, 2, *mask)
     schedule.run()
-    assert schedule.pauses and schedule.reruns
-    assert [sequence.generated for sequence in sequences] == [alone(backend, sequence) for sequence in sequences]
+    assert schedule.pauses and schedule.reruns and bool(mask) == bool(schedule.taken_back)
+    assert [sequence.generated for sequence in sequences] == [alone(backend, sequence, *mask) for sequence in sequences]

@@ -135,6 +135,24 @@ def test_log_probs_and_logits_come_for_those_who_asked():
     assert run(backend, [context(2, [1])], tables={2: [2]}).log_probs is None
 
 
+def test_under_a_window_a_token_depends_on_what_it_sees_and_on_nothing_else():
+    backend = ScriptedBackend(vocab_size=30, tokens_per_block=4, window=5, sink=2)
+    prompt, other = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 0, 0, 0, 6, 7, 8, 9, 10]
+    assert backend.expected(prompt, 9) == backend.expected(other, 9) != ScriptedBackend.expected_tokens(
+        prompt, 9, vocab_size=30)
+    assert backend.expected(prompt, 9) != backend.expected([1, 0, *prompt[2:]], 9)
+
+    asked = SlotSetup(return_context_logits=True)
+    output = run(backend, [context(0, prompt, setup=asked)], tables={0: [5, 6, 7]})
+    assert output.context_logits[0].argmax(1).tolist() == [backend.expected(prompt[:n], 1)[0] for n in range(1, 11)]
+
+    backend.poison_blocks([6])                                    # the query at 12 sees 0, 1 and 8 to 12
+    texts = [run(backend, rows=[(0, length)]) for length in (10, 11)]
+    assert all(output.failures for output in texts)
+    output = run(backend, rows=[(0, 12)], tables={0: [5, -1, 7, 8]})
+    assert not output.failures and output.tokens.tolist() == backend.expected(prompt, 4)[3:]
+
+
 @pytest.mark.parametrize("hook", ["on_step", "on_finish"])
 def test_after_a_raise_the_halves_give_what_the_whole_would_have_given(hook):
     prompts = {0: [1, 2, 3], 1: [4, 5], 2: [6]}

@@ -1,12 +1,14 @@
 """Causal attention of each sequence's new tokens (a whole prompt or a chunk) over its pages.
 
     token r of sequence c stands at position p = kv_lengths[c] - query_length[c] + r
-    and sees the keys max(0, p - window + 1) .. p
+    and sees the keys k <= p with k > p - window or k < sink
 
 Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
             kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool; the new tokens' own keys and
                                                         values are already in it
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order
+            block_table              [rows, max_blocks] int32   pages of a sequence, in order. An entry whose page
+                                                        holds no visible key is not looked at: its block may have
+                                                        been given to somebody else.
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence after this step's tokens
             work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
@@ -15,16 +17,19 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
             slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
             out                      [T, HQ, D]   None: allocated
 Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+            sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
+            without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
+            and are not rotated again when tokens between them and the query have left the window.
 Mutates     out, only rows below cu_seqlens[C]: rows after them (generation, padding) are neither read nor written.
 Returns     out.
-Needs       every page that is mapped holds finite numbers in all its B tokens: the pool is zeroed once.
+Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
 """
 
 import torch
 
 
 def paged_attention_context(
-    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None
+    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0
 ):
     """Several query tokens per sequence; see the module's docstring for shapes."""
     num_heads, head_size = query.shape[1:]
@@ -36,15 +41,16 @@ def paged_attention_context(
     for sequence in range(len(kv_lengths)):
         begin, end, kv_length = int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1]), int(kv_lengths[sequence])
         row = sequence if slots is None else int(slots[sequence])
-        num_pages = -(-kv_length // tokens_per_block)
-        pages = kv_pool[block_table[row, :num_pages].long()].to(wide)             # [pages, 2, HK, B, D]
-        keys, values = pages.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_size)[:, :, :kv_length]
-
         query_position = torch.arange(kv_length - (end - begin), kv_length, device=query.device)[:, None]
         key_position = torch.arange(kv_length, device=query.device)[None, :]
         visible = key_position <= query_position
         if window:
-            visible &= key_position > query_position - window
+            visible &= (key_position > query_position - window) | (key_position < sink)
+
+        position = visible.any(0).nonzero()[:, 0]                                 # seen by one row at least
+        block, offset = block_table[row, position // tokens_per_block].long(), position % tokens_per_block
+        keys, values = (kv_pool[block, kind, :, offset].to(wide).transpose(0, 1) for kind in (0, 1))    # [HK, keys, D]
+        visible = visible[:, position]
 
         for head in range(num_heads):
             scores = scale * query[begin:end, head].to(wide) @ keys[head // group].T

@@ -1,27 +1,32 @@
 """Attention of one query token per sequence over that sequence's pages.
 
     out[s, h] = softmax(scale * query[s, h] . K[s, h // G]) V[s, h // G]
-    over the last `window` of the kv_lengths[s] keys of sequence s
+    over the keys k of sequence s with k > p - window or k < sink, where its query stands at p = kv_lengths[s] - 1
 
 Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads; heads contiguous
             kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order
+            block_table              [rows, max_blocks] int32   pages of a sequence, in order. An entry whose page
+                                                        holds no visible key is not looked at: its block may have
+                                                        been given to somebody else.
             kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
             slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
             out                      [S, HQ, D]   None: allocated; may be `query` itself
 Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+            sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
+            without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
+            and are not rotated again when tokens between them and the query have left the window.
             splits: parts a sequence's pages are cut into, None = chosen from the shapes. The result depends on it in
             the last bits only; pass a constant to get the same bits in every batch.
 Mutates     out. A row of length 0 is set to zero.
 Returns     out.
-Needs       every page that is mapped holds finite numbers in all its B tokens: the pool is zeroed once.
+Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
 """
 
 import torch
 
 
 def paged_attention_decode(
-    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None
+    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None, sink=0
 ):
     """One query token per sequence; see the module's docstring for shapes."""
     num_sequences, num_heads, head_size = query.shape
@@ -36,12 +41,13 @@ def paged_attention_decode(
             out[sequence] = 0
             continue
         row = sequence if slots is None else int(slots[sequence])
-        num_pages = -(-kv_length // tokens_per_block)
-        pages = kv_pool[block_table[row, :num_pages].long()].to(wide)             # [pages, 2, HK, B, D]
-        keys, values = pages.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_size)[:, :, :kv_length]
-        first = max(0, kv_length - window) if window else 0
+        position = torch.arange(kv_length, device=query.device)
+        if window:
+            position = position[(position >= kv_length - window) | (position < sink)]
+        block, offset = block_table[row, position // tokens_per_block].long(), position % tokens_per_block
+        keys, values = (kv_pool[block, kind, :, offset].to(wide).transpose(0, 1) for kind in (0, 1))    # [HK, keys, D]
 
         rows = query[sequence].to(wide).reshape(num_kv_heads, group, head_size)
-        scores = scale * rows @ keys[:, first:].transpose(1, 2)
-        out[sequence] = (scores.softmax(-1) @ values[:, first:]).reshape(num_heads, head_size).to(out.dtype)
+        scores = scale * rows @ keys.transpose(1, 2)
+        out[sequence] = (scores.softmax(-1) @ values).reshape(num_heads, head_size).to(out.dtype)
     return out
