@@ -52,7 +52,7 @@ class EvictionOrder:
         """The block that would be handed out next."""
         return next(iter(self), None)
 
-    def pop(self, wanted: int) -> list[int]:
+    def popitem(self, wanted: int = 1) -> list[int]:
         """The first blocks of the order; there must be as many."""
         taken: list[int] = []
         while len(taken) < wanted:

@@ -342,7 +342,7 @@ class KvCacheManager:
 
     def refresh(self) -> None:
         """Let retention priorities end whose time is over. Once per iteration is enough."""
-        self.pool.free.refresh()
+        self.pool.refresh()
 
     def _blocks_to_start(self, first_chunks: Sequence[LlmRequest], crossing_blocks: int) -> int:
         if self.cache is not None:
@@ -384,7 +384,7 @@ class KvCacheManager:
         taken = self.cache.take(blocks)
         owners = [self.sequences.owners[slot] for slot in crossing.tolist()]
         for request, block_id in zip((owner for owner in owners for _ in range(owner.beam_width)), taken, strict=True):
-            retain_generated(self.pool.free, request, block_id)
+            retain_generated(self.pool, request, block_id)
         return self.sequences.add_block_each(crossing, taken)
 
     def _leave_window(self, slots: np.ndarray) -> None:

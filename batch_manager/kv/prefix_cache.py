@@ -144,9 +144,9 @@ class PrefixCache:
         return taken
 
     def _moved_to_host(self, node: PrefixNode) -> bool:
-        if self.host.num_blocks == 0 or not self.pool.free.is_offloadable(node.block_id):
+        if self.host.num_blocks == 0 or not self.pool.is_offloadable(node.block_id):
             return False
-        priority = self.pool.free.priority(node.block_id)
+        priority = self.pool.priority(node.block_id)
         in_the_way = self.host.make_way(priority)
         if in_the_way is not None:
             self.evicted_blocks += self._lose(in_the_way)
@@ -162,7 +162,7 @@ class PrefixCache:
     def bring_back(self, node: PrefixNode) -> None:
         """Give the content of a host block a block of the pool again. The node must be pinned."""
         (block_id,) = self.take(1)
-        self.pool.free.set_priority(block_id, self.host.priority(node.host_id))
+        self.pool.set_priority(block_id, self.host.priority(node.host_id))
         self.copies.append(BlockCopy(node.host_id, block_id, len(node.key.tokens), from_host=True))
         self.host.drop(node.host_id)
         self.index.move(node, block_id, None)

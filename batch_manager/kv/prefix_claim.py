@@ -90,7 +90,7 @@ class PrefixClaim:
         found = len(block_ids)
         block_ids += self._take(total - 1 + beams - found)
 
-        retain_prompt(self._pool.free, request, block_ids, found, unit)
+        retain_prompt(self._pool, request, block_ids, found, unit)
         for block_id in block_ids[:total - 1] * (beams - 1):
             self._pool.share(block_id)
         self._cache.reused_blocks += found

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from ..requests.llm_request import LlmRequest, Retention, RetentionRange
 from .block_needs import ceil_div
-from .eviction import DEFAULT_PRIORITY, EvictionOrder
+from .block_pool import BlockPool
+from .eviction import DEFAULT_PRIORITY
 
 
 def ranges_of_blocks(retention: Retention, tokens_per_block: int, seq_len: int) -> list[RetentionRange | None]:
@@ -19,7 +20,7 @@ def priorities_of_blocks(retention: Retention, tokens_per_block: int, seq_len: i
     return [None if part is None else part.priority for part in ranges_of_blocks(retention, tokens_per_block, seq_len)]
 
 
-def retain_prompt(order: EvictionOrder, request: LlmRequest, block_ids: Sequence[int], found: int,
+def retain_prompt(pool: BlockPool, request: LlmRequest, block_ids: Sequence[int], found: int,
                   tokens_per_block: int) -> None:
     """Give the blocks of a prompt the priorities its request asks for.
 
@@ -27,21 +28,21 @@ def retain_prompt(order: EvictionOrder, request: LlmRequest, block_ids: Sequence
     """
     if request.retention is None:
         for block_id in block_ids[found:]:
-            order.set_priority(block_id, DEFAULT_PRIORITY)
+            pool.set_priority(block_id, DEFAULT_PRIORITY)
         return
     parts = ranges_of_blocks(request.retention, tokens_per_block, request.prompt_len)
     parts += [parts[-1]] * (len(block_ids) - len(parts))       # the last block of each beam
     for place, (block_id, part) in enumerate(zip(block_ids, parts, strict=True)):
         if part is not None:
-            order.set_priority(block_id, part.priority, part.duration_s)
+            pool.set_priority(block_id, part.priority, part.duration_s)
         elif place >= found:
-            order.set_priority(block_id, DEFAULT_PRIORITY)
+            pool.set_priority(block_id, DEFAULT_PRIORITY)
 
 
-def retain_generated(order: EvictionOrder, request: LlmRequest, block_id: int) -> None:
+def retain_generated(pool: BlockPool, request: LlmRequest, block_id: int) -> None:
     """The same for a block of generated tokens."""
     retention = request.retention
     if retention is None:
-        order.set_priority(block_id, DEFAULT_PRIORITY)
+        pool.set_priority(block_id, DEFAULT_PRIORITY)
     else:
-        order.set_priority(block_id, retention.decode_priority, retention.decode_duration_s)
+        pool.set_priority(block_id, retention.decode_priority, retention.decode_duration_s)

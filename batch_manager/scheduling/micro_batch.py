@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from math import inf
+from operator import attrgetter
 
 from ..requests.llm_request import LlmRequest
 from .chunking import ContextChunking, drafts_kept, force_chunk
@@ -37,7 +38,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> tuple:
         budget = inf if self.max_num_tokens is None else self.max_num_tokens
-        tokens = 0
+        tokens = beam_width = 0
         contexts: RequestList = []
         chunks: list[int] = []
         generation: RequestList = []
@@ -46,12 +47,14 @@ class TokenBudgetScheduler(MicroBatchScheduler):
                                 if request.request_id not in inflight_request_ids]
         for request in fitting_requests:
             if request.state in GENERATING:
-                cost = request.beam_width + request.draft_len
+                width = request.beam_width
+                cost = width + request.draft_len
                 if tokens + cost > budget:
                     break
-                if generation and request.beam_width != generation[0].beam_width:
+                if width != beam_width and generation:
                     continue
                 generation.append(request)
+                beam_width = width
                 tokens += cost
             elif request.is_context:
                 if self.chunking is None:
@@ -116,12 +119,15 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         return [row[0] for row in rows], generation, [row[1] for row in rows], [row[2] for row in rows]
 
 
+_TASK_OF = attrgetter("lora_task_id")
+
+
 def _adapter(request: LlmRequest) -> int:
     return -1 if request.lora_task_id is None else request.lora_task_id
 
 
 def _by_adapter(requests: RequestList) -> RequestList:
     """In order but with requests of one adapter together; most of the time nobody has one."""
-    if {request.lora_task_id for request in requests} <= {None}:
+    if set(map(_TASK_OF, requests)) <= {None}:
         return requests
     return sorted(requests, key=_adapter)

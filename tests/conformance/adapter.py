@@ -496,13 +496,13 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
             case "count":
                 result = {"free_blocks": pool.num_free}
             case "peek":
-                named[op["as"]] = pool.free.first()
-                result = {"block": named[op["as"]], "offloadable": pool.free.is_offloadable(named[op["as"]])}
+                named[op["as"]] = pool.first_free()
+                result = {"block": named[op["as"]], "offloadable": pool.is_offloadable(named[op["as"]])}
             case "claim":
                 block_id = named[op["block"]]
                 pool.share(block_id)
                 if op.get("priority") is not None:
-                    pool.free.set_priority(block_id, op["priority"], seconds(op.get("duration")))
+                    pool.set_priority(block_id, op["priority"], seconds(op.get("duration")))
                 result = {"free_blocks": pool.num_free}
             case "claim_next":
                 pool.take(op["count"])
@@ -514,7 +514,7 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
                 clock.milliseconds += op["ms"]
                 result = {}
             case "refresh":
-                pool.free.refresh()
+                pool.refresh()
                 result = {"free_blocks": pool.num_free}
         results.append(result)
     return {"results": results}
