@@ -89,6 +89,22 @@ NO_UPDATES = BlockTableUpdates(np.empty(0, np.int32), np.empty(0, np.int32), np.
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first tokens of a KV cache block to another block, in every layer.
+
+    num_tokens           tokens to copy, at least; more of the block does no harm
+    from_host, to_host   the source, or the destination, is a block of the host's pool
+    Copies are carried out in order, before the step writes anything.
+    """
+
+    source: int
+    destination: int
+    num_tokens: int
+    from_host: bool = False
+    to_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """All work of one step: contexts before generation, in this order.
 

@@ -7,17 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..errors import InternalError
-from .block_needs import ceil_div
+from .block_needs import blocks_at_the_end, ceil_div
 from .kv_cache_manager import KvCacheManager
 
 
 def check_totals(kv_cache_manager: KvCacheManager) -> None:
-    """free + live == total, with the live blocks counted over the sequences.
+    """free + live == total, with the live blocks counted over the sequences: each as often as tables name it, less
+    what the pool knows of as shared.
 
     Raises InternalError.
     """
-    free, live, total = (kv_cache_manager.free_blocks, int(kv_cache_manager.sequences.held.sum()),
-                         kv_cache_manager.num_blocks)
+    free, total = kv_cache_manager.free_blocks, kv_cache_manager.num_blocks
+    live = kv_cache_manager.sequences.num_mentions() - kv_cache_manager.pool.extra_owners
     if free + live != total:
         raise InternalError(f"{free} blocks are free and {live} are held", f"{total} in all")
 
@@ -35,17 +36,33 @@ def audit(kv_cache_manager: KvCacheManager) -> None:
 
 def _disagreements(kv: KvCacheManager) -> Iterator[str]:
     named: Counter[int] = Counter()
-    for owner in filter(None, kv.sequences.owners):
-        named.update(kv.block_ids(owner))
+    written: Counter[int] = Counter()
+    for slot, owner in enumerate(kv.sequences.owners):
+        if owner is None or owner.seq_slot != slot:
+            continue
+        named.update(kv.owners_of(owner))
         held, length = kv.held_blocks(owner), kv.kv_length(owner)
-        if held != ceil_div(length, kv.tokens_per_block):
-            yield f"{owner} holds {held} blocks for {length} tokens"
-        if kv.owns(owner):
-            promised = int(kv.sequences.last_blocks[owner.seq_slot])
-            if promised != kv.get_needed_resource_to_completion(owner):
-                yield f"{owner} was promised {promised} blocks"
+        dropped = int(kv.sequences.dropped[slot])
+        if held + dropped != ceil_div(length, kv.tokens_per_block):
+            yield f"{owner} holds {held} blocks for {length} tokens and dropped {dropped}"
+        if dropped > kv.window.num_dropped(length):
+            yield f"{owner} dropped {dropped} blocks that it still looks at"
+        if len(kv.block_ids(owner)) != held:
+            yield f"{owner} holds {held} blocks and its table names others"
+        if length % kv.tokens_per_block and length > owner.prompt_len:
+            written.update(kv.block_ids(owner, beam)[-1] for beam in range(owner.beam_width))
+        promised = int(kv.sequences.last_blocks[slot])
+        if promised != blocks_at_the_end(owner.prompt_len, owner.max_new_tokens, kv.window):
+            yield f"{owner} was promised {promised} blocks"
     for block_id in range(kv.num_blocks):
         if named[block_id] != kv.pool.owners(block_id):
             yield f"block {block_id} is in {named[block_id]} tables and has {kv.pool.owners(block_id)} owners"
+    for block_id in written:
+        if kv.pool.owners(block_id) > 1:
+            yield f"block {block_id} is being written and has {kv.pool.owners(block_id)} owners"
+        if kv.cache is not None and kv.cache.index.of_block(block_id) is not None:
+            yield f"block {block_id} is being written and can be found"
     if any(not 0 <= block_id < kv.num_blocks for block_id in named):
         yield "a table names a block that does not exist"
+    if kv.cache is not None:
+        yield from kv.cache.faults()

@@ -1,11 +1,13 @@
 """How many blocks a sequence needs: arithmetic on lengths alone.
 
-    tokens_per_block    tokens one block holds
-    beam_width          blocks that beams do not share are counted once per beam
-    held                blocks per beam the sequence holds already
+    beam_width   blocks that beams do not share are counted once per beam
+    held         blocks per beam the sequence holds already
+    shared       full blocks of the prompt that running sequences hold already
 
 Source: TensorRT-LLM's getNeededBlocksOneStep and getRemainingBlocksToCompletion.
 """
+
+from .window import AttentionWindow
 
 
 def ceil_div(amount: int, unit: int) -> int:
@@ -18,15 +20,16 @@ def blocks_of_prompt(prompt_len: int, tokens_per_block: int, beam_width: int = 1
     return shared + (beam_width if rest else 0)
 
 
-def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int, max_seq_len: int,
-                           tokens_per_block: int, beam_width: int = 1) -> int:
+def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int, window: AttentionWindow,
+                           beam_width: int = 1, shared: int = 0) -> int:
     """Blocks the first context chunk takes: those of the whole prompt, with room for the drafts."""
-    tokens = min(prompt_len + draft_len, max_seq_len + max_new_tokens)
-    return blocks_of_prompt(tokens, tokens_per_block, beam_width)
+    tokens = min(prompt_len + draft_len, window.size + max_new_tokens) + window.bubble
+    return blocks_of_prompt(tokens, window.tokens_per_block, beam_width) - min(
+        shared, tokens // window.tokens_per_block)
 
 
-def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int, max_seq_len: int,
-                               tokens_per_block: int, beam_width: int = 1, two_step_lookahead: bool = False) -> int:
+def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int, window: AttentionWindow,
+                               beam_width: int = 1, two_step_lookahead: bool = False) -> int:
     """Blocks the next generation step takes (the next two with look-ahead), every draft counted as accepted.
 
     kv_length     tokens in the cache before the step
@@ -34,19 +37,34 @@ def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int,
     """
     steps = 2 if two_step_lookahead else 1
     grown = kv_length + min(steps * (draft_len + 1), tokens_left)
-    if grown > max_seq_len:
+    if grown > max(window.size, window.max_seq_len) + window.bubble:
         return 0
-    return (ceil_div(grown, tokens_per_block) - ceil_div(kv_length, tokens_per_block)) * beam_width
+    return (ceil_div(grown, window.tokens_per_block) - ceil_div(kv_length, window.tokens_per_block)) * beam_width
 
 
-def blocks_to_last_token(prompt_len: int, max_new_tokens: int, held: int, tokens_per_block: int,
-                         beam_width: int = 1) -> int:
+def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWindow) -> int:
+    """Blocks per beam that are held at most, but for one that a sliding window may need for a moment."""
+    tokens, stored = prompt_len + max_new_tokens, window.longest_stored
+    blocks = ceil_div(min(tokens, stored) + window.bubble, window.tokens_per_block)
+    return blocks + window.sink_blocks if tokens > stored else blocks
+
+
+def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, held: int, window: AttentionWindow,
+                         beam_width: int = 1, shared: int = 0) -> int:
     """Blocks a sequence may still take until its last token.
 
-    It counts prompt_len + max_new_tokens tokens although the last one is never stored, as the original does.
+    It counts prompt_len + max_new_tokens tokens although the last one is never stored, as the original does. A window
+    that slides is handed its new block before it gives the oldest one back: one more while that is still to come.
     """
-    context = prompt_len // tokens_per_block
-    total = ceil_div(prompt_len + max_new_tokens, tokens_per_block)
-    if held < context:
-        return context - held + (total - context) * beam_width
-    return (total - held) * beam_width
+    unit = window.tokens_per_block
+    context = (min(prompt_len, window.longest_stored) + window.bubble) // unit
+    total = blocks_at_the_end(prompt_len, max_new_tokens, window)
+    shared = min(shared, context) if not held else 0
+
+    tokens, extra = prompt_len + max_new_tokens, 0
+    if window.slides and tokens > window.size:
+        last = ceil_div(tokens, unit)
+        extra = int(last > ceil_div(prompt_len + generated, unit) and last > total)
+    if held < context - shared:
+        return context - shared - held + (total - context + extra) * beam_width
+    return max(total - shared - held + extra, 0) * beam_width

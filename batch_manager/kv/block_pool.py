@@ -1,9 +1,9 @@
 """Blocks that are free, in the order they will be handed out again, and how many owners the others have."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import InternalError
+from .eviction import EvictionOrder
 
 
 class OutOfBlocksError(InternalError):
@@ -18,16 +18,20 @@ class OutOfBlocksError(InternalError):
 
 
 class BlockPool:
-    """A fixed number of blocks, each free or owned.
+    """A fixed number of blocks, each free or owned; an owner is one mention in a block table.
 
-    The free order is first in, first out: a fresh pool hands out 0, 1, 2, ..., and what was given back together is
-    handed out together, so that the blocks of one prompt are consecutive while the pool is not torn.
+    While nobody sets a priority the free order is first in, first out: a fresh pool hands out 0, 1, 2, ..., and what
+    was given back together is handed out together, so that the blocks of one prompt are consecutive while the pool is
+    not torn.
+
+    extra_owners   owners beyond the first, over all blocks
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, now: Callable[[], float] = lambda: 0.0) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free = EvictionOrder(range(num_blocks), now)
+        self.extra_owners = 0
         self._owners = [0] * num_blocks
 
     @property
@@ -46,21 +50,51 @@ class BlockPool:
     def owners(self, block_id: int) -> int:
         return self._owners[block_id]
 
+    def first_free(self) -> int | None:
+        """The block that would be handed out next."""
+        return self._free.first()
+
+    def priority(self, block_id: int) -> int:
+        """How long what is in the block should be kept, 0..100."""
+        return self._free.priority(block_id)
+
+    def is_offloadable(self, block_id: int) -> bool:
+        """Whether what is in the block is worth a copy when the block is handed out."""
+        return self._free.is_offloadable(block_id)
+
+    def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
+        """For a block with an owner. The duration counts from when it has none any more; None: for ever."""
+        self._free.set_priority(block_id, priority, duration)
+
+    def refresh(self) -> None:
+        """Let priorities end whose time is over."""
+        self._free.refresh()
+
     def take(self, count: int) -> list[int]:
         """`count` blocks from the front of the free order, or none at all.
 
         Raises OutOfBlocksError.
         """
-        free, owners = self._free, self._owners
-        if count > len(free):
-            raise OutOfBlocksError(count, len(free))
-        taken = [free.popitem(last=False)[0] for _ in range(count)]
+        owners = self._owners
+        if count > len(self._free):
+            raise OutOfBlocksError(count, len(self._free))
+        taken = self._free.popitem(count)
         for block_id in taken:
             owners[block_id] = 1
         return taken
 
-    def give_back(self, block_ids: Sequence[int]) -> None:
+    def share(self, block_id: int) -> None:
+        """One more owner for a block, free or not; what is in it stays as it is."""
+        if self._owners[block_id]:
+            self.extra_owners += 1
+        else:
+            self._free.remove(block_id)
+        self._owners[block_id] += 1
+
+    def give_back(self, block_ids: Sequence[int], front: bool = False) -> None:
         """Take one owner from each of these blocks; those without any left go to the end of the free order.
+
+        front   they go to the front instead, the last one first
 
         Raises InternalError when a block has no owner or comes twice; nothing was changed then.
         """
@@ -72,12 +106,18 @@ class BlockPool:
         for block_id in block_ids:
             owners[block_id] -= 1
             if owners[block_id] == 0:
-                self._free[block_id] = None
+                self._free.append(block_id, front)
+            else:
+                self.extra_owners -= 1
 
     def faults(self) -> Iterable[str]:
         """What is wrong with the pool, in words."""
+        free = list(self._free)
         for block_id, owners in enumerate(self._owners):
             if owners < 0 or (owners == 0) != (block_id in self._free):
                 yield f"block {block_id} has {owners} owners and is {'' if block_id in self._free else 'not '}free"
-        if any(not 0 <= block_id < self.num_blocks for block_id in self._free):
-            yield "the free order names a block that does not exist"
+        if any(not 0 <= block_id < self.num_blocks for block_id in free) or len(set(free)) != len(free):
+            yield "the free order names a block that does not exist, or one twice"
+        extra = sum(owners - 1 for owners in self._owners if owners)
+        if extra != self.extra_owners:
+            yield f"{extra} owners are beyond the first and {self.extra_owners} were counted"

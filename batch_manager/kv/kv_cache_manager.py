@@ -1,35 +1,60 @@
 """The facade of this folder: claim, release, and the numbers schedulers plan with."""
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 
 import numpy as np
 
-from ..handover import NO_UPDATES, BlockTableUpdates
+from ..errors import InternalError
+from ..handover import NO_UPDATES, BlockCopy, BlockTableUpdates
 from ..requests.llm_request import LlmRequest
-from . import block_needs
-from .block_pool import BlockPool
+from . import beams, block_needs
+from .block_pool import BlockPool, OutOfBlocksError
 from .ledger import KvLedger
-from .sequence_table import SequenceTable
+from .prefix_cache import PrefixCache
+from .prefix_claim import PrefixClaim
+from .prefix_index import DIGEST_BITS
+from .retention import retain_generated
+from .sequence_table import Entries, SequenceTable
+from .window import AttentionWindow
 
 
 class KvCacheManager:
     """Which request holds which blocks, and what the others may still take.
 
     A slot belongs to the request that claimed it until that request is released; what is asked about a request that
-    owns no slot is answered as for one that holds nothing. Slots may be any non-negative integers.
+    owns no slot is answered as for one that holds nothing. Slots may be any non-negative integers. With beams, the
+    rows of the block tables are slot * max_beam_width + beam.
 
-    inflight_request_ids   requests that a launched step may be reading; set by the loop. A plan cannot count on their
-                           blocks.
+    window                       tokens a query looks back on; None: all of them
+    temporary_attention_window   tokens by which a prompt may exceed the window
+    sink_token_length            first tokens that stay visible; with them nothing is reused
+    enable_block_reuse           prompts share what is in the cache of the prompts before them
+    enable_partial_reuse         also the beginning of a block
+    host_blocks                  blocks of a second pool for what is evicted from the first
+    now                          seconds; priorities may end with time
+    inflight_request_ids         requests that a launched step may be reading; set by the loop. A plan cannot count on
+                                 their blocks.
     """
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, max_seq_len: int) -> None:
+    def __init__(self, num_blocks: int, tokens_per_block: int, max_seq_len: int, *, max_beam_width: int = 1,
+                 window: int | None = None, temporary_attention_window: int = 0, sink_token_length: int = 0,
+                 enable_block_reuse: bool = False, enable_partial_reuse: bool = True, host_blocks: int = 0,
+                 now: Callable[[], float] = lambda: 0.0, digest_bits: int = DIGEST_BITS) -> None:
         assert tokens_per_block >= 1 and max_seq_len >= 1
         self.tokens_per_block = tokens_per_block
         self.max_seq_len = max_seq_len
+        self.window = AttentionWindow(window or max_seq_len, max_seq_len, tokens_per_block, sink_token_length,
+                                      temporary_attention_window)
         self.inflight_request_ids: Collection[int] = frozenset()
-        self.pool = BlockPool(num_blocks)
-        self.sequences = SequenceTable()
+        self.pool = BlockPool(num_blocks, now)
+        self.sequences = SequenceTable(max_beam_width)
+        self.cache: PrefixCache | None = None
+        if enable_block_reuse and not sink_token_length:
+            self.cache = PrefixCache(self.pool, tokens_per_block, enable_partial_reuse=enable_partial_reuse,
+                                     host_blocks=host_blocks, digest_bits=digest_bits)
+        self._reordered: list[Entries] = []
 
     # What is there. Derived from the pool, never counted twice.
 
@@ -39,19 +64,35 @@ class KvCacheManager:
 
     @property
     def free_blocks(self) -> int:
+        """Blocks nobody holds, those included that are cached."""
         return self.pool.num_free
 
     @property
     def used_blocks(self) -> int:
         return self.pool.num_blocks - self.pool.num_free
 
+    @property
+    def cached_blocks(self) -> int:
+        """Free blocks whose content may be used again, counted."""
+        return 0 if self.cache is None else self.cache.cached_blocks
+
+    @property
+    def reused_blocks(self) -> int:
+        """Blocks so far that prompts did not have to compute."""
+        return 0 if self.cache is None else self.cache.reused_blocks
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Cached blocks so far whose content was lost."""
+        return 0 if self.cache is None else self.cache.evicted_blocks
+
     def owns(self, request: LlmRequest) -> bool:
         """Whether the request holds blocks."""
         return self.sequences.has(request)
 
     def held_blocks(self, request: LlmRequest) -> int:
-        """Blocks the request holds."""
-        return int(self.sequences.held[request.seq_slot]) if self.owns(request) else 0
+        """Blocks each beam of the request holds."""
+        return self.sequences.held(request) if self.owns(request) else 0
 
     def kv_length(self, request: LlmRequest) -> int:
         """Tokens the request has room for: its whole prompt with the first chunk, one more with each step claimed."""
@@ -61,11 +102,20 @@ class KvCacheManager:
         """`kv_length` of the requests in these slots, [n] int32."""
         return self.sequences.kv_lengths[slots].astype(np.int32)
 
-    def block_ids(self, request: LlmRequest) -> list[int]:
-        """The request's blocks in token order."""
-        if not self.owns(request):
-            return []
-        return self.sequences.block_ids[request.seq_slot, :self.held_blocks(request)].tolist()
+    def block_ids(self, request: LlmRequest, beam: int = 0) -> list[int]:
+        """The blocks of one beam of the request in token order."""
+        return self.sequences.blocks_of_beam(request, beam) if self.owns(request) else []
+
+    def owners_of(self, request: LlmRequest) -> Counter[int]:
+        """The blocks of the request, and how many of its beams hold each."""
+        return Counter(block_id for beam in range(request.beam_width) for block_id in self.block_ids(request, beam))
+
+    def blocks_freed_by(self, paused: Sequence[LlmRequest], first_chunks: Sequence[LlmRequest] = ()) -> int:
+        """Blocks that nobody holds once these requests were released, less those that first chunks would share."""
+        owners = sum(map(self.owners_of, paused), Counter())
+        shared = {block_id for request in first_chunks for block_id in self.blocks_to_share(request)}
+        return sum(count == self.pool.owners(block_id) and block_id not in shared
+                   for block_id, count in owners.items())
 
     # What a plan needs to know. The names are those of TensorRT-LLM.
 
@@ -78,32 +128,36 @@ class KvCacheManager:
         return self.pool.num_blocks
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Blocks the request has and may take until its last token, all together."""
-        return block_needs.blocks_to_last_token(request.prompt_len, request.max_new_tokens, 0, self.tokens_per_block,
+        """Blocks the request has and may take until its last token, all together, if it shares none."""
+        return block_needs.blocks_to_last_token(request.prompt_len, request.max_new_tokens, 0, 0, self.window,
                                                 request.beam_width)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
         """Blocks the request may still take until its last token."""
-        return block_needs.blocks_to_last_token(request.prompt_len, request.max_new_tokens, self.held_blocks(request),
-                                                self.tokens_per_block, request.beam_width)
+        return block_needs.blocks_to_last_token(
+            request.prompt_len, request.max_new_tokens, request.num_generated_tokens, self.held_blocks(request),
+            self.window, request.beam_width, self._shared_blocks(request) if request.is_first_context_chunk else 0)
 
     def get_needed_blocks_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         """Blocks the request takes in its next step; with look-ahead, in its next two."""
         if not self.owns(request):
             return block_needs.blocks_for_first_chunk(
-                request.prompt_len, request.draft_len, request.max_new_tokens, self.max_seq_len,
-                self.tokens_per_block, request.beam_width)
+                request.prompt_len, request.draft_len, request.max_new_tokens, self.window, request.beam_width,
+                self._shared_blocks(request))
         if request.is_context:
             return 0
         kv_length = self.kv_length(request)
         return block_needs.blocks_for_generation_step(
-            kv_length, request.prompt_len + request.max_new_tokens - kv_length, request.draft_len, self.max_seq_len,
-            self.tokens_per_block, request.beam_width, two_step_lookahead)
+            kv_length, request.prompt_len + request.max_new_tokens - kv_length, request.draft_len, self.window,
+            request.beam_width, two_step_lookahead)
 
     def get_remaining_blocks_to_completion_of_owners(self, requests: Sequence[LlmRequest]) -> int:
         """`get_remaining_blocks_to_completion` summed over requests that all hold blocks, at once."""
         slots = self.sequences.slots_of(requests)
-        return int((self.sequences.last_blocks[slots] - self.sequences.held[slots]).sum())
+        if self.window.slides:
+            return sum(map(self.get_remaining_blocks_to_completion, requests))
+        remaining = self.sequences.last_blocks[slots] - self.sequences.ends[slots]
+        return int((remaining * self.sequences.beam_widths[slots]).sum())
 
     def get_needed_blocks_one_step_of_generating(self, requests: Sequence[LlmRequest],
                                                  two_step_lookahead: bool = False) -> int:
@@ -113,25 +167,78 @@ class KvCacheManager:
             requests = [request for request in requests if not request.draft_len]
 
         # A request that generates has two tokens to go or more, so a look-ahead of two steps adds two.
-        lengths = self.sequences.kv_lengths[self.sequences.slots_of(requests)]
+        slots = self.sequences.slots_of(requests)
+        lengths = self.sequences.kv_lengths[slots]
         grown = lengths + (2 if two_step_lookahead else 1)
         blocks = block_needs.ceil_div(grown, self.tokens_per_block) - block_needs.ceil_div(
             lengths, self.tokens_per_block)
-        needed = int(blocks[grown <= self.max_seq_len].sum())
+        if self.sequences.max_beam_width > 1:
+            blocks *= self.sequences.beam_widths[slots]
+        needed = int(blocks[grown <= max(self.window.size, self.max_seq_len) + self.window.bubble].sum())
         return needed + sum(self.get_needed_blocks_one_step(request, two_step_lookahead) for request in drafting)
 
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> int:
-        """Blocks that `claim` of the same lists would take."""
-        prompts = sum(block_needs.blocks_of_prompt(request.prompt_len, self.tokens_per_block)
-                      for request in first_chunks)
-        return prompts + len(self._crossing(self.sequences.slots_of(generation)))
+        """Blocks that `claim` of the same lists takes; at most, when first chunks share what none of them computes."""
+        crossing = self.sequences.num_beams(self._crossing(self.sequences.slots_of(generation)))
+        return self._blocks_to_start(first_chunks, crossing)
+
+    # What a plan needs to know of the prefixes that are cached.
+
+    @property
+    def enable_block_reuse(self) -> bool:
+        return self.cache is not None
+
+    def _shared_blocks(self, request: LlmRequest) -> int:
+        """Full blocks of the prompt that running sequences hold, from the first on."""
+        return 0 if self.cache is None else sum(map(self.cache.is_owned, self.cache.matched(request)))
+
+    def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
+        """Full blocks of the prompt that are cached, from the first on: those that others hold, and all."""
+        return self._shared_blocks(request), 0 if self.cache is None else len(self.cache.matched(request))
+
+    def estimated_reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
+        """Tokens of a first chunk that need not be computed, as the two estimates of needed blocks count them."""
+        held, cached = self.reusable_blocks(request)
+        if to_completion:
+            held = min(cached, (min(request.prompt_len, self.window.longest_stored) + self.window.bubble)
+                       // self.tokens_per_block)
+        return held * self.tokens_per_block
+
+    def reusable_tokens(self, request: LlmRequest) -> int:
+        """Tokens that a claim of this first chunk finds for certain, as long as nothing is claimed before it."""
+        if self.cache is None or self.owns(request):
+            return 0
+        return len(self.cache.shareable(request)) * self.tokens_per_block
+
+    def blocks_to_share(self, request: LlmRequest) -> list[int]:
+        """Blocks in use that a claim of this first chunk would share."""
+        if self.cache is None or self.owns(request):
+            return []
+        return [node.block_id for node in self.cache.shareable(request) if self.cache.is_owned(node)]
+
+    def blocks_not_estimated(self, request: LlmRequest) -> int:
+        """Blocks a claim of this first chunk takes that the estimates leave out.
+
+        They count a cached last block as shared, but the last token has to be computed in a block of its own, and with
+        reuse each beam has its own.
+        """
+        if self.cache is None or self.owns(request) or request.prompt_len % self.tokens_per_block:
+            return 0
+        matched = self.cache.matched(request)
+        beyond = matched[len(self.cache.shareable(request)):]
+        return sum(map(self.cache.is_owned, beyond)) + request.beam_width - 1
+
+    def first_new_key(self, request: LlmRequest) -> bytes | None:
+        """Names the prompt up to its first full block that is not cached; None when all are or nothing is reused."""
+        return None if self.cache is None else self.cache.first_new_key(request)
 
     # What changes.
 
     def claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> BlockTableUpdates:
         """Make room for one step: the whole prompt of each first chunk, one more token of each generating request.
 
-        Later chunks need no claim. All or nothing.
+        Later chunks need no claim. All or nothing. With reuse, `reused_tokens` says from then on how much of a prompt
+        need not be computed, and `take_copies` what has to be copied before the step.
 
         Raises OutOfBlocksError, InternalError for a first chunk that holds blocks or a generation step that does not;
         nothing was changed then.
@@ -139,27 +246,156 @@ class KvCacheManager:
         self.sequences.check_slots_are_free(first_chunks)
         slots = self.sequences.slots_of(generation)
         crossing = self._crossing(slots)
-        prompt_blocks = [block_needs.blocks_of_prompt(request.prompt_len, self.tokens_per_block)
-                         for request in first_chunks]
-        taken = iter(self.pool.take(sum(prompt_blocks) + len(crossing)))
-
-        changed = []
-        for request, count in zip(first_chunks, prompt_blocks, strict=True):
-            last_blocks = self.get_needed_resource_to_completion(request)
-            changed.append(self.sequences.add(request, list(islice(taken, count)), last_blocks))
-        if len(crossing):
-            changed.append(self.sequences.add_block_each(crossing, list(taken)))
+        crossing_blocks = self.sequences.num_beams(crossing)
+        if self.cache is None:
+            changed = self._start(first_chunks, crossing_blocks)
+        else:
+            changed = self._start_with_reuse(first_chunks, crossing_blocks)
+        if crossing_blocks:
+            changed.append(self._grow(crossing, crossing_blocks))
         self.sequences.kv_lengths[slots] += 1
+        if self.window.slides:
+            self._leave_window(slots)
 
+        if self._reordered:
+            changed = self._reordered + changed
+            self._reordered = []
         if not changed:
             return NO_UPDATES
         return BlockTableUpdates(*(np.concatenate(column) for column in zip(*changed, strict=True)))
 
-    def release(self, request: LlmRequest) -> None:
-        """Give back everything the request holds; nothing happens when it holds nothing."""
+    def reused_tokens(self, request: LlmRequest) -> int:
+        """Tokens at the front of the prompt that were in the cache when the request claimed its blocks."""
+        return self.sequences.reused_tokens.get(request.seq_slot, 0) if self.owns(request) else 0
+
+    def take_copies(self) -> list[BlockCopy]:
+        """What claims since the last call need copied before their step, in order."""
+        if self.cache is None or not self.cache.copies:
+            return []
+        copies, self.cache.copies = self.cache.copies, []
+        return copies
+
+    def publish_context(self, request: LlmRequest, computed_tokens: int) -> None:
+        """Let other prompts use the full blocks of the prompt that are computed; not the block of its last token.
+
+        To be called when the step that computed them has succeeded.
+        """
+        if self.cache is not None and self.owns(request):
+            tokens = min(request.prompt_len, computed_tokens) - 1
+            self.cache.publish(request, self.sequences.table(request)[0].tolist(), tokens, with_rest=False)
+
+    def release(self, request: LlmRequest, computed_tokens: int = 0) -> None:
+        """Give back everything the request holds; nothing happens when it holds nothing.
+
+        computed_tokens   with one beam, so many tokens of the request but for the last are left for other prompts
+        """
+        if self.cache is not None:
+            tokens = min(request.num_tokens, computed_tokens, self.kv_length(request) + 1) - 1
+            if tokens > 0 and request.beam_width == 1:
+                self.cache.publish(request, self.sequences.table(request)[0].tolist(), tokens, with_rest=True)
+            self.cache.forget_request(request)
         if self.owns(request):
-            self.pool.give_back(self.block_ids(request))
+            for beam in range(request.beam_width):
+                block_ids = self.block_ids(request, beam)
+                # What follows in a prompt is of use only as long as what comes before is there: it goes first.
+                self.pool.give_back(block_ids if self.cache is None else block_ids[::-1])
             self.sequences.remove(request)
+
+    def fork(self, request: LlmRequest) -> list[BlockCopy]:
+        """What gives all beams the last block of the prompt once it was computed for the first beam."""
+        table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
+        return beams.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
+
+    def reorder(self, request: LlmRequest, parents: Sequence[int]) -> list[BlockCopy]:
+        """Make each beam go on where its parent stands. Takes no block; the next claim reports the tables.
+
+        Returns what has to be copied before the next step.
+        """
+        assert len(parents) == request.beam_width
+        if list(parents) == list(range(request.beam_width)):
+            return []
+        copies = beams.reorder(self.sequences.table(request), list(parents),
+                               self.kv_length(request) % self.tokens_per_block, self.pool)
+        self._reordered.append(self.sequences.entries(request))
+        return copies
+
+    def rewind(self, request: LlmRequest, num_tokens: int) -> None:
+        """Take back the last tokens a request claimed. Their blocks are the next to be handed out.
+
+        Raises InternalError when what is left cannot be gone on with: blocks behind the new end left the window, or
+        the last one is in somebody else's table too. Nothing was changed then.
+        """
+        if not self.owns(request):
+            raise InternalError(f"{request} is to be rewound and holds no blocks")
+        length = self.kv_length(request) - num_tokens
+        end = block_needs.ceil_div(max(length, 0), self.tokens_per_block)
+        slot, table = request.seq_slot, self.sequences.table(request)
+        last = table[:, end - 1].tolist() if length > 0 and length % self.tokens_per_block else []
+        if (length <= 0 or self.sequences.dropped[slot] > self.window.num_dropped(length + 1)
+                or any(self.pool.owners(block_id) > 1 for block_id in last)
+                or (self.cache is not None and length < request.prompt_len)):
+            raise InternalError(f"{request} cannot be rewound by {num_tokens} tokens")
+        for column in reversed(range(end, table.shape[1])):
+            for block_id in table[:, column].tolist():
+                self.pool.give_back([block_id], front=True)
+        self.sequences.shorten(request, length, end)
+
+    def refresh(self) -> None:
+        """Let retention priorities end whose time is over. Once per iteration is enough."""
+        self.pool.refresh()
+
+    def _blocks_to_start(self, first_chunks: Sequence[LlmRequest], crossing_blocks: int) -> int:
+        if self.cache is not None:
+            return PrefixClaim(self.cache, first_chunks, crossing_blocks).needed
+        return crossing_blocks + sum(
+            block_needs.blocks_of_prompt(request.prompt_len, self.tokens_per_block, request.beam_width)
+            for request in first_chunks)
+
+    def _start(self, first_chunks: Sequence[LlmRequest], crossing_blocks: int) -> list[Entries]:
+        counts = [block_needs.blocks_of_prompt(request.prompt_len, self.tokens_per_block, request.beam_width)
+                  for request in first_chunks]
+        wanted = sum(counts)
+        if wanted + crossing_blocks > self.pool.num_free:
+            raise OutOfBlocksError(wanted + crossing_blocks, self.pool.num_free)
+        taken = iter(self.pool.take(wanted))
+        changed = []
+        for request, count in zip(first_chunks, counts, strict=True):
+            block_ids = list(islice(taken, count))
+            private = request.beam_width if request.prompt_len % self.tokens_per_block else 0
+            for block_id in block_ids[:count - private] * (request.beam_width - 1):
+                self.pool.share(block_id)
+            changed.append(self.sequences.add(request, block_ids, self._last_blocks(request), private))
+        return changed
+
+    def _start_with_reuse(self, first_chunks: Sequence[LlmRequest], crossing_blocks: int) -> list[Entries]:
+        claim = PrefixClaim(self.cache, first_chunks, crossing_blocks)
+        if claim.needed > self.pool.num_free:
+            raise OutOfBlocksError(claim.needed, self.pool.num_free)
+        changed = []
+        for request, start in zip(first_chunks, claim.start(), strict=True):
+            changed.append(self.sequences.add(request, start.block_ids, self._last_blocks(request),
+                                              request.beam_width))
+            self.sequences.reused_tokens[request.seq_slot] = start.reused_tokens
+        return changed
+
+    def _grow(self, crossing: np.ndarray, blocks: int) -> Entries:
+        if self.cache is None:
+            return self.sequences.add_block_each(crossing, self.pool.take(blocks))
+        taken = self.cache.take(blocks)
+        owners = [self.sequences.owners[slot] for slot in crossing.tolist()]
+        for request, block_id in zip((owner for owner in owners for _ in range(owner.beam_width)), taken, strict=True):
+            retain_generated(self.pool, request, block_id)
+        return self.sequences.add_block_each(crossing, taken)
+
+    def _leave_window(self, slots: np.ndarray) -> None:
+        """Give back the blocks that these sequences will not look at any more."""
+        dropped = self.window.num_dropped(self.sequences.kv_lengths[slots])
+        for place in np.flatnonzero(dropped > self.sequences.dropped[slots]).tolist():
+            for row in self.sequences.drop_up_to(int(slots[place]), int(dropped[place]), self.window.sink_blocks):
+                self.pool.give_back(row)
+
+    def _last_blocks(self, request: LlmRequest) -> int:
+        return block_needs.blocks_at_the_end(request.prompt_len, request.max_new_tokens, self.window)
 
     def _crossing(self, slots: np.ndarray) -> np.ndarray:
         """Those of the slots whose next token needs a new block."""

@@ -7,36 +7,63 @@ import numpy as np
 from ..errors import InternalError
 from ..requests.llm_request import LlmRequest
 
-_UNUSED = -1
+UNUSED = -1
 
 Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class SequenceTable:
-    """Rows of the sequences that hold blocks. Rows and columns grow on demand.
+    """What the sequences hold. Slots and columns grow on demand; beam b of slot s is row s * max_beam_width + b.
 
-    owners         [slots] the request a row belongs to, or None
+    owners         [slots] the request a slot belongs to, or None
     kv_lengths     [slots] tokens there is room for in the KV cache
-    held           [slots] blocks
-    last_blocks    [slots] blocks the sequence holds once its last token is there
-    block_ids      [slots, blocks] in token order; entries past `held` are stale
+    ends           [slots] blocks per beam the tokens so far fill, those that were dropped included
+    dropped        [slots] blocks per beam that were given back because they left the attention window
+    last_blocks    [slots] blocks per beam the sequence holds once its last token is there
+    beam_widths    [slots] rows in use; 0 without an owner
+    reused_tokens  slot -> tokens of its prompt that were in the cache when it started
+    block_ids      [slots * max_beam_width, blocks] in token order; UNUSED where dropped, stale past `ends`
 
-    Entries are what changed in block_ids: slots, indices, block ids, each [u] int32.
+    Entries are what changed in block_ids: rows, indices, block ids, each [u] int32.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_beam_width: int = 1) -> None:
+        self.max_beam_width = max_beam_width
         self.owners: list[LlmRequest | None] = []
         self.kv_lengths = np.zeros(0, np.int64)
-        self.held = np.zeros(0, np.int64)
+        self.ends = np.zeros(0, np.int64)
+        self.dropped = np.zeros(0, np.int64)
         self.last_blocks = np.zeros(0, np.int64)
-        self.block_ids = np.full((0, 1), _UNUSED, np.int32)
+        self.beam_widths = np.zeros(0, np.int64)
+        self.reused_tokens: dict[int, int] = {}
+        self.block_ids = np.full((0, 1), UNUSED, np.int32)
+
+    # Reading.
 
     def has(self, request: LlmRequest) -> bool:
         slot = request.seq_slot
         return 0 <= slot < len(self.owners) and self.owners[slot] is request
 
+    def held(self, request: LlmRequest) -> int:
+        """Blocks per beam."""
+        return int(self.ends[request.seq_slot] - self.dropped[request.seq_slot])
+
+    def num_mentions(self) -> int:
+        """Entries of the tables that name a block, over all sequences."""
+        return int(((self.ends - self.dropped) * self.beam_widths).sum())
+
+    def table(self, request: LlmRequest) -> np.ndarray:
+        """[beams, blocks] The request's part of block_ids, a view; UNUSED where blocks were dropped."""
+        first = request.seq_slot * self.max_beam_width
+        return self.block_ids[first:first + request.beam_width, :self.ends[request.seq_slot]]
+
+    def blocks_of_beam(self, request: LlmRequest, beam: int) -> list[int]:
+        """What one beam holds, in token order."""
+        row = self.table(request)[beam].tolist()
+        return [block_id for block_id in row if block_id != UNUSED] if self.dropped[request.seq_slot] else row
+
     def slots_of(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """The rows of requests that all have one, [n].
+        """The slots of requests that all have one, [n].
 
         Raises InternalError.
         """
@@ -56,50 +83,95 @@ class SequenceTable:
                 raise InternalError(f"{request} has no slot")
             if slot in taken or (slot < len(self.owners) and self.owners[slot] is not None):
                 raise InternalError(f"{request} starts in slot {slot}, which is taken")
-            if request.beam_width != 1:
-                raise InternalError(f"{request} has beam width {request.beam_width}", "the block tables hold one beam")
+            if request.beam_width > self.max_beam_width:
+                raise InternalError(f"{request} has beam width {request.beam_width}",
+                                    f"the block tables hold {self.max_beam_width}")
             taken.add(slot)
 
-    def add(self, request: LlmRequest, block_ids: list[int], last_blocks: int) -> Entries:
-        """A row for the whole prompt of a request."""
-        slot, count = request.seq_slot, len(block_ids)
+    # Changing.
+
+    def add(self, request: LlmRequest, block_ids: list[int], last_blocks: int, private: int = 0) -> Entries:
+        """Rows for the whole prompt of a request.
+
+        block_ids   in token order; the last `private` ones are the last block of each beam, the others are shared
+        """
+        slot, beams = request.seq_slot, request.beam_width
+        shared = len(block_ids) - private
+        count = shared + (1 if private else 0)
         self._make_room(slot + 1, count)
         self.owners[slot] = request
         self.kv_lengths[slot] = request.prompt_len
-        self.held[slot] = count
+        self.ends[slot] = count
         self.last_blocks[slot] = last_blocks
-        self.block_ids[slot, :count] = block_ids
-        return np.full(count, slot, np.int32), np.arange(count, dtype=np.int32), np.array(block_ids, np.int32)
+        self.beam_widths[slot] = beams
+        first = slot * self.max_beam_width
+        self.block_ids[first:first + beams, :shared] = block_ids[:shared]
+        if private:
+            self.block_ids[first:first + beams, shared] = block_ids[shared:]
+        return self.entries(request)
+
+    def entries(self, request: LlmRequest) -> Entries:
+        """All entries of a request that name a block."""
+        table = self.table(request)
+        beams, indices = np.nonzero(table != UNUSED)
+        return ((beams + request.seq_slot * self.max_beam_width).astype(np.int32), indices.astype(np.int32),
+                table[beams, indices])
+
+    def num_beams(self, slots: np.ndarray) -> int:
+        """Rows in these slots, all together."""
+        return len(slots) if self.max_beam_width == 1 else int(self.beam_widths[slots].sum())
 
     def add_block_each(self, slots: np.ndarray, block_ids: list[int]) -> Entries:
-        """One more block for each of these rows."""
-        indices = self.held[slots]
+        """One more block for each beam in these slots."""
+        indices = self.ends[slots]
         self._make_room(len(self.owners), int(indices.max()) + 1)
-        self.block_ids[slots, indices] = block_ids
-        self.held[slots] += 1
-        return slots.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
+        self.ends[slots] += 1
+        rows = slots
+        if self.max_beam_width > 1:
+            beams = self.beam_widths[slots]
+            starts = np.cumsum(beams) - beams
+            rows = np.repeat(slots * self.max_beam_width - starts, beams) + np.arange(len(block_ids))
+            indices = np.repeat(indices, beams)
+        self.block_ids[rows, indices] = block_ids
+        return rows.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
+
+    def drop_up_to(self, slot: int, num_dropped: int, kept: int) -> list[list[int]]:
+        """Forget blocks of a slot until so many are dropped, behind the first `kept`; returns them by beam."""
+        first, width = slot * self.max_beam_width, self.beam_widths[slot]
+        left = self.block_ids[first:first + width, kept + self.dropped[slot]:kept + num_dropped]
+        gone = left.tolist()
+        left[:] = UNUSED
+        self.dropped[slot] = num_dropped
+        return gone
+
+    def shorten(self, request: LlmRequest, kv_length: int, end: int) -> None:
+        self.kv_lengths[request.seq_slot] = kv_length
+        self.ends[request.seq_slot] = end
 
     def remove(self, request: LlmRequest) -> None:
         slot = request.seq_slot
         self.owners[slot] = None
-        self.kv_lengths[slot] = self.held[slot] = self.last_blocks[slot] = 0
+        self.reused_tokens.pop(slot, None)
+        for column in (self.kv_lengths, self.ends, self.dropped, self.last_blocks, self.beam_widths):
+            column[slot] = 0
 
-    def _make_room(self, rows: int, columns: int) -> None:
-        more_rows, more_columns = _growth(len(self.owners), rows), _growth(self.block_ids.shape[1], columns)
-        if more_rows:
-            self.owners += [None] * more_rows
-            self.kv_lengths = np.pad(self.kv_lengths, (0, more_rows))
-            self.held = np.pad(self.held, (0, more_rows))
-            self.last_blocks = np.pad(self.last_blocks, (0, more_rows))
-        if more_rows or more_columns:
-            self.block_ids = np.pad(self.block_ids, ((0, more_rows), (0, more_columns)), constant_values=_UNUSED)
+    def _make_room(self, slots: int, columns: int) -> None:
+        more_slots, more_columns = _growth(len(self.owners), slots), _growth(self.block_ids.shape[1], columns)
+        if more_slots:
+            self.owners += [None] * more_slots
+            for name in ("kv_lengths", "ends", "dropped", "last_blocks", "beam_widths"):
+                setattr(self, name, np.pad(getattr(self, name), (0, more_slots)))
+        if more_slots or more_columns:
+            self.block_ids = np.pad(self.block_ids, ((0, more_slots * self.max_beam_width), (0, more_columns)),
+                                    constant_values=UNUSED)
 
     def faults(self) -> Iterator[str]:
-        """Rows without an owner that are not empty, and owners that are in another row, in words."""
+        """Slots without an owner that are not empty, and owners that are in another slot, in words."""
         for slot, owner in enumerate(self.owners):
-            held, length, last = int(self.held[slot]), int(self.kv_lengths[slot]), int(self.last_blocks[slot])
-            if owner is None and (held or length or last):
-                yield f"slot {slot} has no owner, {held} of {last} blocks and {length} tokens"
+            held, length = int(self.ends[slot] - self.dropped[slot]), int(self.kv_lengths[slot])
+            last, beams = int(self.last_blocks[slot]), int(self.beam_widths[slot])
+            if owner is None and (held or length or last or beams):
+                yield f"slot {slot} has no owner, {held} of {last} blocks, {length} tokens and {beams} beams"
             if owner is not None and owner.seq_slot != slot:
                 yield f"slot {slot} belongs to {owner}, which is in slot {owner.seq_slot}"
 

@@ -8,12 +8,58 @@
 Blocks, sampling state, timing and what was already sent are kept elsewhere, by request id or by slot.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
+from ..errors import InvalidRequestError
 from ..names import LlmRequestState
 
 _GENERATING = (LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE)
 NO_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """How long what a part of the prompt left in the KV cache should be kept.
+
+    start, end   tokens of the prompt, end exclusive; None: to its end
+    priority     0..100, low ones are overwritten first
+    duration_s   seconds after the request ended for which the priority holds; None: for ever
+    """
+
+    start: int
+    end: int | None
+    priority: int
+    duration_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Retention of the prompt, by ranges that do not overlap, and of the generated tokens.
+
+    Raises InvalidRequestError.
+    """
+
+    ranges: tuple[RetentionRange, ...] = ()
+    decode_priority: int = 35
+    decode_duration_s: float | None = None
+
+    def __post_init__(self) -> None:
+        end: int | None = 0
+        for part in sorted(self.ranges, key=lambda part: part.start):
+            if end is None or part.start < end:
+                raise InvalidRequestError(f"the retention range from token {part.start} overlaps the one before it",
+                                          "only the last range may be open, and none may overlap")
+            end = part.end
+            if end is not None and end <= part.start:
+                raise InvalidRequestError(f"the retention range {part.start}..{end} is empty",
+                                          "a range ends behind its start")
+        durations = [part.duration_s for part in self.ranges] + [self.decode_duration_s]
+        if any(duration is not None and not duration >= 0 for duration in durations):
+            raise InvalidRequestError("a retention duration is negative or no number", "seconds, 0 or more")
+        for priority in [part.priority for part in self.ranges] + [self.decode_priority]:
+            if not 0 <= priority <= 100:
+                raise InvalidRequestError(f"a retention priority is {priority}", "it must be in 0..100")
 
 
 class LlmRequest:
@@ -27,6 +73,9 @@ class LlmRequest:
     final_length        tokens at which it has all it asked for; a pause does not change it
     beam_width, draft_len, lora_task_id, priority   as asked; a larger priority goes first
     batch_key           what it must have in common with those it shares a static batch with; None where none is formed
+    cache_salt          only requests with the same one share what is in the KV cache
+    token_extra_ids     one per prompt token, for content that token ids do not tell apart; None: there is none
+    retention           how long its part of the KV cache should be kept; None: as long as others'
     state               see the table above
     context_position    tokens of the context already computed
     seq_slot            row of the per-sequence state, NO_SLOT before activation
@@ -34,12 +83,13 @@ class LlmRequest:
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
-                 "beam_width", "draft_len", "lora_task_id", "priority", "batch_key", "state", "context_position",
-                 "seq_slot", "num_pauses")
+                 "beam_width", "draft_len", "lora_task_id", "priority", "batch_key", "cache_salt", "token_extra_ids",
+                 "retention", "state", "context_position", "seq_slot", "num_pauses")
 
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
                  draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5,
-                 batch_key: Hashable = None) -> None:
+                 batch_key: Hashable = None, cache_salt: Hashable = None,
+                 token_extra_ids: Sequence[int] | None = None, retention: Retention | None = None) -> None:
         assert prompt and max_new_tokens >= 1 and beam_width >= 1
         self.request_id = request_id
         self.tokens = [list(prompt) for _ in range(beam_width)]
@@ -51,6 +101,9 @@ class LlmRequest:
         self.lora_task_id = lora_task_id
         self.priority = priority
         self.batch_key = batch_key
+        self.cache_salt = cache_salt
+        self.token_extra_ids = token_extra_ids
+        self.retention = retention
         self.state = LlmRequestState.CONTEXT_INIT
         self.context_position = 0
         self.seq_slot = NO_SLOT
@@ -96,6 +149,11 @@ class LlmRequest:
     @property
     def is_finished(self) -> bool:
         return self.state is LlmRequestState.GENERATION_COMPLETE
+
+    def skip_context(self, length: int) -> None:
+        """Note that the first tokens of the context need not be computed; the last one always is."""
+        assert self.is_context and self.is_first_context_chunk and 0 <= length < self.prompt_len
+        self.context_position = length
 
     def advance_context(self, chunk_length: int) -> None:
         """Note that a chunk was computed; the last one moves the request to generation."""

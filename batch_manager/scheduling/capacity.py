@@ -4,8 +4,13 @@ Each looks at the active requests in the order they are to be served and answers
 spend is a ledger; requests and blocks stay as they are.
 """
 
+from collections.abc import Iterable
+
 from ..kv.kv_cache_manager import KvCacheManager
 from ..kv.ledger import KvLedger
+from ..kv.peft_cache_manager import PageLedger, PeftCacheManager
+from ..requests.llm_request import LlmRequest
+from .duplicates import DuplicateDelay
 from .interfaces import GENERATING, CapacityScheduler, RequestList, schedulable
 
 
@@ -25,21 +30,27 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
     Generating requests keep their promise first: what they may still need is set aside before a context is looked at.
     Contexts then enter in order, and the first new one that does not fit closes the door to others, so that a large
     request is not overtaken for ever by small ones behind it. Contexts between chunks already hold blocks and still
-    pass the closed door when they fit: what they hold would come free in no other way.
+    pass the closed door when they fit: what they hold would come free in no other way. A context whose adapter does
+    not fit, or whose next block another one is computing, is passed over.
 
     Never pauses.
     """
 
-    def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager) -> None:
+    def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
+                 peft_cache_manager: PeftCacheManager | None = None) -> None:
         self.max_num_requests = max_num_requests
         self.kv_cache_manager = kv_cache_manager
+        self.peft_cache_manager = peft_cache_manager
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if contexts and len(fitting) < self.max_num_requests:
             ledger = self.kv_cache_manager.start_scheduling()
             ledger.spend(ledger.blocks_to_completion_of_owners(fitting))
-            fitting += _contexts_that_fit(contexts, self.max_num_requests - len(fitting), ledger)
+            door = _Door(ledger, self.peft_cache_manager, fitting)
+            delay = DuplicateDelay(self.kv_cache_manager, contexts)
+            contexts = (request for request in contexts if not delay.holds_back(request))
+            fitting += door.let_in(contexts, self.max_num_requests - len(fitting))
         return fitting, []
 
 
@@ -51,14 +62,17 @@ class StaticBatchScheduler(CapacityScheduler):
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
     """
 
-    def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager) -> None:
+    def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
+                 peft_cache_manager: PeftCacheManager | None = None) -> None:
         self.max_num_requests = max_num_requests
         self.kv_cache_manager = kv_cache_manager
+        self.peft_cache_manager = peft_cache_manager
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if not fitting:
-            fitting = _contexts_that_fit(contexts, self.max_num_requests, self.kv_cache_manager.start_scheduling())
+            door = _Door(self.kv_cache_manager.start_scheduling(), self.peft_cache_manager, [])
+            fitting = door.let_in(contexts, self.max_num_requests)
         return fitting, []
 
 
@@ -68,27 +82,36 @@ class MaxUtilizationScheduler(CapacityScheduler):
     A request that does not fit looks for a victim: the last one in the line, itself included, that has computed
     something. The victim's blocks count as free, the line now ends before it, and the request tries again. Requests
     ahead of it are never touched, so the first in line always advances; a request that has not started makes nobody
-    pause who stands ahead of it.
+    pause who stands ahead of it. A context whose next block another one is computing is passed over.
 
     two_step_lookahead   plan for two steps of each generating request, as two micro-batches in flight need
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
-                 two_step_lookahead: bool = False) -> None:
+                 two_step_lookahead: bool = False, peft_cache_manager: PeftCacheManager | None = None) -> None:
         self.max_num_requests = max_num_requests
         self.kv_cache_manager = kv_cache_manager
         self.two_step_lookahead = two_step_lookahead
+        self.peft_cache_manager = peft_cache_manager
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         ledger = self.kv_cache_manager.start_scheduling()
+        pages = None if self.peft_cache_manager is None else self.peft_cache_manager.start_scheduling()
         line = schedulable(active_requests)
-        taken = self._front_that_fits_at_once(line, ledger)
+        taken = self._front_that_fits_at_once(line, ledger, pages)
+        delay = DuplicateDelay(self.kv_cache_manager, line) if taken < len(line) else None
         paused: RequestList = []
         while taken < len(line):
+            request = line[taken]
+            if delay.holds_back(request):
+                del line[taken]
+                continue
             if taken < self.max_num_requests:
-                need = ledger.blocks_for_next_step(line[taken], self.two_step_lookahead)
-                if ledger.fits(need):
+                need = ledger.blocks_for_next_step(request, self.two_step_lookahead)
+                if ledger.fits(need) and (pages is None or pages.fits(request)):
                     ledger.spend(need)
+                    if pages is not None:
+                        pages.spend(request)
                     taken += 1
                     continue
 
@@ -101,7 +124,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
             del line[victim:]
         return line[:taken], paused
 
-    def _front_that_fits_at_once(self, line: RequestList, ledger: KvLedger) -> int:
+    def _front_that_fits_at_once(self, line: RequestList, ledger: KvLedger, pages: PageLedger | None) -> int:
         """How many generating requests at the front of the line fit together; 0 when somebody will have to give way.
 
         It is what the walk would find, in one sum: most of the time everybody who generates goes on.
@@ -109,10 +132,41 @@ class MaxUtilizationScheduler(CapacityScheduler):
         length = next((place for place, request in enumerate(line) if request.state not in GENERATING), len(line))
         front = line[:min(length, self.max_num_requests)]
         need = ledger.blocks_for_next_step_of_generating(front, self.two_step_lookahead)
-        if not ledger.fits(need):
+        if not ledger.fits(need) or (pages is not None and not pages.fits(*front)):
             return 0
         ledger.spend(need)
+        if pages is not None:
+            pages.spend(*front)
         return len(front)
+
+
+class _Door:
+    """Lets contexts in that can run to their last token within the budgets."""
+
+    def __init__(self, ledger: KvLedger, peft_cache_manager: PeftCacheManager | None, inside: RequestList) -> None:
+        self._ledger = ledger
+        self._pages = None if peft_cache_manager is None else peft_cache_manager.start_scheduling()
+        if self._pages is not None:
+            self._pages.spend(*inside)
+
+    def let_in(self, contexts: Iterable[LlmRequest], max_num_requests: int) -> RequestList:
+        """Those of the contexts that get in, in order."""
+        fitting: RequestList = []
+        is_open = True
+        for request in contexts:
+            if len(fitting) == max_num_requests:
+                break
+            if not (is_open or request.is_started):
+                continue
+            need = self._ledger.blocks_to_completion(request)
+            if not self._ledger.fits(need):
+                is_open = False
+            elif self._pages is None or self._pages.fits(request):
+                self._ledger.spend(need)
+                if self._pages is not None:
+                    self._pages.spend(request)
+                fitting.append(request)
+        return fitting
 
 
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:
@@ -127,20 +181,3 @@ def _generating_first(active_requests: RequestList, max_num_requests: int) -> tu
         elif request.is_context:
             contexts.append(request)
     return generating, contexts
-
-
-def _contexts_that_fit(contexts: RequestList, max_num_requests: int, ledger: KvLedger) -> RequestList:
-    """The contexts, in order, that can run to their last token within the ledger."""
-    fitting: RequestList = []
-    door_is_open = True
-    for request in contexts:
-        if len(fitting) == max_num_requests:
-            break
-        if door_is_open or request.is_started:
-            need = ledger.blocks_to_completion(request)
-            if ledger.fits(need):
-                ledger.spend(need)
-                fitting.append(request)
-            else:
-                door_is_open = False
-    return fitting

@@ -4,6 +4,7 @@
     unit                 tokens per block; a chunk that is not the last of its prompt is a multiple of it
     capacity             tokens there are for all chunks; None: no bound
     max_context_length   longest chunk; None: no bound
+    credits              [n] tokens at the front of each context that the KV cache is expected to have; None: none
 
 Each policy returns [n] chunk sizes, 0 for a request that has to wait. Source: TensorRT-LLM's MicroBatchScheduler.
 """
@@ -16,45 +17,53 @@ from ..names import ContextChunkingPolicy
 
 
 def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int | None,
-                            max_context_length: int | None) -> list[int]:
+                            max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Each takes all it needs of what is left; a prompt that has to be cut is cut to whole blocks.
 
-    A later, shorter prompt that fits whole may use a tail too small for an earlier one.
+    A later, shorter prompt that fits whole may use a tail too small for an earlier one. A chunk that is cut begins
+    behind what the KV cache has.
     """
     left = inf if capacity is None else capacity
     longest = inf if max_context_length is None else max_context_length
     chunks = []
-    for wanted in remaining:
-        chunk = min(wanted, left, longest)
+    for wanted, credit in zip(remaining, _none(remaining) if credits is None else credits, strict=True):
+        chunk = min(wanted if cost_behind_credit(wanted, wanted, credit) <= left else left, longest + credit)
         if chunk < wanted:
             chunk = chunk // unit * unit
         chunks.append(chunk)
-        left -= chunk
+        left -= cost_behind_credit(chunk, wanted, credit)
     return chunks
 
 
 def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
-                   max_context_length: int | None) -> list[int]:
+                   max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Round after round each gets one more block, until nobody can take another.
 
-    Whoever cannot is passed over: a later, shorter one may still take its last few tokens.
+    Whoever cannot is passed over: a later, shorter one may still take its last few tokens. A chunk begins at the front
+    and costs what of it the KV cache does not have.
     """
     left = inf if capacity is None else capacity
     longest = inf if max_context_length is None else max_context_length
+    credits = _none(remaining) if credits is None else credits
     chunks = [0] * len(remaining)
     moved = True
     while moved and left > 0:
         moved = False
         for place, wanted in enumerate(remaining):
-            step = min(unit, wanted - chunks[place])
-            if 0 < step <= left and chunks[place] + step <= longest:
+            step, credit = min(unit, wanted - chunks[place]), credits[place]
+            if step <= 0 or chunks[place] + step > longest:
+                continue
+            cost = cost_with_credit(chunks[place] + step, wanted, credit) - cost_with_credit(
+                chunks[place], wanted, credit)
+            if cost <= left:
                 chunks[place] += step
-                left -= step
+                left -= cost
                 moved = True
     return chunks
 
 
-def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_context_length: int | None) -> list[int]:
+def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_context_length: int | None,
+                credits: Sequence[int] | None = None) -> list[int]:
     """One block each, also when everything would fit whole."""
     assert max_context_length is None or max_context_length >= unit
     left = inf if capacity is None else capacity
@@ -68,10 +77,31 @@ def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_c
     return chunks
 
 
+def cost_behind_credit(chunk: int, remaining: int, credit: int) -> int:
+    """Tokens a chunk computes that begins behind what the KV cache has."""
+    return min(chunk, max(remaining - credit, 0))
+
+
+def cost_with_credit(chunk: int, remaining: int, credit: int) -> int:
+    """Tokens a chunk computes that begins at the front."""
+    return max(chunk - credit, 0)
+
+
+def chunk_behind_reuse(planned: int, reused: int, prompt_len: int, unit: int) -> int:
+    """Tokens of a first chunk once it is known how many the KV cache has: it begins behind them, where it is not the
+    last it ends with a block.
+    """
+    end = min(reused + planned, prompt_len)
+    return (end if end == prompt_len else end // unit * unit) - reused
+
+
 def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequence[int], unit: int,
-                capacity: int | None, max_context_length: int | None) -> list[int]:
-    """Draft tokens that still fit behind each last chunk: to the end of its block and within the bounds."""
-    left = (inf if capacity is None else capacity) - sum(chunks)
+                capacity: int | None, max_context_length: int | None, used: int | None = None) -> list[int]:
+    """Draft tokens that still fit behind each last chunk: to the end of its block and within the bounds.
+
+    used   tokens of the capacity that the chunks cost; None: what they are long
+    """
+    left = (inf if capacity is None else capacity) - (sum(chunks) if used is None else used)
     kept = []
     for chunk, wanted, draft in zip(chunks, remaining, drafts, strict=True):
         if chunk == wanted and draft:
@@ -99,6 +129,14 @@ class ContextChunking:
     max_context_length   longest chunk; None: no bound
     """
 
-    divide: Callable[[Sequence[int], int, int | None, int | None], list[int]]
+    divide: Callable[..., list[int]]
     unit: int
     max_context_length: int | None = None
+
+    def cost(self, chunk: int, remaining: int, credit: int) -> int:
+        """Tokens of the budget that a chunk of the policy uses."""
+        return (cost_with_credit if self.divide is equal_progress else cost_behind_credit)(chunk, remaining, credit)
+
+
+def _none(remaining: Sequence[int]) -> list[int]:
+    return [0] * len(remaining)

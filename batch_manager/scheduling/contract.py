@@ -59,15 +59,16 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
         broken = _broken_chunk_rule(plan, limits)
         if broken is not None:
             return broken
-        tokens += sum(_chunk_sizes(plan))
+        tokens += sum(_computed_tokens(plan, kv_cache_manager))
     if tokens > limits.max_num_tokens:
         return f"{tokens} tokens are to run and max_num_tokens is {limits.max_num_tokens}"
 
     kv = kv_cache_manager
     if not contexts and len(generation) <= kv.free_blocks:
         return None                                             # a step needs no more than a block of each
-    free = kv.free_blocks + sum(kv.held_blocks(request) for request in paused)
-    needed = kv.blocks_to_claim([request for request in contexts if not kv.owns(request)], generation)
+    first_chunks = [request for request in contexts if not kv.owns(request)]
+    free = kv.free_blocks + kv.blocks_freed_by(paused, first_chunks)
+    needed = kv.blocks_to_claim(first_chunks, generation)
     if needed > free:
         return f"the plan needs {needed} KV cache blocks and {free} are free after its pauses"
     return None
@@ -88,6 +89,15 @@ def _chunk_sizes(plan: SchedulerOutput) -> list[int]:
     if plan.chunk_sizes is None:
         return [request.remaining_context for request in plan.context_requests]
     return list(plan.chunk_sizes)
+
+
+def _computed_tokens(plan: SchedulerOutput, kv: KvCacheManager) -> list[int]:
+    """Tokens of the chunks that the KV cache does not have."""
+    sizes = _chunk_sizes(plan)
+    if not kv.enable_block_reuse:
+        return sizes
+    return [min(size, request.remaining_context - kv.reusable_tokens(request))
+            for request, size in zip(plan.context_requests, sizes, strict=True)]
 
 
 def _broken_chunk_rule(plan: SchedulerOutput, limits: Limits) -> str | None:

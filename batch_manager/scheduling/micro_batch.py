@@ -1,7 +1,8 @@
 """Who gets into the step, of those that have blocks."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from math import inf
+from operator import attrgetter
 
 from ..requests.llm_request import LlmRequest
 from .chunking import ContextChunking, drafts_kept, force_chunk
@@ -13,25 +14,31 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     A generating request costs one token per beam plus its drafts, a context its whole prompt. The first that does not
     fit ends the step: nobody overtakes. With chunking, contexts only claim their place in the batch while the line is
-    walked, and divide among themselves what generation left of the tokens.
+    walked, and divide among themselves what generation left of the tokens. What a first chunk finds in the KV cache
+    costs nothing.
+
+    Requests of one adapter stand together, those without one first.
 
     max_batch_size     sequences in a step
     max_num_tokens     tokens in a step; None: no bound
     chunking           how contexts are cut; None: they are not, but for one case: being paused can make a context
                        longer than any step, and it is then computed in whole blocks, or it could never go on
     tokens_per_block   of the KV cache; matters in that one case only
+    credit_of          tokens of a first chunk that the KV cache has for certain; None: none ever
     """
 
     def __init__(self, max_batch_size: int, max_num_tokens: int | None = None,
-                 chunking: ContextChunking | None = None, tokens_per_block: int = 1) -> None:
+                 chunking: ContextChunking | None = None, tokens_per_block: int = 1,
+                 credit_of: Callable[[LlmRequest], int] | None = None) -> None:
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.chunking = chunking
         self.tokens_per_block = tokens_per_block
+        self.credit_of = credit_of
 
     def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> tuple:
         budget = inf if self.max_num_tokens is None else self.max_num_tokens
-        tokens = 0
+        tokens = beam_width = 0
         contexts: RequestList = []
         chunks: list[int] = []
         generation: RequestList = []
@@ -40,12 +47,14 @@ class TokenBudgetScheduler(MicroBatchScheduler):
                                 if request.request_id not in inflight_request_ids]
         for request in fitting_requests:
             if request.state in GENERATING:
-                cost = request.beam_width + request.draft_len
+                width = request.beam_width
+                cost = width + request.draft_len
                 if tokens + cost > budget:
                     break
-                if generation and request.beam_width != generation[0].beam_width:
+                if width != beam_width and generation:
                     continue
                 generation.append(request)
+                beam_width = width
                 tokens += cost
             elif request.is_context:
                 if self.chunking is None:
@@ -53,24 +62,32 @@ class TokenBudgetScheduler(MicroBatchScheduler):
                     if chunk == 0:
                         break
                     chunks.append(chunk)
-                    tokens += chunk + request.draft_len
+                    tokens += max(chunk + request.draft_len - self._credit(request), 1)
                 contexts.append(request)
             else:
                 continue
             if len(contexts) + len(generation) == self.max_batch_size:
                 break
 
+        generation = _by_adapter(generation)
         if not contexts:
             return contexts, generation
-        if self.chunking is None:
-            return contexts, generation, chunks
-        capacity = None if self.max_num_tokens is None else self.max_num_tokens - tokens
-        return self._cut(self.chunking, contexts, generation, capacity)
+        if self.chunking is not None:
+            capacity = None if self.max_num_tokens is None else self.max_num_tokens - tokens
+            return self._cut(self.chunking, contexts, generation, capacity)
+        chunk_of = dict(zip(contexts, chunks, strict=True))
+        contexts = _by_adapter(contexts)
+        return contexts, generation, [chunk_of[request] for request in contexts]
+
+    def _credit(self, request: LlmRequest) -> int:
+        if self.credit_of is None or not request.is_first_context_chunk:
+            return 0
+        return min(self.credit_of(request), request.prompt_len)
 
     def _uncut(self, request: LlmRequest, left: int | float) -> int:
         """Tokens of the request's chunk when contexts are not cut: all of them, or 0 when they do not fit."""
         whole = request.remaining_context
-        if whole + request.draft_len <= left:
+        if max(whole + request.draft_len - self._credit(request), 1) <= left:
             return whole
         if request.num_pauses and self.max_num_tokens is not None and request.prompt_len > self.max_num_tokens:
             return int(left) // self.tokens_per_block * self.tokens_per_block
@@ -81,16 +98,24 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         """Give each context its chunk; those that get none wait."""
         remaining = [request.remaining_context for request in contexts]
         drafts = [request.draft_len for request in contexts]
+        credits = [self._credit(request) for request in contexts]
         bounds = capacity, chunking.max_context_length
-        whole = [left + draft for left, draft in zip(remaining, drafts, strict=True)]
+        whole = [max(left - credit, 0) + draft
+                 for left, draft, credit in zip(remaining, drafts, credits, strict=True)]
         if (chunking.divide is not force_chunk and (capacity is None or sum(whole) <= capacity)
                 and (chunking.max_context_length is None or max(whole) <= chunking.max_context_length)):
-            return contexts, generation
+            return _by_adapter(contexts), generation
 
-        chunks = chunking.divide(remaining, chunking.unit, *bounds)
-        kept = drafts_kept(chunks, remaining, drafts, chunking.unit, *bounds)
-        rows = [row for row in zip(contexts, chunks, kept, strict=True) if row[1] > 0]
-        rows.sort(key=lambda row: row[1] == row[0].remaining_context)      # stable: unfinished prompts come first
+        if any(credits):
+            chunks = chunking.divide(remaining, chunking.unit, *bounds, credits)
+        else:
+            chunks = chunking.divide(remaining, chunking.unit, *bounds)
+        costs = [chunking.cost(*row) for row in zip(chunks, remaining, credits, strict=True)]
+        kept = drafts_kept(chunks, remaining, drafts, chunking.unit, *bounds, used=sum(costs))
+        # A chunk begins behind what the cache has: one that is not the last is as long as what it computes.
+        sizes = [left if chunk == left else cost for chunk, left, cost in zip(chunks, remaining, costs, strict=True)]
+        rows = [row for row in zip(contexts, sizes, kept, strict=True) if row[1] > 0]
+        rows.sort(key=lambda row: (row[1] == row[0].remaining_context, _adapter(row[0])))    # stable
         return [row[0] for row in rows], generation, [row[1] for row in rows], [row[2] for row in rows]
 
 
@@ -110,3 +135,17 @@ class EvenMicroBatches(MicroBatchScheduler):
         share = -(-len(fitting_requests) // self.num_micro_batches)
         ready = [request for request in fitting_requests if request.request_id not in inflight_request_ids]
         return self.micro_batch_scheduler.schedule(ready[:share], ())
+
+
+_TASK_OF = attrgetter("lora_task_id")
+
+
+def _adapter(request: LlmRequest) -> int:
+    return -1 if request.lora_task_id is None else request.lora_task_id
+
+
+def _by_adapter(requests: RequestList) -> RequestList:
+    """In order but with requests of one adapter together; most of the time nobody has one."""
+    if set(map(_TASK_OF, requests)) <= {None}:
+        return requests
+    return sorted(requests, key=_adapter)

@@ -1,20 +1,24 @@
 """Lets the records in cases/ drive the real classes. No scheduling or block arithmetic in here.
 
-A record that needs what the package does not have yet meets NotSupportedError, whose text names what is missing.
+A record's times are milliseconds.
 """
 
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
-from batch_manager.errors import InternalError
+from batch_manager.errors import InternalError, InvalidRequestError
 from batch_manager.kv.audit import audit, check_totals
-from batch_manager.kv.block_pool import OutOfBlocksError
+from batch_manager.kv.block_pool import BlockPool, OutOfBlocksError
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.kv.ledger import KvLedger
+from batch_manager.kv.peft_cache_manager import PeftCacheManager
+from batch_manager.kv.prefix_index import BlockKey, Domain, PrefixIndex
+from batch_manager.kv.retention import priorities_of_blocks
 from batch_manager.loop.active_requests import ActiveRequests
-from batch_manager.names import LlmRequestState
-from batch_manager.requests.llm_request import LlmRequest
+from batch_manager.names import LlmRequestState, SchedulerPolicy
+from batch_manager.requests.llm_request import LlmRequest, Retention, RetentionRange
 from batch_manager.scheduling.capacity import (
     GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
@@ -23,6 +27,7 @@ from batch_manager.scheduling.capacity import (
 )
 from batch_manager.scheduling.chunking import (
     ContextChunking,
+    chunk_behind_reuse,
     drafts_kept,
     equal_progress,
     first_come_first_served,
@@ -30,6 +35,7 @@ from batch_manager.scheduling.chunking import (
 )
 from batch_manager.scheduling.interfaces import MicroBatchScheduler
 from batch_manager.scheduling.micro_batch import TokenBudgetScheduler
+from batch_manager.scheduling.policies import credit_of
 from batch_manager.scheduling.simple import SimpleScheduler
 
 DIVISIONS = {
@@ -38,39 +44,65 @@ DIVISIONS = {
     "FORCE_CHUNK": force_chunk,
 }
 UNBOUNDED = sys.maxsize
-
-
-class NotSupportedError(Exception):
-    """The record needs a part that is not there yet."""
-
-
-def missing(what: str) -> None:
-    # A runner started as a script counts its own exception as "skipped".
-    raise getattr(sys.modules["__main__"], "Skip", NotSupportedError)(what)
+MOST_BEAMS = 16
+NOBODY = 10**9
 
 
 # Requests
 
 
 def make_request(record: dict) -> LlmRequest:
-    if record.get("lora_task") is not None:
-        missing("adapter pages")
-    if record.get("estimated_reusable_tokens"):
-        missing("reuse credit")
-    request = LlmRequest(record["id"], [0] * record["prompt_len"], record["max_new_tokens"],
+    prompt = record.get("prompt_tokens") or record.get("tokens") or [0] * record["prompt_len"]
+    request = LlmRequest(record.get("id", 0), list(prompt), record.get("max_new_tokens", 1),
                          beam_width=record.get("beam_width", 1), draft_len=record.get("draft_len", 0),
-                         priority=record.get("priority", 0.5))
+                         priority=record.get("priority", 0.5), lora_task_id=record.get("lora_task"),
+                         cache_salt=record.get("cache_salt"), token_extra_ids=record.get("token_extra_ids"),
+                         retention=make_retention(record.get("retention")))
     request.seq_slot = request.request_id
-    update_request(request, record)
-    return request
-
-
-def update_request(request: LlmRequest, record: dict) -> None:
     request.state = LlmRequestState[record.get("state", "CONTEXT_INIT")]
     request.context_position = request.prompt_len if request.is_generating else record.get("context_position", 0)
     for beam in request.tokens:
         beam += [0] * record.get("generated", 0)
-    request.max_new_tokens, request.draft_len = record["max_new_tokens"], record.get("draft_len", 0)
+    return request
+
+
+def make_retention(record: dict | None) -> Retention | None:
+    if record is None:
+        return None
+    return Retention(make_ranges(record["ranges"]), record.get("decode_priority", Retention().decode_priority),
+                     seconds(record.get("decode_duration")))
+
+
+def make_ranges(ranges: list[list]) -> tuple[RetentionRange, ...]:
+    return tuple(RetentionRange(start, end, priority, seconds(duration[0] if duration else None))
+                 for start, end, priority, *duration in ranges)
+
+
+def seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def retention_map(ranges: list[list], tokens_per_block: int | None = None, seq_len: int | None = None) -> dict:
+    try:
+        retention = Retention(make_ranges(ranges))
+    except InvalidRequestError:
+        return {"error": True}
+    if tokens_per_block is None or seq_len is None:
+        return {"error": False}
+    return {"priorities": priorities_of_blocks(retention, tokens_per_block, seq_len)}
+
+
+def request_pause(record: dict, steps: list[dict]) -> dict:
+    request = make_request(record)
+    results = []
+    for step in steps:
+        for beam in request.tokens:
+            beam += [0] * step.get("generated", step.get("generate", 0))
+        request.pause(step.get("max_input_len", UNBOUNDED))
+        results.append({"prompt_len": request.prompt_len, "max_new_tokens": request.max_new_tokens,
+                        "generated": request.num_generated_tokens, "context_position": request.context_position,
+                        "state": request.state.name})
+    return {"after_pause": results}
 
 
 def request_order(requests: list[dict]) -> dict:
@@ -99,12 +131,15 @@ class EverybodyRuns(MicroBatchScheduler):
 
 def make_capacity_scheduler(config: dict, kv):
     policy, most = config["capacity_policy"], config.get("max_num_requests", UNBOUNDED)
+    peft = config.get("peft")
+    if peft is not None:
+        peft = PeftCacheManager(peft["max_device_pages"], lambda task_id, pages=peft["pages_per_task"]: pages)
     if policy == "MAX_UTILIZATION":
-        return MaxUtilizationScheduler(most, kv, two_step_lookahead=config.get("two_step_lookahead", False))
+        return MaxUtilizationScheduler(most, kv, config.get("two_step_lookahead", False), peft)
     if policy == "GUARANTEED_NO_EVICT":
-        return GuaranteedNoEvictScheduler(most, kv)
+        return GuaranteedNoEvictScheduler(most, kv, peft)
     if policy == "STATIC_BATCH":
-        return StaticBatchScheduler(most, kv)
+        return StaticBatchScheduler(most, kv, peft)
     return MaxRequestsScheduler(most)
 
 
@@ -115,14 +150,18 @@ def make_chunking(config: dict) -> ContextChunking | None:
     return ContextChunking(DIVISIONS[chunking["policy"]], chunking["unit"], config.get("max_context_length"))
 
 
-def make_micro_batch_scheduler(config: dict) -> TokenBudgetScheduler:
-    return TokenBudgetScheduler(config["max_batch_size"], config.get("max_num_tokens"), make_chunking(config))
+def make_micro_batch_scheduler(config: dict, credit_of) -> TokenBudgetScheduler:
+    return TokenBudgetScheduler(config["max_batch_size"], config.get("max_num_tokens"), make_chunking(config),
+                                credit_of=credit_of)
 
 
-def make_kv(config: dict) -> KvCacheManager:
-    if config.get("enable_block_reuse"):
-        missing("block reuse")
-    return KvCacheManager(config["num_blocks"], config["tokens_per_block"], config["max_seq_len"])
+def make_kv(config: dict, clock: "Clock | None" = None) -> KvCacheManager:
+    return KvCacheManager(
+        config["num_blocks"], config["tokens_per_block"], config["max_seq_len"], max_beam_width=MOST_BEAMS,
+        window=config.get("window"), temporary_attention_window=config.get("temporary_attention_window", 0),
+        sink_token_length=config.get("sink_token_length", 0),
+        enable_block_reuse=config.get("enable_block_reuse", False),
+        enable_partial_reuse=config.get("enable_partial_reuse", True), now=(clock or Clock()).now)
 
 
 def capacity_step(config: dict, requests: list[dict]) -> dict:
@@ -133,6 +172,7 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
         free_blocks: int = config.get("free_blocks", 0)
         need: int = config.get("blocks_per_request", 0)
         inflight_request_ids: tuple = ()
+        enable_block_reuse: bool = False
 
         def start_scheduling(self):
             return KvLedger(self)
@@ -149,8 +189,8 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
         def get_remaining_blocks_to_completion(self, request):
             return self.need
 
-        def held_blocks(self, request):
-            return 0
+        def owners_of(self, request):
+            return {}
 
     scheduler = make_capacity_scheduler(config, FixedNeeds())
     fitting, paused = scheduler.schedule_request([make_request(record) for record in requests])
@@ -160,7 +200,9 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
 
 def micro_batch_step(config: dict, requests: list[dict], inflight: list[int]) -> dict:
     made = [make_request(record) for record in requests]
-    contexts, generation, *sizes = make_micro_batch_scheduler(config).schedule(made, set(inflight))
+    credits = {record["id"]: record.get("estimated_reusable_tokens", 0) for record in requests}
+    scheduler = make_micro_batch_scheduler(config, lambda request: credits[request.request_id])
+    contexts, generation, *sizes = scheduler.schedule(made, set(inflight))
     chunks = sizes[0] if sizes else [request.remaining_context for request in contexts]
     drafts = sizes[1] if len(sizes) > 1 else None
     kept = {str(request.request_id): request.draft_len for request in made}
@@ -173,12 +215,16 @@ def micro_batch_step(config: dict, requests: list[dict], inflight: list[int]) ->
 def chunk(config: dict, requests: list[dict], iterations: int) -> dict:
     made = [make_request(record) for record in requests]
     unit, bounds = config["unit"], (config.get("capacity"), config.get("max_context_length"))
+    chunking = ContextChunking(DIVISIONS[config["policy"]], unit)
     all_chunks, all_positions = [], []
     for _ in range(iterations):
         left = [request for request in made if request.is_context]
         remaining = [request.remaining_context for request in left]
-        chunks = DIVISIONS[config["policy"]](remaining, unit, *bounds)
-        kept = drafts_kept(chunks, remaining, [request.draft_len for request in left], unit, *bounds)
+        first = [record.get("estimated_reusable_tokens", 0) if request.is_first_context_chunk else 0
+                 for request, record in zip(made, requests, strict=True) if request.is_context]
+        chunks = chunking.divide(remaining, unit, *bounds, first)
+        used = sum(chunking.cost(*row) for row in zip(chunks, remaining, first, strict=True))
+        kept = drafts_kept(chunks, remaining, [request.draft_len for request in left], unit, *bounds, used=used)
         row = dict.fromkeys(made, 0)
         for request, size, draft in zip(left, chunks, kept, strict=True):
             row[request], request.draft_len = size, draft
@@ -201,22 +247,21 @@ class Engine:
     active: ActiveRequests = field(default_factory=ActiveRequests)
 
     def __post_init__(self) -> None:
-        micro_batch = self.config.get("micro_batch")
+        micro_batch, policy = self.config.get("micro_batch"), SchedulerPolicy.MAX_UTILIZATION
+        if self.config["capacity_policy"] in ("GUARANTEED_NO_EVICT", "STATIC_BATCH"):
+            policy = SchedulerPolicy.GUARANTEED_NO_EVICT
+        credit = None if self.kv is None else credit_of(policy, self.kv)
         self.scheduler = SimpleScheduler(
             make_capacity_scheduler(self.config, self.kv),
-            make_micro_batch_scheduler(micro_batch) if micro_batch else EverybodyRuns(self.chunk_of))
+            make_micro_batch_scheduler(micro_batch, credit) if micro_batch else EverybodyRuns(self.chunk_of))
 
 
 def build(config: dict) -> Engine:
-    if config.get("peft"):
-        missing("adapter pages")
     return Engine(config, make_kv(config["kv"]) if config.get("kv") else None)
 
 
 def submit(engine: Engine, record: dict) -> None:
     request = make_request(record)
-    if request.beam_width > 1:
-        missing("beams in the block tables")
     if "context_chunk" in record:
         engine.chunk_of[request.request_id] = record["context_chunk"]
     if engine.config.get("insert_order", "append") == "append":
@@ -228,6 +273,10 @@ def has_work(engine: Engine) -> bool:
     return len(engine.active) > 0
 
 
+def reused_blocks(engine: Engine) -> int | None:
+    return None if engine.kv is None else engine.kv.reused_blocks
+
+
 def step(engine: Engine) -> dict:
     kv, active = engine.kv, [request.request_id for request in engine.active]
     plan = engine.scheduler.schedule_request(engine.active.in_order(), frozenset())
@@ -236,20 +285,27 @@ def step(engine: Engine) -> dict:
         kv.release(request)
         request.pause(engine.config.get("max_input_len", UNBOUNDED))
         engine.chunk_of.pop(request.request_id, None)
-    if kv is not None:
-        kv.claim([request for request in plan.context_requests if request.is_first_context_chunk],
-                 plan.generation_requests)
-
     chunks = plan.chunk_sizes
     if chunks is None:
         chunks = [request.remaining_context for request in plan.context_requests]
-    context_rows = [[request.request_id, request.context_position, size]
-                    for request, size in zip(plan.context_requests, chunks, strict=True)]
+    chunks = dict(zip(plan.context_requests, chunks, strict=True))
+    if kv is not None:
+        first_chunks = [request for request in plan.context_requests if request.is_first_context_chunk]
+        kv.claim(first_chunks, plan.generation_requests)
+        for request in first_chunks:
+            reused = kv.reused_tokens(request)
+            if reused:
+                chunks[request] = chunk_behind_reuse(chunks[request], reused, request.prompt_len, kv.tokens_per_block)
+                request.skip_context(reused)
+
+    context_rows = [[request.request_id, request.context_position, size] for request, size in chunks.items()]
     for request, draft in zip(plan.context_requests, plan.draft_lengths or (), strict=False):
         request.draft_len = draft
-    for request, size in zip(plan.context_requests, chunks, strict=True):
+    for request, size in chunks.items():
         request.advance_context(size)
         if request.is_generating:
+            if kv is not None:
+                kv.publish_context(request, request.context_position)
             request.add_token(0)
     for request in plan.generation_requests:
         request.add_token(0)
@@ -257,7 +313,7 @@ def step(engine: Engine) -> dict:
     done = [request for request in engine.active if request.is_finished]
     for request in done:
         if kv is not None:
-            kv.release(request)
+            kv.release(request, computed_tokens=request.num_tokens)
         engine.active.remove(request)
     if kv is not None:
         check_totals(kv)
@@ -276,86 +332,126 @@ def step(engine: Engine) -> dict:
 # The block tables alone
 
 
-def kv_ops(config: dict, ops: list[dict]) -> dict:
-    kv = make_kv(config)
-    window = config.get("window") or config["max_seq_len"]
-    requests: dict[int, LlmRequest] = {}
+class Clock:
+    """Milliseconds that pass when the record says so."""
 
-    def within_window(tokens: int) -> None:
-        if tokens > window:
-            missing("attention window")
+    def __init__(self) -> None:
+        self.milliseconds = 0
 
-    def add_sequence(op: dict) -> dict:
-        if op.get("beam_width", 1) > 1:
-            missing("beams in the block tables")
-        if op.get("retention"):
-            missing("retention priorities")
-        prompt_len = op["prompt_len"] if "prompt_len" in op else len(op["tokens"])
-        within_window(prompt_len)
-        request = requests.get(op["req"])
-        if request is None or not kv.owns(request):
-            request = make_request({"id": op["req"], "prompt_len": prompt_len, "max_new_tokens": 1})
+    def now(self) -> float:
+        return seconds(self.milliseconds)
+
+
+class Tables:
+    """One KV cache and the sequences a record put into it: one method for each operation."""
+
+    def __init__(self, config: dict) -> None:
+        self.clock = Clock()
+        self.kv = make_kv(config, self.clock)
+        self.requests: dict[int, LlmRequest] = {}
+
+    def run(self, op: dict) -> dict:
+        evicted = self.kv.evicted_blocks
+        result = getattr(self, op["op"])(op)
+        audit(self.kv)
+        if "error" in result or op["op"] == "advance_time":
+            return result
+        result |= {"used_blocks": self.kv.used_blocks, "free_blocks": self.kv.free_blocks}
+        return result | {"cached_blocks_evicted": self.kv.evicted_blocks - evicted}
+
+    def add_sequence(self, op: dict) -> dict:
+        request = self.requests.get(op["req"])
+        if request is None or not self.kv.owns(request):
+            request = make_request(op | {"id": op["req"]})
         try:
-            kv.claim([request], [])
+            self.kv.claim([request], [])
         except OutOfBlocksError:
             return {"error": "out_of_blocks"}
         except InternalError:
             return {"error": "duplicate"}
-        requests[op["req"]] = request
-        return {"reused_tokens": 0, "num_blocks_per_beam": kv.held_blocks(request), "block_ids": kv.block_ids(request)}
+        self.requests[op["req"]] = request
+        held = self.kv.owners_of(request)
+        result = {"reused_tokens": self.kv.reused_tokens(request), "num_blocks_per_beam": self.kv.held_blocks(request)}
+        if request.beam_width == 1:
+            return result | {"block_ids": self.kv.block_ids(request)}
+        return result | {"distinct_blocks": len(held),
+                         "shared_blocks": sum(beams == request.beam_width for beams in held.values())}
 
-    def append_tokens(op: dict) -> dict:
-        request = requests[op["req"]]
-        for _ in range(op["count"] if "count" in op else len(op["tokens"])):
-            within_window(kv.kv_length(request) + 1)
+    def append_tokens(self, op: dict) -> dict:
+        request = self.requests[op["req"]]
+        for token in op.get("tokens") or [0] * op["count"]:
             try:
-                kv.claim([], [request])
+                self.kv.claim([], [request])
             except OutOfBlocksError:
                 return {"error": "out_of_blocks"}
-        return {"num_blocks_per_beam": kv.held_blocks(request)}
+            for beam in request.tokens:
+                beam.append(token)
+        return {"num_blocks_per_beam": self.kv.held_blocks(request)}
 
-    def remove_sequence(op: dict) -> dict:
-        kv.release(requests[op["req"]])
+    def store_context(self, op: dict) -> dict:
+        request = self.requests[op["req"]]
+        self.kv.publish_context(request, op.get("materialized_tokens", request.prompt_len))
         return {}
 
+    def remove_sequence(self, op: dict) -> dict:
+        request, computed = self.requests[op["req"]], 0
+        if op.get("store_for_reuse"):
+            computed = min(request.num_tokens, op.get("tokens_kept", UNBOUNDED),
+                           op.get("materialized_tokens", UNBOUNDED))
+        self.kv.release(request, computed)
+        return {}
+
+    def rewind(self, op: dict) -> dict:
+        request = self.requests[op["req"]]
+        self.kv.rewind(request, op["count"])
+        for beam in request.tokens:
+            del beam[-op["count"]:]
+        return {}
+
+    def advance_time(self, op: dict) -> dict:
+        self.clock.milliseconds += op["ms"]
+        return {}
+
+    def refresh(self, op: dict) -> dict:
+        self.kv.refresh()
+        return {}
+
+    def needed_one_step(self, op: dict) -> dict:
+        with self.as_asked(op["request"]) as request:
+            return {"blocks": self.kv.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False)),
+                    "estimated_reusable_tokens": self.kv.estimated_reusable_tokens(request, to_completion=False)}
+
+    def remaining_to_completion(self, op: dict) -> dict:
+        with self.as_asked(op["request"]) as request:
+            return {"blocks": self.kv.get_remaining_blocks_to_completion(request),
+                    "estimated_reusable_tokens": self.kv.estimated_reusable_tokens(request, to_completion=True)}
+
+    def probe_prefix(self, op: dict) -> dict:
+        held, cached = self.kv.reusable_blocks(make_request(op.get("request", op) | {"id": NOBODY}))
+        return {"reusable_blocks_allocated": held, "reusable_blocks_all": cached}
+
     @contextmanager
-    def asked(record: dict):
+    def as_asked(self, record: dict):
         """The request as the record describes it, for the time of one question."""
-        if record.get("beam_width", 1) > 1:
-            missing("beams in the block tables")
-        request = requests.get(record["id"]) or make_request(record)
-        as_claimed = request.max_new_tokens
-        update_request(request, record)
-        yield request
-        request.max_new_tokens = as_claimed
+        owner, asked = self.requests.get(record["id"]), make_request(record)
+        if owner is None or not self.kv.owns(owner):
+            yield asked
+            return
+        names = ("tokens", "max_new_tokens", "draft_len", "state", "context_position")
+        before = {name: getattr(owner, name) for name in names}
+        for name in names:
+            setattr(owner, name, getattr(asked, name))
+        yield owner
+        for name, value in before.items():
+            setattr(owner, name, value)
 
-    def needed_one_step(op: dict) -> dict:
-        with asked(op["request"]) as request:
-            within_window(request.prompt_len)
-            return {"blocks": kv.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False))}
 
-    def remaining_to_completion(op: dict) -> dict:
-        with asked(op["request"]) as request:
-            within_window(request.prompt_len + request.max_new_tokens)
-            return {"blocks": kv.get_remaining_blocks_to_completion(request)}
-
-    known = {"add_sequence": add_sequence, "append_tokens": append_tokens, "remove_sequence": remove_sequence,
-             "needed_one_step": needed_one_step, "remaining_to_completion": remaining_to_completion}
-    results = []
-    for op in ops:
-        if op["op"] not in known:
-            missing("rewinding" if op["op"] == "rewind" else "block reuse")
-        result = known[op["op"]](op)
-        if "error" not in result:
-            result |= {"used_blocks": kv.used_blocks, "free_blocks": kv.free_blocks}
-        results.append(result)
-        audit(kv)
-    return {"results": results}
+def kv_ops(config: dict, ops: list[dict]) -> dict:
+    tables = Tables(config)
+    return {"results": [tables.run(op) for op in ops]}
 
 
 def kv_fill(config: dict, prompt_len: int, tokens_to_add: int, mode: str) -> dict:
-    if prompt_len + tokens_to_add > config["window"]:
-        missing("attention window")
     kv = make_kv(config)
     ledger = kv.start_scheduling()
     requests: list[LlmRequest] = []
@@ -375,6 +471,7 @@ def kv_fill(config: dict, prompt_len: int, tokens_to_add: int, mode: str) -> dic
         ledger.spend(need)
         requests.append(request)
     kv.claim(requests, [])
+    peak = kv.used_blocks
     if mode == "parallel":
         grow(requests)
     for request in requests:
@@ -384,3 +481,72 @@ def kv_fill(config: dict, prompt_len: int, tokens_to_add: int, mode: str) -> dic
     audit(kv)
     return {"blocks_per_request_estimate": need, "num_requests": len(requests), "peak_used_blocks": peak,
             "free_blocks_end": kv.free_blocks, "error": None}
+
+
+# The order of free blocks, and the prefix tree, each alone
+
+
+def eviction_ops(config: dict, ops: list[dict]) -> dict:
+    clock = Clock()
+    pool = BlockPool(config["num_blocks"], clock.now)
+    named: dict[str, int] = {}
+    results = []
+    for op in ops:
+        match op["op"]:
+            case "count":
+                result = {"free_blocks": pool.num_free}
+            case "peek":
+                named[op["as"]] = pool.first_free()
+                result = {"block": named[op["as"]], "offloadable": pool.is_offloadable(named[op["as"]])}
+            case "claim":
+                block_id = named[op["block"]]
+                pool.share(block_id)
+                if op.get("priority") is not None:
+                    pool.set_priority(block_id, op["priority"], seconds(op.get("duration")))
+                result = {"free_blocks": pool.num_free}
+            case "claim_next":
+                pool.take(op["count"])
+                result = {"free_blocks": pool.num_free}
+            case "release":
+                pool.give_back([named[op["block"]]], front=op.get("front", False))
+                result = {"free_blocks": pool.num_free}
+            case "advance_time":
+                clock.milliseconds += op["ms"]
+                result = {}
+            case "refresh":
+                pool.refresh()
+                result = {"free_blocks": pool.num_free}
+        results.append(result)
+    return {"results": results}
+
+
+def prefix_tree_ops(config: dict, ops: list[dict]) -> dict:
+    index, unit = PrefixIndex(), config["tokens_per_block"]
+    named, results, block_ids = {}, [], count()
+
+    def domain_of(op: dict) -> Domain:
+        return Domain(op.get("lora_task"), op.get("cache_salt"))
+
+    def keys_of(op: dict) -> list[BlockKey]:
+        keys, parent = [], index.root_digest(domain_of(op))
+        for start in range(0, len(op["tokens"]), unit):
+            keys.append(index.key(parent, op["tokens"][start:start + unit]))
+            parent = keys[-1].digest
+        return keys
+
+    for op in ops:
+        before = index.num_nodes
+        if op["op"] == "insert":
+            node = index.grow_root(domain_of(op))
+            for key in keys_of(op):
+                node = node.child(key) or index.insert(node, key, next(block_ids))
+            named[op.get("as")] = node
+            result = {"new_nodes": index.num_nodes - before, "nodes": index.num_nodes}
+        elif op["op"] == "match":
+            found = index.walk(domain_of(op), keys_of(op))
+            result = {"matched_tokens": sum(len(node.key.tokens) for node in found)}
+        else:
+            removed = index.remove(named[op["node"]])
+            result = {"removed_nodes": len(removed), "nodes": index.num_nodes}
+        results.append(result)
+    return {"results": results}

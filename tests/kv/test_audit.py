@@ -32,7 +32,7 @@ def a_promise_that_was_not_made(kv):
 
 
 def a_block_free_and_owned(kv):
-    kv.pool._free[kv.block_ids(kv.sequences.owners[0])[0]] = None
+    kv.pool._free.append(kv.block_ids(kv.sequences.owners[0])[0])
 
 
 def a_block_nowhere(kv):
@@ -40,7 +40,7 @@ def a_block_nowhere(kv):
 
 
 def a_free_block_that_does_not_exist(kv):
-    kv.pool._free[77] = None
+    kv.pool._free.append(77)
 
 
 DAMAGES = [a_row_without_its_owner, move_to_another_slot, one_block_in_two_tables, a_block_that_does_not_exist,

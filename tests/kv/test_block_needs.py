@@ -9,9 +9,14 @@ from batch_manager.kv.block_needs import (
     blocks_of_prompt,
     blocks_to_last_token,
 )
+from batch_manager.kv.window import AttentionWindow
 
 lengths, block_sizes, beams = st.integers(1, 70), st.sampled_from([1, 2, 3, 8, 16]), st.integers(1, 4)
 FAR = 10_000
+
+
+def endless(tokens_per_block: int) -> AttentionWindow:
+    return AttentionWindow(FAR, FAR, tokens_per_block)
 
 
 def grown(length: int, tokens: int, tokens_per_block: int, beam_width: int) -> int:
@@ -34,18 +39,19 @@ def test_a_prompt_takes_the_blocks_its_tokens_fill(prompt_len, tokens_per_block)
 def test_a_generation_step_takes_what_its_tokens_take_one_by_one(kv_length, left, drafts, tokens_per_block, beam_width,
                                                                 lookahead):
     tokens = min((2 if lookahead else 1) * (drafts + 1), left)
-    assert blocks_for_generation_step(kv_length, left, drafts, FAR, tokens_per_block, beam_width, lookahead) == grown(
+    assert blocks_for_generation_step(
+        kv_length, left, drafts, endless(tokens_per_block), beam_width, lookahead) == grown(
         kv_length, tokens, tokens_per_block, beam_width)
 
 
 def test_a_step_beyond_the_longest_sequence_takes_nothing():
-    assert blocks_for_generation_step(16, 9, 0, 17, 16) == 1
-    assert blocks_for_generation_step(16, 9, 0, 16, 16) == 0
+    assert blocks_for_generation_step(16, 9, 0, AttentionWindow(17, 17, 16)) == 1
+    assert blocks_for_generation_step(16, 9, 0, AttentionWindow(16, 16, 16)) == 0
 
 
 @given(prompt_len=lengths, new=lengths, tokens_per_block=block_sizes)
 def test_the_need_to_completion_is_enough_and_at_most_one_block_too_much(prompt_len, new, tokens_per_block):
-    need = blocks_to_last_token(prompt_len, new, 0, tokens_per_block)
+    need = blocks_to_last_token(prompt_len, new, 0, 0, endless(tokens_per_block))
     taken = blocks_of_prompt(prompt_len, tokens_per_block) + grown(prompt_len, new - 1, tokens_per_block, 1)
     assert taken <= need <= taken + 1
 
@@ -54,17 +60,18 @@ def test_the_need_to_completion_is_enough_and_at_most_one_block_too_much(prompt_
 def test_what_is_held_and_what_is_needed_add_up_at_every_step(prompt_len, new, tokens_per_block, generated):
     held = blocks_of_prompt(prompt_len, tokens_per_block) + grown(
         prompt_len, min(generated, new - 1), tokens_per_block, 1)
-    assert held + blocks_to_last_token(prompt_len, new, held, tokens_per_block) == blocks_to_last_token(
-        prompt_len, new, 0, tokens_per_block)
+    window = endless(tokens_per_block)
+    assert held + blocks_to_last_token(prompt_len, new, generated, held, window) == blocks_to_last_token(
+        prompt_len, new, 0, 0, window)
 
 
 def test_beams_count_once_for_what_they_share():
     # 20 prompt tokens: two blocks shared, the third and those of the 8 new tokens one per beam.
-    assert blocks_to_last_token(20, 8, 0, 8, beam_width=3) == 2 + 2 * 3
-    assert blocks_to_last_token(20, 8, 3, 8, beam_width=3) == 3
+    assert blocks_to_last_token(20, 8, 0, 0, endless(8), beam_width=3) == 2 + 2 * 3
+    assert blocks_to_last_token(20, 8, 1, 3, endless(8), beam_width=3) == 3
 
 
 @given(prompt_len=lengths, drafts=st.integers(0, 9), tokens_per_block=block_sizes)
 def test_a_first_chunk_takes_its_whole_prompt_and_room_for_the_drafts(prompt_len, drafts, tokens_per_block):
-    assert blocks_for_first_chunk(prompt_len, drafts, 5, FAR, tokens_per_block) == blocks_of_prompt(
+    assert blocks_for_first_chunk(prompt_len, drafts, 5, endless(tokens_per_block)) == blocks_of_prompt(
         prompt_len + drafts, tokens_per_block)

@@ -1,0 +1,112 @@
+"""The order in which free blocks are handed out again.
+
+    priority    0..100, how long what is in a block should be kept: low ones go first
+    duration    seconds after a block became free for which its priority holds; None: for ever
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import chain, count
+
+LOWEST_PRIORITY, HIGHEST_PRIORITY = 0, 100
+DEFAULT_PRIORITY = 35
+OFFLOAD_PRIORITY = 30
+
+
+class EvictionOrder:
+    """Free blocks by priority, inside one priority the one that became free longest ago first.
+
+    A block keeps its priority while it is in use; `refresh` lets those fall back to the default whose time is over.
+    """
+
+    def __init__(self, block_ids: Iterable[int] = (), now: Callable[[], float] = lambda: 0.0) -> None:
+        self._default: OrderedDict[int, None] = OrderedDict.fromkeys(block_ids)
+        self._queues = {DEFAULT_PRIORITY: self._default}     # no queue but the default is ever empty
+        self._priorities: dict[int, int] = {}                # blocks that have another than the default
+        self._durations: dict[int, float] = {}
+        self._deadlines: dict[int, tuple[float, int]] = {}   # of free blocks: when, and in which order they came
+        self._deadline_heap: list[tuple[tuple[float, int], int]] = []
+        self._arrivals = count()
+        self._now = now
+
+    def __len__(self) -> int:
+        if len(self._queues) == 1:
+            return len(self._default)
+        return sum(map(len, self._queues.values()))
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._queues.get(self.priority(block_id), ())
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._queues[priority] for priority in sorted(self._queues))
+
+    def priority(self, block_id: int) -> int:
+        return self._priorities.get(block_id, DEFAULT_PRIORITY)
+
+    def is_offloadable(self, block_id: int) -> bool:
+        """Whether what is in the block is worth a copy when the block is handed out."""
+        return self.priority(block_id) >= OFFLOAD_PRIORITY
+
+    def first(self) -> int | None:
+        """The block that would be handed out next."""
+        return next(iter(self), None)
+
+    def popitem(self, wanted: int = 1) -> list[int]:
+        """The first blocks of the order; there must be as many."""
+        taken: list[int] = []
+        while len(taken) < wanted:
+            priority = min(self._queues) if self._default else min(filter(self._queues.get, self._queues))
+            queue = self._queues[priority]
+            taken += [queue.popitem(last=False)[0] for _ in range(min(wanted - len(taken), len(queue)))]
+            self._drop_if_empty(priority)
+        if self._deadlines:
+            for block_id in taken:
+                self._deadlines.pop(block_id, None)
+        return taken
+
+    def remove(self, block_id: int) -> None:
+        """Take one block out of the order wherever it stands."""
+        priority = self.priority(block_id)
+        del self._queues[priority][block_id]
+        self._drop_if_empty(priority)
+        self._deadlines.pop(block_id, None)
+
+    def append(self, block_id: int, front: bool = False) -> None:
+        """Add a block behind all of its priority, or before them."""
+        if not self._priorities and not front:
+            self._default[block_id] = None
+        else:
+            queue = self._queues.setdefault(self.priority(block_id), OrderedDict())
+            queue[block_id] = None
+            if front:
+                queue.move_to_end(block_id, last=False)
+        if block_id in self._durations:
+            deadline = self._now() + self._durations[block_id], next(self._arrivals)
+            self._deadlines[block_id] = deadline
+            heappush(self._deadline_heap, (deadline, block_id))
+
+    def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
+        """For a block that is not in the order at this moment."""
+        if priority == DEFAULT_PRIORITY:
+            self._priorities.pop(block_id, None)
+        else:
+            self._priorities[block_id] = priority
+        if duration is None:
+            self._durations.pop(block_id, None)
+        else:
+            self._durations[block_id] = duration
+
+    def refresh(self) -> None:
+        """Blocks whose priority has run out go behind all others of the default priority."""
+        now = self._now() if self._deadline_heap else 0.0
+        while self._deadline_heap and self._deadline_heap[0][0][0] <= now:
+            deadline, block_id = heappop(self._deadline_heap)
+            if self._deadlines.get(block_id) == deadline:
+                self.remove(block_id)
+                self.set_priority(block_id, DEFAULT_PRIORITY)
+                self._default[block_id] = None
+
+    def _drop_if_empty(self, priority: int) -> None:
+        if priority != DEFAULT_PRIORITY and not self._queues[priority]:
+            del self._queues[priority]

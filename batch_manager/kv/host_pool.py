@@ -1,0 +1,71 @@
+"""A second, larger and slower home for what is evicted from the pool: accounting only."""
+
+from collections.abc import Iterator
+
+from .eviction import EvictionOrder
+from .prefix_index import PrefixNode
+
+
+class HostPool:
+    """Host blocks, each empty or with the content of one node. What is in use by a claim is pinned.
+
+    When all are full the one of lowest priority that came first makes way, unless its priority is higher than that of
+    the newcomer.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._order = EvictionOrder()
+        self._nodes: dict[int, PrefixNode] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._empty)
+
+    def __contains__(self, node: PrefixNode) -> bool:
+        return self._nodes.get(node.host_id) is node
+
+    def make_way(self, priority: int) -> PrefixNode | None:
+        """The node whose content has to go before one of this priority can be put in; None when nothing has to."""
+        if self._empty:
+            return None
+        first = self._order.first()
+        return None if first is None or self._order.priority(first) > priority else self._nodes[first]
+
+    def put(self, node: PrefixNode, priority: int) -> int | None:
+        """The host block for a node's content, None when there is no room."""
+        if not self._empty:
+            return None
+        host_id = self._empty.pop()
+        self._nodes[host_id] = node
+        self._order.set_priority(host_id, priority)
+        self._order.append(host_id)
+        return host_id
+
+    def priority(self, host_id: int) -> int:
+        return self._order.priority(host_id)
+
+    def pin(self, host_id: int) -> None:
+        """Keep the content until it is unpinned or dropped."""
+        if host_id in self._order:
+            self._order.remove(host_id)
+
+    def unpin(self, host_id: int) -> None:
+        if host_id in self._nodes and host_id not in self._order:
+            self._order.append(host_id)
+
+    def drop(self, host_id: int) -> None:
+        """The content is not wanted any more."""
+        self.pin(host_id)
+        del self._nodes[host_id]
+        self._empty.append(host_id)
+
+    def faults(self) -> Iterator[str]:
+        if sorted([*self._empty, *self._nodes]) != list(range(self.num_blocks)):
+            yield "the host's blocks are not each empty or full"
+        if sorted(self._order) != sorted(self._nodes):
+            yield "a host block is pinned, or in order without content"
+        for host_id, node in self._nodes.items():
+            if node.host_id != host_id:
+                yield f"host block {host_id} belongs to a node that is in {node.host_id}"

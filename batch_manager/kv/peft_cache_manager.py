@@ -1,0 +1,121 @@
+"""Which adapters are on the device, in how many of its pages: accounting only.
+
+An adapter is known by its task id. Requests without one cost nothing.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..errors import InternalError
+from ..requests.llm_request import LlmRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """An adapter that has to be brought to the device, and the pages it goes to."""
+
+    task_id: int
+    page_ids: list[int]
+
+
+class PeftCacheManager:
+    """A fixed number of device pages. An adapter stays while a request uses it, and after that until others need room.
+
+    pages_of   pages an adapter takes, by task id
+    """
+
+    def __init__(self, max_device_pages: int, pages_of: Callable[[int], int]) -> None:
+        self.max_device_pages = max_device_pages
+        self.pages_of = pages_of
+        self._free = list(range(max_device_pages - 1, -1, -1))
+        self._pages: dict[int, list[int]] = {}
+        self._users: Counter[int] = Counter()
+        self._idle: OrderedDict[int, None] = OrderedDict()         # least recently used first
+        self._holders: dict[LlmRequest, int] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """Pages without an adapter that a request uses."""
+        return len(self._free) + sum(len(self._pages[task_id]) for task_id in self._idle)
+
+    def start_scheduling(self) -> "PageLedger":
+        """A budget for one scheduling pass."""
+        return PageLedger(self)
+
+    def pages(self, request: LlmRequest) -> list[int]:
+        """The pages of the adapter the request holds."""
+        task_id = self._holders.get(request)
+        return [] if task_id is None else self._pages[task_id]
+
+    def claim(self, requests: Iterable[LlmRequest]) -> list[AdapterLoad]:
+        """Hold the adapters of these requests on the device; those that hold theirs already are fine. All or nothing.
+
+        Raises InternalError when they do not fit.
+        """
+        new = [request for request in requests if request.lora_task_id is not None and request not in self._holders]
+        wanted = {request.lora_task_id for request in new if not self._users[request.lora_task_id]}
+        needed = sum(self.pages_of(task_id) for task_id in wanted)
+        if needed > self.free_pages:
+            raise InternalError(f"{needed} adapter pages were asked for and {self.free_pages} are free")
+
+        for task_id in wanted:
+            self._idle.pop(task_id, None)
+        loads = []
+        for request in new:
+            task_id = request.lora_task_id
+            if task_id not in self._pages:
+                loads.append(AdapterLoad(task_id, self._load(task_id)))
+            self._users[task_id] += 1
+            self._holders[request] = task_id
+        return loads
+
+    def release(self, request: LlmRequest) -> None:
+        """The request does not use its adapter any more; nothing happens when it holds none."""
+        task_id = self._holders.pop(request, None)
+        if task_id is not None:
+            self._users[task_id] -= 1
+            if not self._users[task_id]:
+                del self._users[task_id]
+                self._idle[task_id] = None
+
+    def _load(self, task_id: int) -> list[int]:
+        count = self.pages_of(task_id)
+        while len(self._free) < count:
+            oldest, _ = self._idle.popitem(last=False)
+            self._free += reversed(self._pages.pop(oldest))
+        self._pages[task_id] = [self._free.pop() for _ in range(count)]
+        return self._pages[task_id]
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong, in words."""
+        owned = [page_id for pages in self._pages.values() for page_id in pages]
+        if sorted([*owned, *self._free]) != list(range(self.max_device_pages)):
+            yield "the adapter pages are not each free or with one adapter"
+        if Counter(self._holders.values()) != self._users:
+            yield "the users of the adapters are miscounted"
+        if set(self._pages) != set(self._users) | set(self._idle) or set(self._users) & set(self._idle):
+            yield "an adapter is neither in use nor idle, or both"
+
+
+class PageLedger:
+    """What a plan may still spend: the adapters of the requests it takes, each counted once."""
+
+    __slots__ = ("available_pages", "_manager", "_counted")
+
+    def __init__(self, manager: PeftCacheManager) -> None:
+        self._manager = manager
+        self._counted: set[int] = set()
+        self.available_pages = manager.max_device_pages
+
+    def needed(self, requests: Iterable[LlmRequest]) -> int:
+        """Pages that taking these requests adds."""
+        new = {request.lora_task_id for request in requests} - self._counted - {None}
+        return sum(map(self._manager.pages_of, new))
+
+    def fits(self, *requests: LlmRequest) -> bool:
+        return self.needed(requests) <= self.available_pages
+
+    def spend(self, *requests: LlmRequest) -> None:
+        self.available_pages -= self.needed(requests)
+        self._counted.update(request.lora_task_id for request in requests if request.lora_task_id is not None)

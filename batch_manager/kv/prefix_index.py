@@ -1,0 +1,237 @@
+"""Finds blocks whose content is the beginning of another prompt: a tree with one node per block.
+
+A node is found by a keyed digest over the way from the root to it, and then compared: its tokens, its extra ids and
+its parent, which is the node the walk came from. Two prompts whose digests are equal by chance, or by somebody's
+intent, are therefore told apart; the one that came second is not stored.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from hashlib import blake2b
+from os import urandom
+from typing import NamedTuple
+
+DIGEST_BITS = 256
+
+
+class Domain(NamedTuple):
+    """Prompts of different domains never share a block.
+
+    adapter_id       None: no adapter
+    cache_salt       whatever the user gave to keep its prompts apart; None: nothing
+    uses_extra_ids   tokens carry extra ids, for content that token ids do not tell apart
+    """
+
+    adapter_id: int | None = None
+    cache_salt: Hashable = None
+    uses_extra_ids: bool = False
+
+
+class BlockKey(NamedTuple):
+    """One block of a prompt: its digest and what the digest is of, apart from the blocks before it."""
+
+    digest: bytes
+    tokens: tuple[int, ...]
+    extra_ids: tuple[int, ...] | None = None
+
+
+class PrefixNode:
+    """The content of one block.
+
+    block_id   where it is in the pool, None when it is not
+    host_id    where it is in the host's pool, None when it is not
+    """
+
+    __slots__ = ("key", "parent", "children", "block_id", "host_id", "_in_order", "_contents")
+
+    def __init__(self, key: BlockKey, parent: "PrefixNode | None", block_id: int | None = None) -> None:
+        self.key = key
+        self.parent = parent
+        self.block_id = block_id
+        self.host_id: int | None = None
+        self.children: dict[bytes, PrefixNode] = {}
+        self._in_order: list[PrefixNode] = []                # the children, by content
+        self._contents: list[tuple] = []                     # theirs
+
+    def child(self, key: BlockKey) -> "PrefixNode | None":
+        """The block that goes on from here with exactly these tokens."""
+        found = self.children.get(key.digest)
+        if found is None or found.key.tokens != key.tokens or found.key.extra_ids != key.extra_ids:
+            return None
+        return found
+
+    def most_similar_child(self, tokens: Sequence[int],
+                           extra_ids: Sequence[int] | None) -> "tuple[PrefixNode | None, int]":
+        """The block that goes on from here with the most of these tokens, and how many.
+
+        In lexical order that is a neighbour of the place where they would stand.
+        """
+        content = _content(tokens, extra_ids)
+        place = bisect_left(self._contents, content)
+        best, most = None, 0
+        for neighbour in range(max(place - 1, 0), min(place + 1, len(self._contents))):
+            length = _common_length(self._contents[neighbour], content)
+            if length > most:
+                best, most = self._in_order[neighbour], length
+        return best, most
+
+    def attach(self, child: "PrefixNode") -> None:
+        content = _content(child.key.tokens, child.key.extra_ids)
+        place = bisect_left(self._contents, content)
+        self._contents.insert(place, content)
+        self._in_order.insert(place, child)
+        self.children[child.key.digest] = child
+
+    def detach(self, child: "PrefixNode") -> None:
+        place = bisect_left(self._contents, _content(child.key.tokens, child.key.extra_ids))
+        assert self._in_order[place] is child
+        del self._contents[place], self._in_order[place], self.children[child.key.digest]
+
+
+class PrefixIndex:
+    """Trees of cached blocks, one per domain.
+
+    digest_bits   fewer than 256 only to provoke collisions in tests
+    version       another number after every change
+    """
+
+    def __init__(self, digest_bits: int = DIGEST_BITS) -> None:
+        assert 1 <= digest_bits <= DIGEST_BITS
+        self._secret = urandom(32)
+        self._bits = digest_bits
+        self._roots: dict[Domain, PrefixNode] = {}
+        self._domains: dict[PrefixNode, Domain] = {}         # the other way round
+        self._nodes: dict[int, PrefixNode] = {}              # by block id
+        self.num_nodes = 0
+        self.version = 0
+
+    # Digests.
+
+    def root_digest(self, domain: Domain) -> bytes:
+        return self._digest(("adapter", domain.adapter_id), ("salt", domain.cache_salt),
+                            ("extra", domain.uses_extra_ids))
+
+    def key(self, parent_digest: bytes, tokens: Sequence[int], extra_ids: Sequence[int] | None = None) -> BlockKey:
+        """The key of a block that follows the block with this digest."""
+        fields = [("parent", parent_digest), ("tokens", array("q", tokens).tobytes())]
+        if extra_ids is not None:
+            fields.append(("extra", ",".join(map(str, extra_ids))))
+        return BlockKey(self._digest(*fields), tuple(tokens), None if extra_ids is None else tuple(extra_ids))
+
+    def _digest(self, *fields: tuple[str, Hashable]) -> bytes:
+        """Of fields with a name, a type and a length each, so that no value can pass for two, or for another one."""
+        state = blake2b(key=self._secret)
+        for name, value in fields:
+            data = value if isinstance(value, bytes) else repr(value).encode()
+            state.update(f"{name}:{type(value).__name__}:{len(data)}:".encode())
+            state.update(data)
+        digest = state.digest()[:(self._bits + 7) // 8]
+        return bytes([digest[0] & 0xFF >> -self._bits % 8]) + digest[1:]
+
+    # Looking up.
+
+    def root(self, domain: Domain) -> PrefixNode | None:
+        return self._roots.get(domain)
+
+    def walk(self, domain: Domain, keys: Sequence[BlockKey]) -> list[PrefixNode]:
+        """The blocks that hold the beginning of a prompt, as many as follow one another."""
+        node, found = self._roots.get(domain), []
+        if node is None:
+            return found
+        for key in keys:
+            node = node.child(key)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def of_block(self, block_id: int) -> PrefixNode | None:
+        return self._nodes.get(block_id)
+
+    def __iter__(self) -> Iterator[PrefixNode]:
+        """Every node, parents before children."""
+        waiting = list(self._roots.values())
+        while waiting:
+            node = waiting.pop()
+            if node.parent is not None:
+                yield node
+            waiting.extend(node.children.values())
+
+    # Changing.
+
+    def grow_root(self, domain: Domain) -> PrefixNode:
+        """The root of a domain, made when it is not there."""
+        root = self._roots.get(domain)
+        if root is None:
+            root = self._roots[domain] = PrefixNode(BlockKey(self.root_digest(domain), ()), None)
+            self._domains[root] = domain
+        return root
+
+    def insert(self, parent: PrefixNode, key: BlockKey, block_id: int) -> PrefixNode | None:
+        """A new node, or None when its digest belongs to other content."""
+        if key.digest in parent.children:
+            return None
+        assert block_id not in self._nodes
+        node = self._nodes[block_id] = PrefixNode(key, parent, block_id)
+        parent.attach(node)
+        self.num_nodes += 1
+        self.version += 1
+        return node
+
+    def move(self, node: PrefixNode, block_id: int | None, host_id: int | None) -> None:
+        """Note that the content of a node is somewhere else now."""
+        if node.block_id is not None:
+            del self._nodes[node.block_id]
+        node.block_id, node.host_id = block_id, host_id
+        if block_id is not None:
+            self._nodes[block_id] = node
+
+    def remove(self, node: PrefixNode) -> list[PrefixNode]:
+        """Take out a node and all below it, which nobody could reach any more. Returns them."""
+        gone, waiting = [], [node]
+        while waiting:
+            below = waiting.pop()
+            gone.append(below)
+            waiting.extend(below.children.values())
+            if below.block_id is not None:
+                del self._nodes[below.block_id]
+        self.num_nodes -= len(gone)
+        self.version += 1
+
+        parent = node.parent
+        parent.detach(node)
+        self.drop_empty_root(parent)
+        return gone
+
+    def drop_empty_root(self, node: PrefixNode) -> None:
+        if node in self._domains and not node.children:
+            del self._roots[self._domains.pop(node)]
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with the trees, in words."""
+        nodes = list(self)
+        if len(nodes) != self.num_nodes:
+            yield f"{len(nodes)} prefix nodes are reachable and {self.num_nodes} were counted"
+        if {node.block_id: node for node in nodes if node.block_id is not None} != self._nodes:
+            yield "the prefix tree and its table of blocks differ"
+        for node in nodes:
+            if node.parent.children.get(node.key.digest) is not node:
+                yield f"the node of block {node.block_id} is not where its digest says"
+            if self.key(node.parent.key.digest, node.key.tokens, node.key.extra_ids) != node.key:
+                yield f"the digest of block {node.block_id} is not that of its content"
+            if (node.block_id is None) == (node.host_id is None):
+                yield f"a node is in block {node.block_id} and in host block {node.host_id}"
+
+
+def _content(tokens: Sequence[int], extra_ids: Sequence[int] | None) -> tuple:
+    return tuple(tokens) if extra_ids is None else tuple(zip(tokens, extra_ids, strict=True))
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    count = 0
+    for left, right in zip(first, second, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count

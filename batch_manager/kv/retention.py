@@ -1,0 +1,48 @@
+"""From what a request asks about keeping its tokens to priorities of blocks."""
+
+from collections.abc import Sequence
+
+from ..requests.llm_request import LlmRequest, Retention, RetentionRange
+from .block_needs import ceil_div
+from .block_pool import BlockPool
+from .eviction import DEFAULT_PRIORITY
+
+
+def ranges_of_blocks(retention: Retention, tokens_per_block: int, seq_len: int) -> list[RetentionRange | None]:
+    """Per block the range that contains its first token, None where there is none."""
+    starts = range(0, ceil_div(seq_len, tokens_per_block) * tokens_per_block, tokens_per_block)
+    return [next((part for part in retention.ranges if part.start <= start and (part.end is None or start < part.end)),
+                 None) for start in starts]
+
+
+def priorities_of_blocks(retention: Retention, tokens_per_block: int, seq_len: int) -> list[int | None]:
+    """Per block its priority, None where the request does not say."""
+    return [None if part is None else part.priority for part in ranges_of_blocks(retention, tokens_per_block, seq_len)]
+
+
+def retain_prompt(pool: BlockPool, request: LlmRequest, block_ids: Sequence[int], found: int,
+                  tokens_per_block: int) -> None:
+    """Give the blocks of a prompt the priorities its request asks for.
+
+    found   so many of them had their content already: where the request does not say they stay as they are
+    """
+    if request.retention is None:
+        for block_id in block_ids[found:]:
+            pool.set_priority(block_id, DEFAULT_PRIORITY)
+        return
+    parts = ranges_of_blocks(request.retention, tokens_per_block, request.prompt_len)
+    parts += [parts[-1]] * (len(block_ids) - len(parts))       # the last block of each beam
+    for place, (block_id, part) in enumerate(zip(block_ids, parts, strict=True)):
+        if part is not None:
+            pool.set_priority(block_id, part.priority, part.duration_s)
+        elif place >= found:
+            pool.set_priority(block_id, DEFAULT_PRIORITY)
+
+
+def retain_generated(pool: BlockPool, request: LlmRequest, block_id: int) -> None:
+    """The same for a block of generated tokens."""
+    retention = request.retention
+    if retention is None:
+        pool.set_priority(block_id, DEFAULT_PRIORITY)
+    else:
+        pool.set_priority(block_id, retention.decode_priority, retention.decode_duration_s)

@@ -1,0 +1,29 @@
+"""Contexts that wait one step because somebody is computing what they could share."""
+
+from ..kv.kv_cache_manager import KvCacheManager
+from ..requests.llm_request import LlmRequest
+from .interfaces import RequestList
+
+
+class DuplicateDelay:
+    """For one scheduling pass. A context is known by its prompt up to the first full block that is not cached: who
+    comes second with the same one is held back until it is.
+    """
+
+    def __init__(self, kv_cache_manager: KvCacheManager, requests: RequestList) -> None:
+        self._kv = kv_cache_manager
+        self._is_on = kv_cache_manager.enable_block_reuse
+        self._computed_by: dict[bytes, LlmRequest] = {}
+        if self._is_on:
+            for request in requests:
+                if request.is_context and not request.is_first_context_chunk:
+                    self.holds_back(request)
+
+    def holds_back(self, request: LlmRequest) -> bool:
+        """Whether another context is computing this one's next block. If nobody is, this one is from now on."""
+        if not self._is_on or not request.is_context:
+            return False
+        key = self._kv.first_new_key(request)
+        if key is None:
+            return False
+        return self._computed_by.setdefault(key, request) is not request and request.is_first_context_chunk
