@@ -6,7 +6,7 @@ from ..requests.llm_request import LlmRequest
 
 
 class ActiveRequests:
-    """Active requests by id, by slot and in order.
+    """Active requests by id and in order, each with a slot.
 
     Order: by priority, larger first; inside one priority by arrival. A paused request keeps its place.
     Slots are the smallest free numbers, so that tables indexed by slot stay as small as the number of requests.
@@ -15,7 +15,7 @@ class ActiveRequests:
     def __init__(self) -> None:
         self._by_id: dict[int, LlmRequest] = {}
         self._ordered: list[LlmRequest] = []
-        self._by_slot: list[LlmRequest | None] = []
+        self._num_slots = 0
         self._free_slots: list[int] = []
 
     def __len__(self) -> int:
@@ -29,12 +29,6 @@ class ActiveRequests:
 
     def get(self, request_id: int) -> LlmRequest | None:
         return self._by_id.get(request_id)
-
-    def at_slot(self, slot: int) -> LlmRequest:
-        """The request that owns a slot. A slot nobody owns is a bug of ours."""
-        request = self._by_slot[slot]
-        assert request is not None
-        return request
 
     def in_order(self) -> list[LlmRequest]:
         """A list the caller may keep or change."""
@@ -50,14 +44,12 @@ class ActiveRequests:
         self._by_id[request.request_id] = request
         if self._free_slots:
             request.seq_slot = self._free_slots.pop()
-            self._by_slot[request.seq_slot] = request
         else:
-            request.seq_slot = len(self._by_slot)
-            self._by_slot.append(request)
+            request.seq_slot = self._num_slots
+            self._num_slots += 1
 
     def remove(self, request: LlmRequest) -> None:
         """Let a request go; its id and its slot are free at once."""
         del self._by_id[request.request_id]
         self._ordered.remove(request)
-        self._by_slot[request.seq_slot] = None
         self._free_slots.append(request.seq_slot)

@@ -31,8 +31,6 @@ from .step_runner import RunningStep, StepRunner
 
 log = logging.getLogger("batch_manager")
 
-NOTHING_SCHEDULED = SchedulerOutput()
-
 
 @dataclass(slots=True)
 class InFlight:
