@@ -98,6 +98,10 @@ class KvCacheManager:
         """Tokens the request has room for: its whole prompt with the first chunk, one more with each step claimed."""
         return int(self.sequences.kv_lengths[request.seq_slot]) if self.owns(request) else 0
 
+    def slots(self, requests: Sequence[LlmRequest]) -> np.ndarray:
+        """The slots of requests that all hold blocks, [n] int32."""
+        return self.sequences.slots_of(requests).astype(np.int32)
+
     def kv_lengths(self, slots: np.ndarray) -> np.ndarray:
         """`kv_length` of the requests in these slots, [n] int32."""
         return self.sequences.kv_lengths[slots].astype(np.int32)

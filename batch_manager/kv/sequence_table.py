@@ -37,6 +37,8 @@ class SequenceTable:
         self.beam_widths = np.zeros(0, np.int64)
         self.reused_tokens: dict[int, int] = {}
         self.block_ids = np.full((0, 1), UNUSED, np.int32)
+        self._asked: list[LlmRequest] = []
+        self._answer = np.empty(0, np.intp)
 
     # Reading.
 
@@ -63,16 +65,20 @@ class SequenceTable:
         return [block_id for block_id in row if block_id != UNUSED] if self.dropped[request.seq_slot] else row
 
     def slots_of(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """The slots of requests that all have one, [n].
+        """The slots of requests that all have one, [n], not to be written to.
 
         Raises InternalError.
         """
+        if requests == self._asked:       # by identity; planning and claiming ask for the same ones, and so do iterations
+            return self._answer
         slots = [request.seq_slot for request in requests]
         in_range = not slots or max(slots) < len(self.owners)
         if not in_range or [self.owners[slot] for slot in slots] != list(requests):
             stranger = next(request for request in requests if not self.has(request))
             raise InternalError(f"{stranger} is to generate and holds no blocks")
-        return np.fromiter(slots, np.intp, len(slots))
+        self._asked, self._answer = list(requests), np.fromiter(slots, np.intp, len(slots))
+        self._answer.flags.writeable = False
+        return self._answer
 
     def check_slots_are_free(self, requests: Sequence[LlmRequest]) -> None:
         """Raises InternalError when one of these requests could not be added."""
@@ -150,6 +156,7 @@ class SequenceTable:
 
     def remove(self, request: LlmRequest) -> None:
         slot = request.seq_slot
+        self._asked, self._answer = [], np.empty(0, np.intp)
         self.owners[slot] = None
         self.reused_tokens.pop(slot, None)
         for column in (self.kv_lengths, self.ends, self.dropped, self.last_blocks, self.beam_widths):

@@ -44,7 +44,7 @@ class Resources:
                         for request, size in zip(plan.context_requests, chunk_sizes, strict=True))
         generation = NO_GENERATION
         if plan.generation_requests:
-            slots = np.array([request.seq_slot for request in plan.generation_requests], np.int32)
+            slots = self._kv.slots(plan.generation_requests)
             # The step feeds the newest token, for which the claim has just made room.
             generation = GenerationWork(slots, self._kv.kv_lengths(slots) - 1)
         num_places = 0

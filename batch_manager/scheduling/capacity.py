@@ -129,8 +129,10 @@ class MaxUtilizationScheduler(CapacityScheduler):
 
         It is what the walk would find, in one sum: most of the time everybody who generates goes on.
         """
-        length = next((place for place, request in enumerate(line) if request.state not in GENERATING), len(line))
-        front = line[:min(length, self.max_num_requests)]
+        generating = len([request for request in line if request.state in GENERATING])
+        if generating < len(line):
+            generating = next(place for place, request in enumerate(line) if request.state not in GENERATING)
+        front = line[:min(generating, self.max_num_requests)]
         need = ledger.blocks_for_next_step_of_generating(front, self.two_step_lookahead)
         if not ledger.fits(need) or (pages is not None and not pages.fits(*front)):
             return 0

@@ -29,14 +29,15 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
     try:
         named = [*contexts, *generation, *paused]
-        distinct = set(named)
+        if named != active_requests:                            # by identity; most plans are: everybody goes on
+            distinct = set(named)
+            if len(distinct) != len(named):
+                return _repetition(plan)
+            if not distinct <= set(active_requests):
+                stranger = next(request for request in named if request not in active_requests)
+                return f"{stranger!r} is not active"
     except TypeError:
         return "the plan names something that is no request"
-    if len(distinct) != len(named):
-        return _repetition(plan)
-    if not distinct <= set(active_requests):
-        stranger = next(request for request in named if request not in active_requests)
-        return f"{stranger!r} is not active"
     if inflight_request_ids:
         for request in named:
             if request.request_id in inflight_request_ids:
@@ -45,9 +46,9 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     for request in contexts:
         if not request.is_context:
             return f"{request} is a context request of the plan and not in its context phase"
-    for request in generation:
-        if request.state not in GENERATING:
-            return f"{request} is a generation request of the plan and is not generating"
+    if len([request for request in generation if request.state in GENERATING]) != len(generation):
+        request = next(request for request in generation if request.state not in GENERATING)
+        return f"{request} is a generation request of the plan and is not generating"
     for request in paused:
         if request.is_finished:
             return f"{request} is to be paused and has finished"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection
 from math import inf
-from operator import attrgetter
 
 from ..requests.llm_request import LlmRequest
 from .chunking import ContextChunking, drafts_kept, force_chunk
@@ -45,6 +44,9 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         if inflight_request_ids:
             fitting_requests = [request for request in fitting_requests
                                 if request.request_id not in inflight_request_ids]
+        if self._is_plain_generation(fitting_requests):
+            taken = min(len(fitting_requests), self.max_batch_size)
+            return contexts, _by_adapter(fitting_requests[:taken if taken <= budget else int(budget)])
         for request in fitting_requests:
             if request.state in GENERATING:
                 width = request.beam_width
@@ -78,6 +80,14 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         chunk_of = dict(zip(contexts, chunks, strict=True))
         contexts = _by_adapter(contexts)
         return contexts, generation, [chunk_of[request] for request in contexts]
+
+    @staticmethod
+    def _is_plain_generation(requests: RequestList) -> bool:
+        """Whether each of them takes one token in this step and nothing else: so it is most of the time, and the walk
+        need not be made.
+        """
+        return (len([request for request in requests if request.state in GENERATING]) == len(requests)
+                == sum([request.beam_width + request.draft_len for request in requests]))
 
     def _credit(self, request: LlmRequest) -> int:
         if self.credit_of is None or not request.is_first_context_chunk:
@@ -137,15 +147,12 @@ class EvenMicroBatches(MicroBatchScheduler):
         return self.micro_batch_scheduler.schedule(ready[:share], ())
 
 
-_TASK_OF = attrgetter("lora_task_id")
-
-
 def _adapter(request: LlmRequest) -> int:
     return -1 if request.lora_task_id is None else request.lora_task_id
 
 
 def _by_adapter(requests: RequestList) -> RequestList:
     """In order but with requests of one adapter together; most of the time nobody has one."""
-    if set(map(_TASK_OF, requests)) <= {None}:
+    if not [request for request in requests if request.lora_task_id is not None]:
         return requests
     return sorted(requests, key=_adapter)
