@@ -69,7 +69,7 @@ class SequenceTable:
 
         Raises InternalError.
         """
-        if requests == self._asked:       # by identity; planning and claiming ask for the same ones, and so do iterations
+        if requests == self._asked:    # by identity; planning and claiming ask for the same, iteration after iteration
             return self._answer
         slots = [request.seq_slot for request in requests]
         in_range = not slots or max(slots) < len(self.owners)
