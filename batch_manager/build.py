@@ -81,7 +81,7 @@ def build_loop(
                        else _make_scheduler(parts.scheduler, limits, kv_cache_manager)),
             kv_cache_manager=kv_cache_manager,
             backend=backend,
-            responder=Responder(callbacks, numpy_to_tensor),
+            responder=Responder(callbacks, numpy_to_tensor, limits.vocab_size),
             clock=clock,
             heartbeat=heartbeat,
             flush_stats_when_idle=optional_params.flush_stats_when_idle,

@@ -24,7 +24,7 @@ class SlotSetup:
     random_seed             0 <= seed < 2^64; what is drawn is a function of (seed, position of the drawn token) alone
     return_log_probs        rows of `StepOutput.log_probs` are filled for this slot
     return_context_logits   the step's context rows are returned in `StepOutput.context_logits`
-    return_generation_logits   the row each token was drawn from is returned in `StepOutput.generation_logits`
+    return_generation_logits   the model's logits for each token are returned in `StepOutput.generation_logits`
     """
 
     end_id: int = -1
@@ -163,9 +163,10 @@ class StepOutput:
     tokens              [r] int32: the token chosen; meaningless where `failures` names the slot
     finish              [r] uint8, FinishReason as decided on the device: END_ID (the token is the end id and is not
                         part of the output), STOP_WORDS or NOT_FINISHED; lengths are counted by the host
-    log_probs           [r] float32, or None when nobody in the batch asked
-    context_logits      slot -> [chunk tokens, vocab] float32, for the slots that asked
-    generation_logits   slot -> [vocab] float32, for the slots that asked and have a row
+    log_probs           [r] float32, or None when nobody in the batch asked; under the distribution the token was drawn
+                        from, after everything done to its logits and the temperature, before top-k and top-p
+    context_logits      slot -> [chunk tokens, vocab] float32, for the slots that asked; as the model gave them
+    generation_logits   slot -> [vocab] float32, for the slots that asked and have a row; as the model gave them
     failures            slot -> why its row is unusable
     """
 

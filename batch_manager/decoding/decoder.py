@@ -23,7 +23,7 @@ class Drawn:
     finish            [r] uint8
     finite            [r] bool: False where no token can be drawn from a row's logits
     log_probs         [r] float32, or None when nobody asked; 0 in the rows of those who did not
-    logits_slots      slots of the rows of `logits` [q, vocab] float32; None when nobody asked
+    logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when nobody asked
     """
 
     tokens: torch.Tensor
@@ -55,13 +55,14 @@ class GptDecoder:
 
     def draw(self, logits: torch.Tensor, rows: DrawRows) -> Drawn:
         """Draw from `logits` [r, vocab] float32, which the stages may change. Keeps nothing."""
+        returned = generation_logits(logits, rows, self.state)    # a copy, before anything is done to them
         apply_stages(self._stages, logits, rows)
         if self._kernel is None:
             tokens, finite, log_probs = self._draw_on_host(logits, rows)
         else:
             tokens, finite, log_probs = self._draw_in_kernel(logits, rows)
         finish = finish_codes(tokens, self.state.column("end_id", rows))
-        return Drawn(tokens, finish, finite, log_probs, *generation_logits(logits, rows, self.state))
+        return Drawn(tokens, finish, finite, log_probs, *returned)
 
     def keep(self, drawn: Drawn, rows: DrawRows) -> None:
         """The next step is fed what was drawn."""

@@ -1,4 +1,4 @@
-"""Logits that go back to whoever asked for them, float32 on the host."""
+"""Logits that go back to whoever asked for them: as the model gave them, before any stage, float32 on the host."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torc
 
 
 def generation_logits(logits: torch.Tensor, rows: DrawRows, state: SlotState) -> tuple[list[int], torch.Tensor | None]:
-    """(slots that asked, their rows [q, vocab]); the rows are None when nobody did."""
+    """(slots that asked, copies of their rows [q, vocab]); the rows are None when nobody did."""
     asked = np.nonzero(state.host["generation_logits"][rows.slots])[0]
     if not len(asked):
         return [], None

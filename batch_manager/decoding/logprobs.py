@@ -1,4 +1,9 @@
-"""Log-probabilities of chosen tokens, before any filter of the distribution."""
+"""Log-probabilities of chosen tokens, under the distribution they were drawn from before top-k and top-p cut it.
+
+That is log_softmax(x / temperature) with x the logits after all stages: a post-processor, biases, penalties and bans
+show in it. A greedy token has one as well, at its temperature (1 unless another is given; 0 counts as 1). The logits
+that go back to a user are the model's own, without any of that.
+"""
 
 import torch
 

@@ -18,10 +18,11 @@ class Delivery:
     """One living request as its receiver sees it.
 
     num_sent            generated tokens already sent (streaming)
-    log_probs           of every generated token, when asked
+    log_probs           of every generated token not sent yet, when asked
+    cum_log_prob        of every generated token, when asked
     generation_logits   [vocab] rows of every generated token not sent yet, when asked
-    context_logits      [prompt, vocab], filled chunk by chunk, when asked
-    context_was_sent    a streaming response carries the context logits once
+    context_logits      [prompt, vocab], filled chunk by chunk, when asked; None once it was sent
+    context_rows        rows of it that are filled, from the first; all of them are needed before it is sent
     is_plain            nothing but tokens was asked for
     """
 
@@ -29,23 +30,27 @@ class Delivery:
     is_plain: bool
     num_sent: int = 0
     log_probs: list[float] = field(default_factory=list)
+    cum_log_prob: float = 0.0
     generation_logits: list[np.ndarray] = field(default_factory=list)
     context_logits: np.ndarray | None = None
-    context_was_sent: bool = False
+    context_rows: int = 0
 
 
 class Responder:
     """Keeps what was promised to each living request and sends it.
 
-    listeners   deliveries of the requests that take something from every token: those that stream, or asked for more
-                than tokens
+    vocab_size   columns of the logits that are returned
+    listeners    deliveries of the requests that take something from every token: those that stream, or asked for more
+                 than tokens
 
     A final response is sent after `forget` was called for the request: whoever ends a request frees everything first.
     """
 
-    def __init__(self, callbacks: GuardedCallbacks, to_tensor: Callable[[np.ndarray], object]) -> None:
+    def __init__(self, callbacks: GuardedCallbacks, to_tensor: Callable[[np.ndarray], object],
+                 vocab_size: int) -> None:
         self._callbacks = callbacks
         self._to_tensor = to_tensor
+        self._no_rows = np.empty((0, vocab_size), np.float32)
         self._deliveries: dict[int, Delivery] = {}
         self.listeners: dict[int, Delivery] = {}
 
@@ -61,13 +66,17 @@ class Responder:
             self.listeners[request_id] = delivery
 
     def note_context_logits(self, request: LlmRequest, start: int, logits: np.ndarray) -> None:
-        """Keep the rows that belong to the user's prompt; after a pause generated tokens run as context too."""
+        """Keep the rows of the user's prompt that are new: after a pause the prompt runs again, and generated tokens
+        run as context too."""
         delivery = self._deliveries[request.request_id]
+        first, end = delivery.context_rows, min(start + len(logits), request.orig_prompt_len)
+        if first >= end:
+            return
+        assert start <= first, "rows of context logits were left out"
         if delivery.context_logits is None:
-            delivery.context_logits = np.zeros((request.orig_prompt_len, logits.shape[1]), np.float32)
-        rows = min(len(logits), request.orig_prompt_len - start)
-        if rows > 0:
-            delivery.context_logits[start:start + rows] = logits[:rows]
+            delivery.context_logits = np.empty((request.orig_prompt_len, logits.shape[1]), np.float32)
+        delivery.context_logits[first:end] = logits[first - start : end - start]
+        delivery.context_rows = end
 
     def note_token(self, request: LlmRequest, row: int, output: StepOutput) -> bool:
         """Keep what belongs to the token this row added to a listener. True when the token is to be streamed."""
@@ -75,9 +84,12 @@ class Responder:
         options = delivery.options
         if not delivery.is_plain:
             if options.return_log_probs:
-                delivery.log_probs.append(0.0 if output.log_probs is None else float(output.log_probs[row]))
-            if options.return_generation_logits and request.seq_slot in output.generation_logits:
-                delivery.generation_logits.append(output.generation_logits[request.seq_slot])
+                log_prob = 0.0 if output.log_probs is None else float(output.log_probs[row])
+                delivery.log_probs.append(log_prob)
+                delivery.cum_log_prob += log_prob
+            if options.return_generation_logits:
+                # A copy: the row is part of an array with everybody's, which should not live as long as this request.
+                delivery.generation_logits.append(output.generation_logits[request.seq_slot].copy())
         return options.is_streaming
 
     def send_new_tokens(self, request: LlmRequest) -> None:
@@ -105,18 +117,15 @@ class Responder:
                                       to_tensor=self._to_tensor)
             return build_response(options, tokens[:prompt_len], tokens[prompt_len:], reason, to_tensor=self._to_tensor)
 
+        # A response takes what was kept for it along: nothing is held twice, nothing is sent twice.
         first = delivery.num_sent if options.is_streaming else 0
-        context_logits, generation_logits = None, None
-        if not delivery.context_was_sent:
-            context_logits = delivery.context_logits
-            delivery.context_was_sent = context_logits is not None
-        if delivery.generation_logits:    # a streamed response takes its rows along; nothing is kept twice
-            generation_logits = np.stack(delivery.generation_logits)
-            delivery.generation_logits = []
+        context_logits = delivery.context_logits if delivery.context_rows == prompt_len else None
+        log_probs, generation_logits = delivery.log_probs, delivery.generation_logits
+        delivery.context_logits, delivery.log_probs, delivery.generation_logits = None, [], []
         return build_response(
             options, tokens[:prompt_len], tokens[prompt_len + first:], reason,
-            log_probs=delivery.log_probs[first:],
-            cum_log_prob=sum(delivery.log_probs),
+            log_probs=log_probs,
+            cum_log_prob=delivery.cum_log_prob,
             context_logits=context_logits,
-            generation_logits=generation_logits,
+            generation_logits=generation_logits or self._no_rows,
             to_tensor=self._to_tensor)

@@ -8,8 +8,14 @@
     cum_log_probs       float32  [1, beam]                          zeros unless asked for
     finish_reason       int32    [1, beam]
 
+Logits are the model's own: row i of context_logits follows token i of the prompt, row i of generation_logits is what
+token i was drawn from, before penalties, temperature or anything else was done to it. Log-probs are of the distribution
+after all of that, before top-k and top-p (decoding/logprobs.py).
+
 In a streamed response *generated* is the number of its new tokens, everywhere but in cum_log_probs, which sums from
-the start of the request. Context logits go with the first streamed response; later ones carry the dummy.
+the start of the request; so pieces of a tensor put behind one another are the tensor of a response that is not
+streamed. Context logits go with the first streamed response; later ones carry the dummy, and so does a request that
+ends before its prompt was computed.
 
 Nothing in a response is shared: not with our buffers, not with another response, not one tensor with another. A
 callback may keep or change what it got.
@@ -67,7 +73,7 @@ def build_response(
     log_probs           [n] one for each of `generated`; needed when options ask for them and n > 0
     cum_log_prob        since the start of the request; None: the sum of `log_probs`
     context_logits      [prompt, vocab], or its chunks in order, or None for the dummy
-    generation_logits   [n, vocab] one row for each of `generated`, or None for the dummy
+    generation_logits   [n, vocab] or n rows, one for each of `generated`; None for the dummy
     to_tensor           makes the outgoing tensor of a fresh numpy array, such as torch.from_numpy; None: leave it
 
     What the options do not ask for is not sent, even if it is given. Everything that is sent is a copy.
