@@ -107,3 +107,45 @@ def test_logits_come_in_the_documented_shapes_also_across_chunks_and_pauses(make
     np.testing.assert_array_equal(
         np.concatenate([response.tensors["generation_logits"] for response in streamed], axis=2),
         alone.client.final(2).tensors["generation_logits"])
+
+
+def test_pieces_of_a_stream_fit_together_when_the_last_one_has_no_token(make_world, new_request):
+    world = make_world(backend={"vocab_size": 50})
+    tokens = world.expected([1, 2], 10)
+    asked = {"return_log_probs": True, "return_generation_logits": True, "end_id": tokens[3]}
+    assert tokens[3] not in tokens[:3]
+    world.client.pending = [new_request(1, [1, 2], 10, **asked), new_request(2, [1, 2], 10, streaming=True, **asked)]
+    world.run()
+    pieces, whole = world.client.responses[2], world.client.final(1)
+    assert pieces[-1].tensors["generation_logits"].shape == (1, 1, 0, 50)
+    for name in ("generation_logits", "output_log_probs"):
+        np.testing.assert_array_equal(np.concatenate([piece.tensors[name] for piece in pieces], axis=2),
+                                      whole.tensors[name])
+
+
+def test_generation_logits_without_a_token_have_no_rows(make_world, new_request):
+    world = make_world(backend={"vocab_size": 50})
+    (first,) = world.expected([1, 2], 1)
+    world.client.pending = [new_request(1, [1, 2], 10, end_id=first, return_generation_logits=True)]
+    world.run()
+    assert world.client.final(1).tensors["generation_logits"].shape == (1, 1, 0, 50)
+
+
+def test_context_logits_of_a_request_stopped_inside_its_prompt_are_the_dummy(make_world, new_request):
+    world = make_world(backend={"vocab_size": 50, "tokens_per_block": 4}, enable_chunked_context=True, max_num_tokens=8)
+    world.client.pending = [new_request(1, [1] * 20, 5, return_context_logits=True)]
+    world.step()
+    world.client.stops = {1}
+    world.step()
+    final = world.client.final(1)
+    assert final.finish_reason == 5 and final.tokens() == [1] * 20
+    assert final.tensors["context_logits"].shape == (1, 1, 1)
+
+
+def test_a_response_holds_rows_of_its_own_only(make_world, new_request):
+    """What is kept for one request is no part of an array that other requests' rows keep alive."""
+    world = make_world(backend={"vocab_size": 50})
+    world.client.pending = [new_request(i, [i], 5, return_generation_logits=True) for i in (1, 2)]
+    world.step(2)
+    kept = [row for delivery in world.loop._responder.listeners.values() for row in delivery.generation_logits]
+    assert len(kept) == 4 and all(row.base is None for row in kept)
