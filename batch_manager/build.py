@@ -71,7 +71,8 @@ def build_loop(
             gather_context_logits=optional_params.gather_context_logits,
             gather_generation_logits=optional_params.gather_generation_logits,
             exclude_input_in_output=exclude_input_in_output,
-            static_batching=static_batch)
+            static_batching=static_batch,
+            logits_post_processor_batched=parts.logits_post_processor_batched)
         loop = GenerationLoop(
             limits=limits,
             callbacks=callbacks,

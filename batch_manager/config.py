@@ -150,6 +150,9 @@ class Parts:
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
     clock       a Clock
     trace       called with an IterationTrace after each iteration that had an active request, on the worker thread
+    logits_post_processor_batched   called once a step with the logits of all requests whose logits_post_processor is
+                "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None, which changes the logits in
+                place; decoding/logits_post_processors.py says more
     """
 
     scheduler: Any = None
@@ -157,6 +160,13 @@ class Parts:
     backend: Any = None
     clock: Any = None
     trace: Callable[..., None] | None = None
+    logits_post_processor_batched: Callable[..., None] | None = None
+
+    def __post_init__(self) -> None:
+        batched = self.logits_post_processor_batched
+        if batched is not None and not callable(batched):
+            raise ConfigError(f"Parts.logits_post_processor_batched is a {type(batched).__name__}",
+                              "a callable of (request_ids, logits, token_ids), or None")
 
 
 @dataclass(frozen=True, slots=True)

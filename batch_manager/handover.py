@@ -6,11 +6,31 @@ request asked for travels once, as `SlotSetup`, with its first context chunk (ag
 device knows the last token of every slot, so a generation step carries slots and lengths and nothing else.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from .names import ErrorCode, FinishReason
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class LogitsPostProcessor:
+    """A function of the user's that changes the logits of one sequence before anything else does.
+
+    request_id   what the function knows the sequence by
+    function     what decoding/logits_post_processors.py describes, in one of its two forms
+    token_ids    () -> per beam, the prompt and what was generated so far: new lists at every call
+    is_batched   the function takes all sequences of a step that have the same one
+
+    Crosses by reference. The device keeps no hold of it: it is gone when the host has dropped it.
+    """
+
+    request_id: int
+    function: Callable[..., Any]
+    token_ids: Callable[[], list[list[int]]]
+    is_batched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +45,7 @@ class SlotSetup:
     return_log_probs        rows of `StepOutput.log_probs` are filled for this slot
     return_context_logits   the step's context rows are returned in `StepOutput.context_logits`
     return_generation_logits   the model's logits for each token are returned in `StepOutput.generation_logits`
+    logits_post_processor   changes the logits before anything else does; None: nobody
     """
 
     end_id: int = -1
@@ -35,6 +56,7 @@ class SlotSetup:
     return_log_probs: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False
+    logits_post_processor: LogitsPostProcessor | None = None
 
 
 @dataclass(frozen=True, slots=True)

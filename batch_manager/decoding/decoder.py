@@ -7,6 +7,7 @@ import torch
 
 from ..handover import SlotSetup
 from ..triton_kernels import dispatch
+from .logits_post_processors import LogitsPostProcessors, PostProcessed
 from .logits_return import generation_logits
 from .logprobs import chosen_log_probs
 from .sampling import argmax, sample
@@ -23,6 +24,7 @@ class Drawn:
     finish            [r] uint8
     finite            [r] bool: False where no token can be drawn from a row's logits
     log_probs         [r] float32, or None when nobody asked; 0 in the rows of those who did not
+    post_processed    the rows that users' functions changed; None when there are none
     logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when nobody asked
     """
 
@@ -30,6 +32,7 @@ class Drawn:
     finish: torch.Tensor
     finite: torch.Tensor
     log_probs: torch.Tensor | None
+    post_processed: PostProcessed | None
     logits_slots: list[int]
     logits: torch.Tensor | None
 
@@ -42,6 +45,7 @@ class GptDecoder:
 
     def __init__(self, num_slots: int, device: torch.device, stages: Sequence[LogitsStage] = ()) -> None:
         self.state = SlotState(num_slots, device)
+        self._post_processors = LogitsPostProcessors()
         self._stages = tuple(stages)
         self._kernel = dispatch.kernel("sample_token", device) if dispatch.use_triton(device) else None
 
@@ -49,20 +53,23 @@ class GptDecoder:
         """Sequences take their slots. Doing so again is harmless."""
         setups = list(setups)
         self.state.set_up(setups)
+        for slot, setup in setups:
+            self._post_processors.set_up(slot, setup)
         for stage in self._stages:
             for slot, setup in setups:
                 stage.set_up(slot, setup)
 
     def draw(self, logits: torch.Tensor, rows: DrawRows) -> Drawn:
-        """Draw from `logits` [r, vocab] float32, which the stages may change. Keeps nothing."""
+        """Draw from `logits` [r, vocab] float32, which post-processors and stages may change. Keeps nothing."""
         returned = generation_logits(logits, rows, self.state)    # a copy, before anything is done to them
+        post_processed = self._post_processors.apply(logits, rows.slots) if self._post_processors else None
         apply_stages(self._stages, logits, rows)
         if self._kernel is None:
             tokens, finite, log_probs = self._draw_on_host(logits, rows)
         else:
             tokens, finite, log_probs = self._draw_in_kernel(logits, rows)
         finish = finish_codes(tokens, self.state.column("end_id", rows))
-        return Drawn(tokens, finish, finite, log_probs, *returned)
+        return Drawn(tokens, finish, finite, log_probs, post_processed, *returned)
 
     def keep(self, drawn: Drawn, rows: DrawRows) -> None:
         """The next step is fed what was drawn."""

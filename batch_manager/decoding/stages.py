@@ -1,5 +1,7 @@
 """What is done to a row of logits before a token is drawn from it, and in which order.
 
+    0  post-processor       the user's own function, see logits_post_processors.py: what it forbids (-inf) stays
+                            forbidden, what it raises or lowers is then biased, penalised and heated like any logit
     1  bias                 a number added to every token's logit                               (not built yet)
     2  penalties            repetition, presence, frequency: on what the sequence holds         (not built yet)
     3  bans                 bad words, repeated n-grams, the end id before min_length: -inf     (not built yet)

@@ -5,15 +5,16 @@ is copied; bytes; the copy; the values of the copy. The copy is what runs, so a 
 it over changes nothing.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import numpy as np
 
 from ..config import Limits
 from ..errors import InvalidRequestError, RequestError, RequestTooLargeError
-from ..handover import SlotSetup
+from ..handover import LogitsPostProcessor, SlotSetup
 from ..names import SchedulerPolicy
 from .inference_request import (
     TENSORS,
@@ -53,7 +54,6 @@ NOT_BUILT: dict[str, str] = {
     "lora_config": "a LoRA adapter",
     "draft_input_ids": "speculative decoding",
     "draft_logits": "speculative decoding",
-    "logits_post_processor": "a logits post-processor",
 }
 
 # Refused by name where batches are static, built or not: the padded batch of the original has no place for them.
@@ -67,6 +67,7 @@ NOT_IN_STATIC_BATCHES: dict[str, str] = {
 SAMPLING_OPTIONS = frozenset(tensor for tensor, _ in KNOBS.values()) - {"beam_width"}
 
 MAX_CACHE_SALT = 1024
+BATCHED = "batched"        # the name of TensorRT-LLM's batched post-processor
 
 _IS_STREAMING = TensorSpec("is_streaming", Content.FLAG, Shape.SCALAR)
 _PRIORITY = TensorSpec("priority", Content.NUMBER, Shape.SCALAR)
@@ -109,7 +110,7 @@ class _Looked:
     priority: float = 0.5
     deadline_s: float | None = None
     cache_salt: str | bytes | None = None
-    has_logits_post_processor: bool = False
+    logits_post_processor: Callable[..., Any] | str | None = None
 
 
 class Admission:
@@ -118,19 +119,22 @@ class Admission:
     max_request_bytes         bytes of one request's tensors
     gather_context_logits, gather_generation_logits   whether requests may ask for them
     exclude_input_in_output   responses that are not streamed leave the prompt out
+    logits_post_processor_batched   the one that requests name "batched"; None: there is none
     static_batching           requests run in static batches: streaming has no effect but that the one response holds
                               the new tokens only, and each request says whom it can share a batch with
     """
 
     def __init__(self, limits: Limits, *, max_request_bytes: int = 64 * 1024 * 1024, gather_context_logits: bool = True,
                  gather_generation_logits: bool = True, exclude_input_in_output: bool = False,
-                 static_batching: bool = False) -> None:
+                 static_batching: bool = False,
+                 logits_post_processor_batched: Callable[..., Any] | None = None) -> None:
         self.limits = limits
         self.max_request_bytes = max_request_bytes
         self.gather_context_logits = gather_context_logits
         self.gather_generation_logits = gather_generation_logits
         self.exclude_input_in_output = exclude_input_in_output
         self.static_batching = static_batching
+        self.logits_post_processor_batched = logits_post_processor_batched
 
         vocab, longest = limits.vocab_size, limits.max_seq_len - 1
         prompt = (longest, f"the maximum input length is max_seq_len - 1 = {longest:,}, for one token more must fit")
@@ -210,8 +214,35 @@ class Admission:
             raise InvalidRequestError("cache_salt is not usable",
                                       f"it must be None, or a str or bytes of at most {MAX_CACHE_SALT:,}",
                                       "pass a digest of what you have")
-        looked.has_logits_post_processor = item.logits_post_processor is not None
+        looked.logits_post_processor = self._post_processor_of(item)
         return looked
+
+    def _post_processor_of(self, item: InferenceRequest) -> Callable[..., Any] | str | None:
+        given = item.logits_post_processor
+        if given is None:
+            return None
+        if type(given) is str:
+            if given != BATCHED:
+                raise InvalidRequestError(f"logits_post_processor is {given[:64]!r}",
+                                          f"the only one that has a name is {BATCHED!r}", "pass a callable")
+            if self.logits_post_processor_batched is None:
+                raise InvalidRequestError(f"logits_post_processor is {BATCHED!r} and there is no batched one",
+                                          "it is given to the GptManager when that is constructed",
+                                          "set Parts(logits_post_processor_batched=...), or pass a callable")
+            return given
+        if not callable(given):
+            raise InvalidRequestError(f"logits_post_processor is of type {type_name(given)}",
+                                      f"it must be a callable, {BATCHED!r} or None",
+                                      "pass a function of (request_id, logits, token_ids) that returns the logits")
+        try:
+            signature(given).bind(0, None, [])
+        except ValueError:                                         # some builtins tell nobody what they take
+            pass
+        except TypeError:
+            raise InvalidRequestError("logits_post_processor cannot be called with three arguments",
+                                      "it is called with (request_id, logits, token_ids)",
+                                      "on a GPU the current stream is the engine's; none is passed") from None
+        return given
 
     def _decide(self, request_id: int, looked: _Looked) -> Admitted:
         """Copies and checks values. Everything here is plain numbers and arrays."""
@@ -231,11 +262,12 @@ class Admission:
         return_generation_logits = scalars.get("return_generation_logits", False)
         return_log_probs = scalars.get("return_log_probs", False)
         returned_rows = return_context_logits * len(prompt) + return_generation_logits * max_new_tokens
+        request = LlmRequest(request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
+                             draft_len=len(values.get("draft_input_ids", ())),
+                             lora_task_id=scalars.get("lora_task_id"), priority=float(looked.priority),
+                             batch_key=_batch_key(looked, sampling) if self.static_batching else None)
         return Admitted(
-            request=LlmRequest(request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
-                               draft_len=len(values.get("draft_input_ids", ())),
-                               lora_task_id=scalars.get("lora_task_id"), priority=float(looked.priority),
-                               batch_key=_batch_key(looked, sampling) if self.static_batching else None),
+            request=request,
             setup=SlotSetup(
                 end_id=scalars.get("end_id", -1),
                 temperature=abs(float(sampling.temperature)),       # a negative zero is greedy like any other
@@ -245,6 +277,7 @@ class Admission:
                 return_log_probs=return_log_probs,
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
+                logits_post_processor=self._post_processor_for(request, looked),
             ),
             response=ResponseOptions(
                 is_streaming=looked.is_streaming and not self.static_batching,
@@ -258,6 +291,14 @@ class Admission:
             warnings=warnings,
             cache_salt=looked.cache_salt,
         )
+
+    def _post_processor_for(self, request: LlmRequest, looked: _Looked) -> LogitsPostProcessor | None:
+        given = looked.logits_post_processor
+        if given is None:
+            return None
+        is_batched = type(given) is str
+        return LogitsPostProcessor(request.request_id, self.logits_post_processor_batched if is_batched else given,
+                                   lambda: [list(tokens) for tokens in request.tokens], is_batched)
 
     def _sampling(self, looked: _Looked) -> SamplingConfig:
         given = {knob: looked.scalars[tensor] for knob, (tensor, _) in KNOBS.items() if tensor in looked.scalars}
@@ -350,8 +391,6 @@ class Admission:
         asked = [name for name, value in looked.scalars.items() if value != TENSORS[name].default]
         asked += [name for name, value in values.items()
                   if (value.any() if isinstance(value, np.ndarray) else value)]
-        if looked.has_logits_post_processor:
-            asked.append("logits_post_processor")
         for name in asked:
             if self.static_batching and name in NOT_IN_STATIC_BATCHES:
                 raise InvalidRequestError(f"{name} asks for {NOT_IN_STATIC_BATCHES[name]}",

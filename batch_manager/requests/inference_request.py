@@ -118,7 +118,10 @@ class InferenceRequest:
 
     request_id              0 <= id < 2^64, free for reuse once its final response was sent
     is_streaming            a response for each new token; the tensor `streaming` says the same
-    logits_post_processor   called with the logits before each token is drawn
+    logits_post_processor   (request_id, logits [1, beams, vocab], token_ids of each beam) -> logits: called on the
+                            worker thread before each token is drawn, once a token, and again where a step that failed
+                            runs again. Or "batched": the one of Parts(logits_post_processor_batched=...), for all
+                            requests that name it at once. decoding/logits_post_processors.py says more
     priority                0..1, a larger one goes first
     deadline_s              seconds from admission until the request is ended as timed out; None: never
     cache_salt              reuse of cached prefixes stays among requests with the same salt
@@ -133,7 +136,7 @@ class InferenceRequest:
                  "cache_salt", "__weakref__")
 
     def __init__(self, request_id: int, tensors: Mapping[str, Any] | None = None, *, is_streaming: bool = False,
-                 logits_post_processor: Callable[..., Any] | None = None, priority: float = 0.5,
+                 logits_post_processor: Callable[..., Any] | str | None = None, priority: float = 0.5,
                  deadline_s: float | None = None, cache_salt: str | bytes | None = None) -> None:
         self._request_id = checked_request_id(request_id)
         self._tensors = {} if tensors is None else _named(tensors)

@@ -13,6 +13,7 @@ from ..attention.registry import make_attention
 from ..attention.windows import effective_windows
 from ..config import TrtGptModelOptionalParams
 from ..decoding.decoder import GptDecoder
+from ..decoding.logits_post_processors import NO_TOKEN, PostProcessed
 from ..errors import ConfigError, InsufficientMemoryError
 from ..handover import (
     BlockTableUpdates,
@@ -180,7 +181,7 @@ class NativeBackend:
         """Logits, tokens, and their way back to the host."""
         rows = join_rows([call.rows for call in calls])
         hidden = calls[0].hidden if len(calls) == 1 else torch.cat([call.hidden for call in calls])
-        back, logits_slots = {}, []
+        back, logits_slots, post_processed = {}, [], None
         if batch.context:                                         # in the first call, whatever the layout
             back["context_finite"] = calls[0].context_finite
         if len(rows):
@@ -190,22 +191,28 @@ class NativeBackend:
                 back["log_probs"] = drawn.log_probs
             if drawn.logits is not None:
                 back["logits"], logits_slots = drawn.logits, drawn.logits_slots
+            if drawn.post_processed is not None:
+                post_processed = drawn.post_processed
+                back["model_finite"] = post_processed.model_finite
             readback = Readback(self._device, back)
             self._decoder.keep(drawn, rows)
         else:
             readback = Readback(self._device, back)
         context_logits = {slot: logits for call in calls for slot, logits in call.context_logits.items()}
-        return NativeStep(batch, self._device, self.info.vocab_size, rows.slots, readback, context_logits, logits_slots)
+        return NativeStep(batch, self._device, self.info.vocab_size, rows.slots, readback, context_logits, logits_slots,
+                          post_processed)
 
 
 class NativeStep:
     """A step that was launched."""
 
     def __init__(self, batch: ScheduledBatch, device: torch.device, vocab_size: int, slots: np.ndarray,
-                 readback: Readback, context_logits: dict[int, np.ndarray], logits_slots: list[int]) -> None:
+                 readback: Readback, context_logits: dict[int, np.ndarray], logits_slots: list[int],
+                 post_processed: PostProcessed | None) -> None:
         self._batch, self._device, self._vocab_size = batch, device, vocab_size
         self._slots, self._readback = slots, readback
         self._context_logits, self._logits_slots = context_logits, logits_slots
+        self._post_processed = post_processed
 
     def finish(self) -> StepOutput:
         with on_device(self._device):
@@ -234,11 +241,26 @@ class NativeStep:
             failures[int(self._slots[row])] = RowFailure(
                 ErrorCode.INVALID_TOKEN,
                 f"a token was chosen that is not in the vocabulary; ids are below {self._vocab_size:,}")
-        for slot in self._slots_not_finite(arrays):
+        not_finite = set(self._rows_not_finite(arrays))
+        if self._post_processed is not None:
+            failures |= self._post_processed.failures
+            # Where the model's own logits were finite, it is the user's function that left nothing to draw from. Where
+            # they were not, nothing it does makes the row good: what is in the cache is not.
+            slots, model_finite = self._post_processed.slots, arrays["model_finite"]
+            for slot in not_finite.intersection(slots[model_finite].tolist()):
+                not_finite.discard(slot)
+                failures.setdefault(slot, RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_TOKEN))
+            not_finite.update(slots[~model_finite].tolist())
+        for slot in not_finite.union(self._contexts_not_finite(arrays)):
             failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
         return failures
 
-    def _slots_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:
+    def _rows_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:
+        if "finite" not in arrays or arrays["finite"].all():
+            return []
+        return self._slots[~arrays["finite"]].tolist()
+
+    def _contexts_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:
         slots = []
         if "context_finite" in arrays and not arrays["context_finite"].all():
             stop = 0
@@ -246,6 +268,4 @@ class NativeStep:
                 start, stop = stop, stop + len(work.token_ids)
                 if not arrays["context_finite"][start:stop].all():
                     slots.append(work.slot)
-        if "finite" in arrays and not arrays["finite"].all():
-            slots += self._slots[~arrays["finite"]].tolist()
         return slots

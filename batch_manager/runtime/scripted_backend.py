@@ -8,11 +8,13 @@ early or a lost token changes the text from there on; `expected_tokens` says, in
     next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
     draw            = 0 for a greedy sequence, mix(random_seed ^ A) for one that samples
 
-numpy only: tests, demonstrations and dry runs of the host side need no torch.
+numpy only: tests, demonstrations and dry runs of the host side need no torch. A logits post-processor gets logits that
+are 1 at that token and 0 elsewhere; torch is imported for the first one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +24,9 @@ from ..handover import END_ID, RowFailure, ScheduledBatch, SlotSetup, StepOutput
 from ..names import ErrorCode
 from ..seams import BackendInfo, MemoryUsage
 from .block_tables import BlockTables
+
+if TYPE_CHECKING:
+    from ..decoding.logits_post_processors import LogitsPostProcessors
 
 WORD = (1 << 64) - 1
 POSITION_FACTOR, TOKEN_FACTOR = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
@@ -65,6 +70,7 @@ class ScriptedBackend:
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
         self._extras_wanted = False                               # log-probs or logits, by anybody so far
+        self._post_processors: LogitsPostProcessors | None = None
 
     # the backend
 
@@ -143,6 +149,12 @@ class ScriptedBackend:
             state[work.slot] = (work.start, 0, (0, 0), setup.end_id, _draw(setup), setup.return_log_probs,
                                 setup.return_generation_logits, setup.return_context_logits, True)
             self._extras_wanted |= setup.return_log_probs or setup.return_generation_logits
+            if setup.logits_post_processor is not None and self._post_processors is None:
+                from ..decoding.logits_post_processors import LogitsPostProcessors
+
+                self._post_processors = LogitsPostProcessors()
+            if self._post_processors is not None:
+                self._post_processors.set_up(work.slot, setup)
 
     def _lay_out(self, batch: ScheduledBatch) -> "_Layout":
         """Where the tokens of the step belong; contexts first."""
@@ -223,6 +235,8 @@ class ScriptedBackend:
         if self.script is not None:
             lengths = (step.starts + step.counts)[yields] if batch.context else step.starts + step.counts
             self._follow_script(slots, lengths, tokens, failures)
+        if self._post_processors:
+            tokens = self._post_process(slots, tokens, failures)
 
         log_probs, generation_logits = None, {}
         if self._extras_wanted:
@@ -253,6 +267,23 @@ class ScriptedBackend:
                 tokens[row] = 0
                 failures.setdefault(slot, RowFailure(
                     ErrorCode.INVALID_TOKEN, f"the script chose token {token}; ids are below {self.info.vocab_size}"))
+
+    def _post_process(self, slots: np.ndarray, tokens: np.ndarray, failures: dict[int, RowFailure]) -> np.ndarray:
+        """The tokens with the largest logits, once users' functions have changed those of `tokens`."""
+        import torch
+
+        from ..decoding.logits_post_processors import NO_TOKEN
+
+        logits = torch.from_numpy(self._logits(tokens))
+        processed = self._post_processors.apply(logits, slots)
+        if processed is not None:
+            maxima, best = logits.max(1)
+            tokens = best.numpy().astype(np.int32)
+            for slot, failure in processed.failures.items():
+                failures.setdefault(slot, failure)
+            for slot in slots[~maxima.isfinite().numpy()].tolist():
+                failures.setdefault(slot, RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_TOKEN))
+        return tokens
 
     def _context_logits(self, batch: ScheduledBatch, step: "_Layout", sums: np.ndarray) -> dict[int, np.ndarray]:
         """A one at the token that would follow each position, for the slots that asked."""

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
+from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelType
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
@@ -115,3 +115,61 @@ def test_what_one_request_gets_back_does_not_depend_on_who_else_asks(make_manage
             np.testing.assert_allclose(tensor, alone[name], atol=TOLERANCE, rtol=0)
     for i, name in ((1, "generation_logits"), (2, "output_log_probs"), (3, "output_log_probs")):
         assert not together[i][name].any()
+
+
+@pytest.mark.parametrize("way", ["fused", "static", "paused, overlapped, in chunks"])
+def test_logits_are_the_models_own_and_log_probs_are_of_what_was_drawn_from(make_manager, new_client, llama_reference,
+                                                                            way):
+    """A post-processor halves the logits of some requests and forbids a third of the tokens; others are untouched."""
+    vocab = llama_reference.vocab_size
+
+    def change(request_id, logits, token_ids):
+        logits *= 0.5
+        logits[..., (len(token_ids[0]) % 3)::3] = float("-inf")
+        return logits
+
+    draw, client = random.Random(8), new_client()
+    prompts = {i: [draw.randrange(vocab) for _ in range(length)] for i, length in enumerate([5, 17, 1, 8, 24, 9])}
+    client.pending = [
+        InferenceRequest(i, {"input_ids": prompt, "request_output_len": 15, **ASK},
+                         logits_post_processor=change if i % 2 else None) for i, prompt in prompts.items()]
+    manager = make_manager(client, model_path=llama_reference.folder, num_threads=1, **WAYS[way])
+    client.wait_for_finals(*prompts)
+    assert manager.shutdown()
+    for i, prompt in prompts.items():
+        text, tensors = client.final(i).tokens(), client.final(i).tensors
+        logits = llama_reference.logits(text)[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(tensors["generation_logits"][0, 0], logits, atol=TOLERANCE, rtol=0)
+        changed = logits.copy()
+        if i % 2:
+            changed *= 0.5
+            for row in range(15):
+                changed[row, (len(prompt) + row) % 3 :: 3] = -np.inf
+        assert changed.argmax(axis=1).tolist() == text[len(prompt):]
+        log_probs = log_softmax(changed)[np.arange(15), text[len(prompt):]]
+        np.testing.assert_allclose(tensors["output_log_probs"][0, 0], log_probs, atol=TOLERANCE, rtol=0)
+
+
+def test_a_sequence_whose_cache_is_not_finite_ends_although_its_post_processor_hides_it(make_manager, new_client,
+                                                                                        llama_reference, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    (tmp_path / "config.json").write_bytes((llama_reference.folder / "config.json").read_bytes())
+    weights = {name: array.copy() for name, array in load_file(llama_reference.folder / "model.safetensors").items()}
+    weights["model.embed_tokens.weight"][7] = np.nan
+    save_file(weights, tmp_path / "model.safetensors")
+
+    def only(token):
+        def function(request_id, logits, token_ids):
+            logits[:] = float("-inf")
+            logits[..., token if len(token_ids[0]) < 5 else 9] = 0.0
+            return logits
+        return function
+
+    client = new_client()
+    client.pending = [InferenceRequest(i, {"input_ids": [1, 2, 3], "request_output_len": 6},
+                                       logits_post_processor=only(token)) for i, token in ((1, 7), (2, 8))]
+    make_manager(client, model_path=tmp_path, num_threads=1, kv_cache_config=ROOM)
+    client.wait_for_finals(1, 2)
+    assert client.final(1).code == "NON_FINITE_LOGITS" and "the model computed" in client.final(1).error
+    assert client.final(2).tokens() == [1, 2, 3, 8, 8, 9, 9, 9, 9]

@@ -182,8 +182,41 @@ def test_options_that_are_no_tensors_are_checked_too(option, wrong, refusal):
         assert text.startswith("[INVALID_REQUEST] request 7: ") and option in text
 
 
-def test_a_logits_post_processor_is_refused_by_name(refusal):
-    assert "logits_post_processor" in refusal(flags={"logits_post_processor": lambda *args: None})
+def change_nothing(request_id, logits, token_ids):
+    return logits
+
+
+@pytest.mark.parametrize("wrong, says", [
+    (True, "of type bool"), (3, "of type int"), ([change_nothing], "of type list"), (b"batched", "of type bytes"),
+    ("bathced", "'bathced'"), ("\x1b[2J", r"'\x1b[2J'"), ("batched", "there is no batched one"),
+    (lambda logits: logits, "three arguments"), (lambda a, b, c, stream: b, "three arguments")])
+def test_a_logits_post_processor_is_a_callable_of_three_arguments_or_the_batched_one(wrong, says, refusal):
+    text = refusal(flags={"logits_post_processor": wrong})
+    assert text.startswith("[INVALID_REQUEST] request 7: logits_post_processor ") and says in text
+    assert text.count("; ") >= 2
+
+
+def test_a_logits_post_processor_sees_the_tokens_of_its_request_at_the_time(admit):
+    admitted = admit(flags={"logits_post_processor": change_nothing})
+    processor = admitted.setup.logits_post_processor
+    assert (processor.request_id, processor.function, processor.is_batched) == (7, change_nothing, False)
+    seen = processor.token_ids()
+    assert seen == [[1, 2, 3]]
+    seen[0].append(9)
+    admitted.request.advance_context(3)
+    admitted.request.add_token(4)
+    assert processor.token_ids() == [[1, 2, 3, 4]]
+
+
+def test_the_batched_logits_post_processor_is_that_of_the_manager(admit):
+    admitted = admit(flags={"logits_post_processor": "batched"}, limits={"logits_post_processor_batched": print})
+    assert admitted.setup.logits_post_processor.function is print
+    assert admitted.setup.logits_post_processor.is_batched
+    assert admit(limits={"logits_post_processor_batched": print}).setup.logits_post_processor is None
+
+
+def test_a_builtin_that_does_not_say_what_it_takes_is_believed(admit):
+    assert admit(flags={"logits_post_processor": max}).setup.logits_post_processor.function is max
 
 
 # What the original answers to bad requests, row by row.
