@@ -182,6 +182,7 @@ class Limits:
     max_num_sequences     requests active at a time (of no meaning when unbounded)
     unbounded_sequences   as many active requests as the get callback hands over
     vocab_size            of the model
+    hidden_size           of the model: entries of a token's embedding; 0: the backend takes no embeddings
     num_blocks, tokens_per_block   of the KV cache pool
     """
 
@@ -199,6 +200,7 @@ class Limits:
     context_chunking_policy: ContextChunkingPolicy
     scheduler_policy: SchedulerPolicy
     num_micro_batches: int = 1
+    hidden_size: int = 0
 
 
 def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_beam_width: int,
@@ -235,6 +237,7 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
         max_num_sequences=max_num_sequences,
         unbounded_sequences=unbounded,
         vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
         num_blocks=info.num_blocks,
         tokens_per_block=info.tokens_per_block,
         enable_chunked_context=params.enable_chunked_context,

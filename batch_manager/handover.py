@@ -63,10 +63,12 @@ class SlotSetup:
 class ContextWork:
     """One context chunk of one sequence.
 
-    token_ids       [n] int32, n >= 1: the chunk
+    token_ids       [n] int32, n >= 1: the chunk. An id that is not below the vocabulary is that of a virtual token: it
+                    has a place among the others and an embedding of its own
     start           tokens of this sequence already in the KV cache = position of token_ids[0]
     is_last_chunk   the step also yields the next token of the sequence
     setup           given with the first chunk after admission or resume, else None
+    embeddings      [v, hidden size] float32: those of the v virtual tokens of the chunk, in order; None: it has none
     """
 
     slot: int
@@ -74,6 +76,7 @@ class ContextWork:
     start: int
     is_last_chunk: bool
     setup: SlotSetup | None = None
+    embeddings: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

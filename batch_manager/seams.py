@@ -16,6 +16,7 @@ class BackendInfo:
     tokens_per_block      tokens one block holds
     num_slots             sequences the backend can hold state for
     dispatch              which implementation of the kernels runs: "triton", "torch" or "scripted"
+    hidden_size           entries of a token's embedding; 0: embeddings of virtual tokens are not taken
     device, dtype         in words, for logs and stats
     """
 
@@ -25,6 +26,7 @@ class BackendInfo:
     tokens_per_block: int
     num_slots: int
     dispatch: str
+    hidden_size: int = 0
     device: str = "cpu"
     dtype: str = "float32"
 

@@ -133,7 +133,7 @@ class GenerationLoop:
         entering, refusals = self.intake.fetch(self._room(), self.active.__contains__, self.failure)
         for admitted in entering:
             self.active.add(admitted.request)
-            self._resources.admit(admitted.request, admitted.setup)
+            self._resources.admit(admitted)
             self._responder.admit(admitted)
         return refusals
 

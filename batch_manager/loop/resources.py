@@ -4,7 +4,9 @@ import numpy as np
 
 from ..handover import NO_GENERATION, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from ..kv.kv_cache_manager import KvCacheManager
+from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
+from ..requests.prompt_table import PromptTable
 from ..scheduling.interfaces import SchedulerOutput
 from .static_batch import StaticBatch
 
@@ -18,10 +20,14 @@ class Resources:
         self._max_seq_len = max_seq_len
         self._static_batch = static_batch
         self._setups: dict[int, SlotSetup] = {}
+        self._prompt_tables: dict[int, PromptTable] = {}
 
-    def admit(self, request: LlmRequest, setup: SlotSetup) -> None:
+    def admit(self, admitted: Admitted) -> None:
         """Remember what the device must be told when the request starts."""
-        self._setups[request.request_id] = setup
+        request_id = admitted.request.request_id
+        self._setups[request_id] = admitted.setup
+        if admitted.prompt_table is not None:
+            self._prompt_tables[request_id] = admitted.prompt_table
 
     def pause(self, paused: list[LlmRequest]) -> int:
         """Take the blocks back from these requests. Returns the tokens that will have to be computed again."""
@@ -56,12 +62,15 @@ class Resources:
 
     def _context_work(self, request: LlmRequest, size: int) -> ContextWork:
         start = request.context_position
+        token_ids = np.array(request.tokens[0][start:start + size], np.int32)
+        table = self._prompt_tables.get(request.request_id)
         return ContextWork(
             slot=request.seq_slot,
-            token_ids=np.array(request.tokens[0][start:start + size], np.int32),
+            token_ids=token_ids,
             start=start,
             is_last_chunk=start + size == request.prompt_len,
             setup=self._setups[request.request_id] if start == 0 else None,
+            embeddings=None if table is None else table.embeddings(token_ids),
         )
 
     def blocks_of(self, request: LlmRequest) -> list[int]:
@@ -71,3 +80,4 @@ class Resources:
         """Give everything back. A request that holds nothing is fine."""
         self._kv.release(request)
         self._setups.pop(request.request_id, None)
+        self._prompt_tables.pop(request.request_id, None)

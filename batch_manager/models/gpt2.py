@@ -73,8 +73,11 @@ class Gpt2:
         self.head = Head(weights, "lm_head.weight", spec.vocab_size, spec.hidden_size,
                          tied_to=self.tokens if spec.tie_word_embeddings else None)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        hidden = self.tokens(token_ids).add_(self.positions(positions))
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.tokens(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        hidden = hidden + self.positions(positions)
         for layer in self.layers:
             hidden = layer(hidden, attention)
         return self.norm(hidden)

@@ -35,8 +35,10 @@ class Qwen2:
         self.rotary = RotaryTable(
             *rotary_table(spec.rotary, spec.head_size, spec.max_position_embeddings, weights.device))
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        hidden = self.embedding(token_ids)
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         for layer in self.layers:
             hidden = layer(hidden, self.rotary, attention)
         return self.norm(hidden)

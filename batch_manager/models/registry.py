@@ -34,8 +34,13 @@ class Model(Protocol):
         """Take every tensor from `weights`, on its device and in its dtype."""
         ...
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Packed tokens [T] int64 and their positions [T] -> hidden states [T, hidden_size], after the last norm."""
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Packed tokens [T] int64 -> a new tensor [T, hidden_size], what the first layer is given of them. Rows of it
+        may be replaced before `forward`: whatever depends on positions is up to that."""
+        ...
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """What `embed` gave and the positions [T] -> hidden states [T, hidden_size], after the last norm."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -69,7 +74,7 @@ def register_model(architecture: str, model_class: type[Model]) -> None:
 
     Replaces what was registered under that name. Raises ConfigError when a method is missing.
     """
-    missing = [name for name in ("harmless_tensors", "read_spec", "forward", "logits")
+    missing = [name for name in ("harmless_tensors", "read_spec", "embed", "forward", "logits")
                if getattr(model_class, name, None) is None]
     if not isinstance(architecture, str) or not architecture or missing:
         raise ConfigError(f"{model_class!r} cannot be registered as {architecture!r}",

@@ -27,6 +27,7 @@ from .inference_request import (
     unknown_name,
 )
 from .llm_request import LlmRequest
+from .prompt_table import PromptTable
 from .reading import MAX_WORD_LIST_SIZE, Bound, Given, floats, ids, integers, look, scalar, words
 from .response import ResponseOptions
 from .sampling_config import FLOAT32_MAX, INT32_MAX, KNOBS, MAX_TOP_K, SHARE, UINT64_MAX, Range, SamplingConfig
@@ -47,8 +48,6 @@ NOT_BUILT: dict[str, str] = {
     "bad_words_list": "bad words",
     "stop_words_list": "stop words",
     "embedding_bias": "a bias on the logits",
-    "prompt_embedding_table": "prompt tuning",
-    "prompt_vocab_size": "prompt tuning",
     "lora_task_id": "a LoRA adapter",
     "lora_weights": "a LoRA adapter",
     "lora_config": "a LoRA adapter",
@@ -88,6 +87,7 @@ class Admitted:
     response     what its responses hold
     num_bytes    its tensors and the logits it will get back
     warnings     what was changed to make it fit, one sentence each
+    prompt_table   embeddings of its virtual tokens; None: its prompt has none
     cache_salt   as given
     """
 
@@ -96,6 +96,7 @@ class Admitted:
     response: ResponseOptions
     num_bytes: int
     warnings: tuple[str, ...] = ()
+    prompt_table: PromptTable | None = None
     cache_salt: str | bytes | None = None
 
 
@@ -261,11 +262,16 @@ class Admission:
         return_context_logits = scalars.get("return_context_logits", False)
         return_generation_logits = scalars.get("return_generation_logits", False)
         return_log_probs = scalars.get("return_log_probs", False)
+        num_bytes, prompt_table = looked.num_bytes, None
+        if "prompt_embedding_table" in values:
+            prompt_table = PromptTable(self.limits.vocab_size, values["prompt_embedding_table"])
+            num_bytes += prompt_table.rows.nbytes - looked.tensors["prompt_embedding_table"].num_bytes
         returned_rows = return_context_logits * len(prompt) + return_generation_logits * max_new_tokens
         request = LlmRequest(request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
                              draft_len=len(values.get("draft_input_ids", ())),
                              lora_task_id=scalars.get("lora_task_id"), priority=float(looked.priority),
-                             batch_key=_batch_key(looked, sampling) if self.static_batching else None)
+                             batch_key=_batch_key(looked, sampling) if self.static_batching else None,
+                             cache_salt=_cache_salt(looked, prompt_table))
         return Admitted(
             request=request,
             setup=SlotSetup(
@@ -287,8 +293,9 @@ class Admission:
                 return_generation_logits=return_generation_logits,
                 deadline_s=None if looked.deadline_s is None else float(looked.deadline_s),
             ),
-            num_bytes=looked.num_bytes + 4 * returned_rows * self.limits.vocab_size,
+            num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
+            prompt_table=prompt_table,
             cache_salt=looked.cache_salt,
         )
 
@@ -354,8 +361,15 @@ class Admission:
 
         _require_both("prompt_embedding_table", "prompt_vocab_size", shapes.keys() | looked.scalars.keys())
         if "prompt_embedding_table" in shapes:
-            _require_equal("rows of prompt_embedding_table", shapes["prompt_embedding_table"][0],
-                           "prompt_vocab_size", looked.scalars["prompt_vocab_size"])
+            rows, columns = shapes["prompt_embedding_table"]
+            _require_equal("rows of prompt_embedding_table", rows, "prompt_vocab_size",
+                           looked.scalars["prompt_vocab_size"])
+            if not self.limits.hidden_size:
+                raise InvalidRequestError("prompt_embedding_table is given and the backend takes no embeddings",
+                                          "prompt tuning needs a backend that says its hidden_size",
+                                          "leave prompt_embedding_table out")
+            _require_equal("columns of prompt_embedding_table", columns, "hidden_size of the model",
+                           self.limits.hidden_size)
 
         _require_both("lora_weights", "lora_config", shapes.keys())
         if "lora_config" in shapes:
@@ -444,6 +458,12 @@ def _batch_key(looked: _Looked, sampling: SamplingConfig) -> Hashable:
                  sampling.beam_search_diversity_rate)
     scalars = looked.scalars
     return scalars.get("end_id", -1), scalars.get("pad_id", -1), beams, SAMPLING_OPTIONS & scalars.keys()
+
+
+def _cache_salt(looked: _Looked, prompt_table: PromptTable | None) -> Hashable:
+    """Only prompts with the same one share blocks. Virtual ids mean something else in every table, so its digest is
+    part of it."""
+    return looked.cache_salt if prompt_table is None else (looked.cache_salt, prompt_table.digest)
 
 
 def usable_id(item: object) -> int | None:

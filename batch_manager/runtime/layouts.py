@@ -9,20 +9,27 @@ A row's result does not depend on the layout beyond rounding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ..attention.interface import PackedStep
 from ..handover import ScheduledBatch
 from .block_tables import BlockTables
-from .packing import Padding, pack, padding
+from .packing import Padding, pack, padding, virtual_embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """One call of the model: a packed step and, where the call is padded, how."""
+    """One call of the model.
+
+    padding      where the packed rows stand in a padded call; None: the call is packed
+    embeddings   [v, hidden size] float32: of the call's virtual tokens, in order; None: it has none
+    """
 
     step: PackedStep
     padding: Padding | None = None
+    embeddings: np.ndarray | None = None
 
 
 Layout = Callable[[ScheduledBatch, BlockTables, int], list[ModelCall]]
@@ -30,7 +37,7 @@ Layout = Callable[[ScheduledBatch, BlockTables, int], list[ModelCall]]
 
 def fused(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
     """One call."""
-    return [ModelCall(pack(batch, tables, tokens_per_block))]
+    return [ModelCall(pack(batch, tables, tokens_per_block), embeddings=virtual_embeddings(batch))]
 
 
 def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
@@ -39,10 +46,10 @@ def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> 
     if contexts in (0, count):
         return fused(batch, tables, tokens_per_block)
     parts = (batch.part(0, contexts), batch.part(contexts, count))
-    return [ModelCall(pack(part, tables, tokens_per_block)) for part in parts]
+    return [call for part in parts for call in fused(part, tables, tokens_per_block)]
 
 
 def padded(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
     """As `split`, each call padded."""
-    return [ModelCall(call.step, padding(call.step, batch.num_places))
+    return [replace(call, padding=padding(call.step, batch.num_places))
             for call in split(batch, tables, tokens_per_block)]

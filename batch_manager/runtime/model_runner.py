@@ -44,9 +44,13 @@ class ModelRunner:
         slots, drawn_at = step.slots[drawing], step.kv_lengths[drawing]
         arrays = [step.token_ids.astype(np.int64), step.positions.astype(np.int64), step.logits_rows,
                   step.slots.astype(np.int64), slots.astype(np.int64), drawn_at.astype(np.int64)]
+        if call.embeddings is not None:
+            virtual = np.nonzero(step.token_ids >= self._vocab_size)[0]
+            arrays[0][virtual] = 0                                 # an id to look up; what is found is replaced
+            arrays += [virtual, call.embeddings]
         if padding is not None:
             arrays.append(padding.rows)
-        token_ids, positions, logits_rows, all_slots, device_slots, device_drawn_at, *rows = self._uploads.send(arrays)
+        token_ids, positions, logits_rows, all_slots, device_slots, device_drawn_at, *more = self._uploads.send(arrays)
 
         num_context_tokens = step.num_context_tokens
         if step.num_tokens > num_context_tokens:
@@ -54,10 +58,14 @@ class ModelRunner:
                 all_slots[step.num_contexts :], positions[num_context_tokens:])
 
         self._attention.plan(step)
+        hidden = self._model.embed(token_ids)
+        if call.embeddings is not None:
+            places, embeddings, *more = more
+            hidden.index_copy_(0, places, embeddings.to(hidden.dtype))
         if padding is None:
-            hidden = self._model.forward(token_ids, positions, self._attention)
+            hidden = self._model.forward(hidden, positions, self._attention)
         else:
-            hidden = forward_padded(self._model, token_ids, positions, self._attention, rows[0], padding.num_rows)
+            hidden = forward_padded(self._model, hidden, positions, self._attention, more[0], padding.num_rows)
         # A value that is not finite leaves its row's sum not finite.
         finite = hidden[:num_context_tokens].sum(1, dtype=torch.float32).isfinite() if step.num_contexts else None
         return CallResult(

@@ -133,6 +133,7 @@ class NativeBackend:
         self.info = BackendInfo(
             vocab_size=spec.vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
             tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch=attention.dispatch,
+            hidden_size=spec.hidden_size,
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."))
         self._device, self._num_threads = device, num_threads
         self._host_bytes = loaded.weight_bytes + pool.nbytes if device.type == "cpu" else 0

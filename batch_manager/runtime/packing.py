@@ -88,6 +88,12 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
     )
 
 
+def virtual_embeddings(batch: ScheduledBatch) -> np.ndarray | None:
+    """[v, hidden size]: the embeddings of the batch's virtual tokens, in packed order; None where there are none."""
+    given = [work.embeddings for work in batch.context if work.embeddings is not None]
+    return np.concatenate(given) if given else None
+
+
 def _pack_generation(generation: GenerationWork, tables: BlockTables, tokens_per_block: int) -> PackedStep:
     """One token per sequence: nothing to repeat, nothing to concatenate."""
     slots, positions = generation.slots, generation.kv_lengths

@@ -5,8 +5,6 @@ import torch
 from ..attention.interface import Attention, PackedStep, RotaryTable
 from ..models.registry import Model
 
-PADDING_TOKEN = 0    # any id will do; what becomes of it is dropped
-
 
 class PaddedAttention:
     """An attention between padded rows: only the rows of tokens reach it, so that padding writes nothing to the cache
@@ -29,13 +27,13 @@ class PaddedAttention:
         return packed.new_zeros((self._num_rows, *packed.shape[1:])).index_copy_(0, self._rows, packed)
 
 
-def forward_padded(model: Model, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention,
+def forward_padded(model: Model, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention,
                    rows: torch.Tensor, num_rows: int) -> torch.Tensor:
     """`model.forward` of packed tokens as a call of `num_rows` rows; the hidden states of the packed tokens.
 
-    Shapes   token_ids, positions, rows [T]; result [T, hidden size]
+    Shapes   hidden and the result [T, hidden size]; positions, rows [T]
     """
-    padded_ids = token_ids.new_full((num_rows,), PADDING_TOKEN).index_copy_(0, rows, token_ids)
+    # Padding is zeros; what becomes of it is dropped.
+    padded = hidden.new_zeros((num_rows, hidden.shape[1])).index_copy_(0, rows, hidden)
     padded_positions = positions.new_zeros(num_rows).index_copy_(0, rows, positions)
-    hidden = model.forward(padded_ids, padded_positions, PaddedAttention(attention, rows, num_rows))
-    return hidden[rows]
+    return model.forward(padded, padded_positions, PaddedAttention(attention, rows, num_rows))[rows]

@@ -99,9 +99,10 @@ class Driver:
             num_contexts=len(contexts), logits_rows=np.array(rows, np.int64))
         with torch.inference_mode():
             self.attention.plan(step)
-            hidden = self.loaded.model.forward(torch.from_numpy(step.token_ids).long(),
-                                               torch.from_numpy(step.positions).long(), self.attention)
-            return self.loaded.model.logits(hidden[torch.from_numpy(step.logits_rows)])
+            model = self.loaded.model
+            hidden = model.forward(model.embed(torch.from_numpy(step.token_ids).long()),
+                                   torch.from_numpy(step.positions).long(), self.attention)
+            return model.logits(hidden[torch.from_numpy(step.logits_rows)])
 
     def prefill(self, prompts, chunk=None):
         """All prompts, whole or in chunks, together; their last rows' logits."""

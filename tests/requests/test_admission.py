@@ -90,7 +90,8 @@ def wrong_values(name):
 
 
 def admitted_fields(admitted):
-    return (admitted.request.tokens, admitted.request.max_new_tokens, admitted.setup, admitted.response)
+    return (admitted.request.tokens, admitted.request.max_new_tokens, admitted.setup, admitted.response,
+            admitted.prompt_table is None)
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -277,10 +278,63 @@ def test_a_prompt_table_and_its_size_come_together_and_agree(refusal):
     assert "2 rows of prompt_embedding_table" in refusal(prompt_embedding_table=table, prompt_vocab_size=3)
 
 
-def test_virtual_tokens_are_part_of_the_vocabulary_of_a_request_with_a_prompt_table(refusal):
-    tensors = {"prompt_embedding_table": np.ones((2, 8), np.float16), "prompt_vocab_size": 2}
-    assert "cannot do that yet" in refusal(input_ids=[101], **tensors)
+def with_first(value, table):
+    table[0, 0] = value
+    return table
+
+
+@pytest.mark.parametrize("table, rows, says", [
+    (np.ones((2, 7)), 2, "7 columns of prompt_embedding_table; there must be 8: hidden_size of the model"),
+    (np.ones((3, 8)), 2, "3 rows of prompt_embedding_table; there must be 2: prompt_vocab_size"),
+    (np.ones((2, 8)), 0, "prompt_vocab_size is 0"), (np.ones((2, 8)), 2.0, "prompt_vocab_size holds a float"),
+    (np.ones(8), 1, "shape [8]"), (np.ones((2, 2, 8)), 2, "shape [2, 2, 8]"),
+    (np.ones((1, 1, 2, 8)), 2, "shape [1, 1, 2, 8]"),
+    (np.ones((2, 8), bool), 2, "holds bools"), (np.ones((2, 8), complex), 2, "holds complex numbers"),
+    (np.ones((2, 8), object), 2, "holds Python objects"), ([[1.0] * 8, [1.0] * 7], 2, "rows of different lengths"),
+    (with_first(NAN, np.ones((2, 8))), 2, "not finite at position 0"),
+    (with_first(INF, np.ones((2, 8), np.float16)), 2, "not finite at position 0"),
+    (with_first(1e300, np.ones((2, 8))), 2, "not finite at position 0")])
+def test_a_prompt_table_that_does_not_fit_is_refused_with_what_is_wrong(table, rows, says, refusal):
+    text = refusal(prompt_embedding_table=table, prompt_vocab_size=rows)
+    assert text.startswith("[INVALID_REQUEST] request 7: ") and says in text
+
+
+def test_a_prompt_table_is_refused_where_the_backend_takes_no_embeddings(refusal):
+    text = refusal(prompt_embedding_table=np.ones((2, 8)), prompt_vocab_size=2, limits={"hidden_size": 0})
+    assert "prompt_embedding_table is given and the backend takes no embeddings" in text
+
+
+def test_virtual_tokens_are_part_of_the_vocabulary_of_a_request_with_a_prompt_table(refusal, admit):
+    table = np.arange(16, dtype=np.float16).reshape(1, 2, 8)
+    tensors = {"prompt_embedding_table": table, "prompt_vocab_size": 2}
     assert "outside 0..101" in refusal(input_ids=[102], **tensors)
+    assert "outside 0..99" in refusal(input_ids=[100])
+    assert "outside 0..99" in refusal(bad_words_list=[[101]], **tensors)
+    assert "end_id is 101" in refusal(end_id=101, **tensors)
+    admitted = admit(input_ids=[101, 5, 100, 101], **tensors)
+    table[:] = 99
+    assert admitted.request.tokens == [[101, 5, 100, 101]]
+    rows = admitted.prompt_table.embeddings(np.array([5, 100, 101], np.int32))
+    assert rows.dtype == np.float32 and rows.tolist() == np.arange(16).reshape(2, 8).tolist()
+    assert admitted.prompt_table.embeddings(np.array([5, 6], np.int32)) is None
+    assert admit().prompt_table is None
+
+
+def test_prompts_with_different_tables_or_salts_never_share_blocks(admit):
+    def salt(table=None, cache_salt=None):
+        tensors = {} if table is None else {"prompt_embedding_table": table, "prompt_vocab_size": table.shape[-2]}
+        return admit(flags={"cache_salt": cache_salt}, **tensors).request.cache_salt
+
+    ones = np.ones((2, 8))
+    salts = [salt(), salt(cache_salt="a"), salt(ones), salt(ones, "a"), salt(ones, b"a"), salt(np.ones((1, 8))),
+             salt(np.ones((3, 8))), salt(with_first(1.5, np.ones((2, 8))))]
+    assert len(set(salts)) == len(salts)
+    assert salt(ones) == salt(np.ones((1, 2, 8), np.float16)) and salt(ones, "a") == salt(ones, "a")
+
+
+def test_bytes_count_a_prompt_table_as_it_is_kept(admit):
+    tensors = {"prompt_embedding_table": np.ones((2, 8), np.float16), "prompt_vocab_size": 2}
+    assert admit(**tensors).num_bytes == admit().num_bytes + 8 + 4 * 2 * 8
 
 
 def test_draft_logits_need_draft_tokens_and_agree_with_them(refusal):

@@ -194,8 +194,11 @@ class FaultyModel:
     def __init__(self, model):
         self.model, self.calls, self.fail_at = model, 0, None
 
-    def forward(self, token_ids, positions, attention):
-        hidden = self.model.forward(token_ids, positions, attention)
+    def embed(self, token_ids):
+        return self.model.embed(token_ids)
+
+    def forward(self, hidden, positions, attention):
+        hidden = self.model.forward(hidden, positions, attention)
         self.fail("forward")
         return hidden
 
