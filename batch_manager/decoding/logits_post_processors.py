@@ -14,6 +14,7 @@ called. Logits are float32 tensors on the engine's device; on a GPU the current 
 token_ids holds, per beam, the prompt and what was generated so far; the lists are the function's to keep.
 
 A function that raises, returns something else, or leaves NaN, +inf or no token at all in a row ends its own request.
+One that has something to tell whoever waits for the response raises InvalidRequestError with it.
 A batched one that raises for several requests is called again for fewer of them, with the step, until it is known whom
 it cannot do.
 
@@ -30,6 +31,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from ..errors import RequestError
 from ..handover import LogitsPostProcessor, RowFailure, SlotSetup
 from ..names import ErrorCode
 
@@ -156,7 +158,9 @@ def _picked(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 
 
 def _raised(error: BaseException) -> RowFailure:
-    # The error's own words may quote tokens, so they go nowhere.
+    """The words of a RequestError are made for the response; those of others may quote tokens and go nowhere."""
+    if isinstance(error, RequestError):
+        return RowFailure(error.code, f"from the logits post-processor of this request: {error}")
     log.error("a logits post-processor raised %s\n%s", type(error).__name__,
               "".join(traceback.format_tb(error.__traceback__)))
     return _wrong(f"raised {type(error).__name__}", "the others go on; see the log of the engine")

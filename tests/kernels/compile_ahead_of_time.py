@@ -120,6 +120,12 @@ def activations():
     gated_activation(tensor(64, 2 * 8192), "silu")
 
 
+def bitmask():
+    from batch_manager.triton_kernels.token_bitmask import token_bitmask
+
+    token_bitmask(tensor(8, 128256, dtype=torch.float32), integers(8, 4008))
+
+
 def drawing():
     from batch_manager.triton_kernels.philox import philox
     from batch_manager.triton_kernels.sample_token import sample_token
@@ -145,6 +151,7 @@ CASES = {
     "norms 4096": lambda: norms(4096),
     "activations": activations,
     "drawing": drawing,
+    "bitmask": bitmask,
 }
 
 

@@ -17,6 +17,7 @@ GPUS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 KERNELS = {
     "_activation_kernel", "_context_kernel", "_decode_kernel", "_gated_activation_kernel", "_layer_norm_kernel",
     "_merge_kernel", "_philox_kernel", "_rms_norm_kernel", "_rope_kv_append_kernel", "_sample_kernel",
+    "_token_bitmask_kernel",
 }
 
 # Known and small; anything more is a regression.

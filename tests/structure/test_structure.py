@@ -45,6 +45,7 @@ FLOORS: dict[str, list[str]] = {
     "build": ["clock", *GROUND, *HOST, *DEVICE, "triton_kernels"],
     "gpt_manager": ["clock", *GROUND, *HOST, "build"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager"],
+    "extras": [*GROUND, "triton_kernels"],
     "__init__": ["_version", *GROUND, *HOST, "models", "gpt_manager"],
 }
 
@@ -58,6 +59,7 @@ OUTSIDE: dict[str, set[str]] = {
     "weights": {"numpy", "torch", "safetensors"},
     "build": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers"},
+    "extras": {"numpy", "torch", "llguidance"},
 }
 
 # Code that a hostile input could reach must not be able to load or start other code. (file, name) -> why it may.

@@ -1,0 +1,81 @@
+"""Output of a given shape: JSON by a schema, and sentences by a regular expression, on the model that ships.
+
+    pip install -e ".[guided,examples]" && python examples/constrained_output.py
+
+The grammars are those of llguidance; `GuidedDecoding` asks them once a step which tokens may come next and forbids the
+others, for all requests that name "batched" together. What is drawn stays up to the request: these sample.
+
+MEASURED
+"""
+
+import json
+import queue
+import re
+import sys
+from time import perf_counter
+
+from tokenizers import Tokenizer
+
+from batch_manager import GptManager, InferenceRequest, Parts, SchedulerPolicy, TrtGptModelType
+from batch_manager.extras.guided_decoding import GuidedDecoding
+
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["name", "temper", "age", "friends"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^(Mr|Mrs|Miss) [A-Z][a-z]{3,9}$"},
+        "temper": {"enum": ["cheerful", "proud", "anxious"]},
+        "age": {"type": "integer", "minimum": 16, "maximum": 90},
+        "friends": {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z]{2,8}$"}, "maxItems": 3}}}
+SENTENCE = r' "[A-Z][a-z]+( [a-z]{2,9}){3,8}[.!?]" said (Emma|Mr\. Knightley|Miss Bates)\.'
+COPIES, LAST = 8, 1000      # requests of each kind; the request with the id LAST asks the worker to finish and end
+
+model = sys.argv[1] if len(sys.argv) > 1 else "examples/models/austen-4m"
+tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
+end_id = tokenizer.token_to_id("</s>")
+guided = GuidedDecoding(f"{model}/tokenizer.json", vocab_size=tokenizer.get_vocab_size(), end_id=end_id)
+
+# Compiled once, for any number of requests. A text is constrained from the first token behind its prompt on.
+kinds = [("The lady, in a few words:\n", guided.json_schema(SCHEMA)), ("They walked on.", guided.regex(SENTENCE))]
+requests, texts, calls = queue.Queue(), {}, []
+for request_id in range(2 * COPIES):
+    prompt, grammar = kinds[request_id % 2]
+    guided.constrain(request_id, grammar)
+    requests.put(InferenceRequest(request_id, {
+        "input_ids": tokenizer.encode(prompt).ids, "request_output_len": 160, "end_id": end_id, "temperature": 0.8,
+        "runtime_top_k": 40, "random_seed": request_id}, logits_post_processor="batched"))
+requests.put(InferenceRequest(LAST))
+
+
+def timed(request_ids, logits, token_ids):
+    """The post-processor, and how long it took."""
+    start = perf_counter()
+    guided(request_ids, logits, token_ids)
+    calls.append((len(request_ids), perf_counter() - start))
+
+
+def get_inference_requests(max_num_requests):
+    return [requests.get() for _ in range(min(max_num_requests, requests.qsize()))]
+
+
+def send_response(request_id, tensors, final_response, error_message):
+    guided.release(request_id)
+    if error_message:
+        print(f"[{request_id}] {error_message}", file=sys.stderr)
+    else:
+        output_ids = {named.name: named.tensor for named in tensors}["output_ids"]
+        texts[request_id] = tokenizer.decode(output_ids[0, 0].tolist())
+
+
+with GptManager(model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,
+                get_inference_requests, send_response, terminate_req_id=LAST, exclude_input_in_output=True,
+                parts=Parts(logits_post_processor_batched=timed)) as manager:
+    manager.wait_until_terminate()
+
+for request_id, text in sorted(texts.items()):
+    if request_id % 2 == 0:
+        print(json.loads(text))
+    else:
+        assert re.fullmatch(SENTENCE, text), text
+        print(text.strip())
+tokens, seconds = sum(count for count, _ in calls), sum(spent for _, spent in calls)
+print(f"{len(texts)} texts; {tokens} tokens drawn, {1e6 * seconds / tokens:.0f} microseconds each for the grammars")

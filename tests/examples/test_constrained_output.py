@@ -1,0 +1,25 @@
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("llguidance")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_it_prints_json_and_sentences_of_the_given_shape():
+    result = subprocess.run([sys.executable, "examples/constrained_output.py"], cwd=REPOSITORY, capture_output=True,
+                            text=True, encoding="utf-8", timeout=120)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    *lines, summary = result.stdout.splitlines()
+    people = [ast.literal_eval(line) for line in lines if line.startswith("{")]
+    sentences = [line for line in lines if re.fullmatch(r'"[A-Z][a-z ]+[.!?]" said (Emma|Mr\. Knightley|Miss Bates)\.',
+                                                        line)]
+    assert len(people) == len(sentences) == 8 and len(lines) == 16
+    assert all(list(person) == ["name", "temper", "age", "friends"] for person in people)
+    assert re.fullmatch(r"16 texts; \d+ tokens drawn, \d+ microseconds each for the grammars", summary)
