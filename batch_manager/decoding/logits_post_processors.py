@@ -37,7 +37,7 @@ from ..names import ErrorCode
 
 log = logging.getLogger("batch_manager")
 
-NO_TOKEN = "its logits post-processor left a logit that is NaN or +inf, or no token that may be drawn"
+NO_TOKEN = "after its logits post-processor a logit is NaN or +inf, or no token is left that may be drawn"
 
 
 @dataclass(frozen=True, slots=True)
