@@ -1,12 +1,11 @@
 """The README's way of asking for several texts after one prompt."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from batch_manager import InferenceRequest, KvCacheConfig
+from batch_manager import InferenceRequest
 
 pytest.importorskip("torch")
 

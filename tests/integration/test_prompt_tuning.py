@@ -100,3 +100,19 @@ def test_a_table_of_another_width_is_refused_with_the_models(make_manager, new_c
     client.wait_for_finals(1)
     assert client.final(1).code == "INVALID_REQUEST"
     assert "there are 63 columns of prompt_embedding_table; there must be 64" in client.final(1).error
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_table_of_the_models_own_embeddings_changes_nothing(make_manager, new_client, llama_reference, dtype):
+    """Bit by bit the same, in the model's dtype, whatever the table's was."""
+    prompt, client = [7, 100, 3, 7, 55, 200], new_client()
+    with torch.inference_mode():
+        table = llama_reference.model.get_input_embeddings()(torch.tensor(prompt)).numpy()[None]
+    client.pending = [asking(1, prompt, None), asking(2, [7, VOCAB + 1, 3, VOCAB + 3, VOCAB + 4, VOCAB + 5], table)]
+    make_manager(client, model_path=llama_reference.folder, num_threads=1, dtype=dtype, max_batch_size=1,
+                 **WAYS["fused"])
+    client.wait_for_finals(1, 2)
+    plain, virtual = client.final(1), client.final(2)
+    assert virtual.tokens()[len(prompt):] == plain.tokens()[len(prompt):]
+    for name in ("context_logits", "generation_logits"):
+        np.testing.assert_array_equal(virtual.tensors[name], plain.tensors[name])

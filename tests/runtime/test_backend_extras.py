@@ -1,0 +1,118 @@
+"""What a sequence may bring along, on the backend itself and on either device: functions on logits, embeddings."""
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.handover import (
+    BlockTableUpdates,
+    ContextWork,
+    GenerationWork,
+    LogitsPostProcessor,
+    ScheduledBatch,
+    SlotSetup,
+)
+from batch_manager.runtime import layouts
+from batch_manager.runtime.native_backend import build_native_backend
+
+VOCAB, HIDDEN, SIZE, PER_SEQUENCE = 160, 48, 8, 4
+DEVICES = ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])]
+ASK = dict(return_log_probs=True, return_generation_logits=True)
+
+
+@pytest.fixture(params=DEVICES)
+def backend(checkpoint, request):
+    kv = KvCacheConfig(tokens_per_block=SIZE, max_tokens=PER_SEQUENCE * 5 * SIZE)
+    backend = build_native_backend(
+        checkpoint[0], TrtGptModelOptionalParams(kv_cache_config=kv, device=request.param, dtype="float32"),
+        layout=layouts.fused, num_slots=5)
+    yield backend
+    backend.close()
+
+
+def run(backend, contexts=(), rows=()):
+    """contexts: (slot, tokens, start, last, setup, embeddings); rows: (slot, kv length)."""
+    works = tuple(ContextWork(slot, np.array(tokens, np.int32), start, last, setup, embeddings)
+                  for slot, tokens, start, last, setup, embeddings in contexts)
+    new = [(work.slot, index, work.slot * PER_SEQUENCE + index) for work in works if work.setup is not None
+           for index in range(PER_SEQUENCE)]
+    generation = GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T)
+    return backend.start(ScheduledBatch(0, context=works, generation=generation, block_table_updates=BlockTableUpdates(
+        *np.array(new, np.int32).reshape(-1, 3).T))).finish()
+
+
+def logits_of(checkpoint, token_ids, table=None):
+    """transformers' logits behind each token; ids past the vocabulary are rows of the table."""
+    model, ids = checkpoint[1], torch.tensor(token_ids)
+    with torch.inference_mode():
+        embeddings = model.get_input_embeddings()(ids.clamp(max=VOCAB - 1))
+        if table is not None:
+            embeddings[ids >= VOCAB] = torch.from_numpy(table)[ids[ids >= VOCAB] - VOCAB]
+        return model(inputs_embeds=embeddings[None]).logits[0].numpy()
+
+
+def test_functions_get_logits_on_the_engines_device_and_what_they_return_is_drawn_from(checkpoint, backend):
+    seen = []
+
+    def keep_odd_tokens(request_id, logits, token_ids):
+        seen.append((request_id, logits.device.type, tuple(logits.shape)))
+        logits[..., ::2] = -torch.inf
+        return logits
+
+    def keep_the_first_ten(request_ids, logits, token_ids):
+        seen.append((request_ids, logits.device.type, tuple(logits.shape)))
+        logits[..., 10:] = -torch.inf
+
+    one = LogitsPostProcessor(70, keep_odd_tokens, lambda: [[1]])
+    batched = [LogitsPostProcessor(71 + i, keep_the_first_ten, lambda: [[1]], True) for i in range(2)]
+    prompts = {0: [5, 6, 7], 1: [8, 9], 2: [3], 3: [4, 4, 4, 4]}
+    setups = {slot: SlotSetup(logits_post_processor=given, **ASK) for slot, given in enumerate([one, None, *batched])}
+    output = run(backend, [(slot, prompt, 0, True, setups[slot], None) for slot, prompt in prompts.items()])
+    device = backend._device.type
+    assert seen == [(70, device, (1, 1, VOCAB)), ([71, 72], device, (2, 1, 1, VOCAB))] and output.failures == {}
+    for row, (slot, prompt) in enumerate(prompts.items()):
+        logits = logits_of(checkpoint, prompt)[-1]
+        np.testing.assert_allclose(output.generation_logits[slot], logits, atol=1e-3 if device == "cuda" else 1e-4)
+        changed = logits.copy()
+        if slot == 0:
+            changed[::2] = -np.inf
+        elif slot > 1:
+            changed[10:] = -np.inf
+        assert output.tokens[row] == changed.argmax()
+        log_prob = torch.from_numpy(changed).log_softmax(0)[int(output.tokens[row])]
+        assert abs(float(output.log_probs[row]) - float(log_prob)) < 1e-3
+
+
+def test_a_function_that_raises_or_leaves_no_token_fails_its_slot_on_the_device_too(backend):
+    def raises(request_id, logits, token_ids):
+        raise RuntimeError
+
+    def forbids_everything(request_id, logits, token_ids):
+        return torch.full_like(logits, -torch.inf)
+
+    held = [LogitsPostProcessor(slot, function, lambda: [[1]]) for slot, function in enumerate(
+        [raises, forbids_everything, lambda i, x, t: x * float("nan"), lambda i, x, t: x + 1])]
+    contexts = [(slot, [7, slot], 0, True, SlotSetup(logits_post_processor=held[slot]), None) for slot in range(4)]
+    output = run(backend, contexts)
+    assert {slot: failure.code.value for slot, failure in output.failures.items()} == {
+        0: "MODEL_ERROR", 1: "NON_FINITE_LOGITS", 2: "NON_FINITE_LOGITS"}
+    assert all("post-processor" in failure.message for failure in output.failures.values())
+
+
+def test_virtual_tokens_in_one_chunk_of_several_and_in_one_sequence_of_several(checkpoint, backend):
+    random = np.random.default_rng(0)
+    tables = [random.normal(size=(4, HIDDEN)).astype(np.float32) for _ in range(2)]
+    long = [1, 2, 3, 4, 5, 6, 7, 8, VOCAB + 3, VOCAB, 9, 10]
+    short = [VOCAB + 1, VOCAB + 1, 5]
+    first = run(backend, [(0, long[:8], 0, False, SlotSetup(**ASK), None),
+                          (1, [20, 21], 0, True, SlotSetup(**ASK), None)])
+    second = run(backend, [(0, long[8:], 8, True, None, tables[0][[3, 0]]),
+                           (2, short, 0, True, SlotSetup(**ASK), tables[1][[1, 1]])], [(1, 2)])
+    tolerance = 1e-3 if backend._device.type == "cuda" else 1e-4
+    np.testing.assert_allclose(first.generation_logits[1], logits_of(checkpoint, [20, 21])[-1], atol=tolerance)
+    np.testing.assert_allclose(second.generation_logits[0], logits_of(checkpoint, long, tables[0])[-1], atol=tolerance)
+    np.testing.assert_allclose(second.generation_logits[2], logits_of(checkpoint, short, tables[1])[-1], atol=tolerance)
+    continued = [20, 21, int(first.tokens[0])]
+    np.testing.assert_allclose(second.generation_logits[1], logits_of(checkpoint, continued)[-1], atol=tolerance)
