@@ -109,6 +109,16 @@ def test_logits_come_in_the_documented_shapes_also_across_chunks_and_pauses(make
         alone.client.final(2).tensors["generation_logits"])
 
 
+@pytest.mark.parametrize("kind", ["context", "generation"])
+def test_logits_that_are_not_gathered_are_refused_by_the_name_of_the_option(make_world, new_request, kind):
+    world = make_world(**{f"gather_{kind}_logits": False})
+    world.client.pending = [new_request(1, [1, 2], 3, **{f"return_{kind}_logits": True}), new_request(2, [1, 2], 3)]
+    world.run()
+    assert world.client.final(1).code == "INVALID_REQUEST"
+    assert f"enable gather_{kind}_logits in TrtGptModelOptionalParams" in world.client.final(1).error
+    assert world.client.final(2).error == ""
+
+
 def test_pieces_of_a_stream_fit_together_when_the_last_one_has_no_token(make_world, new_request):
     world = make_world(backend={"vocab_size": 50})
     tokens = world.expected([1, 2], 10)
