@@ -39,13 +39,13 @@ def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
                    max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Round after round each gets one more block, until nobody can take another.
 
-    Whoever cannot is passed over: a later, shorter one may still take its last few tokens. A chunk begins at the front
-    and costs what of it the KV cache does not have; the longest chunk is meant without that, too.
+    Whoever cannot is passed over: a later, shorter one may still take its last few tokens. A chunk includes what the KV
+    cache has of it, which comes first, costs nothing and does not count against the longest chunk.
     """
     left = inf if capacity is None else capacity
     longest = inf if max_context_length is None else max_context_length
     credits = _none(remaining) if credits is None else credits
-    chunks = [0] * len(remaining)
+    chunks = [min(credit // unit * unit, wanted) for wanted, credit in zip(remaining, credits, strict=True)]
     moved = True
     while moved and left > 0:
         moved = False
@@ -108,7 +108,7 @@ def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequenc
         if chunk == wanted and draft:
             space = min(-chunk % unit, left)
             if max_context_length is not None:
-                space = min(space, max_context_length - chunk)
+                space = min(space, max(max_context_length - chunk, 0))
             draft = min(draft, space)
             left -= draft
         kept.append(draft)

@@ -1,7 +1,7 @@
 """What a run is made of, drawn from a seed: everything is decided before it starts, so that a run can be shrunk."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 LONGEST = 64                                                    # tokens of a sequence
 
@@ -64,23 +64,33 @@ class Scenario:
 
 
 def random_scenario(seed: int) -> Scenario:
-    """Small pools and few distinct tokens, so that everybody is in everybody's way."""
+    """Small pools and few distinct tokens, so that everybody is in everybody's way.
+
+    In every other scenario all prompts begin alike and nobody is set apart, so that much is shared.
+    """
     draw = random.Random(seed)
     options = _random_options(draw)
-    texts = [tuple(draw.randrange(2) for _ in range(40)) for _ in range(2)]
-    return Scenario(options, tuple(_random_request(draw, options, texts) for _ in range(draw.randint(2, 10))))
+    alike = draw.random() < 0.5
+    texts = [tuple(draw.randrange(2) for _ in range(30)) for _ in range(1 if alike else 2)]
+    requests = []
+    for _ in range(draw.randint(2, 10)):
+        plan = _random_request(draw, options, texts, alike)
+        if alike:
+            plan = replace(plan, lora_task_id=None, cache_salt=None, token_extra_ids=None)
+        requests.append(plan)
+    return Scenario(options, tuple(requests))
 
 
 def _random_options(draw: random.Random) -> Options:
     policy = draw.choice(["MAX_UTILIZATION", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "GUARANTEED_NO_EVICT",
                           "STATIC_BATCH"])
     unit = draw.choice([1, 2, 2, 3, 4, 4, 8])
-    window = draw.choice([None, None, draw.randint(1, 20)])
+    window = draw.choice([None, None, draw.randint(1, 9), draw.randint(1, 20)])
     chunking = draw.choice([None, "FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS", "FORCE_CHUNK"])
     return Options(
         policy=policy,
         tokens_per_block=unit,
-        spare_blocks=draw.choice([0, 0, 1, 2, 3, 5, 8, 20]),
+        spare_blocks=draw.choice([0, 0, 1, 2, 3, 5, 8, 12]),
         window=window,
         sinks=draw.choice([0, 0, 0, draw.randint(1, 6)]) if window else 0,
         max_beam_width=draw.choice([1, 1, 2, 3]),
@@ -90,7 +100,7 @@ def _random_options(draw: random.Random) -> Options:
         digest_bits=draw.choice([4, 8, 256]),
         chunking=chunking,
         max_context_length=draw.choice([None, None, unit * draw.randint(1, 4)]) if chunking else None,
-        max_batch_size=draw.randint(1, 6),
+        max_batch_size=draw.choice([1, 2, 4, 6, 8]),
         spare_tokens=draw.choice([0, 1, 3, 10, 100]),
         max_num_requests=draw.choice([1000, 1000, 1, 2, 4]),
         depth=draw.choice([1, 1, 2]) if policy != "STATIC_BATCH" else 1,
@@ -100,8 +110,9 @@ def _random_options(draw: random.Random) -> Options:
     )
 
 
-def _random_request(draw: random.Random, options: Options, texts: list[tuple[int, ...]]) -> RequestPlan:
-    shared = draw.choice(texts)[:draw.choice([0, draw.randint(0, 24), draw.randint(0, 24)])]
+def _random_request(draw: random.Random, options: Options, texts: list[tuple[int, ...]],
+                    alike: bool) -> RequestPlan:
+    shared = draw.choice(texts)[:draw.randint(8, 24) if alike else draw.choice([0, draw.randint(0, 24)])]
     prompt = shared + tuple(draw.randrange(3) for _ in range(draw.choice([0, 1, draw.randint(0, 9)])))
     prompt = prompt or (0,)
     beam_width = draw.randint(1, options.max_beam_width)
@@ -109,7 +120,7 @@ def _random_request(draw: random.Random, options: Options, texts: list[tuple[int
     if draw.random() < 0.15:
         extra_ids = tuple(draw.choice([0, 0, 7]) for _ in prompt)
     return RequestPlan(
-        arrival=draw.choice([0, 0, draw.randint(0, 12), draw.randint(0, 30)]),
+        arrival=draw.choice([0, draw.randint(0, 6), draw.randint(0, 12), draw.randint(0, 30)]),
         prompt=prompt,
         max_new_tokens=draw.randint(1, 14),
         beam_width=beam_width,
@@ -119,9 +130,9 @@ def _random_request(draw: random.Random, options: Options, texts: list[tuple[int
         cache_salt=draw.choice([None, None, None, "a"]),
         token_extra_ids=extra_ids,
         retention=_random_retention(draw, len(prompt)) if draw.random() < 0.3 else None,
-        fails_at=draw.choice([None] * 7 + [draw.randint(1, 6)]),
-        stops_at=draw.choice([None] * 5 + [draw.randint(0, 25)]),
-        ends_at=draw.choice([None] * 3 + [draw.randint(1, 8)]),
+        fails_at=draw.choice([None] * 11 + [draw.randint(1, 6)]),
+        stops_at=draw.choice([None] * 9 + [draw.randint(0, 25)]),
+        ends_at=draw.choice([None] * 5 + [draw.randint(1, 8)]),
     )
 
 
