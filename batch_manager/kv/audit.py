@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..errors import InternalError
-from .block_needs import blocks_at_the_end, ceil_div
+from .block_needs import ceil_div
 from .kv_cache_manager import KvCacheManager
 
 
@@ -52,7 +52,7 @@ def _disagreements(kv: KvCacheManager) -> Iterator[str]:
         if length % kv.tokens_per_block and length > owner.prompt_len:
             written.update(kv.block_ids(owner, beam)[-1] for beam in range(owner.beam_width))
         promised = int(kv.sequences.last_blocks[slot])
-        if promised != blocks_at_the_end(owner.prompt_len, owner.max_new_tokens, kv.window):
+        if promised != ceil_div(owner.prompt_len + owner.max_new_tokens, kv.tokens_per_block):
             yield f"{owner} was promised {promised} blocks"
     for block_id in range(kv.num_blocks):
         if named[block_id] != kv.pool.owners(block_id):

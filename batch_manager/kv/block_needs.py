@@ -14,10 +14,41 @@ def ceil_div(amount: int, unit: int) -> int:
     return -(-amount // unit)
 
 
-def blocks_of_prompt(prompt_len: int, tokens_per_block: int, beam_width: int = 1) -> int:
-    """Blocks taken when a sequence starts: beams share all but a last, partly filled one."""
+def blocks_of_prompt(prompt_len: int, tokens_per_block: int, beam_width: int = 1, *, own_last: bool = False) -> int:
+    """Blocks taken when a sequence starts: beams share all but a last, partly filled one.
+
+    own_last   they do not share a last one that is full, either, as is so with block reuse
+    """
+    if own_last:
+        return ceil_div(prompt_len, tokens_per_block) - 1 + beam_width
     shared, rest = divmod(prompt_len, tokens_per_block)
     return shared + (beam_width if rest else 0)
+
+
+def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
+                own_last: bool = False) -> int:
+    """Blocks a sequence holds at most while it is stored from its first token to its last, counted over all beams.
+
+    Nothing leaves the window before the first generation step has taken what it needs.
+    """
+    start = blocks_of_prompt(prompt_len, window.tokens_per_block, beam_width, own_last=own_last)
+    first_step = start + (0 if prompt_len % window.tokens_per_block else beam_width)
+    return max(first_step, blocks_with_last_one(prompt_len, max_new_tokens, window, beam_width, own_last=own_last))
+
+
+def blocks_with_last_one(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
+                         own_last: bool = False) -> int:
+    """Blocks a sequence holds, over all beams, when it has taken its last one and not given back what that pushes out.
+
+    It never holds more in its generation phase: what leaves the window may be a block that all beams share, what comes
+    is one for each.
+    """
+    unit = window.tokens_per_block
+    shared = (prompt_len - 1 if own_last else prompt_len) // unit
+    in_all = ceil_div(prompt_len + max_new_tokens, unit)
+    held = min(in_all, window.most_held) if window.slides else in_all
+    shared -= max(min(shared, window.sink_blocks + in_all - held) - window.sink_blocks, 0)
+    return shared + (held - shared) * beam_width
 
 
 def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int, window: AttentionWindow,

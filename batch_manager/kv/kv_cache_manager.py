@@ -2,19 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from itertools import islice
 
 import numpy as np
 
-from ..errors import InternalError
 from ..handover import NO_UPDATES, BlockCopy, BlockTableUpdates
 from ..requests.llm_request import LlmRequest
-from . import beams, block_needs
-from .block_pool import BlockPool, OutOfBlocksError
+from . import beams, block_needs, rewinding, starting
+from .block_pool import BlockPool
+from .estimates import Estimates
 from .ledger import KvLedger
 from .prefix_cache import PrefixCache
-from .prefix_claim import PrefixClaim
 from .prefix_index import DIGEST_BITS
+from .reservations import Reservations
 from .retention import retain_generated
 from .sequence_table import Entries, SequenceTable
 from .window import AttentionWindow
@@ -28,7 +27,7 @@ class KvCacheManager:
     rows of the block tables are slot * max_beam_width + beam.
 
     window                       tokens a query looks back on; None: all of them
-    temporary_attention_window   tokens by which a prompt may exceed the window
+    temporary_attention_window   tokens by which a prompt may exceed the window in the estimates; plans do not need it
     sink_token_length            first tokens that stay visible; with them nothing is reused
     enable_block_reuse           prompts share what is in the cache of the prompts before them
     enable_partial_reuse         also the beginning of a block
@@ -54,6 +53,8 @@ class KvCacheManager:
         if enable_block_reuse and not sink_token_length:
             self.cache = PrefixCache(self.pool, tokens_per_block, enable_partial_reuse=enable_partial_reuse,
                                      host_blocks=host_blocks, digest_bits=digest_bits)
+        self.estimates = Estimates(self.sequences, self.window, self.cache)
+        self.reservations = Reservations(self.sequences, self.window, self.pool, self.enable_block_reuse)
         self._reordered: list[Entries] = []
 
     # What is there. Derived from the pool, never counted twice.
@@ -114,12 +115,10 @@ class KvCacheManager:
         """The blocks of the request, and how many of its beams hold each."""
         return Counter(block_id for beam in range(request.beam_width) for block_id in self.block_ids(request, beam))
 
-    def blocks_freed_by(self, paused: Sequence[LlmRequest], first_chunks: Sequence[LlmRequest] = ()) -> int:
-        """Blocks that nobody holds once these requests were released, less those that first chunks would share."""
+    def blocks_freed_by(self, paused: Sequence[LlmRequest]) -> int:
+        """Blocks that nobody holds once these requests were released."""
         owners = sum(map(self.owners_of, paused), Counter())
-        shared = {block_id for request in first_chunks for block_id in self.blocks_to_share(request)}
-        return sum(count == self.pool.owners(block_id) and block_id not in shared
-                   for block_id, count in owners.items())
+        return sum(count == self.pool.owners(block_id) for block_id, count in owners.items())
 
     # What a plan needs to know. The names are those of TensorRT-LLM.
 
@@ -133,58 +132,40 @@ class KvCacheManager:
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """Blocks the request has and may take until its last token, all together, if it shares none."""
-        return block_needs.blocks_to_last_token(request.prompt_len, request.max_new_tokens, 0, 0, self.window,
-                                                request.beam_width)
+        return self.reservations.in_all(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
-        """Blocks the request may still take until its last token."""
-        return block_needs.blocks_to_last_token(
-            request.prompt_len, request.max_new_tokens, request.num_generated_tokens, self.held_blocks(request),
-            self.window, request.beam_width, self._shared_blocks(request) if request.is_first_context_chunk else 0)
+        """Blocks the request may still take until its last token, estimated."""
+        return self.estimates.to_completion(request)
 
     def get_needed_blocks_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
-        """Blocks the request takes in its next step; with look-ahead, in its next two."""
-        if not self.owns(request):
-            return block_needs.blocks_for_first_chunk(
-                request.prompt_len, request.draft_len, request.max_new_tokens, self.window, request.beam_width,
-                self._shared_blocks(request))
-        if request.is_context:
-            return 0
-        kv_length = self.kv_length(request)
-        return block_needs.blocks_for_generation_step(
-            kv_length, request.prompt_len + request.max_new_tokens - kv_length, request.draft_len, self.window,
-            request.beam_width, two_step_lookahead)
+        """Blocks the request takes in its next step, estimated; with look-ahead, in its next two."""
+        return self.estimates.one_step(request, two_step_lookahead)
 
     def get_remaining_blocks_to_completion_of_owners(self, requests: Sequence[LlmRequest]) -> int:
-        """`get_remaining_blocks_to_completion` summed over requests that all hold blocks, at once."""
-        slots = self.sequences.slots_of(requests)
-        if self.window.slides:
-            return sum(map(self.get_remaining_blocks_to_completion, requests))
-        remaining = self.sequences.last_blocks[slots] - self.sequences.ends[slots]
-        return int((remaining * self.sequences.beam_widths[slots]).sum())
+        """Blocks that these requests, which all hold some, may still take until their last tokens."""
+        return self.reservations.of_owners(requests)
 
     def get_needed_blocks_one_step_of_generating(self, requests: Sequence[LlmRequest],
                                                  two_step_lookahead: bool = False) -> int:
         """`get_needed_blocks_one_step` summed over requests that all generate, at once for those without drafts."""
-        drafting = [request for request in requests if request.draft_len]
-        if drafting:
-            requests = [request for request in requests if not request.draft_len]
+        return self.estimates.one_step_of_generating(requests, two_step_lookahead)
 
-        # A request that generates has two tokens to go or more, so a look-ahead of two steps adds two.
-        slots = self.sequences.slots_of(requests)
-        lengths = self.sequences.kv_lengths[slots]
-        grown = lengths + (2 if two_step_lookahead else 1)
-        blocks = block_needs.ceil_div(grown, self.tokens_per_block) - block_needs.ceil_div(
-            lengths, self.tokens_per_block)
-        if self.sequences.max_beam_width > 1:
-            blocks *= self.sequences.beam_widths[slots]
-        needed = int(blocks[grown <= max(self.window.size, self.max_seq_len) + self.window.bubble].sum())
-        return needed + sum(self.get_needed_blocks_one_step(request, two_step_lookahead) for request in drafting)
+    def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
+                        paused: Sequence[LlmRequest] = ()) -> int:
+        """Free blocks that `claim` of the same lists takes.
 
-    def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> int:
-        """Blocks that `claim` of the same lists takes; at most, when first chunks share what none of them computes."""
-        crossing = self.sequences.num_beams(self._crossing(self.sequences.slots_of(generation)))
-        return self._blocks_to_start(first_chunks, crossing)
+        paused   requests that are released before; what only they hold is free by then
+        """
+        needed = self.sequences.num_beams(self._crossing(self.sequences.slots_of(generation)))
+        ledger = self.start_scheduling()
+        for request in paused:
+            ledger.refund(request)
+        for request in first_chunks:
+            blocks = ledger.blocks_to_claim(request)
+            ledger.spend(blocks, request)
+            needed += blocks
+        return needed
 
     # What a plan needs to know of the prefixes that are cached.
 
@@ -192,45 +173,19 @@ class KvCacheManager:
     def enable_block_reuse(self) -> bool:
         return self.cache is not None
 
-    def _shared_blocks(self, request: LlmRequest) -> int:
-        """Full blocks of the prompt that running sequences hold, from the first on."""
-        return 0 if self.cache is None else sum(map(self.cache.is_owned, self.cache.matched(request)))
-
     def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
         """Full blocks of the prompt that are cached, from the first on: those that others hold, and all."""
-        return self._shared_blocks(request), 0 if self.cache is None else len(self.cache.matched(request))
+        return self.estimates.held_by_others(request), 0 if self.cache is None else len(self.cache.matched(request))
 
     def estimated_reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
         """Tokens of a first chunk that need not be computed, as the two estimates of needed blocks count them."""
-        held, cached = self.reusable_blocks(request)
-        if to_completion:
-            held = min(cached, (min(request.prompt_len, self.window.longest_stored) + self.window.bubble)
-                       // self.tokens_per_block)
-        return held * self.tokens_per_block
+        return self.estimates.reusable_tokens(request, to_completion)
 
     def reusable_tokens(self, request: LlmRequest) -> int:
         """Tokens that a claim of this first chunk finds for certain, as long as nothing is claimed before it."""
         if self.cache is None or self.owns(request):
             return 0
         return len(self.cache.shareable(request)) * self.tokens_per_block
-
-    def blocks_to_share(self, request: LlmRequest) -> list[int]:
-        """Blocks in use that a claim of this first chunk would share."""
-        if self.cache is None or self.owns(request):
-            return []
-        return [node.block_id for node in self.cache.shareable(request) if self.cache.is_owned(node)]
-
-    def blocks_not_estimated(self, request: LlmRequest) -> int:
-        """Blocks a claim of this first chunk takes that the estimates leave out.
-
-        They count a cached last block as shared, but the last token has to be computed in a block of its own, and with
-        reuse each beam has its own.
-        """
-        if self.cache is None or self.owns(request) or request.prompt_len % self.tokens_per_block:
-            return 0
-        matched = self.cache.matched(request)
-        beyond = matched[len(self.cache.shareable(request)):]
-        return sum(map(self.cache.is_owned, beyond)) + request.beam_width - 1
 
     def first_new_key(self, request: LlmRequest) -> bytes | None:
         """Names the prompt up to its first full block that is not cached; None when all are or nothing is reused."""
@@ -252,9 +207,9 @@ class KvCacheManager:
         crossing = self._crossing(slots)
         crossing_blocks = self.sequences.num_beams(crossing)
         if self.cache is None:
-            changed = self._start(first_chunks, crossing_blocks)
+            changed = starting.start(self.pool, self.sequences, first_chunks, crossing_blocks, self.tokens_per_block)
         else:
-            changed = self._start_with_reuse(first_chunks, crossing_blocks)
+            changed = starting.start_with_reuse(self.cache, self.sequences, first_chunks, crossing_blocks)
         if crossing_blocks:
             changed.append(self._grow(crossing, crossing_blocks))
         self.sequences.kv_lengths[slots] += 1
@@ -300,9 +255,9 @@ class KvCacheManager:
             self.cache.forget_request(request)
         if self.owns(request):
             for beam in range(request.beam_width):
-                block_ids = self.block_ids(request, beam)
-                # What follows in a prompt is of use only as long as what comes before is there: it goes first.
-                self.pool.give_back(block_ids if self.cache is None else block_ids[::-1])
+                # What follows in a prompt is of use only as long as what comes before is there: it goes first. Where
+                # nothing is cached the blocks used last are used next, so that a large pool is not touched whole.
+                self.pool.give_back(self.block_ids(request, beam)[::-1], front=self.cache is None)
             self.sequences.remove(request)
 
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
@@ -329,58 +284,12 @@ class KvCacheManager:
         Raises InternalError when what is left cannot be gone on with: blocks behind the new end left the window, or
         the last one is in somebody else's table too. Nothing was changed then.
         """
-        if not self.owns(request):
-            raise InternalError(f"{request} is to be rewound and holds no blocks")
-        length = self.kv_length(request) - num_tokens
-        end = block_needs.ceil_div(max(length, 0), self.tokens_per_block)
-        slot, table = request.seq_slot, self.sequences.table(request)
-        last = table[:, end - 1].tolist() if length > 0 and length % self.tokens_per_block else []
-        if (length <= 0 or self.sequences.dropped[slot] > self.window.num_dropped(length + 1)
-                or any(self.pool.owners(block_id) > 1 for block_id in last)
-                or (self.cache is not None and length < request.prompt_len)):
-            raise InternalError(f"{request} cannot be rewound by {num_tokens} tokens")
-        for column in reversed(range(end, table.shape[1])):
-            for block_id in table[:, column].tolist():
-                self.pool.give_back([block_id], front=True)
-        self.sequences.shorten(request, length, end)
+        shortest = 1 if self.cache is None else request.prompt_len
+        rewinding.rewind(request, num_tokens, shortest, self.sequences, self.pool, self.window)
 
     def refresh(self) -> None:
         """Let retention priorities end whose time is over. Once per iteration is enough."""
         self.pool.refresh()
-
-    def _blocks_to_start(self, first_chunks: Sequence[LlmRequest], crossing_blocks: int) -> int:
-        if self.cache is not None:
-            return PrefixClaim(self.cache, first_chunks, crossing_blocks).needed
-        return crossing_blocks + sum(
-            block_needs.blocks_of_prompt(request.prompt_len, self.tokens_per_block, request.beam_width)
-            for request in first_chunks)
-
-    def _start(self, first_chunks: Sequence[LlmRequest], crossing_blocks: int) -> list[Entries]:
-        counts = [block_needs.blocks_of_prompt(request.prompt_len, self.tokens_per_block, request.beam_width)
-                  for request in first_chunks]
-        wanted = sum(counts)
-        if wanted + crossing_blocks > self.pool.num_free:
-            raise OutOfBlocksError(wanted + crossing_blocks, self.pool.num_free)
-        taken = iter(self.pool.take(wanted))
-        changed = []
-        for request, count in zip(first_chunks, counts, strict=True):
-            block_ids = list(islice(taken, count))
-            private = request.beam_width if request.prompt_len % self.tokens_per_block else 0
-            for block_id in block_ids[:count - private] * (request.beam_width - 1):
-                self.pool.share(block_id)
-            changed.append(self.sequences.add(request, block_ids, self._last_blocks(request), private))
-        return changed
-
-    def _start_with_reuse(self, first_chunks: Sequence[LlmRequest], crossing_blocks: int) -> list[Entries]:
-        claim = PrefixClaim(self.cache, first_chunks, crossing_blocks)
-        if claim.needed > self.pool.num_free:
-            raise OutOfBlocksError(claim.needed, self.pool.num_free)
-        changed = []
-        for request, start in zip(first_chunks, claim.start(), strict=True):
-            changed.append(self.sequences.add(request, start.block_ids, self._last_blocks(request),
-                                              request.beam_width))
-            self.sequences.reused_tokens[request.seq_slot] = start.reused_tokens
-        return changed
 
     def _grow(self, crossing: np.ndarray, blocks: int) -> Entries:
         if self.cache is None:
@@ -396,10 +305,7 @@ class KvCacheManager:
         dropped = self.window.num_dropped(self.sequences.kv_lengths[slots])
         for place in np.flatnonzero(dropped > self.sequences.dropped[slots]).tolist():
             for row in self.sequences.drop_up_to(int(slots[place]), int(dropped[place]), self.window.sink_blocks):
-                self.pool.give_back(row)
-
-    def _last_blocks(self, request: LlmRequest) -> int:
-        return block_needs.blocks_at_the_end(request.prompt_len, request.max_new_tokens, self.window)
+                self.pool.give_back(row, front=self.cache is None)
 
     def _crossing(self, slots: np.ndarray) -> np.ndarray:
         """Those of the slots whose next token needs a new block."""

@@ -5,15 +5,10 @@ from dataclasses import dataclass
 
 from ..handover import BlockCopy
 from ..requests.llm_request import LlmRequest
-from .block_needs import ceil_div
+from .block_needs import blocks_of_prompt, ceil_div
 from .prefix_cache import PrefixCache
 from .prefix_index import PrefixNode
 from .retention import retain_prompt
-
-
-def blocks_of_start(request: LlmRequest, tokens_per_block: int) -> int:
-    """Blocks of a prompt of which nothing is cached. Unlike without reuse each beam has its own last block."""
-    return ceil_div(request.prompt_len, tokens_per_block) - 1 + request.beam_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +34,17 @@ class PrefixClaim:
         self._cache, self._pool = cache, cache.pool
         self._requests = requests
         self._found = [cache.shareable(request) for request in requests]
-        self._owned = sum(cache.is_owned(node) for nodes in self._found for node in nodes)
+        self._unowned = {node for nodes in self._found for node in nodes if not cache.is_owned(node)}
         self._left = taken_elsewhere + sum(
-            blocks_of_start(request, cache.tokens_per_block) - len(nodes)
+            blocks_of_prompt(request.prompt_len, cache.tokens_per_block, request.beam_width, own_last=True) - len(nodes)
             for request, nodes in zip(requests, self._found, strict=True))
         self._lent: list[int] = []
         self._pinned: list[int] = []
 
     @property
     def needed(self) -> int:
-        """Free blocks that all of it takes at most, those taken elsewhere in the same step included."""
-        return self._left + sum(map(len, self._found)) - self._owned
+        """Free blocks that all of it takes, those taken elsewhere in the same step included."""
+        return self._left + len(self._unowned)
 
     def start(self) -> list[Start]:
         """One for each request."""

@@ -169,10 +169,9 @@ class PrefixIndex:
         return root
 
     def insert(self, parent: PrefixNode, key: BlockKey, block_id: int) -> PrefixNode | None:
-        """A new node, or None when its digest belongs to other content."""
-        if key.digest in parent.children:
+        """A new node; None when its digest belongs to other content, or the block is found by another key already."""
+        if key.digest in parent.children or block_id in self._nodes:
             return None
-        assert block_id not in self._nodes
         node = self._nodes[block_id] = PrefixNode(key, parent, block_id)
         parent.attach(node)
         self.num_nodes += 1

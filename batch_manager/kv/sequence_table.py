@@ -19,7 +19,7 @@ class SequenceTable:
     kv_lengths     [slots] tokens there is room for in the KV cache
     ends           [slots] blocks per beam the tokens so far fill, those that were dropped included
     dropped        [slots] blocks per beam that were given back because they left the attention window
-    last_blocks    [slots] blocks per beam the sequence holds once its last token is there
+    last_blocks    [slots] blocks per beam that all its tokens will fill, those that will be dropped included
     beam_widths    [slots] rows in use; 0 without an owner
     reused_tokens  slot -> tokens of its prompt that were in the cache when it started
     block_ids      [slots * max_beam_width, blocks] in token order; UNUSED where dropped, stale past `ends`
@@ -79,6 +79,10 @@ class SequenceTable:
         self._asked, self._answer = list(requests), np.fromiter(slots, np.intp, len(slots))
         self._answer.flags.writeable = False
         return self._answer
+
+    def taken_slots(self) -> np.ndarray:
+        """The slots that have an owner, [n]."""
+        return np.flatnonzero(self.beam_widths)
 
     def check_slots_are_free(self, requests: Sequence[LlmRequest]) -> None:
         """Raises InternalError when one of these requests could not be added."""

@@ -42,6 +42,11 @@ class AttentionWindow:
     def sink_blocks(self) -> int:
         return -(-self.sinks // self.tokens_per_block)
 
+    @property
+    def most_held(self) -> int:
+        """Blocks of one beam that slides, at the moment when it has its next one and still has its oldest."""
+        return -(-self.size // self.tokens_per_block) + self.sink_blocks + 1
+
     def num_dropped(self, length):
         """Blocks behind the sinks that no query of a sequence of this length, or a longer one, looks at.
 

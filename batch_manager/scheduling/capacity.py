@@ -27,11 +27,10 @@ class MaxRequestsScheduler(CapacityScheduler):
 class GuaranteedNoEvictScheduler(CapacityScheduler):
     """Start a request only when it can run to its last token without evicting anybody.
 
-    Generating requests keep their promise first: what they may still need is set aside before a context is looked at.
-    Contexts then enter in order, and the first new one that does not fit closes the door to others, so that a large
-    request is not overtaken for ever by small ones behind it. Contexts between chunks already hold blocks and still
-    pass the closed door when they fit: what they hold would come free in no other way. A context whose adapter does
-    not fit, or whose next block another one is computing, is passed over.
+    Promises are kept first: what all who hold blocks may still need is set aside before a new context is looked at,
+    wherever they stand in the line. Contexts then enter in order. Those between chunks always may. The first new one
+    that does not fit closes the door to others, so that a large request is not overtaken for ever by small ones behind
+    it. One whose adapter does not fit, or whose next block another one is computing, is passed over.
 
     Never pauses.
     """
@@ -45,9 +44,7 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if contexts and len(fitting) < self.max_num_requests:
-            ledger = self.kv_cache_manager.start_scheduling()
-            ledger.spend(ledger.blocks_to_completion_of_owners(fitting))
-            door = _Door(ledger, self.peft_cache_manager, fitting)
+            door = _Door(self.kv_cache_manager, self.peft_cache_manager, active_requests)
             delay = DuplicateDelay(self.kv_cache_manager, contexts)
             contexts = (request for request in contexts if not delay.holds_back(request))
             fitting += door.let_in(contexts, self.max_num_requests - len(fitting))
@@ -71,7 +68,7 @@ class StaticBatchScheduler(CapacityScheduler):
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if not fitting:
-            door = _Door(self.kv_cache_manager.start_scheduling(), self.peft_cache_manager, [])
+            door = _Door(self.kv_cache_manager, self.peft_cache_manager, active_requests)
             fitting = door.let_in(contexts, self.max_num_requests)
         return fitting, []
 
@@ -82,7 +79,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
     A request that does not fit looks for a victim: the last one in the line, itself included, that has computed
     something. The victim's blocks count as free, the line now ends before it, and the request tries again. Requests
     ahead of it are never touched, so the first in line always advances; a request that has not started makes nobody
-    pause who stands ahead of it. A context whose next block another one is computing is passed over.
+    pause who stands ahead of it. A context whose next block another one is computing is passed over, unless it is the
+    first in line.
 
     two_step_lookahead   plan for two steps of each generating request, as two micro-batches in flight need
     """
@@ -98,24 +96,26 @@ class MaxUtilizationScheduler(CapacityScheduler):
         ledger = self.kv_cache_manager.start_scheduling()
         pages = None if self.peft_cache_manager is None else self.peft_cache_manager.start_scheduling()
         line = schedulable(active_requests)
+        if pages is not None:
+            pages.spend(*(request for request in line if not ledger.is_refundable(request)))
         taken = self._front_that_fits_at_once(line, ledger, pages)
         delay = DuplicateDelay(self.kv_cache_manager, line) if taken < len(line) else None
         paused: RequestList = []
         while taken < len(line):
             request = line[taken]
-            if delay.holds_back(request):
+            if delay.holds_back(request) and taken:
                 del line[taken]
                 continue
             if taken < self.max_num_requests:
                 need = ledger.blocks_for_next_step(request, self.two_step_lookahead)
                 if ledger.fits(need) and (pages is None or pages.fits(request)):
-                    ledger.spend(need)
+                    ledger.spend(need, request)
                     if pages is not None:
                         pages.spend(request)
                     taken += 1
                     continue
 
-            victim = next((place for place in reversed(range(taken, len(line)))
+            victim = next((place for place in reversed(range(max(taken, 1), len(line)))
                            if line[place].is_started and ledger.is_refundable(line[place])), None)
             if victim is None:
                 break
@@ -145,11 +145,15 @@ class MaxUtilizationScheduler(CapacityScheduler):
 class _Door:
     """Lets contexts in that can run to their last token within the budgets."""
 
-    def __init__(self, ledger: KvLedger, peft_cache_manager: PeftCacheManager | None, inside: RequestList) -> None:
-        self._ledger = ledger
-        self._pages = None if peft_cache_manager is None else peft_cache_manager.start_scheduling()
-        if self._pages is not None:
-            self._pages.spend(*inside)
+    def __init__(self, kv_cache_manager: KvCacheManager, peft_cache_manager: PeftCacheManager | None,
+                 active_requests: RequestList) -> None:
+        self._owns = kv_cache_manager.owns
+        self._ledger = kv_cache_manager.start_scheduling()
+        self._ledger.spend(self._ledger.blocks_to_completion_of_started())
+        self._pages = None
+        if peft_cache_manager is not None:
+            self._pages = peft_cache_manager.start_scheduling()
+            self._pages.spend(*filter(self._owns, active_requests))
 
     def let_in(self, contexts: Iterable[LlmRequest], max_num_requests: int) -> RequestList:
         """Those of the contexts that get in, in order."""
@@ -158,16 +162,17 @@ class _Door:
         for request in contexts:
             if len(fitting) == max_num_requests:
                 break
-            if not (is_open or request.is_started):
-                continue
-            need = self._ledger.blocks_to_completion(request)
-            if not self._ledger.fits(need):
-                is_open = False
-            elif self._pages is None or self._pages.fits(request):
-                self._ledger.spend(need)
-                if self._pages is not None:
-                    self._pages.spend(request)
+            if self._owns(request):
                 fitting.append(request)
+            elif is_open:
+                need = self._ledger.blocks_to_completion(request)
+                if not self._ledger.fits(need):
+                    is_open = False
+                elif self._pages is None or self._pages.fits(request):
+                    self._ledger.spend(need, request)
+                    if self._pages is not None:
+                        self._pages.spend(request)
+                    fitting.append(request)
         return fitting
 
 

@@ -27,9 +27,9 @@ def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int |
     longest = inf if max_context_length is None else max_context_length
     chunks = []
     for wanted, credit in zip(remaining, _none(remaining) if credits is None else credits, strict=True):
-        chunk = min(wanted if cost_behind_credit(wanted, wanted, credit) <= left else left, longest + credit)
-        if chunk < wanted:
-            chunk = chunk // unit * unit
+        chunk = wanted
+        if cost_behind_credit(wanted, wanted, credit) > min(left, longest):
+            chunk = min(left, longest) // unit * unit
         chunks.append(chunk)
         left -= cost_behind_credit(chunk, wanted, credit)
     return chunks
@@ -39,19 +39,19 @@ def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
                    max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Round after round each gets one more block, until nobody can take another.
 
-    Whoever cannot is passed over: a later, shorter one may still take its last few tokens. A chunk begins at the front
-    and costs what of it the KV cache does not have.
+    Whoever cannot is passed over: a later, shorter one may still take its last few tokens. A chunk includes what the KV
+    cache has of it, which comes first, costs nothing and does not count against the longest chunk.
     """
     left = inf if capacity is None else capacity
     longest = inf if max_context_length is None else max_context_length
     credits = _none(remaining) if credits is None else credits
-    chunks = [0] * len(remaining)
+    chunks = [min(credit // unit * unit, wanted) for wanted, credit in zip(remaining, credits, strict=True)]
     moved = True
     while moved and left > 0:
         moved = False
         for place, wanted in enumerate(remaining):
             step, credit = min(unit, wanted - chunks[place]), credits[place]
-            if step <= 0 or chunks[place] + step > longest:
+            if step <= 0 or chunks[place] + step > longest + credit:
                 continue
             cost = cost_with_credit(chunks[place] + step, wanted, credit) - cost_with_credit(
                 chunks[place], wanted, credit)
@@ -64,16 +64,17 @@ def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
 
 def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_context_length: int | None,
                 credits: Sequence[int] | None = None) -> list[int]:
-    """One block each, also when everything would fit whole."""
+    """One block each, also when everything would fit whole. It begins behind what the KV cache has."""
     assert max_context_length is None or max_context_length >= unit
     left = inf if capacity is None else capacity
     chunks = []
-    for wanted in remaining:
-        chunk = min(wanted, unit)
-        if chunk > left:
-            chunk = 0
+    for wanted, credit in zip(remaining, _none(remaining) if credits is None else credits, strict=True):
+        chunk = wanted if wanted - credit <= unit else unit
+        cost = cost_behind_credit(chunk, wanted, credit)
+        if cost > left:
+            chunk = cost = 0
         chunks.append(chunk)
-        left -= chunk
+        left -= cost
     return chunks
 
 
@@ -107,7 +108,7 @@ def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequenc
         if chunk == wanted and draft:
             space = min(-chunk % unit, left)
             if max_context_length is not None:
-                space = min(space, max_context_length - chunk)
+                space = min(space, max(max_context_length - chunk, 0))
             draft = min(draft, space)
             left -= draft
         kept.append(draft)

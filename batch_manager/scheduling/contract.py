@@ -68,8 +68,8 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     if not contexts and len(generation) <= kv.free_blocks:
         return None                                             # a step needs no more than a block of each
     first_chunks = [request for request in contexts if not kv.owns(request)]
-    free = kv.free_blocks + kv.blocks_freed_by(paused, first_chunks)
-    needed = kv.blocks_to_claim(first_chunks, generation)
+    free = kv.free_blocks + kv.blocks_freed_by(paused)
+    needed = kv.blocks_to_claim(first_chunks, generation, paused)
     if needed > free:
         return f"the plan needs {needed} KV cache blocks and {free} are free after its pauses"
     return None

@@ -16,7 +16,7 @@ class DuplicateDelay:
         self._computed_by: dict[bytes, LlmRequest] = {}
         if self._is_on:
             for request in requests:
-                if request.is_context and not request.is_first_context_chunk:
+                if request.is_context and kv_cache_manager.owns(request):
                     self.holds_back(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
@@ -26,4 +26,4 @@ class DuplicateDelay:
         key = self._kv.first_new_key(request)
         if key is None:
             return False
-        return self._computed_by.setdefault(key, request) is not request and request.is_first_context_chunk
+        return self._computed_by.setdefault(key, request) is not request and not self._kv.owns(request)

@@ -99,8 +99,9 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         whole = request.remaining_context
         if max(whole + request.draft_len - self._credit(request), 1) <= left:
             return whole
-        if request.num_pauses and self.max_num_tokens is not None and request.prompt_len > self.max_num_tokens:
-            return int(left) // self.tokens_per_block * self.tokens_per_block
+        if (request.num_pauses and self.max_num_tokens is not None
+                and request.prompt_len + request.draft_len > self.max_num_tokens):
+            return min(int(left), whole - 1) // self.tokens_per_block * self.tokens_per_block
         return 0
 
     def _cut(self, chunking: ContextChunking, contexts: RequestList, generation: RequestList,

@@ -12,7 +12,6 @@ from batch_manager.errors import InternalError, InvalidRequestError
 from batch_manager.kv.audit import audit, check_totals
 from batch_manager.kv.block_pool import BlockPool, OutOfBlocksError
 from batch_manager.kv.kv_cache_manager import KvCacheManager
-from batch_manager.kv.ledger import KvLedger
 from batch_manager.kv.peft_cache_manager import PeftCacheManager
 from batch_manager.kv.prefix_index import BlockKey, Domain, PrefixIndex
 from batch_manager.kv.retention import priorities_of_blocks
@@ -165,35 +164,48 @@ def make_kv(config: dict, clock: "Clock | None" = None) -> KvCacheManager:
 
 
 def capacity_step(config: dict, requests: list[dict]) -> dict:
+    made = [make_request(record) for record in requests]
+
     @dataclass
     class FixedNeeds:
-        """A KV cache in which every request needs the same and a pause frees nothing."""
+        """A KV cache, and the budget of a pass, in which every request needs the same and a pause frees nothing."""
 
-        free_blocks: int = config.get("free_blocks", 0)
+        available_blocks: int = config.get("free_blocks", 0)
         need: int = config.get("blocks_per_request", 0)
-        inflight_request_ids: tuple = ()
         enable_block_reuse: bool = False
 
         def start_scheduling(self):
-            return KvLedger(self)
+            return self
 
-        def get_needed_blocks_one_step(self, request, two_step_lookahead=False):
+        def owns(self, request):
+            return request.is_started
+
+        def fits(self, blocks):
+            return blocks <= self.available_blocks
+
+        def spend(self, blocks, starting=None):
+            self.available_blocks -= blocks
+
+        def is_refundable(self, request):
+            return True
+
+        def refund(self, request):
+            pass
+
+        def blocks_for_next_step(self, request, two_step_lookahead=False):
             return self.need
 
-        def get_needed_blocks_one_step_of_generating(self, requests, two_step_lookahead=False):
-            return sum(self.need for _ in requests)
+        def blocks_for_next_step_of_generating(self, requests, two_step_lookahead=False):
+            return self.need * len(requests)
 
-        def get_remaining_blocks_to_completion_of_owners(self, requests):
-            return sum(self.need for _ in requests)
-
-        def get_remaining_blocks_to_completion(self, request):
+        def blocks_to_completion(self, request):
             return self.need
 
-        def owners_of(self, request):
-            return {}
+        def blocks_to_completion_of_started(self):
+            return self.need * sum(map(self.owns, made))
 
     scheduler = make_capacity_scheduler(config, FixedNeeds())
-    fitting, paused = scheduler.schedule_request([make_request(record) for record in requests])
+    fitting, paused = scheduler.schedule_request(made)
     return {"fitting": [request.request_id for request in fitting],
             "paused": [request.request_id for request in paused]}
 
@@ -465,7 +477,7 @@ def kv_fill(config: dict, prompt_len: int, tokens_to_add: int, mode: str) -> dic
 
     while True:
         request = make_request({"id": len(requests), "prompt_len": prompt_len, "max_new_tokens": tokens_to_add})
-        need = ledger.blocks_to_completion(request)
+        need = kv.get_remaining_blocks_to_completion(request)
         if not ledger.fits(need):
             break
         ledger.spend(need)

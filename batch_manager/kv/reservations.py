@@ -1,0 +1,96 @@
+"""What sequences will hold at most, exactly: a plan that leaves room for it never runs out of blocks.
+
+Three things make that more than lengths say. A prompt is stored whole before anything of it leaves the window. A
+sequence that slides takes its next block before it gives the oldest one back. And a block that several sequences hold
+does not come back when one of them slides past it, although that one takes another in its place.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..requests.llm_request import LlmRequest
+from . import block_needs
+from .block_pool import BlockPool
+from .sequence_table import UNUSED, SequenceTable
+from .window import AttentionWindow
+
+
+class Reservations:
+    """Room for the sequences that have started, and for one that is to start."""
+
+    def __init__(self, sequences: SequenceTable, window: AttentionWindow, pool: BlockPool, with_reuse: bool) -> None:
+        self._sequences = sequences
+        self._window = window
+        self._pool = pool
+        self._with_reuse = with_reuse
+
+    def to_start(self, request: LlmRequest, draft_len: int = 0) -> int:
+        """Blocks of the whole prompt, with room for so many drafts."""
+        return block_needs.blocks_of_prompt(request.prompt_len + draft_len, self._window.tokens_per_block,
+                                            request.beam_width, own_last=self._with_reuse)
+
+    def in_all(self, request: LlmRequest) -> int:
+        """Blocks that a sequence holds at most, from its start to its last token, if it shares none with others."""
+        return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, self._window, request.beam_width,
+                                       own_last=self._with_reuse)
+
+    def of_owners(self, requests: Sequence[LlmRequest]) -> int:
+        """Blocks that these requests may still take, if what they give back comes free."""
+        return self._of_slots(self._sequences.slots_of(requests))
+
+    def of_all_owners(self) -> int:
+        """Blocks that all sequences together may still take, those included that do not come back from a window."""
+        reserved = self._of_slots(self._sequences.taken_slots())
+        if self._slides_shared:
+            kept, dropped = self._holders()
+            reserved += int(np.maximum(dropped - 1 + (kept > 0), 0)[dropped > 0].sum())
+        return reserved
+
+    def kept_blocks(self) -> set[int] | None:
+        """Blocks that somebody holds until his end; None: all that are held are."""
+        if not (self._window.slides and self._with_reuse):
+            return None
+        kept, _ = self._holders()
+        return set(np.flatnonzero(kept).tolist())
+
+    def kept_columns(self, request: LlmRequest) -> int:
+        """The first block of the request that never leaves the window."""
+        if not self._window.slides:
+            return 0
+        return int(self._window.num_dropped(request.prompt_len + request.max_new_tokens))
+
+    @property
+    def _slides_shared(self) -> bool:
+        return self._window.slides and self._with_reuse and self._pool.extra_owners > 0
+
+    def _of_slots(self, slots: np.ndarray) -> int:
+        sequences, window = self._sequences, self._window
+        last, ends, beams = sequences.last_blocks[slots], sequences.ends[slots], sequences.beam_widths[slots]
+        remaining = (last - ends) * beams
+        if window.slides:
+            held = ends - sequences.dropped[slots]
+            most = np.minimum(last, window.most_held)
+            for place in np.flatnonzero(beams > 1).tolist():
+                owner = sequences.owners[slots[place]]
+                held[place] = len(set(sequences.table(owner).ravel().tolist()) - {UNUSED})
+                most[place] = block_needs.blocks_with_last_one(
+                    owner.prompt_len, owner.max_new_tokens, window, owner.beam_width, own_last=self._with_reuse)
+            crossing = sequences.kv_lengths[slots] % window.tokens_per_block == 0
+            remaining = np.minimum(remaining, np.maximum(most - held, crossing * beams))
+        return int(remaining.sum())
+
+    def _holders(self) -> tuple[np.ndarray, np.ndarray]:
+        """Per block the sequences that hold it until their end, and those that will slide past it.
+
+        Sequences share blocks of the prompt only, and those the beams of one have in common: the first one's will do.
+        """
+        kept, dropped = (np.zeros(self._pool.num_blocks, np.int64) for _ in range(2))
+        for slot in self._sequences.taken_slots().tolist():
+            owner = self._sequences.owners[slot]
+            row = self._sequences.table(owner)[0]
+            first_kept = self.kept_columns(owner)
+            kept[row[first_kept:]] += 1
+            leaving = row[:first_kept]
+            dropped[leaving[leaving >= 0]] += 1
+        return kept, dropped

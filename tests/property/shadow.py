@@ -1,0 +1,79 @@
+"""A device that only does what it is told, and knows what every block ought to contain.
+
+What a position of a sequence puts into the KV cache depends on everything before it: its content is the number of the
+whole history up to there. A step reads back what it looks at through its block table, as the updates left it, and
+writes what it computes. Nothing here asks the KV cache manager anything.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from batch_manager.handover import BlockCopy, BlockTableUpdates
+
+GARBAGE = -1
+
+
+class Wrong(AssertionError):
+    """The device saw something that must not be."""
+
+
+class Histories:
+    """Numbers for histories: one for each (what came before, token, extra id)."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple, int] = {}
+
+    def of(self, domain: tuple, tokens: Sequence[int], extra_ids: Sequence[int] | None) -> list[int]:
+        """What each position of a sequence puts into the KV cache."""
+        numbers, before = [], self._number(domain)
+        for place, token in enumerate(tokens):
+            extra = 0 if extra_ids is None or place >= len(extra_ids) else extra_ids[place]
+            before = self._number((before, token, extra))
+            numbers.append(before)
+        return numbers
+
+    def _number(self, history: tuple) -> int:
+        return self._numbers.setdefault(history, len(self._numbers))
+
+
+class ShadowDevice:
+    """Blocks, host blocks and block tables. Rows of the tables are slot * max_beam_width + beam."""
+
+    def __init__(self, tokens_per_block: int, window: int | None, sinks: int) -> None:
+        self.unit = tokens_per_block
+        self.window = window
+        self.sinks = sinks
+        self.blocks: dict[int, list[int]] = {}
+        self.host: dict[int, list[int]] = {}
+        self.tables: dict[int, dict[int, int]] = {}
+
+    def update(self, updates: BlockTableUpdates) -> None:
+        for row, index, block_id in zip(updates.slots.tolist(), updates.indices.tolist(), updates.block_ids.tolist(),
+                                        strict=True):
+            self.tables.setdefault(row, {})[index] = block_id
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Exactly the tokens that were asked for; the rest of a destination is garbage afterwards."""
+        for one in copies:
+            source = (self.host if one.from_host else self.blocks).get(one.source, [])
+            content = source[:one.num_tokens]
+            if len(content) < one.num_tokens:
+                raise Wrong(f"{one} copies what was never written")
+            content += [GARBAGE] * (self.unit - len(content))
+            (self.host if one.to_host else self.blocks)[one.destination] = content
+
+    def read(self, row: int, position: int, history: Sequence[int], name: object) -> None:
+        """Look at everything that a query at this position looks at."""
+        first = 0 if self.window is None else max(position - self.window + 1, 0)
+        for place in [*range(min(self.sinks, first)), *range(first, position)]:
+            block_id = self.tables.get(row, {}).get(place // self.unit)
+            found = self.blocks.get(block_id, [GARBAGE] * self.unit)[place % self.unit]
+            if found != history[place]:
+                raise Wrong(f"{name} reads position {place} before {position} in block {block_id}: {found}, not "
+                            f"{history[place]}")
+
+    def write(self, row: int, position: int, content: int) -> int:
+        """Returns the block that was written to."""
+        block_id = self.tables[row][position // self.unit]
+        block = self.blocks.setdefault(block_id, [GARBAGE] * self.unit)
+        block[position % self.unit] = content
+        return block_id
