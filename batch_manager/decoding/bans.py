@@ -67,7 +67,7 @@ class NgramBan:
 
 
 def repeating_tokens(tokens: np.ndarray, size: int) -> np.ndarray:
-    """The tokens that would make an n-gram of `size` tokens out of the last ones of `tokens` [n] that is there already."""
+    """The tokens behind which `tokens` [n] would end in a sequence of `size` tokens that it holds already."""
     others = size - 1
     if len(tokens) < size:
         return tokens[:0]
