@@ -3,10 +3,10 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from batch_manager.triton_kernels import dispatch
 
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.slots import DrawRows
-from batch_manager.triton_kernels import dispatch
 
 CPU = torch.device("cpu")
 

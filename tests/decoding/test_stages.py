@@ -88,7 +88,8 @@ def test_repeating_tokens_by_definition(tokens, size):
 
 def test_a_bad_word_may_begin_in_the_prompt_and_one_token_is_banned_always(decoder_with, rows_of):
     setups = [SlotSetup(bad_words=((1, 2, 9),), prompt_length=2).continuing([1, 2]),
-              SlotSetup(bad_words=((1, 2, 9), (5,)), prompt_length=3).continuing([1, 2, 3]), SlotSetup(bad_words=((0,),))]
+              SlotSetup(bad_words=((1, 2, 9), (5,)), prompt_length=3).continuing([1, 2, 3]),
+              SlotSetup(bad_words=((0,),))]
     logits = torch.zeros(3, VOCAB)
     decoder_with(*setups).draw(logits, rows_of([0, 1, 2], [2, 3, 7]))
     assert logits.isneginf().nonzero().tolist() == [[0, 9], [1, 5], [2, 0]]
