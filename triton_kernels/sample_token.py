@@ -2,7 +2,8 @@
 
     x    = logits / temperature,  p = softmax(x)
     keep = the top_k largest logits (ties of the last one kept), then, in what they renormalise to, the smallest set of
-           largest probabilities whose sum reaches top_p (ties of the last one kept)
+           largest probabilities whose sum reaches top_p (ties of the last one kept); of these, the logits that are at
+           least max(logits) + temperature * log(min_p)
     u    = uniform(seed, position), from `philox`
     token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of the kept)
     log_prob = log p[token], before any filtering
@@ -11,9 +12,10 @@ Shapes      logits                   [R, V]   any float dtype, contiguous rows, 
             temperature              [R] float32   0: greedy, and the log-prob is that of temperature 1
             top_k                    [R] int32   0: no limit by count
             top_p                    [R] float32   0 with top_k > 0, or 1 and more: no limit by mass
+            min_p                    [R] float32   0, or None: no limit below the largest
             seed                     [R] int64   the bits of the request's unsigned seed
             position                 [R] int32   position of the token being drawn in its sequence
-            tokens                   [R] int32 (or any integer dtype)      the last three may be passed in, so that
+            tokens                   [R] int32 (or any integer dtype)      these three may be passed in, so that
             log_probs                [R] float32                           a captured graph writes to fixed places
             finite                   [R] bool
 Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit, the lowest id among
@@ -105,12 +107,12 @@ def _kept_weights(row_ptr, start, num_tokens, threshold, top, heat_log2, BLOCK: 
 # Slices of the per-row tensors start anywhere: their alignment must not make a variant of the kernel.
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "temperature_ptr", "top_k_ptr", "top_p_ptr", "seed_ptr", "position_ptr", "token_ptr", "log_prob_ptr",
-        "finite_ptr",
+        "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "token_ptr",
+        "log_prob_ptr", "finite_ptr",
     ],
 )
 def _sample_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr,
     token_ptr, log_prob_ptr, finite_ptr,
     num_tokens,                         # V
     logits_stride_r,                    # elements from one row to the next
@@ -121,6 +123,7 @@ def _sample_kernel(
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
     greedy = (temperature == 0.0) | (top_k == 1) | ((top_k == 0) & (top_p == 0.0))
     heat = tl.where(temperature == 0.0, 1.0, temperature)
     heat_log2 = tl.minimum(LOG2_E / heat, 1e38)           # 0 * inf is NaN: stay finite
@@ -158,6 +161,9 @@ def _sample_kernel(
                 row_ptr, num_tokens, threshold, top, top_p * tl.sum(kept, 0), top, heat_log2, True, BLOCK
             )
 
+        if min_p > 0.0:
+            threshold = tl.maximum(threshold, top + temperature * tl.log2(min_p) * LN_2)
+
         mass = 0.0                                        # the kept blocks, summed in the order they are walked below
         for start in range(0, num_tokens, BLOCK):
             mass += tl.sum(_kept_weights(row_ptr, start, num_tokens, threshold, top, heat_log2, BLOCK), 0)
@@ -187,19 +193,20 @@ def _sample_kernel(
 
 
 def sample_token(
-    logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None
+    logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None, min_p=None
 ):
     """One token per row; see the module's docstring for shapes. Returns (tokens, log_probs, finite)."""
     num_rows, vocabulary = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if tokens is None else tokens
     log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device) if log_probs is None else log_probs
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device) if finite is None else finite
+    min_p = torch.zeros(num_rows, dtype=torch.float32, device=logits.device) if min_p is None else min_p
     assert logits.stride(1) == 1
     if num_rows == 0:
         return tokens, log_probs, finite
 
     _sample_kernel[(num_rows,)](
-        logits, temperature, top_k, top_p, seed, position, tokens, log_probs, finite,
+        logits, temperature, top_k, top_p, min_p, seed, position, tokens, log_probs, finite,
         vocabulary, logits.stride(0),
         BLOCK=min(MAX_BLOCK, triton.next_power_of_2(vocabulary)),
         num_warps=8,

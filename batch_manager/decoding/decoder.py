@@ -7,13 +7,15 @@ import torch
 
 from ..handover import SlotSetup
 from ..triton_kernels import dispatch
+from .history import TokenHistory
 from .logits_post_processors import LogitsPostProcessors, PostProcessed
 from .logits_return import generation_logits
 from .logprobs import chosen_log_probs
 from .sampling import argmax, sample
 from .slots import DrawRows, SlotState
-from .stages import LogitsStage, apply_stages
-from .stop import finish_codes
+from .stages import LogitsStage, apply_stages, default_stages
+from .stop import StopWords, finish_codes
+from .top_p_decay import TopPDecay
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +42,29 @@ class Drawn:
 class GptDecoder:
     """Draws one token per row. Work that no row of a step asks for is not done.
 
-    state   the per-slot state; the token drawn is kept there by `keep`, last of all
+    state     the per-slot state; the token drawn is kept there by `keep`, last of all
+    history   tokens of the sequences for which anything but the model depends on them
+    stages    what is done to logits; None: `stages.default_stages`
     """
 
-    def __init__(self, num_slots: int, device: torch.device, stages: Sequence[LogitsStage] = ()) -> None:
+    def __init__(self, num_slots: int, device: torch.device, stages: Sequence[LogitsStage] | None = None) -> None:
         self.state = SlotState(num_slots, device)
         self._post_processors = LogitsPostProcessors()
-        self._stages = tuple(stages)
+        self.history = TokenHistory(num_slots, device)
+        self._stages = default_stages(num_slots, device, self.history) if stages is None else tuple(stages)
+        self._stop_words = StopWords(num_slots, device, self.history)
+        self._top_p_decay = TopPDecay(num_slots, device)
         self._kernel = dispatch.kernel("sample_token", device) if dispatch.use_triton(device) else None
+        self._zeros = torch.zeros(num_slots, dtype=torch.float32, device=device)
 
     def set_up(self, setups: Iterable[tuple[int, SlotSetup]]) -> None:
         """Sequences take their slots. Doing so again is harmless."""
         setups = list(setups)
         self.state.set_up(setups)
-        for slot, setup in setups:
-            self._post_processors.set_up(slot, setup)
-        for stage in self._stages:
+        parts = (self._post_processors, self.history, self._top_p_decay, self._stop_words, *self._stages)
+        for part in parts:
             for slot, setup in setups:
-                stage.set_up(slot, setup)
+                part.set_up(slot, setup)
 
     def draw(self, logits: torch.Tensor, rows: DrawRows) -> Drawn:
         """Draw from `logits` [r, vocab] float32, which post-processors and stages may change. Keeps nothing."""
@@ -68,11 +75,13 @@ class GptDecoder:
             tokens, finite, log_probs = self._draw_on_host(logits, rows)
         else:
             tokens, finite, log_probs = self._draw_in_kernel(logits, rows)
-        finish = finish_codes(tokens, self.state.column("end_id", rows))
+        finish = self._stop_words.mark(finish_codes(tokens, self.state.column("end_id", rows)), tokens, rows)
         return Drawn(tokens, finish, finite, log_probs, post_processed, *returned)
 
     def keep(self, drawn: Drawn, rows: DrawRows) -> None:
-        """The next step is fed what was drawn."""
+        """The next step is fed what was drawn, and its draws know of it."""
+        self.history.append(rows, drawn.tokens)
+        self._top_p_decay.keep(rows, drawn.tokens)
         self.state.keep_tokens(rows, drawn.tokens)
 
     def _draw_on_host(self, logits: torch.Tensor, rows: DrawRows):
@@ -84,9 +93,21 @@ class GptDecoder:
             # A view where everybody samples: rows of logits are large.
             chosen = slice(None) if samples.all() else samples.nonzero()[0]
             of = slots[chosen]
-            tokens[chosen] = sample(logits[chosen], host["temperature"][of], host["top_k"][of], host["top_p"][of],
-                                    host["seed"][of], rows.positions[chosen])
+            tokens[chosen] = sample(logits[chosen], host["temperature"][of], host["top_k"][of],
+                                    self._top_p(rows).numpy()[chosen], host["seed"][of], rows.positions[chosen],
+                                    host["min_p"][of])
         return tokens, finite, self._log_probs(logits, tokens, rows)
+
+    def _top_p(self, rows: DrawRows) -> torch.Tensor:
+        top_p = self.state.column("top_p", rows)
+        return self._top_p_decay.top_p(rows, top_p) if self._top_p_decay.is_wanted(rows) else top_p
+
+    def _min_p(self, rows: DrawRows) -> torch.Tensor:
+        if self.state.host["min_p"][rows.slots].any():
+            return self.state.column("min_p", rows)
+        if len(rows) > len(self._zeros):
+            self._zeros = self._zeros.new_zeros(2 * len(rows))
+        return self._zeros[: len(rows)]
 
     def _log_probs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: DrawRows) -> torch.Tensor | None:
         asked = self.state.host["log_probs"][rows.slots]
@@ -103,8 +124,8 @@ class GptDecoder:
     def _draw_in_kernel(self, logits: torch.Tensor, rows: DrawRows):
         column = self.state.column
         tokens, log_probs, finite = self._kernel(
-            logits, column("temperature", rows), column("top_k", rows), column("top_p", rows), column("seed", rows),
-            rows.device_positions.int())
+            logits, column("temperature", rows), column("top_k", rows), self._top_p(rows), column("seed", rows),
+            rows.device_positions.int(), min_p=self._min_p(rows))
         asked = self.state.host["log_probs"][rows.slots]
         if not asked.any():
             return tokens, finite, None

@@ -1,4 +1,4 @@
-"""Choosing a token per row on a CPU: argmax, or temperature, top-k, top-p and one uniform number per row.
+"""Choosing a token per row on a CPU: argmax, or temperature, top-k, top-p, min-p and one uniform number per row.
 
 The meaning is that of the kernel `sample_token` and its oracle; the work is arranged for a CPU. The vocabulary is
 looked at in blocks of 64 logits whose maxima are one vectorised pass: the largest logit lies in the block with the
@@ -10,6 +10,8 @@ largest maximum, and the K largest logits lie in the K blocks with the largest m
     no filter      sums of blocks, then one block
     anything else  numpy sorts the values, not the ids, with vector instructions, to find the smallest one that is kept:
                    a larger k, a flatter distribution, ties at the boundary
+
+Min-p is a bound on the logit, known beforehand, and takes part in each of them.
 
 A row's result depends on nothing but that row.
 """
@@ -36,14 +38,15 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, seed: np.ndarray,
-           position: np.ndarray) -> torch.Tensor:
+           position: np.ndarray, min_p: np.ndarray | None = None) -> torch.Tensor:
     """Draw a token per row, [r] int64.
 
     Shapes   logits [r, vocab] float32, every row with a finite maximum; the others [r] as in SlotState.host, of rows
-             that are not greedy; position int32, of the token to be drawn
+             that are not greedy; position int32, of the token to be drawn; min_p None: 0
     """
+    min_p = np.zeros_like(top_p) if min_p is None else min_p
     draw = _Draw(logits, torch.from_numpy(temperature), torch.from_numpy(top_k).long(),
-                 torch.from_numpy(top_p).double(), torch.from_numpy(uniform(seed, position)))
+                 torch.from_numpy(top_p).double(), torch.from_numpy(min_p), torch.from_numpy(uniform(seed, position)))
     by_count = (top_k > 0) & (top_k < logits.shape[1])
     by_mass = ~by_count & (top_p > 0) & (top_p < 1)
 
@@ -75,13 +78,21 @@ def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
 
 
 class _Draw:
-    """Rows to draw from: logits [n, vocab]; heat = 1 / temperature, top_k, top_p, uniform [n]."""
+    """Rows to draw from: logits [n, vocab]; heat = 1 / temperature, top_k, top_p, uniform, reach [n].
 
-    __slots__ = ("logits", "heat", "top_k", "top_p", "uniform")
+    reach   how far below the largest logit min-p allows one to be, as a number that is not positive
+    """
 
-    def __init__(self, logits, temperature, top_k, top_p, uniform) -> None:
+    __slots__ = ("logits", "heat", "top_k", "top_p", "uniform", "reach")
+
+    def __init__(self, logits, temperature, top_k, top_p, min_p, uniform) -> None:
         self.logits, self.heat = logits, heat_of(temperature)
         self.top_k, self.top_p, self.uniform = top_k, top_p, uniform
+        self.reach = temperature * min_p.log()
+
+    @property
+    def has_min_p(self) -> bool:
+        return bool((self.reach > -torch.inf).any())
 
     def select(self, rows: torch.Tensor) -> "_Draw":
         part = object.__new__(_Draw)
@@ -124,6 +135,8 @@ def _from_largest(draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
     if filtered.any():
         target = torch.where(filtered, draw.top_p, 2.0) * weights.sum(1)
         weights.masked_fill_(values < _smallest_kept(values, weights, target), 0)
+    if draw.has_min_p:
+        weights.masked_fill_(values < values[:, :1] + draw.reach[:, None], 0)
     return _draw_candidates(weights, ids, draw.uniform), solved
 
 
@@ -137,7 +150,7 @@ def _by_mass(draw: _Draw) -> torch.Tensor:
     most = min(CANDIDATES, draw.logits.shape[1])
     values, ids = _largest(draw.logits, blocks, most)
     weights = draw.weights(values, values[:, 0]).double()
-    smallest = _smallest_kept(values, weights, target)
+    smallest = _smallest_kept(values, weights, target).maximum(values[:, :1] + draw.reach[:, None])
     solved = smallest[:, 0] > values[:, -1]                        # else more are needed, or there are equals of it
     solved |= most == draw.logits.shape[1]
     weights.masked_fill_(values < smallest, 0)
@@ -145,8 +158,12 @@ def _by_mass(draw: _Draw) -> torch.Tensor:
 
 
 def _from_all(draw: _Draw) -> torch.Tensor:
-    """No filter."""
-    return _draw_weights(draw.weights(draw.logits, draw.logits.amax(1)), draw.uniform)
+    """No filter, or min-p alone."""
+    maxima = draw.logits.amax(1)
+    weights = draw.weights(draw.logits, maxima)
+    if draw.has_min_p:
+        weights.masked_fill_(draw.logits < (maxima + draw.reach)[:, None], 0)
+    return _draw_weights(weights, draw.uniform)
 
 
 def _by_sorting(draw: _Draw) -> torch.Tensor:
@@ -155,7 +172,9 @@ def _by_sorting(draw: _Draw) -> torch.Tensor:
     smallest = torch.tensor([
         _smallest_of_row(row, heat, count, mass) for row, heat, count, mass in zip(
             draw.logits.numpy(), draw.heat.numpy(), draw.top_k.tolist(), draw.top_p.tolist())])
-    weights = draw.weights(draw.logits, draw.logits.amax(1)).masked_fill_(draw.logits < smallest[:, None], 0)
+    maxima = draw.logits.amax(1)
+    smallest = smallest.maximum(maxima + draw.reach)
+    weights = draw.weights(draw.logits, maxima).masked_fill_(draw.logits < smallest[:, None], 0)
     return _draw_weights(weights, draw.uniform)
 
 

@@ -9,7 +9,8 @@ import torch
 from ..handover import SlotSetup
 
 COLUMNS = {
-    "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.int64, "end_id": np.int32,
+    "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.int64,
+    "end_id": np.int32,
 }
 FLAGS = ("samples", "log_probs", "context_logits", "generation_logits")
 SIGN_BIT = 1 << 63
@@ -83,10 +84,12 @@ class SlotState:
         host["temperature"][slot] = setup.temperature
         host["top_k"][slot] = min(setup.top_k, 2**31 - 1)
         host["top_p"][slot] = setup.top_p
+        host["min_p"][slot] = setup.min_p
         host["seed"][slot] = (setup.random_seed ^ SIGN_BIT) - SIGN_BIT              # the same 64 bits, signed
         host["end_id"][slot] = setup.end_id
+        # As float32 has them: what rounds to 0 is 0 for everybody.
         host["samples"][slot] = not (
-            setup.temperature == 0 or setup.top_k == 1 or (setup.top_k == 0 and setup.top_p == 0))
+            host["temperature"][slot] == 0 or setup.top_k == 1 or (setup.top_k == 0 and host["top_p"][slot] == 0))
         host["log_probs"][slot] = setup.return_log_probs
         host["context_logits"][slot] = setup.return_context_logits
         host["generation_logits"][slot] = setup.return_generation_logits

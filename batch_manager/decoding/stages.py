@@ -2,13 +2,16 @@
 
     0  post-processor       the user's own function, see logits_post_processors.py: what it forbids (-inf) stays
                             forbidden, what it raises or lowers is then biased, penalised and heated like any logit
-    1  bias                 a number added to every token's logit                               (not built yet)
-    2  penalties            repetition, presence, frequency: on what the sequence holds         (not built yet)
-    3  bans                 bad words, repeated n-grams, the end id before min_length: -inf     (not built yet)
+    1  bias                 embedding_bias, added to every token's logit
+    2  penalties            repetition, then presence, then frequency: on all that the sequence holds, prompt included
+    3  bans                 -inf: the end id before min_length, repeated n-grams, the last tokens of bad words
     4  constraint           a bitmask of the tokens that are allowed                            (not built yet)
     5  temperature
-    6  top-k, then top-p in what top-k leaves
+    6  top-k; top-p in what top-k leaves; min-p in what that leaves
     7  the draw
+
+The order is that of transformers. TensorRT-LLM divides by the temperature before the penalties; the two agree where the
+temperature is 1. Log-probs are those of 1 to 5; logits that are returned are the model's own, before 1.
 
 5 to 7 are one operation, `sampling.sample` on a CPU and the kernel `sample_token` on a GPU, because a greedy row needs
 none of the passes over the vocabulary that a sampled one does. 1 to 4 are objects of the protocol below; one that no
@@ -21,6 +24,10 @@ from typing import Protocol
 import torch
 
 from ..handover import SlotSetup
+from .bans import BadWords, MinLength, NgramBan
+from .bias import EmbeddingBias
+from .history import TokenHistory
+from .penalties import TokenPenalties
 from .slots import DrawRows
 
 
@@ -47,3 +54,14 @@ def apply_stages(stages: Sequence[LogitsStage], logits: torch.Tensor, rows: Draw
     for stage in stages:
         if stage.is_wanted(rows):
             stage.apply(logits, rows)
+
+
+def default_stages(num_slots: int, device: torch.device, history: TokenHistory) -> tuple[LogitsStage, ...]:
+    """1 to 4, in order. They read the history, and leave it to others to keep it."""
+    return (
+        EmbeddingBias(num_slots, device),
+        TokenPenalties(num_slots, device, history),
+        MinLength(num_slots, device),
+        NgramBan(num_slots, device, history),
+        BadWords(num_slots, device, history),
+    )

@@ -69,7 +69,7 @@ class Resources:
             token_ids=token_ids,
             start=start,
             is_last_chunk=start + size == request.prompt_len,
-            setup=self._setups[request.request_id] if start == 0 else None,
+            setup=self._setups[request.request_id].continuing(request.tokens[0]) if start == 0 else None,
             embeddings=None if table is None else table.embeddings(token_ids),
         )
 

@@ -36,18 +36,6 @@ from .sampling_config import FLOAT32_MAX, INT32_MAX, KNOBS, MAX_TOP_K, SHARE, UI
 # refused by name; building a feature means deleting its rows.
 NOT_BUILT: dict[str, str] = {
     "beam_width": "beam search",
-    "runtime_top_p_decay": "a decaying top-p",
-    "runtime_top_p_min": "a floor for a decaying top-p",
-    "runtime_top_p_reset_ids": "resetting a decaying top-p",
-    "runtime_min_p": "min-p sampling",
-    "repetition_penalty": "a repetition penalty",
-    "presence_penalty": "a presence penalty",
-    "frequency_penalty": "a frequency penalty",
-    "no_repeat_ngram_size": "banning repeated n-grams",
-    "min_length": "a minimum length",
-    "bad_words_list": "bad words",
-    "stop_words_list": "stop words",
-    "embedding_bias": "a bias on the logits",
     "lora_task_id": "a LoRA adapter",
     "lora_weights": "a LoRA adapter",
     "lora_config": "a LoRA adapter",
@@ -279,11 +267,24 @@ class Admission:
                 temperature=abs(float(sampling.temperature)),       # a negative zero is greedy like any other
                 top_k=sampling.top_k,
                 top_p=abs(float(sampling.top_p)),
+                top_p_decay=float(sampling.top_p_decay),
+                top_p_min=float(sampling.top_p_min),
+                top_p_reset_id=sampling.top_p_reset_ids,
+                min_p=float(sampling.min_p),
                 random_seed=sampling.random_seed,
+                repetition_penalty=float(sampling.repetition_penalty),
+                presence_penalty=float(sampling.presence_penalty),
+                frequency_penalty=float(sampling.frequency_penalty),
+                no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+                min_length=sampling.min_length,
+                bad_words=values.get("bad_words_list", ()),
+                stop_words=values.get("stop_words_list", ()),
+                embedding_bias=_unless_zero(values.get("embedding_bias")),
                 return_log_probs=return_log_probs,
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
                 logits_post_processor=self._post_processor_for(request, looked),
+                prompt_length=len(prompt),
             ),
             response=ResponseOptions(
                 is_streaming=looked.is_streaming and not self.static_batching,
@@ -478,6 +479,10 @@ def usable_id(item: object) -> int | None:
         return checked_request_id(item.request_id)
     except BaseException:  # noqa: B036  see Admission._look_guarded
         return None
+
+
+def _unless_zero(bias: np.ndarray | None) -> np.ndarray | None:
+    return bias if bias is not None and bias.any() else None
 
 
 def _require_both(first: str, second: str, given: set[str]) -> None:

@@ -50,7 +50,8 @@ from .model_runner import CallResult, ModelRunner, join_rows
 
 log = logging.getLogger("batch_manager")
 
-NOT_FINITE = "the model computed values that are not finite for this request"
+NOT_FINITE = ("the model computed values that are not finite for this request, or its bans left no token that could be "
+              "chosen")
 
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,

@@ -1,5 +1,14 @@
+import importlib
+
+import numpy as np
 import pytest
 import torch
+from batch_manager.triton_kernels import dispatch
+
+from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.decoding.slots import DrawRows
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -9,3 +18,37 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def oracle_of(name, device):
+    return getattr(importlib.import_module(f"{dispatch.__package__}.reference.{name}"), name)
+
+
+@pytest.fixture(params=["on the host", "in the kernel"])
+def way(request, monkeypatch):
+    """Whether decoders and their parts are those of a CPU, or those of a GPU with the oracles in the kernels' place."""
+    if request.param == "in the kernel":
+        monkeypatch.setattr(dispatch, "use_triton", lambda device: True)
+        monkeypatch.setattr(dispatch, "kernel", oracle_of)
+    return request.param
+
+
+@pytest.fixture
+def decoder_with(way):
+    """decoder_with(setup, ...) -> GptDecoder, the first setup in slot 0."""
+    def make(*setups, num_slots=None):
+        decoder = GptDecoder(num_slots or max(len(setups), 1), CPU)
+        decoder.set_up(enumerate(setups))
+        return decoder
+
+    return make
+
+
+@pytest.fixture
+def rows_of():
+    """rows_of(slots, positions) -> DrawRows on the CPU."""
+    def make(slots, positions):
+        slots, positions = np.array(slots, np.int32), np.array(positions, np.int32)
+        return DrawRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())
+
+    return make

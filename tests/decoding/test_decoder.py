@@ -1,37 +1,16 @@
-import numpy as np
 import pytest
 import torch
 from batch_manager.triton_kernels.reference.sample_token import sample_token
 
 from batch_manager.decoding.decoder import GptDecoder
-from batch_manager.decoding.slots import DrawRows
 from batch_manager.handover import END_ID, NOT_FINISHED, SlotSetup
-
-CPU = torch.device("cpu")
-
-
-def rows_of(slots, positions):
-    slots, positions = np.array(slots, np.int32), np.array(positions, np.int32)
-    return DrawRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())
-
-
-@pytest.fixture(params=["on the host", "in the kernel"])
-def decoder_with(request):
-    """Makes decoders; the kernel's part is played by its oracle."""
-    def make(*setups):
-        decoder = GptDecoder(len(setups), CPU)
-        decoder._kernel = sample_token if request.param == "in the kernel" else None
-        decoder.set_up(enumerate(setups))
-        return decoder
-
-    return make
 
 
 def logits_of(rows, vocab=40):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 3
 
 
-def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_with):
+def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_with, rows_of):
     setups = [SlotSetup(), SlotSetup(temperature=0.0, top_k=9), SlotSetup(top_k=8, random_seed=2**64 - 3),
               SlotSetup(top_p=0.7, random_seed=5), SlotSetup(top_k=1, top_p=0.5), SlotSetup(top_k=30, top_p=0.6)]
     logits = logits_of(6)
@@ -46,7 +25,7 @@ def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_
     assert drawn.finite.all() and drawn.log_probs is None and drawn.logits is None
 
 
-def test_log_probs_are_filled_for_those_who_asked(decoder_with):
+def test_log_probs_are_filled_for_those_who_asked(decoder_with, rows_of):
     logits = logits_of(2)
     decoder = decoder_with(SlotSetup(return_log_probs=True, temperature=0.5), SlotSetup())
     drawn = decoder.draw(logits.clone(), rows_of([1, 0], [3, 3]))
@@ -56,13 +35,13 @@ def test_log_probs_are_filled_for_those_who_asked(decoder_with):
     torch.testing.assert_close(everyone.log_probs, best[None])
 
 
-def test_a_temperature_of_zero_reports_the_log_prob_of_temperature_one(decoder_with):
+def test_a_temperature_of_zero_reports_the_log_prob_of_temperature_one(decoder_with, rows_of):
     logits = logits_of(1)
     drawn = decoder_with(SlotSetup(temperature=0.0, return_log_probs=True)).draw(logits.clone(), rows_of([0], [1]))
     torch.testing.assert_close(drawn.log_probs, logits.log_softmax(-1).amax(1))
 
 
-def test_the_end_id_finishes_a_sequence_and_minus_one_never_does(decoder_with):
+def test_the_end_id_finishes_a_sequence_and_minus_one_never_does(decoder_with, rows_of):
     logits = torch.zeros(3, 10)
     logits[:, 4] = 1
     decoder = decoder_with(SlotSetup(end_id=4), SlotSetup(end_id=5), SlotSetup())
@@ -71,7 +50,7 @@ def test_the_end_id_finishes_a_sequence_and_minus_one_never_does(decoder_with):
     assert drawn.finish.dtype == torch.uint8
 
 
-def test_logits_are_returned_for_those_who_asked(decoder_with):
+def test_logits_are_returned_for_those_who_asked(decoder_with, rows_of):
     logits = logits_of(3)
     drawn = decoder_with(SlotSetup(), SlotSetup(return_generation_logits=True), SlotSetup()).draw(
         logits.clone(), rows_of([2, 1, 0], [1] * 3))
@@ -79,7 +58,7 @@ def test_logits_are_returned_for_those_who_asked(decoder_with):
 
 
 @pytest.mark.parametrize("setup", [SlotSetup(), SlotSetup(top_p=0.9), SlotSetup(top_k=3, return_log_probs=True)])
-def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(decoder_with, setup):
+def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(decoder_with, rows_of, setup):
     logits = logits_of(3)
     decoder = decoder_with(setup, setup, setup)
     clean = decoder.draw(logits.clone(), rows_of([0, 1, 2], [1] * 3))
@@ -89,7 +68,7 @@ def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(decoder_with, s
     assert broken.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
 
 
-def test_a_step_is_fed_the_same_tokens_when_it_runs_again(decoder_with):
+def test_a_step_is_fed_the_same_tokens_when_it_runs_again(decoder_with, rows_of):
     state_of = decoder_with(SlotSetup(), SlotSetup())
     rows = rows_of([1, 0], [4, 9])
     first = state_of.draw(torch.eye(10)[[5, 6]], rows)
@@ -102,7 +81,7 @@ def test_a_step_is_fed_the_same_tokens_when_it_runs_again(decoder_with):
     assert state_of.state.fed_tokens(following.device_slots, following.device_positions).tolist() == [7, 8]
 
 
-def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with):
+def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with, rows_of):
     decoder = decoder_with(SlotSetup(end_id=3), SlotSetup(end_id=4))
     rows = rows_of([0, 1], [1, 1])
     decoder.keep(decoder.draw(torch.eye(10)[[3, 4]], rows), rows)
@@ -133,9 +112,9 @@ class BanOneToken:
                 logits[row, 0] = -torch.inf
 
 
-def test_a_stage_changes_the_rows_it_is_for_and_is_skipped_when_nobody_needs_it():
+def test_a_stage_changes_the_rows_it_is_for_and_is_skipped_when_nobody_needs_it(rows_of):
     stage = BanOneToken()
-    decoder = GptDecoder(2, CPU, [stage])
+    decoder = GptDecoder(2, torch.device("cpu"), [stage])
     decoder.set_up([(0, SlotSetup()), (1, SlotSetup(end_id=9))])
     logits = torch.tensor([[5.0, 4.0, 3.0]] * 2)
     assert decoder.draw(logits.clone(), rows_of([0, 1], [1, 1])).tokens.tolist() == [0, 1]

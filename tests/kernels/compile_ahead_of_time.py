@@ -135,6 +135,21 @@ def drawing():
     sample_token(tensor(8, 128256), numbers, integers(8), numbers, tensor(8, dtype=torch.int64), integers(8))
 
 
+def histories():
+    from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
+    from batch_manager.triton_kernels.ban_words import ban_words
+    from batch_manager.triton_kernels.match_stop_words import match_stop_words
+    from batch_manager.triton_kernels.token_penalties import token_penalties
+
+    logits, numbers = tensor(8, 128256, dtype=torch.float32), tensor(8, dtype=torch.float32)
+    of_rows = integers(32, 4096), tensor(8, dtype=torch.int64), tensor(8, dtype=torch.int64)
+    word_lists = integers(5000), integers(8), integers(8)
+    token_penalties(logits, *of_rows, numbers, numbers, numbers)
+    ban_ngrams(logits, *of_rows, integers(8))
+    ban_words(logits, *of_rows, *word_lists, 100)
+    match_stop_words(integers(8), *of_rows, *word_lists)
+
+
 CASES = {
     "decode D128 G4": lambda: decode(128, 4, splits=1),
     "decode D128 G4 split": lambda: decode(128, 4, splits=8),
@@ -152,15 +167,20 @@ CASES = {
     "activations": activations,
     "drawing": drawing,
     "bitmask": bitmask,
+    "histories": histories,
 }
 
 
 def variants_by_alignment():
     """{kernel: compiled variants} when the index tensors are slices that begin at their first, or second, entry."""
+    from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
+    from batch_manager.triton_kernels.ban_words import ban_words
+    from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
     from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
     from batch_manager.triton_kernels.sample_token import sample_token
+    from batch_manager.triton_kernels.token_penalties import token_penalties
 
     def sliced(begin, *shape, dtype=torch.int32):
         return torch.empty(shape[0] + begin, *shape[1:], dtype=dtype)[begin:]       # real memory: it has an address
@@ -180,8 +200,14 @@ def variants_by_alignment():
         numbers = sliced(begin, 4, dtype=torch.float32)
         sample_token(
             tensor(4, 500), numbers, lengths, numbers, sliced(begin, 4, dtype=torch.int64), lengths,
-            tokens=lengths, log_probs=numbers, finite=lengths,
+            tokens=lengths, log_probs=numbers, finite=lengths, min_p=numbers,
         )
+        logits, rows = tensor(4, 500, dtype=torch.float32), sliced(begin, 4, dtype=torch.int64)
+        of_rows, word_lists = (integers(8, 64 * (begin + 1)), rows, rows), (integers(99), lengths, lengths)
+        token_penalties(logits, *of_rows, numbers, numbers, numbers)
+        ban_ngrams(logits, *of_rows, lengths)
+        ban_words(logits, *of_rows, *word_lists, 7)
+        match_stop_words(lengths, *of_rows, *word_lists)
     names = [kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values()]
     return {name: names.count(name) for name in names}
 

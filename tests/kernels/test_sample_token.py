@@ -21,9 +21,9 @@ def row_parameters(integers):
 def assert_same_draw(run_kernel, run_oracle):
     """Tokens and flags equal; log-probs within the float32 error of a sum over the vocabulary."""
 
-    def check(logits, parameters):
-        tokens, log_probs, finite = run_kernel("sample_token", logits, *parameters)
-        expected_tokens, expected_log_probs, expected_finite = run_oracle("sample_token", logits, *parameters)
+    def check(logits, parameters, **more):
+        tokens, log_probs, finite = run_kernel("sample_token", logits, *parameters, **more)
+        expected_tokens, expected_log_probs, expected_finite = run_oracle("sample_token", logits, *parameters, **more)
         assert torch.equal(finite, expected_finite)
         assert torch.equal(tokens, expected_tokens)
         # Terms summed, and the argument of the exponential, whose error the logarithm hands on.
@@ -53,6 +53,20 @@ def test_many_positions_of_one_request(assert_same_draw, random, row_parameters,
     logits = (2 * random(1, 300)).expand(rows, 300).contiguous()
     parameters = row_parameters([1.0] * rows, [top_k] * rows, [top_p] * rows, [77] * rows, list(range(rows)))
     assert len(assert_same_draw(logits, parameters).unique()) > 3
+
+
+@pytest.mark.parametrize("vocabulary", [7, 300, 5000])
+def test_min_p_beside_everything_else(assert_same_draw, random, row_parameters, integers, vocabulary):
+    top_k, top_p = [0, 0, 5, 0, 40, 0, 0], [1.0, 0.9, 0.0, 0.0, 0.95, 1.0, 1.0]
+    temperature = [1.0, 1.5, 0.7, 1.0, 2.0, 0.5, 3.0]
+    min_p = integers([0.1, 0.05, 0.3, 0.9, 0.01, 1.0, 1e-30], torch.float32)
+    logits = 3 * random(7, vocabulary)
+    for position in range(4):
+        parameters = row_parameters(temperature, top_k, top_p, position=[position] * 7)
+        tokens = assert_same_draw(logits, parameters, min_p=min_p)
+        assert tokens[5] == logits[5].argmax()
+        log_ratio = (logits.gather(1, tokens[:, None].long())[:, 0] - logits.amax(1)) / parameters[0]
+        assert (log_ratio >= min_p.log() - 1e-5).all()
 
 
 def test_greedy_takes_the_lowest_id_among_equals(assert_same_draw, random, row_parameters):

@@ -111,7 +111,7 @@ def test_every_tensor_is_used_or_refused_by_name_and_never_ignored(name, admit, 
 def test_every_sampling_knob_reaches_the_device_or_is_refused(admit):
     for tensor, _ in KNOBS.values():
         if tensor not in NOT_BUILT and tensor not in BEAMS_ONLY:
-            assert admit(**{tensor: VALID[tensor][-2]}).setup != admit().setup
+            assert admit(**{tensor: VALID[tensor][0]}).setup != admit().setup
 
 
 @pytest.mark.parametrize("name", [name for name in TENSORS if name not in IGNORED])
@@ -141,7 +141,7 @@ def test_an_ordinary_request_becomes_what_the_loop_needs(admit):
     assert (request.priority, request.beam_width, request.draft_len) == (1.0, 1, 0)
     assert request.state is LlmRequestState.CONTEXT_INIT
     assert admitted.setup == SlotSetup(end_id=2, temperature=0.5, top_k=4, top_p=0.75, random_seed=11,
-                                       return_log_probs=True)
+                                       return_log_probs=True, prompt_length=3)
     assert admitted.response == ResponseOptions(is_streaming=True, return_log_probs=True, deadline_s=2.0)
     assert admitted.warnings == () and admitted.cache_salt == "tenant"
 
@@ -547,7 +547,7 @@ def test_torch_tensors_are_read(admit):
         temperature=torch.tensor([0.5], requires_grad=True), runtime_top_p=torch.nn.Parameter(torch.tensor(0.25)),
         return_log_probs=torch.tensor([True]), end_id=torch.tensor(3, dtype=torch.int8))
     assert admitted.request.tokens == [[4, 5, 6]] and admitted.request.max_new_tokens == 9
-    assert admitted.setup == SlotSetup(end_id=3, temperature=0.5, top_p=0.25, return_log_probs=True)
+    assert admitted.setup == SlotSetup(end_id=3, temperature=0.5, top_p=0.25, return_log_probs=True, prompt_length=3)
 
 
 def test_torch_tensors_that_numpy_cannot_read_say_what_to_do(refusal):

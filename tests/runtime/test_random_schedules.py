@@ -1,6 +1,6 @@
 """Whatever the order of work, the slots and the blocks: a sequence's tokens are those it gets alone."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ class Schedule:
             updates += new
             if left > 0:
                 tokens = np.array(sequence.context[sequence.computed: sequence.computed + size], np.int32)
-                setup = sequence.setup if sequence.computed == 0 else None
+                setup = sequence.setup.continuing(sequence.context) if sequence.computed == 0 else None
                 contexts.append(ContextWork(sequence.slot, tokens, sequence.computed, size == left, setup))
             else:
                 rows.append((sequence.slot, sequence.computed))
@@ -159,6 +159,16 @@ def sequences_of(count, seed):
                      setups[i % len(setups)]) for i in range(count)]
 
 
+def with_features(sequences):
+    """The same, drawn from logits that depend on the history by every other way too."""
+    features = [dict(repetition_penalty=1.5, no_repeat_ngram_size=2), dict(top_p=0.9, top_p_decay=0.8, top_p_min=0.3),
+                dict(presence_penalty=0.7, frequency_penalty=0.3, bad_words=((3,), (5, 7))), dict(min_p=0.1, top_p=1.0),
+                dict(end_id=4, min_length=9, embedding_bias=np.linspace(3, 0, VOCAB, dtype=np.float32)), {}]
+    for i, sequence in enumerate(sequences):
+        sequence.setup = replace(sequence.setup, prompt_length=len(sequence.prompt), **features[i % len(features)])
+    return sequences
+
+
 def alone(backend, sequence, *mask):
     single = Sequence(sequence.prompt, sequence.count, sequence.setup)
     schedule = Schedule(backend, [single], 0, *mask)
@@ -209,7 +219,7 @@ def test_on_the_native_backend(checkpoint, layout, mask):
                        **dict(zip(("max_attention_window", "sink_token_length"), mask)))
     params = TrtGptModelOptionalParams(device="cpu", kv_cache_config=kv)
     backend = build_native_backend(checkpoint[0], params, layout=layout, num_slots=2)
-    sequences = sequences_of(25, seed=1)
+    sequences = with_features(sequences_of(25, seed=1))
     schedule = Schedule(backend, sequences, 2, *mask)
     schedule.run()
     assert schedule.pauses and schedule.reruns and bool(mask) == bool(schedule.taken_back)

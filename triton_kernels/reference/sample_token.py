@@ -2,7 +2,8 @@
 
     x    = logits / temperature,  p = softmax(x)
     keep = the top_k largest logits (ties of the last one kept), then, in what they renormalise to, the smallest set of
-           largest probabilities whose sum reaches top_p (ties of the last one kept)
+           largest probabilities whose sum reaches top_p (ties of the last one kept); of these, the logits that are at
+           least max(logits) + temperature * log(min_p)
     u    = uniform(seed, position), from `philox`
     token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of the kept)
     log_prob = log p[token], before any filtering
@@ -11,9 +12,10 @@ Shapes      logits                   [R, V]   any float dtype, contiguous rows, 
             temperature              [R] float32   0: greedy, and the log-prob is that of temperature 1
             top_k                    [R] int32   0: no limit by count
             top_p                    [R] float32   0 with top_k > 0, or 1 and more: no limit by mass
+            min_p                    [R] float32   0, or None: no limit below the largest
             seed                     [R] int64   the bits of the request's unsigned seed
             position                 [R] int32   position of the token being drawn in its sequence
-            tokens                   [R] int32 (or any integer dtype)      the last three may be passed in, so that
+            tokens                   [R] int32 (or any integer dtype)      these three may be passed in, so that
             log_probs                [R] float32                           a captured graph writes to fixed places
             finite                   [R] bool
 Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit, the lowest id among
@@ -31,7 +33,7 @@ from .philox import uniform
 
 
 def sample_token(
-    logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None
+    logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None, min_p=None
 ):
     """One token per row; see the module's docstring for shapes."""
     num_rows = logits.shape[0]
@@ -47,7 +49,9 @@ def sample_token(
 
     greedy = (temperature == 0) | (top_k == 1) | ((top_k == 0) & (top_p == 0))
     largest = (x == x.amax(1, keepdim=True)).int().argmax(1)                   # the first of several
-    drawn = _draw(x, log_p.exp(), top_k, top_p, uniform(seed, position))
+    min_p = torch.zeros_like(top_p) if min_p is None else min_p
+    lowest = x.amax(1) + temperature.double() * min_p.double().log()
+    drawn = _draw(x, log_p.exp(), top_k, top_p, lowest, uniform(seed, position))
     chosen = torch.where(greedy, largest, drawn).masked_fill(~finite.bool(), 0)
 
     tokens.copy_(chosen)
@@ -55,8 +59,8 @@ def sample_token(
     return tokens, log_probs, finite
 
 
-def _draw(x, p, top_k, top_p, uniforms):
-    """The token of each row: `x` its logits, `p` its probabilities."""
+def _draw(x, p, top_k, top_p, lowest, uniforms):
+    """The token of each row: `x` its logits, `p` its probabilities, `lowest` the least logit that min-p keeps."""
     vocabulary = x.shape[1]
     descending = x.sort(dim=1, descending=True).values
     last = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary).long() - 1
@@ -67,6 +71,7 @@ def _draw(x, p, top_k, top_p, uniforms):
     reached = cumulative >= (top_p.double() * cumulative[:, -1])[:, None]
     last = torch.where(limited, reached.int().argmax(1), vocabulary - 1)
     p = p.masked_fill(x < descending.gather(1, last[:, None]), 0)
+    p = p.masked_fill(x < lowest[:, None], 0)
 
     cumulative = p.cumsum(1)
     return (cumulative > (uniforms.double() * cumulative[:, -1])[:, None]).int().argmax(1)

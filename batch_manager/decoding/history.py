@@ -1,0 +1,72 @@
+"""The tokens of sequences whose logits depend on them by other ways than the model."""
+
+import numpy as np
+import torch
+
+from ..handover import SlotSetup
+from .slot_table import SlotTable
+from .slots import DrawRows
+
+COLUMNS_AT_ONCE = 64               # a width that is a multiple of it: one that is not would make variants of kernels
+
+
+class TokenHistory:
+    """Prompt and generated tokens of the slots that want them kept, on the device; nothing where none does.
+
+    tokens   [rows, capacity] int32: the token of position p in column p. A slot's row is the slot; with beams it will
+             be slot * width + beam, and `rows_of` and `device_rows_of` are where that is decided. Columns at and
+             behind the position that is drawn, and rows of slots without a history, hold anything.
+
+    The token drawn is written at its position, so a step may run twice. Grows by doubling, to the longest sequence.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((0, COLUMNS_AT_ONCE), dtype=torch.int32, device=device)
+        self._table = SlotTable(num_slots, device)
+
+    def set_up(self, slot: int, setup: SlotSetup) -> None:
+        """A sequence takes the slot, with what it holds so far."""
+        self._table.put(slot, setup.history is not None)
+        if setup.history is not None:
+            length = len(setup.history)
+            self._reserve(slot + 1, length + 1)
+            self.tokens[slot, :length] = torch.from_numpy(setup.history)
+
+    def rows_of(self, rows: DrawRows) -> np.ndarray:
+        """[r] on the host: where the rows' tokens stand."""
+        return rows.slots
+
+    def device_rows_of(self, rows: DrawRows) -> torch.Tensor:
+        """[r] int64 on the device: the same."""
+        return rows.device_slots
+
+    def of_row(self, row: int, length: int) -> np.ndarray:
+        """[length] int32: the first tokens of a row, on a CPU. Empty where nothing is kept."""
+        return self.tokens[row, :length].numpy() if row < len(self.tokens) else np.empty(0, np.int32)
+
+    def up_to_longest(self, rows: DrawRows) -> torch.Tensor:
+        """The first columns of `tokens`: as many as the longest of the rows has tokens, of those that keep them."""
+        kept = self._table.having(rows)
+        return self.tokens[:, : int(rows.positions[kept].max(initial=0))]
+
+    def append(self, rows: DrawRows, drawn: torch.Tensor) -> None:
+        """Keep the token drawn for each row that keeps any. drawn [r]"""
+        if not self._table.is_wanted(rows):
+            return
+        kept = self._table.indices(rows)
+        self._reserve(0, int(rows.positions[kept].max()) + 1)
+        at, positions = self.device_rows_of(rows), rows.device_positions
+        if len(kept) < len(rows):
+            chosen = torch.from_numpy(kept).to(drawn.device)
+            at, positions, drawn = at[chosen], positions[chosen], drawn[chosen]
+        self.tokens[at, positions] = drawn.int()
+
+    def _reserve(self, num_rows: int, num_columns: int) -> None:
+        before = self.tokens
+        if num_rows <= before.shape[0] and num_columns <= before.shape[1]:
+            return
+        num_columns = -(-num_columns // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE
+        shape = [size if wanted <= size else max(wanted, 2 * size)
+                 for wanted, size in zip((num_rows, num_columns), before.shape)]
+        self.tokens = torch.zeros(shape, dtype=torch.int32, device=before.device)
+        self.tokens[: before.shape[0], : before.shape[1]] = before

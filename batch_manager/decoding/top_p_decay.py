@@ -1,0 +1,75 @@
+"""A top-p that shrinks while a sequence is written, and starts anew behind a certain token.
+
+    after each token that was drawn    top_p = max(top_p * decay, min), or what it was at first, behind the reset id
+
+Source   Lee et al., "Factuality enhanced language models for open-ended text generation", 2022; the rule is that of
+         TensorRT-LLM. There it goes with top-p alone; here top-k may stand beside it.
+"""
+
+import numpy as np
+import torch
+
+from ..handover import SlotSetup
+from .slot_table import SlotTable
+from .slots import DrawRows
+
+
+class TopPDecay:
+    """The top-p of every draw, a function of what was generated: a resumed sequence and a step that runs twice get the
+    same.
+
+    _current   [slots, 2] float32 on the device: what the draw at position p uses is in column p % 2, and the draw
+               writes the other
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._table = SlotTable(num_slots, device, decays=np.bool_(False), first=np.float32(0), decay=np.float32(1),
+                                floor=np.float32(0), reset_id=np.int32(-1))
+        self._current = torch.zeros((num_slots, 2), dtype=torch.float32, device=device)
+
+    def set_up(self, slot: int, setup: SlotSetup) -> None:
+        self._table.put(slot, setup.decays, decays=True, first=setup.top_p, decay=setup.top_p_decay,
+                        floor=setup.top_p_min, reset_id=setup.top_p_reset_id)
+        if not setup.decays:
+            return
+        self._reserve(slot + 1)
+        generated = setup.history[setup.prompt_length :]
+        self._current[slot, len(setup.history) & 1] = float(
+            top_p_behind(generated, setup.top_p, setup.top_p_decay, setup.top_p_min, setup.top_p_reset_id))
+
+    def is_wanted(self, rows: DrawRows) -> bool:
+        return self._table.is_wanted(rows)
+
+    def top_p(self, rows: DrawRows, unchanging: torch.Tensor) -> torch.Tensor:
+        """[r] float32: what these draws use. unchanging [r]: the top-p of the rows where it does not change."""
+        self._reserve(int(rows.slots.max()) + 1)
+        current = self._current[rows.device_slots, rows.device_positions & 1]
+        return torch.where(self._table.column("decays", rows), current, unchanging)
+
+    def keep(self, rows: DrawRows, drawn: torch.Tensor) -> None:
+        """The draws behind these tokens use what they make of it. drawn [r]"""
+        if not self.is_wanted(rows):
+            return
+        slots, positions, column = rows.device_slots, rows.device_positions, self._table.column
+        self._reserve(int(rows.slots.max()) + 1)
+        shrunk = (self._current[slots, positions & 1] * column("decay", rows)).maximum(column("floor", rows))
+        self._current[slots, (positions + 1) & 1] = torch.where(
+            drawn == column("reset_id", rows), column("first", rows), shrunk)
+
+    def _reserve(self, num_slots: int) -> None:
+        before = self._current
+        if num_slots > len(before):
+            self._current = before.new_zeros((max(2 * len(before), num_slots), 2))
+            self._current[: len(before)] = before
+
+
+def top_p_behind(generated: np.ndarray, first: float, decay: float, floor: float, reset_id: int) -> np.float32:
+    """The top-p of the draw behind the tokens `generated` [n], in the float32 steps in which it is reached."""
+    resets = np.nonzero(generated == reset_id)[0]
+    steps = len(generated) - (resets[-1] + 1 if len(resets) else 0)
+    top_p, decay, floor = np.float32(first), np.float32(decay), np.float32(floor)
+    for _ in range(steps):
+        before, top_p = top_p, max(top_p * decay, floor)
+        if top_p == before:
+            break
+    return top_p

@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+import torch
+
+from batch_manager.decoding.top_p_decay import TopPDecay, top_p_behind
+from batch_manager.handover import SlotSetup
+
+CPU = torch.device("cpu")
+SETUPS = [SlotSetup(top_p=0.9, top_p_decay=0.7, top_p_min=0.2, top_p_reset_id=3, prompt_length=2),
+          SlotSetup(top_p=1.0, top_p_decay=0.9, top_p_min=1e-6, prompt_length=1),
+          SlotSetup(top_p=0.3, top_p_decay=1.0, top_p_min=0.5, top_p_reset_id=2, prompt_length=2),
+          SlotSetup(top_p=0.6, prompt_length=3)]
+
+
+def by_definition(setup, generated):
+    """top_p of each draw, in float32, from the rule."""
+    top_p, trace = np.float32(setup.top_p), []
+    for token in generated:
+        trace.append(float(top_p))
+        top_p = max(top_p * np.float32(setup.top_p_decay), np.float32(setup.top_p_min))
+        if token == setup.top_p_reset_id:
+            top_p = np.float32(setup.top_p)
+    return trace
+
+
+def trace(rows_of, generated, resume_every=0, twice=False):
+    """top_p of each draw of the four sequences, run together."""
+    decay = TopPDecay(1, CPU)
+    unchanging = torch.tensor([setup.top_p for setup in SETUPS])
+    found = [[] for _ in SETUPS]
+    for step in range(len(generated[0])):
+        if step == 0 or (resume_every and step % resume_every == 0):
+            for slot, setup in enumerate(SETUPS):
+                decay.set_up(slot, setup.continuing([3] * setup.prompt_length + generated[slot][:step]))
+        rows = rows_of(range(4), [setup.prompt_length + step for setup in SETUPS])
+        for _ in range(1 + twice):
+            assert decay.is_wanted(rows)
+            top_p = decay.top_p(rows, unchanging)
+            decay.keep(rows, torch.tensor([tokens[step] for tokens in generated]))
+        for row, value in enumerate(top_p.tolist()):
+            found[row].append(value)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"twice": True}, {"resume_every": 1}, {"resume_every": 4, "twice": True}])
+def test_top_p_is_what_the_generated_tokens_make_of_it(rows_of, options):
+    random = np.random.default_rng(0)
+    generated = [random.integers(0, 9, 60).tolist() for _ in SETUPS]
+    expected = [by_definition(setup, tokens) for setup, tokens in zip(SETUPS[:3], generated)]
+    assert trace(rows_of, generated, **options) == [*expected, [float(np.float32(0.6))] * 60]
+    assert min(expected[0]) == float(np.float32(0.2)) and set(expected[2]) == {float(np.float32(p)) for p in (0.3, 0.5)}
+
+
+def test_a_reset_id_in_the_prompt_resets_nothing():
+    generated = np.array([1, 1], np.int32)
+    assert top_p_behind(generated, 0.8, 0.5, 0.1, 1) == np.float32(0.8)
+    assert top_p_behind(generated, 0.8, 0.5, 0.1, 7) == np.float32(0.2)
+    assert top_p_behind(generated[:0], 0.8, 0.5, 0.1, 1) == np.float32(0.8)
+
+
+def test_a_million_tokens_cost_no_more_than_it_takes_to_reach_the_floor():
+    assert top_p_behind(np.ones(10**6, np.int32), 0.9, 0.99, 0.1, 5) == np.float32(0.1)
+
+
+def test_what_never_changes_is_not_wanted(rows_of):
+    decay = TopPDecay(4, CPU)
+    for slot, setup in enumerate([SlotSetup(), SlotSetup(top_p=0.5), SlotSetup(top_k=4, top_p_decay=0.5),
+                                  SlotSetup(top_p=0.5, top_p_min=0.4)]):
+        decay.set_up(slot, setup)
+    assert not decay.is_wanted(rows_of(range(4), [1] * 4))

@@ -1,0 +1,102 @@
+"""C13: any mixture of requests with any mixture of features. Each gets what it gets alone."""
+
+import json
+
+import numpy as np
+import pytest
+
+from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelType
+
+MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
+FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
+REQUESTS, VOCAB = 200, 211
+MIXED = [
+    dict(policy=MAX, max_batch_size=64, pool=24, chunked=True, tokens=64),
+    dict(policy=MAX, max_batch_size=64, pool=24, overlap=True),
+    dict(policy=GUARANTEED, max_batch_size=32, pool=100, chunked=True, tokens=40, overlap=True),
+    dict(policy=MAX, max_batch_size=16, pool=20, model_type=SPLIT),
+    dict(policy=GUARANTEED, max_batch_size=32, model_type=V1),
+]
+
+
+def random_tensors(random) -> dict:
+    """A request of any features, each off most of the time; small ids, so that words and n-grams occur."""
+    def words():
+        return [random.integers(0, 9, random.integers(1, 4)).tolist() for _ in range(random.integers(1, 5))]
+
+    def tokens(most):
+        return random.integers(0, 9 if random.random() < 0.5 else VOCAB, random.integers(1, most)).tolist()
+
+    features = {
+        "temperature": lambda: float(random.choice([0, 0.7, 1.3])),
+        "runtime_top_k": lambda: int(random.choice([1, 5, 50])), "runtime_top_p": lambda: float(random.uniform(0.3, 1)),
+        "runtime_top_p_decay": lambda: 0.9, "runtime_top_p_min": lambda: 0.2,
+        "runtime_top_p_reset_ids": lambda: int(random.integers(VOCAB)), "runtime_min_p": lambda: 0.05,
+        "random_seed": lambda: int(random.integers(2**63)), "repetition_penalty": lambda: float(random.uniform(0.7, 2)),
+        "presence_penalty": lambda: float(random.normal()), "frequency_penalty": lambda: float(random.normal() / 2),
+        "no_repeat_ngram_size": lambda: int(random.integers(1, 5)), "min_length": lambda: int(random.integers(1, 20)),
+        "end_id": lambda: int(random.integers(9)), "bad_words_list": words, "stop_words_list": words,
+        "embedding_bias": lambda: (4 * (np.arange(VOCAB) < 9) + random.normal(size=VOCAB)).astype(np.float32),
+    }
+    if random.random() < 0.6:
+        features["runtime_top_p"] = lambda: 1.0
+    chosen = {name: draw() for name, draw in features.items() if random.random() < 0.35}
+    return {"input_ids": tokens(50), "request_output_len": int(random.integers(1, 25)), "return_log_probs": True,
+            **chosen}
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    random = np.random.default_rng(11)
+    return {i: random_tensors(random) for i in range(REQUESTS)}
+
+
+@pytest.fixture
+def serve(make_manager, new_client, llama_reference):
+    """serve(mixture, **options) -> ({number: (tokens, log-probs, why it ended)}, pauses)"""
+    def run(mixture, *, pool=300, chunked=False, tokens=512, overlap=False, **options):
+        client = new_client()
+        client.pending = [InferenceRequest(i, tensors, is_streaming=i % 5 == 0) for i, tensors in mixture.items()]
+        manager = make_manager(
+            client, model_path=llama_reference.folder, num_threads=1, enable_chunked_context=chunked,
+            max_num_tokens=tokens, enable_trt_overlap=overlap,
+            kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=8 * pool), **options)
+        client.wait_for_finals(*mixture)
+        assert manager.shutdown()
+        results = {}
+        for i, tensors in mixture.items():
+            final = client.final(i)
+            assert final.error == "", tensors
+            streamed = [response for response in client.responses[i] if response.tokens()]
+            new = client.streamed(i) if i % 5 == 0 else final.tokens()[len(tensors["input_ids"]):]
+            log_probs = [response.tensors["output_log_probs"][0, 0] for response in streamed]
+            results[i] = new, np.concatenate([*log_probs, []])[:len(new)], final.finish_reason
+        return results, sum(json.loads(record).get("Paused Requests", 0) for record in client.stats)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What each request of the mixture gets when nobody else is there; filled by the first test that asks."""
+    return {}
+
+
+@pytest.mark.parametrize("options", MIXED, ids=str)
+def test_every_request_gets_what_it_gets_alone(serve, mixture, alone, options):
+    if not alone:
+        alone |= serve(mixture, policy=GUARANTEED, max_batch_size=1)[0]
+    if options.get("model_type") is V1:
+        mixture = {i: tensors for i, tensors in mixture.items() if "embedding_bias" not in tensors}
+    together, pauses = serve(mixture, **options)
+    for i in mixture:
+        assert together[i][0] == alone[i][0] and together[i][2] == alone[i][2], mixture[i]
+        np.testing.assert_allclose(together[i][1], alone[i][1], atol=1e-4, rtol=0)
+    assert (pauses >= 20) == (options["policy"] is MAX)
+
+
+def test_the_mixture_reaches_every_end(mixture, alone, serve):
+    if not alone:
+        alone |= serve(mixture, policy=GUARANTEED, max_batch_size=1)[0]
+    reasons = [reason for _, _, reason in alone.values()]
+    assert min(reasons.count(reason) for reason in (1, 2, 3)) >= 5
