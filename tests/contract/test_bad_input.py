@@ -46,8 +46,8 @@ REFUSED = {
     "a seed beyond 64 bits": ({"random_seed": 2**64}, "INVALID_REQUEST", "random_seed"),
     "an end id outside the vocabulary": ({"end_id": 1000}, "INVALID_REQUEST", "end_id"),
     "more blocks than the pool has": ({"input_ids": [1] * 60}, "TOO_LARGE_FOR_KV_CACHE", "blocks"),
-    "stop words, not built yet": ({"stop_words_list": [[5]]}, "INVALID_REQUEST", "stop_words_list"),
-    "a repetition penalty, not built yet": ({"repetition_penalty": 1.2}, "INVALID_REQUEST", "repetition_penalty"),
+    "a draft, not built yet": ({"draft_input_ids": [5]}, "INVALID_REQUEST", "draft_input_ids"),
+    "an adapter, not built yet": ({"lora_task_id": 7}, "INVALID_REQUEST", "lora_task_id"),
 }
 
 
