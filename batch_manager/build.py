@@ -126,7 +126,6 @@ def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
     not_built = {
         "deterministic": params.deterministic,
         "cuda_graphs": params.cuda_graphs is True,
-        "normalize_log_probs=False": not params.normalize_log_probs,
         "KvCacheConfig.enable_block_reuse": kv.enable_block_reuse,
         "KvCacheConfig.max_attention_window": kv.max_attention_window is not None,
         "KvCacheConfig.sink_token_length": kv.sink_token_length > 0,

@@ -65,7 +65,9 @@ class TrtGptModelOptionalParams:
     enable_trt_overlap          two micro-batches of disjoint requests, one computing while the other is planned
     enable_chunked_context      a prompt may be computed in chunks over several iterations
     context_chunking_policy     who gets the token budget when it does not hold all waiting prompts
-    normalize_log_probs         report log-probabilities of the normalised distribution
+    normalize_log_probs         either way log-probabilities are those of the whole vocabulary, after penalties and
+                                temperature: what TensorRT-LLM reports with False. Its True, which relates them to the
+                                tokens that top-k leaves, would make each of a greedy request's 0
     max_batch_size              sequences in one step
     max_num_tokens              tokens in one step, over all its sequences
     max_seq_len                 prompt plus generated tokens of one request; None: the model's max_position_embeddings

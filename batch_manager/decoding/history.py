@@ -26,6 +26,7 @@ class TokenHistory:
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         """A sequence takes the slot, with what it holds so far."""
+        assert setup.history is not None or not setup.wants_history, "a setup without the tokens it depends on"
         self._table.put(slot, setup.history is not None)
         if setup.history is not None:
             length = len(setup.history)

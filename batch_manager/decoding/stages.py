@@ -11,7 +11,7 @@
     7  the draw
 
 The order is that of transformers. TensorRT-LLM divides by the temperature before the penalties; the two agree where the
-temperature is 1. Log-probs are those of 1 to 5; logits that are returned are the model's own, before 1.
+temperature is 1. Log-probs are those of 0 to 5; logits that are returned are the model's own, before 0.
 
 5 to 7 are one operation, `sampling.sample` on a CPU and the kernel `sample_token` on a GPU, because a greedy row needs
 none of the passes over the vocabulary that a sampled one does. 1 to 4 are objects of the protocol below; one that no

@@ -79,7 +79,7 @@ class SamplingConfig:
     top_k, top_p                 0 and 0.0: greedy; k best, smallest set that holds p; p = 1 keeps everything
     top_p_decay, top_p_min, top_p_reset_ids   top_p shrinks by the factor at each token, down to the floor, and starts
                                  anew when the id was drawn (-1: never)
-    min_p                        drops tokens below this share of the best one's probability
+    min_p                        of what these leave, drops tokens below this share of the best one's probability
     len_penalty, early_stopping, beam_search_diversity_rate   how beams compete; without effect at beam width 1
     repetition_penalty           divides the logits of tokens seen before; 1: off
     presence_penalty, frequency_penalty   subtracted once, and per occurrence; 0: off

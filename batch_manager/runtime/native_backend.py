@@ -173,7 +173,9 @@ class NativeBackend:
     def warm_up(self) -> None:
         """Run a context and a generation step of one sequence in block 0, and leave the block as it was."""
         zero = np.zeros(1, np.int32)
-        setup = SlotSetup(temperature=0.5, top_k=2, return_log_probs=True)
+        # With every feature that has a kernel, so that none is compiled while requests wait.
+        setup = SlotSetup(temperature=0.5, top_k=2, return_log_probs=True, repetition_penalty=1.5,
+                          no_repeat_ngram_size=2, bad_words=((0, 0),), stop_words=((0, 0),)).continuing([0])
         self.start(ScheduledBatch(iteration=0, context=(ContextWork(0, zero, 0, True, setup),),
                                   block_table_updates=BlockTableUpdates(zero, zero, zero))).finish()
         self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1), num_places=2)).finish()

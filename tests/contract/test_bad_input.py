@@ -46,6 +46,11 @@ REFUSED = {
     "a seed beyond 64 bits": ({"random_seed": 2**64}, "INVALID_REQUEST", "random_seed"),
     "an end id outside the vocabulary": ({"end_id": 1000}, "INVALID_REQUEST", "end_id"),
     "more blocks than the pool has": ({"input_ids": [1] * 60}, "TOO_LARGE_FOR_KV_CACHE", "blocks"),
+    "a stop word outside the vocabulary": ({"stop_words_list": [[5, 1000]]}, "INVALID_REQUEST", "stop_words_list"),
+    "an empty bad word": ({"bad_words_list": [[5], []]}, "INVALID_REQUEST", "bad_words_list"),
+    "a repetition penalty of 0": ({"repetition_penalty": 0.0}, "INVALID_REQUEST", "repetition_penalty"),
+    "a bias for another vocabulary": ({"embedding_bias": [0.5] * 999}, "INVALID_REQUEST", "embedding_bias"),
+    "a bias that is not a number": ({"embedding_bias": [float("nan")] * 1000}, "INVALID_REQUEST", "embedding_bias"),
     "a draft, not built yet": ({"draft_input_ids": [5]}, "INVALID_REQUEST", "draft_input_ids"),
     "an adapter, not built yet": ({"lora_task_id": 7}, "INVALID_REQUEST", "lora_task_id"),
 }

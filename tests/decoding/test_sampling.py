@@ -23,8 +23,8 @@ def arrays(knobs, seeds, positions):
             np.array(seeds, np.int64), np.array(positions, np.int32))
 
 
-def oracle(logits, knobs):
-    return sample_token(logits, *map(torch.from_numpy, knobs))
+def oracle(logits, knobs, min_p=None):
+    return sample_token(logits, *map(torch.from_numpy, knobs), min_p=None if min_p is None else torch.from_numpy(min_p))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 257, 3000])
@@ -38,6 +38,19 @@ def test_every_way_of_drawing_agrees_with_the_oracle(vocab, spread):
     assert sample(logits, *knobs).tolist() == tokens.tolist()
     torch.testing.assert_close(chosen_log_probs(logits, tokens, torch.from_numpy(knobs[0])), log_probs,
                                rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 257, 3000])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_min_p_beside_every_way_of_drawing_agrees_with_the_oracle(vocab, spread):
+    rows = 8 * len(KNOBS)
+    logits = random_logits(rows, vocab, spread)
+    knobs = arrays(KNOBS * 8, range(rows), range(7, rows + 7))
+    min_p = np.repeat(np.array([0, 1e-30, 0.003, 0.02, 0.1, 0.5, 0.97, 1], np.float32), len(KNOBS))
+    tokens = oracle(logits, knobs, min_p)[0].tolist()
+    assert sample(logits, *knobs, min_p).tolist() == tokens
+    alone = [int(sample(logits[i:i + 1], *(column[i:i + 1] for column in (*knobs, min_p)))) for i in range(rows)]
+    assert alone == tokens
 
 
 @pytest.mark.parametrize("vocab", [7, 200, 2500])

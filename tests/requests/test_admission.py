@@ -122,6 +122,59 @@ def test_every_tensor_refuses_values_of_a_wrong_type_rank_or_range_by_name(name,
         assert text.count("; ") >= 2 and len(text) < 600, text
 
 
+# The range of every scalar, as documented, and values just outside.
+FLOAT32, COUNT = 3.4028234663852886e38, 2**31 - 1
+RANGES = {
+    "request_output_len": (f"an integer in 1..{COUNT}", [0, -1, COUNT + 1]),
+    "end_id": ("an integer in -1..99", [-2, 100]),
+    "pad_id": ("an integer in -1..99", [-2, 100]),
+    "beam_width": (f"an integer in 1..{COUNT}", [0, -1, COUNT + 1]),
+    "temperature": ("a finite float32 of at least 0", [-0.5, -1, 1e39]),
+    "runtime_top_k": ("an integer in 0..1024", [-1, 1025]),
+    "runtime_top_p": ("a number in [0, 1]", [-0.5, 1.5, 2]),
+    "runtime_top_p_decay": ("a number in (0, 1]", [0, 0.0, -0.5, 1.5]),
+    "runtime_top_p_min": ("a number in (0, 1]", [0, 0.0, -0.5, 1.5]),
+    "runtime_top_p_reset_ids": ("an integer in -1..99", [100]),
+    "runtime_min_p": ("a number in [0, 1]", [-0.5, 1.5]),
+    "len_penalty": ("a finite float32 of at least 0", [-0.5, 1e39]),
+    "early_stopping": (f"an integer in {-COUNT - 1}..{COUNT}", [COUNT + 1, -COUNT - 2]),
+    "beam_search_diversity_rate": ("a finite float32 of at least 0", [-0.5]),
+    "repetition_penalty": ("a finite float32 above 0", [0, 0.0, -1.5, 1e39]),
+    "presence_penalty": ("a finite float32", [1e39, -1e39]),
+    "frequency_penalty": ("a finite float32", [1e39, -1e39]),
+    "no_repeat_ngram_size": (f"an integer in 0..{COUNT}", [-1, COUNT + 1]),
+    "min_length": (f"an integer in 0..{COUNT}", [-1, COUNT + 1]),
+    "random_seed": (f"an integer in 0..{2**64 - 1}", [2**64, -(2**63) - 1]),
+    "prompt_vocab_size": (f"an integer in 1..{COUNT}", [0, -1]),
+    "lora_task_id": (f"an integer in 0..{2**64 - 1}", [-1, 2**64]),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_scalar_out_of_range_is_refused_with_its_name_its_value_and_the_range(name, refusal):
+    expected, wrong = RANGES[name]
+    for value in wrong:
+        for given in (value, [value], [[value]], *([np.array(value)] if abs(value) < 2**63 else [])):
+            text = refusal(**(COMPANIONS.get(name, {}) | {name: given}))
+            shown = "an integer of 65 bits" if value == 2**64 else str(value)
+            assert f"{name} is {shown}" in text and f"it must be {expected}; " in text, text
+
+
+def test_every_scalar_with_a_range_is_in_that_table():
+    ranged = {name for name, spec in TENSORS.items() if spec.shape is Shape.SCALAR and spec.content is not Content.FLAG}
+    assert set(RANGES) == ranged - IGNORED
+
+
+@pytest.mark.parametrize("name", [name for name, spec in TENSORS.items() if spec.content is Content.NUMBER])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, np.float32(NAN), np.array([INF], np.float16)], ids=repr)
+def test_what_is_no_number_is_no_value_of_any_tensor_of_numbers(name, value, refusal):
+    given = value if TENSORS[name].shape is Shape.SCALAR else np.full((2, VOCAB), np.asarray(value).ravel()[0])
+    if name == "embedding_bias":
+        given = given[0]
+    text = refusal(**(COMPANIONS.get(name, {}) | {name: given}))
+    assert name in text and ("finite" in text or "it must be a number in" in text), text
+
+
 @pytest.mark.parametrize("name, neutral", [
     *((spec.name, spec.default) for spec in TENSORS.values() if spec.default is not None),
     ("bad_words_list", []), ("bad_words_list", [[[0], [0]]]), ("bad_words_list", np.array([[0], [-1]])),

@@ -412,9 +412,26 @@ def test_in_bfloat16_the_log_probs_are_close_to_those_of_float32(checkpoint):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_a_gpu_tokens_and_log_probs_are_those_of_the_cpu(checkpoint, layout):
-    prompts, results = prompts_of(9, 20, 3), []
     setups = [SlotSetup(return_log_probs=True), SlotSetup(top_k=20, top_p=0.9, random_seed=4, return_log_probs=True),
               SlotSetup(temperature=0.7, top_p=1.0, random_seed=2**64 - 1)]
+    _check_on_a_gpu(checkpoint, layout, setups)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_features_do_what_they_do_on_the_cpu(checkpoint):
+    everything = dict(repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, no_repeat_ngram_size=2,
+                      bad_words=((3,), (5, 7)), stop_words=((8, 9),), end_id=4, min_length=5,
+                      embedding_bias=np.linspace(2, 0, 160, dtype=np.float32), return_log_probs=True)
+    setups = [SlotSetup(**everything, prompt_length=9), SlotSetup(
+        **everything, prompt_length=20, top_p=0.95, top_p_decay=0.9, top_p_min=0.3, min_p=0.02, random_seed=5),
+        SlotSetup(top_p=1.0, min_p=0.1, prompt_length=3)]
+    _check_on_a_gpu(checkpoint, layouts.fused, setups)
+
+
+def _check_on_a_gpu(checkpoint, layout, setups):
+    prompts, results = prompts_of(9, 20, 3), []
+    setups = [setup.continuing(prompt) for setup, prompt in zip(setups, prompts)]
     for device in ("cpu", "cuda"):
         driver = Driver(build(checkpoint, layout=layout, device=device, dtype="float32"))
         driver.run([(0, prompts[0], 0, True, setups[0]), (1, prompts[1][:16], 0, False, setups[1])])
