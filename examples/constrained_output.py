@@ -5,9 +5,9 @@
 The grammars are those of llguidance; `GuidedDecoding` asks them once a step which tokens may come next and forbids the
 others, for all requests that name "batched" together. What is drawn stays up to the request: these sample.
 
-What that costs is printed at the end. Measured on 2026-11-21 with the line above, 16 requests in a step, a vocabulary of
-4,096: 45 to 65 microseconds a token (medians of five runs), on two busy cores of a virtual machine (AMD EPYC, no GPU),
-with llguidance 1.9.1, torch 2.13.0, Python 3.11.7. The first tokens of a grammar cost up to some milliseconds more.
+What that costs is printed at the end. Measured on 2026-11-21 with the line above, 16 requests in a step, a vocabulary
+of 4,096: 45 to 65 microseconds a token (medians of five runs), on two busy cores of a virtual machine (AMD EPYC, no
+GPU), with llguidance 1.9.1, torch 2.13.0, Python 3.11.7. The first tokens of a grammar cost up to some milliseconds more.
 """
 
 import json
