@@ -7,7 +7,7 @@ others, for all requests that name "batched" together. What is drawn stays up to
 
 What that costs is printed at the end. Measured on 2026-11-21 with the line above, 16 requests in a step, a vocabulary
 of 4,096: 45 to 65 microseconds a token (medians of five runs), on two busy cores of a virtual machine (AMD EPYC, no
-GPU), with llguidance 1.9.1, torch 2.13.0, Python 3.11.7. The first tokens of a grammar cost up to some milliseconds more.
+GPU), with llguidance 1.9.1, torch 2.13.0, Python 3.11.7. The first tokens of a grammar cost up to milliseconds more.
 """
 
 import json
