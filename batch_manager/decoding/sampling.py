@@ -125,10 +125,11 @@ def _solve_rest(draw: _Draw, tokens: torch.Tensor, solved: torch.Tensor) -> torc
 
 
 def _from_largest(draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, whether they are right): wrong where the logit after the k-th equals it."""
+    """(tokens, whether they are right): wrong where the logit after the k-th equals it, unless both are forbidden."""
     values, ids = _largest(draw.logits, _block_maxima(draw.logits), int(draw.top_k.max()) + 1)
     last = draw.top_k[:, None] - 1
-    solved = (values.gather(1, last) > values.gather(1, last + 1))[:, 0]
+    kth = values.gather(1, last)
+    solved = ((kth > values.gather(1, last + 1)) | (kth == -torch.inf))[:, 0]
     weights = draw.weights(values, values[:, 0]).double()
     weights.masked_fill_(torch.arange(values.shape[1]) > last, 0)
     filtered = (draw.top_p > 0) & (draw.top_p < 1)

@@ -71,6 +71,16 @@ def test_forbidden_tokens_are_never_drawn():
     assert logits.gather(1, tokens[:, None]).isfinite().all()
 
 
+def test_fewer_allowed_tokens_than_top_k_keeps_need_no_sorting(monkeypatch):
+    """As under a grammar: a sorted vocabulary for each row would be most of the step."""
+    logits = torch.full((4, 3000), -torch.inf)
+    logits[:, [7, 900, 2999]] = random_logits(4, 3, 2.0)
+    knobs = arrays([(0.8, 40, 0.9), (1.0, 3, 0.0), (1.2, 50, 1.0), (0.7, 2, 0.5)], range(4), [3] * 4)
+    expected = oracle(logits, knobs)[0].tolist()
+    monkeypatch.setattr("batch_manager.decoding.sampling._by_sorting", None)
+    assert sample(logits, *knobs).tolist() == expected
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_any_small_row_agrees_with_the_oracle(data):

@@ -65,6 +65,7 @@ def test_virtual_tokens_have_the_embeddings_of_their_requests_table(make_manager
     manager = make_manager(client, model_path=reference.folder, num_threads=1, **WAYS[way])
     client.wait_for_finals(*requests)
     assert manager.shutdown()
+    assert not manager._loop._resources._prompt_tables, "a table outlived its request"
     for i, (prompt, table) in requests.items():
         assert client.final(i).error == ""
         text, tensors = client.final(i).tokens(), client.final(i).tensors

@@ -32,15 +32,19 @@ def backend(checkpoint, request):
     backend.close()
 
 
-def run(backend, contexts=(), rows=()):
+def step(contexts=(), rows=()):
     """contexts: (slot, tokens, start, last, setup, embeddings); rows: (slot, kv length)."""
     works = tuple(ContextWork(slot, np.array(tokens, np.int32), start, last, setup, embeddings)
                   for slot, tokens, start, last, setup, embeddings in contexts)
     new = [(work.slot, index, work.slot * PER_SEQUENCE + index) for work in works if work.setup is not None
            for index in range(PER_SEQUENCE)]
     generation = GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T)
-    return backend.start(ScheduledBatch(0, context=works, generation=generation, block_table_updates=BlockTableUpdates(
-        *np.array(new, np.int32).reshape(-1, 3).T))).finish()
+    return ScheduledBatch(0, context=works, generation=generation, block_table_updates=BlockTableUpdates(
+        *np.array(new, np.int32).reshape(-1, 3).T))
+
+
+def run(backend, contexts=(), rows=()):
+    return backend.start(step(contexts, rows)).finish()
 
 
 def logits_of(checkpoint, token_ids, table=None):
@@ -116,3 +120,24 @@ def test_virtual_tokens_in_one_chunk_of_several_and_in_one_sequence_of_several(c
     np.testing.assert_allclose(second.generation_logits[2], logits_of(checkpoint, short, tables[1])[-1], atol=tolerance)
     continued = [20, 21, int(first.tokens[0])]
     np.testing.assert_allclose(second.generation_logits[1], logits_of(checkpoint, continued)[-1], atol=tolerance)
+
+
+def test_the_parts_of_a_step_that_runs_again_have_their_own_functions_and_embeddings(backend):
+    calls = []
+
+    def note(request_id, logits, token_ids):
+        calls.append(request_id)
+        return logits
+
+    held = [LogitsPostProcessor(slot, note, lambda: [[1]]) for slot in range(3)]
+    tables = [np.full((1, HIDDEN), 0.1 * (slot + 1), np.float32) for slot in range(3)]
+    batch = step([(slot, [VOCAB, 5 + slot], 0, True, SlotSetup(logits_post_processor=held[slot], **ASK), tables[slot])
+                  for slot in range(3)])
+    whole = backend.start(batch).finish()
+    for start, stop in ((0, 1), (1, 3)):
+        part = backend.start(batch.part(start, stop)).finish()
+        assert part.tokens.tolist() == whole.tokens[start:stop].tolist()
+        for slot in range(start, stop):
+            np.testing.assert_allclose(part.generation_logits[slot], whole.generation_logits[slot], atol=1e-3)
+    assert calls == [0, 1, 2, 0, 1, 2]
+    assert not np.allclose(whole.generation_logits[0], whole.generation_logits[1], atol=1e-2)
