@@ -31,4 +31,3 @@ def test_a_ledger_knows_what_the_manager_knows(make_request, start):
     assert (ledger.blocks_for_next_step(running), ledger.blocks_for_next_step(new)) == (1, 2)
     assert ledger.blocks_for_next_step_of_generating([running], True) == 1
     assert (ledger.blocks_to_completion(running), ledger.blocks_to_completion(new)) == (3, 4)
-    assert ledger.blocks_to_completion_of_owners([running]) == 3
