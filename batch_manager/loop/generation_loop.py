@@ -3,13 +3,12 @@
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..config import Limits
-from ..errors import BatchManagerError, SchedulerContractError
+from ..errors import BatchManagerError, OutOfResourceError, SchedulerContractError
 from ..kv.audit import check_totals
-from ..kv.block_pool import OutOfBlocksError
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
 from ..requests.llm_request import LlmRequest
@@ -23,8 +22,9 @@ from .callbacks import GuardedCallbacks
 from .finals import Finals
 from .held_finals import HeldFinals
 from .intake import Intake, Refusal
+from .overlooked import Overlooked
 from .reporter import Reporter
-from .resources import Resources
+from .resources import Resource, Resources
 from .responder import Responder
 from .static_batch import StaticBatch
 from .step_runner import RunningStep, StepRunner
@@ -56,7 +56,8 @@ class GenerationLoop:
                  kv_cache_manager: KvCacheManager, backend: ModelBackend, responder: Responder, clock: Clock,
                  heartbeat: Callable[[str, float], None] = lambda activity, now: None,
                  flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
-                 window_depth: int = 1, static_batch: StaticBatch | None = None) -> None:
+                 window_depth: int = 1, static_batch: StaticBatch | None = None,
+                 resources: Sequence[Resource] = ()) -> None:
         self.limits = limits
         self.callbacks = callbacks
         self.intake = intake
@@ -67,9 +68,10 @@ class GenerationLoop:
         self.active = ActiveRequests()
         self.failure: BatchManagerError | None = None
         self._responder = responder
-        self._resources = Resources(kv_cache_manager, limits.max_seq_len, static_batch)
+        self._resources = Resources(kv_cache_manager, limits.max_seq_len, static_batch, resources)
         finals = Finals if static_batch is None else HeldFinals
         self.finals = finals(self.active, intake, self._resources, responder, backend)
+        self._overlooked = Overlooked(kv_cache_manager, limits)
         self._runner = StepRunner(backend, limits.vocab_size, clock, heartbeat)
         self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle, window_depth,
                                  static_batch)
@@ -91,7 +93,7 @@ class GenerationLoop:
             try:
                 plan = self._schedule()
                 launched = self._launch(plan)
-                self.reporter.note_launch(plan)
+                self.reporter.note_launch(plan, None if launched is None else launched.batch)
                 if launched is None or len(self._window) == self._window_depth:
                     outcome = self._finish_oldest()
             except SchedulerContractError as error:
@@ -140,6 +142,7 @@ class GenerationLoop:
     # schedule, claim, start
 
     def _schedule(self) -> SchedulerOutput:
+        self._resources.refresh()
         active = self.active.in_order()
         inflight = frozenset(request.request_id for flight in self._window for request in flight.requests)
         self.kv.inflight_request_ids = inflight
@@ -151,6 +154,7 @@ class GenerationLoop:
             log.error("the scheduler raised\n%s", "".join(traceback.format_exception(error)))
             raise SchedulerContractError(self.scheduler, f"schedule_request raised {type(error).__name__}") from error
         check_plan(self.scheduler, plan, active, inflight, self.kv, self.limits)
+        self._overlooked.look(self.scheduler, plan, active, inflight)
         if not (plan.context_requests or plan.generation_requests or self._window):
             raise SchedulerContractError(
                 self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
@@ -162,8 +166,9 @@ class GenerationLoop:
             return None
         try:
             batch = self._resources.claim(plan, self.reporter.iteration, self.reporter.micro_batch_id)
-        except OutOfBlocksError as error:
-            raise SchedulerContractError(self.scheduler, f"more blocks than there are: {error}") from error
+        except OutOfResourceError as error:
+            raise SchedulerContractError(self.scheduler, f"more than there is: {error}") from error
+        self._runner.copy_blocks(self._resources.take_copies())
         step = self._runner.start(batch)
         self._window.append(InFlight([*plan.context_requests, *plan.generation_requests], step))
         return step
@@ -172,7 +177,11 @@ class GenerationLoop:
 
     def _finish_oldest(self) -> Outcome:
         flight = self._window.popleft()
-        return advance(flight.step.batch, flight.step.finish(), flight.requests, self._responder)
+        batch, output = flight.step.batch, flight.step.finish()
+        outcome = advance(batch, output, flight.requests, self._responder)
+        if batch.context:
+            self._resources.publish(batch, flight.requests, output.failures)
+        return outcome
 
     # respond
 
@@ -203,10 +212,11 @@ class GenerationLoop:
 
     def _answer_all_active(self, error: SchedulerContractError) -> None:
         """A scheduler that broke a rule has no plan to go on with. Steps in flight are read and dropped."""
+        failed_slots: set[int] = set()
         while self._window:
-            self._window.popleft().step.finish()
+            failed_slots.update(self._window.popleft().step.finish().failures)
         for request in self.active.in_order():
-            self.finals.fail(request, error.code, str(error))
+            self.finals.fail(request, error.code, str(error), clear_blocks=request.seq_slot in failed_slots)
 
     # poll
 

@@ -8,6 +8,7 @@ it over changes nothing.
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,6 @@ class Admitted:
     num_bytes    its tensors and the logits it will get back
     warnings     what was changed to make it fit, one sentence each
     prompt_table   embeddings of its virtual tokens; None: its prompt has none
-    cache_salt   as given
     """
 
     request: LlmRequest
@@ -85,7 +85,6 @@ class Admitted:
     num_bytes: int
     warnings: tuple[str, ...] = ()
     prompt_table: PromptTable | None = None
-    cache_salt: str | bytes | None = None
 
 
 @dataclass(slots=True)
@@ -103,7 +102,7 @@ class _Looked:
 
 
 class Admission:
-    """Decides about one item at a time; keeps no state between them.
+    """Decides about one item at a time; what it decides does not depend on those before.
 
     max_request_bytes         bytes of one request's tensors
     gather_context_logits, gather_generation_logits   whether requests may ask for them
@@ -111,19 +110,23 @@ class Admission:
     logits_post_processor_batched   the one that requests name "batched"; None: there is none
     static_batching           requests run in static batches: streaming has no effect but that the one response holds
                               the new tokens only, and each request says whom it can share a batch with
+    blocks_of                 KV cache blocks a request may hold at a time; None: one for each of its tokens, rounded up
     """
 
     def __init__(self, limits: Limits, *, max_request_bytes: int = 64 * 1024 * 1024, gather_context_logits: bool = True,
                  gather_generation_logits: bool = True, exclude_input_in_output: bool = False,
                  static_batching: bool = False,
-                 logits_post_processor_batched: Callable[..., Any] | None = None) -> None:
+                 logits_post_processor_batched: Callable[..., Any] | None = None,
+                 blocks_of: Callable[[LlmRequest], int] | None = None) -> None:
         self.limits = limits
+        self._blocks_of = blocks_of or (lambda request: -(-request.final_length // limits.tokens_per_block))
         self.max_request_bytes = max_request_bytes
         self.gather_context_logits = gather_context_logits
         self.gather_generation_logits = gather_generation_logits
         self.exclude_input_in_output = exclude_input_in_output
         self.static_batching = static_batching
         self.logits_post_processor_batched = logits_post_processor_batched
+        self._own_salts = count()
 
         vocab, longest = limits.vocab_size, limits.max_seq_len - 1
         prompt = (longest, f"the maximum input length is max_seq_len - 1 = {longest:,}, for one token more must fit")
@@ -255,11 +258,15 @@ class Admission:
             prompt_table = PromptTable(self.limits.vocab_size, values["prompt_embedding_table"])
             num_bytes += prompt_table.rows.nbytes - looked.tensors["prompt_embedding_table"].num_bytes
         returned_rows = return_context_logits * len(prompt) + return_generation_logits * max_new_tokens
-        request = LlmRequest(request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
-                             draft_len=len(values.get("draft_input_ids", ())),
-                             lora_task_id=scalars.get("lora_task_id"), priority=float(looked.priority),
-                             batch_key=_batch_key(looked, sampling) if self.static_batching else None,
-                             cache_salt=_cache_salt(looked, prompt_table))
+        request = LlmRequest(
+            request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
+            draft_len=len(values.get("draft_input_ids", ())), lora_task_id=scalars.get("lora_task_id"),
+            priority=float(looked.priority),
+            batch_key=_batch_key(looked, sampling) if self.static_batching else None,
+            # Logits come from computing, so nothing of the prompt may be found in the KV cache: it gets a salt that
+            # nobody else has. No other one is an integer.
+            cache_salt=next(self._own_salts) if return_context_logits else _cache_salt(looked, prompt_table))
+        self._check_blocks(request)
         return Admitted(
             request=request,
             setup=SlotSetup(
@@ -297,7 +304,6 @@ class Admission:
             num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
             prompt_table=prompt_table,
-            cache_salt=looked.cache_salt,
         )
 
     def _post_processor_for(self, request: LlmRequest, looked: _Looked) -> LogitsPostProcessor | None:
@@ -444,14 +450,16 @@ class Admission:
                     "without chunked context it could not go on from there",
                     f"set enable_chunked_context, use GUARANTEED_NO_EVICT, or raise max_num_tokens to {longest:,}")
 
-        blocks = -(-(prompt_len + max_new_tokens) // limits.tokens_per_block)
+        return max_new_tokens, warnings
+
+    def _check_blocks(self, request: LlmRequest) -> None:
+        limits, blocks = self.limits, self._blocks_of(request)
         if blocks > limits.num_blocks:
             raise RequestTooLargeError(
-                f"input_ids has {prompt_len:,} tokens and request_output_len is {max_new_tokens:,}",
+                f"input_ids has {request.prompt_len:,} tokens and request_output_len is {request.max_new_tokens:,}",
                 f"together they may need {blocks:,} blocks of {limits.tokens_per_block} tokens, and the pool has "
                 f"{limits.num_blocks:,}: it would wait for ever",
                 f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
-        return max_new_tokens, warnings
 
 
 def _batch_key(looked: _Looked, sampling: SamplingConfig) -> Hashable:
