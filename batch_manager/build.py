@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .clock import SystemClock
-from .config import Limits, Parts, TrtGptModelOptionalParams, resolve_limits
+from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams, resolve_limits
 from .errors import ConfigError
 from .kv.kv_cache_manager import KvCacheManager
 from .loop.callbacks import GuardedCallbacks
@@ -22,7 +22,7 @@ from .scheduling.interfaces import CapacityScheduler, RequestScheduler
 from .scheduling.policies import make_scheduler
 from .scheduling.simple import SimpleScheduler
 from .scheduling.static_batch import make_static_batch_scheduler
-from .seams import ModelBackend
+from .seams import BackendInfo, Clock, ModelBackend
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,8 @@ def build_loop(
     static_batch = model_type is TrtGptModelType.V1
     if static_batch:
         refuse_what_static_batching_is_not(optional_params, parts)
-        optional_params = without_block_reuse(optional_params)
+        optional_params = replace(optional_params, kv_cache_config=without_block_reuse(
+            optional_params.kv_cache_config, "TrtGptModelType.V1 computes every prompt whole"))
         scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # whoever starts has all it may need
     refuse_what_is_not_built(optional_params)
     clock = SystemClock() if parts.clock is None else parts.clock
@@ -62,7 +63,7 @@ def build_loop(
         limits = resolve_limits(optional_params, backend.info, max_beam_width, scheduler_policy)
         if static_batch:    # a padded step is bounded by its sequences
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
-        kv_cache_manager = KvCacheManager(limits.num_blocks, limits.tokens_per_block, limits.max_seq_len)
+        kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend.info, clock)
         callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
                                      return_batch_manager_stats_cb, clock, heartbeat)
         admission = Admission(
@@ -112,12 +113,11 @@ def refuse_what_static_batching_is_not(params: TrtGptModelOptionalParams, parts:
                               "leave it out, or use InflightFusedBatching")
 
 
-def without_block_reuse(params: TrtGptModelOptionalParams) -> TrtGptModelOptionalParams:
-    kv = params.kv_cache_config
-    if kv.enable_block_reuse:
-        log.warning("KvCacheConfig.enable_block_reuse is switched off: TrtGptModelType.V1 computes every prompt whole")
-        return replace(params, kv_cache_config=replace(kv, enable_block_reuse=False))
-    return params
+def without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
+    if not kv.enable_block_reuse:
+        return kv
+    log.warning("KvCacheConfig.enable_block_reuse is switched off: %s", reason)
+    return replace(kv, enable_block_reuse=False)
 
 
 def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
@@ -126,14 +126,35 @@ def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
     not_built = {
         "deterministic": params.deterministic,
         "cuda_graphs": params.cuda_graphs is True,
-        "KvCacheConfig.enable_block_reuse": kv.enable_block_reuse,
-        "KvCacheConfig.max_attention_window": kv.max_attention_window is not None,
-        "KvCacheConfig.sink_token_length": kv.sink_token_length > 0,
         "KvCacheConfig.host_cache_size": kv.host_cache_size > 0,
     }
     for name, asked_for in not_built.items():
         if asked_for:
             raise ConfigError(f"{name} was asked for", "it is not built yet in this version", "leave it out")
+
+
+def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, info: BackendInfo, clock: Clock) -> KvCacheManager:
+    """The books of the backend's pool.
+
+    The window is the backend's: it may be narrower than the configured one, or be there without one being configured.
+
+    Raises ConfigError when the backend looks further back than it was configured to.
+    """
+    window, asked = info.attention_window, kv.max_attention_window
+    if asked is not None and asked < limits.max_seq_len and (window is None or window > asked
+                                                             or info.sink_tokens != kv.sink_token_length):
+        raise ConfigError(f"max_attention_window is {asked} and sink_token_length {kv.sink_token_length}",
+                          f"the backend attends to a window of {window} and {info.sink_tokens} sink tokens",
+                          "construct the backend with the same window and say so in its BackendInfo")
+    sinks = info.sink_tokens
+    if window is None or window >= limits.max_seq_len:
+        window, sinks = None, 0
+    if sinks:
+        kv = without_block_reuse(kv, "with sink tokens every prompt is computed whole")
+    return KvCacheManager(
+        limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, window=window,
+        temporary_attention_window=0 if window is None else limits.max_seq_len - window,
+        sink_token_length=sinks, enable_block_reuse=kv.enable_block_reuse, now=clock.monotonic)
 
 
 def _make_backend(model_path: Any, model_type: TrtGptModelType, params: TrtGptModelOptionalParams,

@@ -123,7 +123,8 @@ class ContextWork:
 
     token_ids       [n] int32, n >= 1: the chunk. An id that is not below the vocabulary is that of a virtual token: it
                     has a place among the others and an embedding of its own
-    start           tokens of this sequence already in the KV cache = position of token_ids[0]
+    start           tokens of this sequence already in the KV cache = position of token_ids[0]; more than 0 also in a
+                    first chunk, when the beginning of the prompt was found in the cache
     is_last_chunk   the step also yields the next token of the sequence
     setup           given with the first chunk after admission or resume, else None
     embeddings      [v, hidden size] float32: those of the v virtual tokens of the chunk, in order; None: it has none
@@ -160,7 +161,8 @@ class BlockTableUpdates:
     """Entries of the block tables that changed since the last batch: `table[slots[i], indices[i]] = block_ids[i]`.
 
     slots, indices, block_ids   [u] int32
-    Applying an update twice is harmless. Entries past a sequence's length are stale and must not be read.
+    Applying an update twice is harmless. Entries past a sequence's length are stale and must not be read, and so are
+    those of blocks that were given back because they left the window: -1, or a block that is somebody else's by now.
     """
 
     slots: np.ndarray

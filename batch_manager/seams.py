@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from .handover import ScheduledBatch, StepOutput
+from .handover import BlockCopy, ScheduledBatch, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,9 @@ class BackendInfo:
     dispatch              which implementation of the kernels runs: "triton", "torch" or "scripted"
     hidden_size           entries of a token's embedding; 0: embeddings of virtual tokens are not taken
     device, dtype         in words, for logs and stats
+    attention_window      tokens a token sees, itself included, besides the first `sink_tokens`: blocks that no later one
+                          sees are given to others. None: tokens see all before them
+    sink_tokens           first tokens of a sequence that stay visible outside the window
     """
 
     vocab_size: int
@@ -29,6 +32,8 @@ class BackendInfo:
     hidden_size: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    attention_window: int | None = None
+    sink_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,14 @@ class ModelBackend(Protocol):
         Raises whatever the step raises (torch's out-of-memory errors and MemoryError are told apart from others), and
         DeviceLostError when nothing can run any more. After a raise, running the batch or a part of it again must give
         what a first run would have given.
+        """
+        ...
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Copy KV cache blocks, one after the other, behind the steps that were started before and ahead of the next.
+
+        Called when prompts are reused, at most once for each batch that is planned and never again when a part of it is
+        run again. There is no way back from a copy that fails: what it raises ends the engine.
         """
         ...
 

@@ -115,6 +115,12 @@ class KvCacheManager:
         """The blocks of the request, and how many of its beams hold each."""
         return Counter(block_id for beam in range(request.beam_width) for block_id in self.block_ids(request, beam))
 
+    def own_blocks(self, request: LlmRequest) -> list[int]:
+        """Blocks that nobody else holds, nor can find: all that a step may have written to for this request."""
+        return [block_id for block_id, count in self.owners_of(request).items()
+                if self.pool.owners(block_id) == count
+                and (self.cache is None or self.cache.index.of_block(block_id) is None)]
+
     def blocks_freed_by(self, paused: Sequence[LlmRequest]) -> int:
         """Blocks that nobody holds once these requests were released."""
         owners = sum(map(self.owners_of, paused), Counter())

@@ -11,7 +11,7 @@ from ..seams import ModelBackend
 from .active_requests import ActiveRequests
 from .intake import Intake, Refusal
 from .resources import Resources
-from .responder import Responder
+from .responder import Delivery, Responder
 
 log = logging.getLogger("batch_manager")
 
@@ -36,7 +36,7 @@ class Finals:
 
     def end(self, request: LlmRequest, reason: FinishReason) -> None:
         """A request that ran ends well: its final carries what it has not been told yet."""
-        delivery = self._off_the_books(request)
+        delivery = self._off_the_books(request, keep_computed=True)
         self.num_sent += 1
         self._responder.send_final(request, delivery, reason)
 
@@ -49,7 +49,7 @@ class Finals:
         clear_blocks   a step left something in its blocks that the next owner must not read
         """
         if clear_blocks:
-            self._backend.clear_blocks(self._resources.blocks_of(request))
+            self._backend.clear_blocks(self._resources.blocks_to_clear(request))
         self._off_the_books(request)
         self._send_error(request.request_id, code, error_text(code, f"request {request.request_id}: {message}"))
 
@@ -86,9 +86,9 @@ class Finals:
         ended, self._ended = tuple(self._ended), []
         return ended
 
-    def _off_the_books(self, request: LlmRequest):
+    def _off_the_books(self, request: LlmRequest, *, keep_computed: bool = False) -> Delivery:
         request.finish()
-        self._resources.release(request)
+        self._resources.release(request, keep_computed=keep_computed)
         self._active.remove(request)
         self._intake.forget(request.request_id)
         self._ended.append(request.request_id)

@@ -91,7 +91,7 @@ class GenerationLoop:
             try:
                 plan = self._schedule()
                 launched = self._launch(plan)
-                self.reporter.note_launch(plan)
+                self.reporter.note_launch(plan, None if launched is None else launched.batch)
                 if launched is None or len(self._window) == self._window_depth:
                     outcome = self._finish_oldest()
             except SchedulerContractError as error:
@@ -140,6 +140,7 @@ class GenerationLoop:
     # schedule, claim, start
 
     def _schedule(self) -> SchedulerOutput:
+        self._resources.refresh()
         active = self.active.in_order()
         inflight = frozenset(request.request_id for flight in self._window for request in flight.requests)
         self.kv.inflight_request_ids = inflight
@@ -164,6 +165,7 @@ class GenerationLoop:
             batch = self._resources.claim(plan, self.reporter.iteration, self.reporter.micro_batch_id)
         except OutOfBlocksError as error:
             raise SchedulerContractError(self.scheduler, f"more blocks than there are: {error}") from error
+        self._runner.copy_blocks(self._resources.take_copies())
         step = self._runner.start(batch)
         self._window.append(InFlight([*plan.context_requests, *plan.generation_requests], step))
         return step
@@ -172,7 +174,11 @@ class GenerationLoop:
 
     def _finish_oldest(self) -> Outcome:
         flight = self._window.popleft()
-        return advance(flight.step.batch, flight.step.finish(), flight.requests, self._responder)
+        batch, output = flight.step.batch, flight.step.finish()
+        outcome = advance(batch, output, flight.requests, self._responder)
+        if batch.context:
+            self._resources.publish(batch, flight.requests, output.failures)
+        return outcome
 
     # respond
 
@@ -203,10 +209,11 @@ class GenerationLoop:
 
     def _answer_all_active(self, error: SchedulerContractError) -> None:
         """A scheduler that broke a rule has no plan to go on with. Steps in flight are read and dropped."""
+        failed_slots: set[int] = set()
         while self._window:
-            self._window.popleft().step.finish()
+            failed_slots.update(self._window.popleft().step.finish().failures)
         for request in self.active.in_order():
-            self.finals.fail(request, error.code, str(error))
+            self.finals.fail(request, error.code, str(error), clear_blocks=request.seq_slot in failed_slots)
 
     # poll
 

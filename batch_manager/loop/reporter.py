@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ..handover import ScheduledBatch
 from ..scheduling.interfaces import SchedulerOutput
 from ..stats.iteration_stats import IterationStats, KvCacheStats, StaticBatchStats
 from ..stats.stats_json import to_json
@@ -54,12 +55,12 @@ class Reporter:
         self._kv_cache = None
         self._generated_before = self.generated_tokens
 
-    def note_launch(self, plan: SchedulerOutput) -> None:
-        """Remember the plan while its step runs; afterwards its requests have moved on."""
+    def note_launch(self, plan: SchedulerOutput, batch: ScheduledBatch | None) -> None:
+        """Remember the plan and what became of it while its step runs; afterwards its requests have moved on."""
         self._plan = plan
-        sizes = plan.chunk_sizes or [request.remaining_context for request in plan.context_requests]
-        self._chunks = [(request.request_id, request.context_position, size)
-                        for request, size in zip(plan.context_requests, sizes, strict=True)]
+        if batch is not None:
+            self._chunks = [(request.request_id, work.start, len(work.token_ids))
+                            for request, work in zip(plan.context_requests, batch.context, strict=True)]
         self._active_requests = len(self._loop.active)
         self._kv_cache = self._kv_cache_now()
 
@@ -125,5 +126,6 @@ class Reporter:
 
     def _kv_cache_now(self) -> KvCacheStats:
         kv = self._loop.kv
-        return KvCacheStats(max_blocks=kv.num_blocks, free_blocks=kv.free_blocks, live_blocks=kv.used_blocks,
-                            cached_blocks=0, tokens_per_block=kv.tokens_per_block, reused_blocks=0)
+        cached = kv.cached_blocks
+        return KvCacheStats(max_blocks=kv.num_blocks, free_blocks=kv.free_blocks - cached, live_blocks=kv.used_blocks,
+                            cached_blocks=cached, tokens_per_block=kv.tokens_per_block, reused_blocks=kv.reused_blocks)

@@ -1,12 +1,15 @@
 """What a request must hold to run: KV cache blocks, and what the device knows of its slot."""
 
+from collections.abc import Collection, Sequence
+
 import numpy as np
 
-from ..handover import NO_GENERATION, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from ..handover import NO_GENERATION, BlockCopy, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
 from ..requests.prompt_table import PromptTable
+from ..scheduling.chunking import chunk_behind_reuse
 from ..scheduling.interfaces import SchedulerOutput
 from .static_batch import StaticBatch
 
@@ -30,7 +33,10 @@ class Resources:
             self._prompt_tables[request_id] = admitted.prompt_table
 
     def pause(self, paused: list[LlmRequest]) -> int:
-        """Take the blocks back from these requests. Returns the tokens that will have to be computed again."""
+        """Take the blocks back from these requests. What was published of their prompts can still be found.
+
+        Returns the tokens that will have to be computed again, if nothing is found.
+        """
         recomputed = 0
         for request in paused:
             recomputed += self._kv.kv_length(request) if request.is_generating else request.context_position
@@ -41,11 +47,15 @@ class Resources:
     def claim(self, plan: SchedulerOutput, iteration: int, micro_batch_id: int) -> ScheduledBatch:
         """Take the blocks the plan needs, all or nothing, and describe the step to the device.
 
+        A first chunk begins behind what the KV cache has of its prompt: the request has skipped that when this returns.
+
         Raises OutOfBlocksError, with nothing changed, when the pool cannot serve the plan.
         """
         first_chunks = [request for request in plan.context_requests if request.is_first_context_chunk]
         updates = self._kv.claim(first_chunks, plan.generation_requests)
-        chunk_sizes = plan.chunk_sizes or [request.remaining_context for request in plan.context_requests]
+        chunk_sizes = plan.chunk_sizes
+        if chunk_sizes is None:
+            chunk_sizes = [request.remaining_context for request in plan.context_requests]
         context = tuple(self._context_work(request, size)
                         for request, size in zip(plan.context_requests, chunk_sizes, strict=True))
         generation = NO_GENERATION
@@ -61,6 +71,12 @@ class Resources:
         return ScheduledBatch(iteration, micro_batch_id, context, generation, updates, num_places)
 
     def _context_work(self, request: LlmRequest, size: int) -> ContextWork:
+        setup = None
+        if request.is_first_context_chunk:
+            setup = self._setups[request.request_id].continuing(request.tokens[0])
+            reused = self._kv.reused_tokens(request)
+            size = chunk_behind_reuse(size, reused, request.prompt_len, self._kv.tokens_per_block)
+            request.skip_context(reused)
         start = request.context_position
         token_ids = np.array(request.tokens[0][start:start + size], np.int32)
         table = self._prompt_tables.get(request.request_id)
@@ -69,15 +85,37 @@ class Resources:
             token_ids=token_ids,
             start=start,
             is_last_chunk=start + size == request.prompt_len,
-            setup=self._setups[request.request_id].continuing(request.tokens[0]) if start == 0 else None,
+            setup=setup,
             embeddings=None if table is None else table.embeddings(token_ids),
         )
 
-    def blocks_of(self, request: LlmRequest) -> list[int]:
-        return self._kv.block_ids(request)
+    def take_copies(self) -> list[BlockCopy]:
+        """What has to be copied before the batch of the last claim is started."""
+        return self._kv.take_copies()
 
-    def release(self, request: LlmRequest) -> None:
-        """Give everything back. A request that holds nothing is fine."""
-        self._kv.release(request)
+    def publish(self, batch: ScheduledBatch, requests: Sequence[LlmRequest], failed_slots: Collection[int]) -> None:
+        """Let other prompts use what the contexts of a finished step have computed, those of failed rows excepted."""
+        if not self._kv.enable_block_reuse:
+            return
+        for work, request in zip(batch.context, requests):
+            if work.slot not in failed_slots:
+                self._kv.publish_context(request, request.context_position)
+
+    def refresh(self) -> None:
+        """Let what was kept for a time go when its time is over."""
+        self._kv.refresh()
+
+    def blocks_to_clear(self, request: LlmRequest) -> list[int]:
+        """Blocks a failed step may have left anything in. Those that others hold or can find were written before."""
+        return self._kv.own_blocks(request)
+
+    def release(self, request: LlmRequest, *, keep_computed: bool = False) -> None:
+        """Give everything back. A request that holds nothing is fine.
+
+        keep_computed   all that was computed of it is right: prompts that begin with the same tokens may find it
+        """
+        in_context = request.context_position < request.prompt_len
+        computed = request.context_position if in_context else request.num_tokens
+        self._kv.release(request, computed if keep_computed else 0)
         self._setups.pop(request.request_id, None)
         self._prompt_tables.pop(request.request_id, None)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..errors import DeviceLostError, InsufficientMemoryError
-from ..handover import RowFailure, ScheduledBatch, StepOutput
+from ..errors import DeviceLostError, InsufficientMemoryError, InternalError
+from ..handover import BlockCopy, RowFailure, ScheduledBatch, StepOutput
 from ..names import ErrorCode
 from ..seams import Clock, ModelBackend, PendingStep
 
@@ -34,6 +34,24 @@ class StepRunner:
 
     def _beat(self, activity: str) -> None:
         self._heartbeat(activity, self._clock.monotonic())
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Carry out what the batch to be started next relies on.
+
+        Raises DeviceLostError or InternalError: the books of the KV cache say already that the content is where it is
+        copied to, so there is nothing to fall back on.
+        """
+        if copies:
+            self._beat("copying KV cache blocks")
+            try:
+                self._backend.copy_blocks(copies)
+            except DeviceLostError:
+                raise
+            except BaseException as error:
+                raise InternalError(f"copying KV cache blocks raised {type(error).__name__}",
+                                    "what the cache holds is not known any more",
+                                    "shut the manager down, make a new one, and report the log") from error
+            self._beat("loop")
 
     def start(self, batch: ScheduledBatch) -> "RunningStep":
         self._beat("model step")

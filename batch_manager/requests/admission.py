@@ -8,6 +8,7 @@ it over changes nothing.
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,6 @@ class Admitted:
     num_bytes    its tensors and the logits it will get back
     warnings     what was changed to make it fit, one sentence each
     prompt_table   embeddings of its virtual tokens; None: its prompt has none
-    cache_salt   as given
     """
 
     request: LlmRequest
@@ -85,7 +85,6 @@ class Admitted:
     num_bytes: int
     warnings: tuple[str, ...] = ()
     prompt_table: PromptTable | None = None
-    cache_salt: str | bytes | None = None
 
 
 @dataclass(slots=True)
@@ -103,7 +102,7 @@ class _Looked:
 
 
 class Admission:
-    """Decides about one item at a time; keeps no state between them.
+    """Decides about one item at a time; what it decides does not depend on those before.
 
     max_request_bytes         bytes of one request's tensors
     gather_context_logits, gather_generation_logits   whether requests may ask for them
@@ -124,6 +123,7 @@ class Admission:
         self.exclude_input_in_output = exclude_input_in_output
         self.static_batching = static_batching
         self.logits_post_processor_batched = logits_post_processor_batched
+        self._own_salts = count()
 
         vocab, longest = limits.vocab_size, limits.max_seq_len - 1
         prompt = (longest, f"the maximum input length is max_seq_len - 1 = {longest:,}, for one token more must fit")
@@ -259,7 +259,10 @@ class Admission:
                              draft_len=len(values.get("draft_input_ids", ())),
                              lora_task_id=scalars.get("lora_task_id"), priority=float(looked.priority),
                              batch_key=_batch_key(looked, sampling) if self.static_batching else None,
-                             cache_salt=_cache_salt(looked, prompt_table))
+                             # Logits come from computing: nothing of such a prompt may be found in the KV cache. No
+                             # other salt is an integer.
+                             cache_salt=next(self._own_salts) if return_context_logits
+                             else _cache_salt(looked, prompt_table))
         return Admitted(
             request=request,
             setup=SlotSetup(
@@ -297,7 +300,6 @@ class Admission:
             num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
             prompt_table=prompt_table,
-            cache_salt=looked.cache_salt,
         )
 
     def _post_processor_for(self, request: LlmRequest, looked: _Looked) -> LogitsPostProcessor | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from ..decoding.decoder import GptDecoder
 from ..decoding.logits_post_processors import NO_TOKEN, PostProcessed
 from ..errors import ConfigError, InsufficientMemoryError
 from ..handover import (
+    BlockCopy,
     BlockTableUpdates,
     ContextWork,
     GenerationWork,
@@ -101,7 +102,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         attention = (attention_factory or make_attention)(
             dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}))
     backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
-                            num_threads=params.num_threads)
+                            windows=windows, sink_tokens=sink, num_threads=params.num_threads)
     try:
         backend.warm_up()
     except Exception as error:
@@ -124,18 +125,21 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_bat
 class NativeBackend:
     """seams.ModelBackend over a loaded model, an attention and the pool that attention was built for.
 
+    windows, sink_tokens   what the attention was made with; None: no layer has a window
     num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
-                 max_seq_len: int, num_threads: int | None = None) -> None:
+                 max_seq_len: int, windows: Sequence[int | None] = (None,), sink_tokens: int = 0,
+                 num_threads: int | None = None) -> None:
         spec, device = loaded.spec, loaded.device
         num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
         self.info = BackendInfo(
             vocab_size=spec.vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
             tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch=attention.dispatch,
             hidden_size=spec.hidden_size,
-            device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."))
+            device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."),
+            attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens)
         self._device, self._num_threads = device, num_threads
         self._host_bytes = loaded.weight_bytes + pool.nbytes if device.type == "cpu" else 0
         self._layout: Layout | None = layout
@@ -155,6 +159,11 @@ class NativeBackend:
             calls = [self._runner.run(call, self._decoder.state)
                      for call in self._layout(batch, self._tables, self.info.tokens_per_block)]
             return self._draw(batch, calls)
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        with on_device(self._device), torch.inference_mode():
+            for copy in copies:                       # whole blocks, each one piece of memory: nothing is allocated
+                self._pool[copy.destination].copy_(self._pool[copy.source])
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         with on_device(self._device), torch.inference_mode():

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..attention.windows import blocks_seen
 from ..errors import InternalError
-from ..handover import END_ID, RowFailure, ScheduledBatch, SlotSetup, StepOutput
+from ..handover import END_ID, BlockCopy, RowFailure, ScheduledBatch, SlotSetup, StepOutput
 from ..names import ErrorCode
 from ..seams import BackendInfo, MemoryUsage
 from .block_tables import BlockTables
@@ -58,7 +58,7 @@ class ScriptedBackend:
         assert script is None or window is None
         self.info = BackendInfo(vocab_size=vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
                                 tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
-                                device="none", dtype="int32")
+                                device="none", dtype="int32", attention_window=window, sink_tokens=sink)
         self.key, self.script, self.verify = key & WORD, script, verify
         self.on_step, self.on_finish = on_step, on_finish
         self.window, self.sink = window, sink
@@ -96,6 +96,14 @@ class ScriptedBackend:
         self._state["last_tokens"][output.slots, drawn_at & 1] = output.tokens
         self.num_steps += 1
         return ScriptedStep(self, batch, step, output)
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Copies as many tokens as it is told to and no more, so that one too few is noticed."""
+        size = self.info.tokens_per_block
+        for copy in copies:
+            source, destination = copy.source * size, copy.destination * size
+            self._pool[destination: destination + copy.num_tokens] = self._pool[source: source + copy.num_tokens]
+            self._poisoned[copy.destination] = self._poisoned[copy.source]
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         self._poisoned[block_ids] = False

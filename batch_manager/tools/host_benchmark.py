@@ -98,7 +98,7 @@ class TimedBackend:
         self._start = stopwatch.watch("model", backend.start)
         self._finish = stopwatch.watch("model", lambda step: step.finish())
         self.info, self.memory_usage = backend.info, backend.memory_usage
-        self.clear_blocks, self.close = backend.clear_blocks, backend.close
+        self.copy_blocks, self.clear_blocks, self.close = backend.copy_blocks, backend.clear_blocks, backend.close
 
     def start(self, batch: ScheduledBatch) -> "TimedStep":
         return TimedStep(self._start(batch), self._finish)

@@ -196,7 +196,7 @@ def test_an_ordinary_request_becomes_what_the_loop_needs(admit):
     assert admitted.setup == SlotSetup(end_id=2, temperature=0.5, top_k=4, top_p=0.75, random_seed=11,
                                        return_log_probs=True, prompt_length=3)
     assert admitted.response == ResponseOptions(is_streaming=True, return_log_probs=True, deadline_s=2.0)
-    assert admitted.warnings == () and admitted.cache_salt == "tenant"
+    assert admitted.warnings == () and admitted.request.cache_salt == "tenant"
 
 
 @pytest.mark.parametrize("prompt", VALID["input_ids"], ids=str)
