@@ -73,7 +73,8 @@ def build_loop(
             gather_generation_logits=optional_params.gather_generation_logits,
             exclude_input_in_output=exclude_input_in_output,
             static_batching=static_batch,
-            logits_post_processor_batched=parts.logits_post_processor_batched)
+            logits_post_processor_batched=parts.logits_post_processor_batched,
+            blocks_of=kv_cache_manager.get_needed_resource_to_completion)
         loop = GenerationLoop(
             limits=limits,
             callbacks=callbacks,
@@ -122,11 +123,9 @@ def without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
 
 def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
     """Raise ConfigError, by name, for an option this version knows and does not have."""
-    kv = params.kv_cache_config
     not_built = {
         "deterministic": params.deterministic,
         "cuda_graphs": params.cuda_graphs is True,
-        "KvCacheConfig.host_cache_size": kv.host_cache_size > 0,
     }
     for name, asked_for in not_built.items():
         if asked_for:
@@ -154,7 +153,8 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, info: BackendInfo, 
     return KvCacheManager(
         limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, window=window,
         temporary_attention_window=0 if window is None else limits.max_seq_len - window,
-        sink_token_length=sinks, enable_block_reuse=kv.enable_block_reuse, now=clock.monotonic)
+        sink_token_length=sinks, enable_block_reuse=kv.enable_block_reuse,
+        host_blocks=info.host_blocks if kv.host_cache_size else 0, now=clock.monotonic)
 
 
 def _make_backend(model_path: Any, model_type: TrtGptModelType, params: TrtGptModelOptionalParams,

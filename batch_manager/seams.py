@@ -18,9 +18,10 @@ class BackendInfo:
     dispatch              which implementation of the kernels runs: "triton", "torch" or "scripted"
     hidden_size           entries of a token's embedding; 0: embeddings of virtual tokens are not taken
     device, dtype         in words, for logs and stats
-    attention_window      tokens a token sees, itself included, besides the first `sink_tokens`: blocks that no later one
-                          sees are given to others. None: tokens see all before them
+    attention_window      tokens a token sees, itself included, besides the first `sink_tokens`: blocks that no later
+                          one sees are given to others. None: tokens see all before them
     sink_tokens           first tokens of a sequence that stay visible outside the window
+    host_blocks           blocks of a second pool in host memory, for what is evicted from the first
     """
 
     vocab_size: int
@@ -34,6 +35,7 @@ class BackendInfo:
     dtype: str = "float32"
     attention_window: int | None = None
     sink_tokens: int = 0
+    host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

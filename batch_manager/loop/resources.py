@@ -114,8 +114,12 @@ class Resources:
 
         keep_computed   all that was computed of it is right: prompts that begin with the same tokens may find it
         """
-        in_context = request.context_position < request.prompt_len
-        computed = request.context_position if in_context else request.num_tokens
-        self._kv.release(request, computed if keep_computed else 0)
+        self._kv.release(request, self._computed_tokens(request) if keep_computed else 0)
         self._setups.pop(request.request_id, None)
         self._prompt_tables.pop(request.request_id, None)
+
+    def _computed_tokens(self, request: LlmRequest) -> int:
+        """Leading tokens of which all is in the cache, 0 when steps have added none to what was found there."""
+        if request.context_position == request.prompt_len:
+            return request.num_tokens
+        return request.context_position if request.context_position > self._kv.reused_tokens(request) else 0

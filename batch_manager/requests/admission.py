@@ -110,13 +110,16 @@ class Admission:
     logits_post_processor_batched   the one that requests name "batched"; None: there is none
     static_batching           requests run in static batches: streaming has no effect but that the one response holds
                               the new tokens only, and each request says whom it can share a batch with
+    blocks_of                 KV cache blocks a request may hold at a time; None: one for each of its tokens, rounded up
     """
 
     def __init__(self, limits: Limits, *, max_request_bytes: int = 64 * 1024 * 1024, gather_context_logits: bool = True,
                  gather_generation_logits: bool = True, exclude_input_in_output: bool = False,
                  static_batching: bool = False,
-                 logits_post_processor_batched: Callable[..., Any] | None = None) -> None:
+                 logits_post_processor_batched: Callable[..., Any] | None = None,
+                 blocks_of: Callable[[LlmRequest], int] | None = None) -> None:
         self.limits = limits
+        self._blocks_of = blocks_of or (lambda request: -(-request.final_length // limits.tokens_per_block))
         self.max_request_bytes = max_request_bytes
         self.gather_context_logits = gather_context_logits
         self.gather_generation_logits = gather_generation_logits
@@ -255,14 +258,15 @@ class Admission:
             prompt_table = PromptTable(self.limits.vocab_size, values["prompt_embedding_table"])
             num_bytes += prompt_table.rows.nbytes - looked.tensors["prompt_embedding_table"].num_bytes
         returned_rows = return_context_logits * len(prompt) + return_generation_logits * max_new_tokens
-        request = LlmRequest(request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
-                             draft_len=len(values.get("draft_input_ids", ())),
-                             lora_task_id=scalars.get("lora_task_id"), priority=float(looked.priority),
-                             batch_key=_batch_key(looked, sampling) if self.static_batching else None,
-                             # Logits come from computing: nothing of such a prompt may be found in the KV cache. No
-                             # other salt is an integer.
-                             cache_salt=next(self._own_salts) if return_context_logits
-                             else _cache_salt(looked, prompt_table))
+        request = LlmRequest(
+            request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
+            draft_len=len(values.get("draft_input_ids", ())), lora_task_id=scalars.get("lora_task_id"),
+            priority=float(looked.priority),
+            batch_key=_batch_key(looked, sampling) if self.static_batching else None,
+            # Logits come from computing, so nothing of the prompt may be found in the KV cache: it gets a salt that
+            # nobody else has. No other one is an integer.
+            cache_salt=next(self._own_salts) if return_context_logits else _cache_salt(looked, prompt_table))
+        self._check_blocks(request)
         return Admitted(
             request=request,
             setup=SlotSetup(
@@ -446,14 +450,16 @@ class Admission:
                     "without chunked context it could not go on from there",
                     f"set enable_chunked_context, use GUARANTEED_NO_EVICT, or raise max_num_tokens to {longest:,}")
 
-        blocks = -(-(prompt_len + max_new_tokens) // limits.tokens_per_block)
+        return max_new_tokens, warnings
+
+    def _check_blocks(self, request: LlmRequest) -> None:
+        limits, blocks = self.limits, self._blocks_of(request)
         if blocks > limits.num_blocks:
             raise RequestTooLargeError(
-                f"input_ids has {prompt_len:,} tokens and request_output_len is {max_new_tokens:,}",
+                f"input_ids has {request.prompt_len:,} tokens and request_output_len is {request.max_new_tokens:,}",
                 f"together they may need {blocks:,} blocks of {limits.tokens_per_block} tokens, and the pool has "
                 f"{limits.num_blocks:,}: it would wait for ever",
                 f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
-        return max_new_tokens, warnings
 
 
 def _batch_key(looked: _Looked, sampling: SamplingConfig) -> Hashable:

@@ -47,6 +47,7 @@ class ScriptedBackend:
     on_finish   (batch) the same inside `finish`
     window, sink   what the hash sees of the history, as in attention/windows.py. It is then read back in every step,
                 verify or not, and blocks may be given back as they leave the window. A script sees all: not with these
+    host_blocks   blocks of a second pool, for what is evicted from the first
     verify      read the whole history back in every step and check the batch; without, the hash is carried along per
                 slot, nothing is checked and a step that succeeded cannot be run again: for measuring the host
     """
@@ -54,18 +55,21 @@ class ScriptedBackend:
     def __init__(self, *, vocab_size: int = 1000, max_seq_len: int = 1024, num_blocks: int = 256,
                  tokens_per_block: int = 8, num_slots: int = 16, key: int = 0, script: Script | None = None,
                  on_step: StepHook | None = None, on_finish: StepHook | None = None, verify: bool = True,
-                 window: int | None = None, sink: int = 0) -> None:
+                 window: int | None = None, sink: int = 0, host_blocks: int = 0) -> None:
         assert script is None or window is None
         self.info = BackendInfo(vocab_size=vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
                                 tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
-                                device="none", dtype="int32", attention_window=window, sink_tokens=sink)
+                                device="none", dtype="int32", attention_window=window, sink_tokens=sink,
+                                host_blocks=host_blocks)
         self.key, self.script, self.verify = key & WORD, script, verify
         self.on_step, self.on_finish = on_step, on_finish
         self.window, self.sink = window, sink
         self.num_steps = 0
         self.closed = False
         self._pool = np.full(num_blocks * tokens_per_block, UNWRITTEN, np.int32)
+        self._host_pool = np.full(host_blocks * tokens_per_block, UNWRITTEN, np.int32)
         self._poisoned = np.zeros(num_blocks, bool)
+        self._host_poisoned = np.zeros(host_blocks, bool)
         self._any_poisoned = False
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
@@ -99,11 +103,14 @@ class ScriptedBackend:
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """Copies as many tokens as it is told to and no more, so that one too few is noticed."""
-        size = self.info.tokens_per_block
+        size, here, host = self.info.tokens_per_block, (self._pool, self._poisoned), (
+            self._host_pool, self._host_poisoned)
         for copy in copies:
+            source_tokens, source_poisoned = host if copy.from_host else here
+            tokens, poisoned = host if copy.to_host else here
             source, destination = copy.source * size, copy.destination * size
-            self._pool[destination: destination + copy.num_tokens] = self._pool[source: source + copy.num_tokens]
-            self._poisoned[copy.destination] = self._poisoned[copy.source]
+            tokens[destination: destination + copy.num_tokens] = source_tokens[source: source + copy.num_tokens]
+            poisoned[copy.destination] = source_poisoned[copy.source]
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         self._poisoned[block_ids] = False
