@@ -118,7 +118,7 @@ def without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
     if not kv.enable_block_reuse:
         return kv
     log.warning("KvCacheConfig.enable_block_reuse is switched off: %s", reason)
-    return replace(kv, enable_block_reuse=False)
+    return replace(kv, enable_block_reuse=False, host_cache_size=0)
 
 
 def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
@@ -137,7 +137,7 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, info: BackendInfo, 
 
     The window is the backend's: it may be narrower than the configured one, or be there without one being configured.
 
-    Raises ConfigError when the backend looks further back than it was configured to.
+    Raises ConfigError when the backend looks further back, or has less memory, than it was configured to.
     """
     window, asked = info.attention_window, kv.max_attention_window
     if asked is not None and asked < limits.max_seq_len and (window is None or window > asked
@@ -150,6 +150,9 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, info: BackendInfo, 
         window, sinks = None, 0
     if sinks:
         kv = without_block_reuse(kv, "with sink tokens every prompt is computed whole")
+    if kv.host_cache_size and not info.host_blocks:
+        raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
+                          "construct it with some and say so in its BackendInfo, or leave host_cache_size out")
     return KvCacheManager(
         limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, window=window,
         temporary_attention_window=0 if window is None else limits.max_seq_len - window,

@@ -27,9 +27,9 @@ class KvCacheConfig:
     sink_token_length          first tokens that stay visible although outside the window
     free_gpu_memory_fraction   share of the memory free after the weights are loaded, 0 < x <= 1; on a CPU of the free
                                host memory, and there the default pool is at most 2 GiB
-    enable_block_reuse         keep full blocks of finished requests for prompts that share a prefix
+    enable_block_reuse         prompts begin behind what is cached of the prompts and texts before them
     tokens_per_block           power of two; a context chunk that is not the last is a multiple of it
-    host_cache_size            bytes of host memory for reusable blocks evicted from the pool
+    host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
     """
 
     max_tokens: int | None = None
@@ -56,6 +56,9 @@ class KvCacheConfig:
         if self.sink_token_length and self.max_attention_window is None:
             raise ConfigError(f"sink_token_length is {self.sink_token_length} but max_attention_window is not set",
                               fix="sink tokens only mean something outside a sliding window; set both or neither")
+        if self.host_cache_size and not self.enable_block_reuse:
+            raise ConfigError(f"host_cache_size is {self.host_cache_size:,} but enable_block_reuse is not set",
+                              fix="the host keeps blocks for prompts to reuse; set both or neither")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,7 +134,7 @@ class Uploads:
             if held[0].nbytes >= num_bytes:
                 return held
         size = max(1 << 16, 2 * num_bytes)
-        self._buffers[index] = (_pinned((size,), torch.uint8), torch.cuda.Event())
+        self._buffers[index] = (pinned((size,), torch.uint8), torch.cuda.Event())
         return self._buffers[index]
 
 
@@ -146,7 +146,7 @@ class Readback:
         if device.type == "cpu":
             self._host = tensors
             return
-        self._host = {name: _pinned(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self._host = {name: pinned(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             self._host[name].copy_(tensor, non_blocking=True)
         # "blocking": the waiting thread sleeps instead of spinning; torch releases the GIL around the wait.
@@ -177,7 +177,7 @@ def compute_threads(device: torch.device, count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Host memory that a GPU can copy from and to while the host goes on; torch keeps it for the next time."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 

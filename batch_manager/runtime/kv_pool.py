@@ -12,7 +12,7 @@ import torch
 
 from ..errors import InsufficientMemoryError
 from ..models.model_spec import ModelSpec
-from .device import is_out_of_memory
+from .device import is_out_of_memory, pinned
 
 ALIGNMENT = 64                     # bytes; a cache line, and the widest vector
 
@@ -40,6 +40,38 @@ def make_kv_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype:
         raise InsufficientMemoryError(
             f"the KV cache of {num_blocks:,} blocks takes {num_bytes:,} bytes, and {device} does not give them",
             fix="lower KvCacheConfig.max_tokens or KvCacheConfig.free_gpu_memory_fraction") from error
+
+
+def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype: torch.dtype,
+                   device: torch.device) -> list[torch.Tensor]:
+    """Blocks in host memory, of the shape of the pool's, for what is evicted from it; pinned where `device` is a GPU.
+
+    Raises InsufficientMemoryError.
+    """
+    if device.type == "cpu":
+        return list(make_kv_pool(spec, num_blocks, tokens_per_block, dtype, device)) if num_blocks else []
+    shape, one_block = _block_shape(spec, tokens_per_block), block_bytes(spec, tokens_per_block, dtype)
+    try:
+        return [block for count in pinned_pieces(num_blocks, one_block) for block in pinned((count, *shape), dtype)]
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InsufficientMemoryError(
+            f"{num_blocks:,} KV cache blocks in host memory take {num_blocks * one_block:,} bytes, and the system does "
+            "not pin them", fix="lower KvCacheConfig.host_cache_size") from error
+
+
+def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
+    """Blocks of each allocation that together are `num_blocks`.
+
+    torch rounds what it pins up to a power of two, which can double it: each piece fills one but for less than a block.
+    """
+    pieces = []
+    while num_blocks:
+        power = 1 << max((num_blocks * block_bytes).bit_length() - 1, (block_bytes - 1).bit_length())
+        pieces.append(min(power // block_bytes, num_blocks))
+        num_blocks -= pieces[-1]
+    return pieces
 
 
 def clear_blocks(pool: torch.Tensor, block_ids: Sequence[int]) -> None:

@@ -11,7 +11,7 @@
 from dataclasses import dataclass
 
 from ..config import KvCacheConfig
-from ..errors import InsufficientMemoryError
+from ..errors import ConfigError, InsufficientMemoryError
 
 DEFAULT_CPU_POOL_BYTES = 2 << 30
 
@@ -27,6 +27,23 @@ class MemoryPlan:
     @property
     def pool_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+
+def plan_host_blocks(host_cache_size: int, *, block_bytes: int, free_bytes: int) -> int:
+    """How many blocks the host's pool gets; 0 when none was asked for.
+
+    free_bytes   of host memory
+    Raises InsufficientMemoryError; ConfigError when not even one block was asked for.
+    """
+    if host_cache_size > free_bytes:
+        raise InsufficientMemoryError(f"host_cache_size is {host_cache_size:,} bytes",
+                                      f"{free_bytes:,} bytes of host memory are free",
+                                      "lower KvCacheConfig.host_cache_size, or free memory")
+    if 0 < host_cache_size < block_bytes:
+        raise ConfigError(f"host_cache_size is {host_cache_size:,} bytes",
+                          f"one KV cache block takes {block_bytes:,}",
+                          "raise KvCacheConfig.host_cache_size, or leave it out")
+    return host_cache_size // block_bytes
 
 
 def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, step_bytes: int, on_gpu: bool,

@@ -44,9 +44,9 @@ from .device import (
     release_memory,
     resolve_device,
 )
-from .kv_pool import block_bytes, clear_blocks, make_kv_pool
+from .kv_pool import block_bytes, clear_blocks, make_host_pool, make_kv_pool
 from .layouts import Layout
-from .memory_plan import plan_memory
+from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 
 log = logging.getLogger("batch_manager")
@@ -79,6 +79,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                       "use a smaller model or dtype, or free memory") from error
 
     spec, kv = loaded.spec, params.kv_cache_config
+    on_cpu = device.type == "cpu"
     max_seq_len = spec.max_position_embeddings if params.max_seq_len is None else params.max_seq_len
     if max_seq_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -86,23 +87,27 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
             f"set max_seq_len to at most {spec.max_position_embeddings:,} or leave it unset")
     # A padded call is bounded by its sequences, not by its tokens. What does not fit all the same is run in halves.
     step_tokens = params.max_batch_size * max_seq_len if layout is layouts.padded else params.max_num_tokens
+    one_block = block_bytes(spec, kv.tokens_per_block, loaded.dtype)
+    windows, sink = effective_windows(spec.windows, kv.max_attention_window, kv.sink_token_length, max_seq_len)
+    host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size, block_bytes=one_block,    # sinks rule reuse out
+                                   free_bytes=free_memory(torch.device("cpu")))
     plan = plan_memory(
         kv,
-        block_bytes=block_bytes(spec, kv.tokens_per_block, loaded.dtype),
-        free_bytes=free_memory(device),
+        block_bytes=one_block,
+        free_bytes=free_memory(device) - (host_blocks * one_block if on_cpu else 0),
         step_bytes=step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size),
-        on_gpu=device.type != "cpu",
+        on_gpu=not on_cpu,
         max_seq_len=max_seq_len,
         max_num_sequences=None if params.max_num_sequences == -1 else num_slots)
     log.info("weights of %s bytes on %s; %s", f"{loaded.weight_bytes:,}", device_name(device), plan.reason)
 
     with torch.inference_mode():
         pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
-        windows, sink = effective_windows(spec.windows, kv.max_attention_window, kv.sink_token_length, max_seq_len)
+        host_pool = make_host_pool(spec, host_blocks, kv.tokens_per_block, loaded.dtype, device)
         attention = (attention_factory or make_attention)(
             dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}))
     backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
-                            windows=windows, sink_tokens=sink, num_threads=params.num_threads)
+                            windows=windows, sink_tokens=sink, host_pool=host_pool, num_threads=params.num_threads)
     try:
         backend.warm_up()
     except Exception as error:
@@ -126,12 +131,13 @@ class NativeBackend:
     """seams.ModelBackend over a loaded model, an attention and the pool that attention was built for.
 
     windows, sink_tokens   what the attention was made with; None: no layer has a window
+    host_pool     blocks in host memory
     num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
                  max_seq_len: int, windows: Sequence[int | None] = (None,), sink_tokens: int = 0,
-                 num_threads: int | None = None) -> None:
+                 host_pool: Sequence[torch.Tensor] = (), num_threads: int | None = None) -> None:
         spec, device = loaded.spec, loaded.device
         num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
         self.info = BackendInfo(
@@ -139,11 +145,15 @@ class NativeBackend:
             tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch=attention.dispatch,
             hidden_size=spec.hidden_size,
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."),
-            attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens)
+            attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
+            host_blocks=len(host_pool))
         self._device, self._num_threads = device, num_threads
-        self._host_bytes = loaded.weight_bytes + pool.nbytes if device.type == "cpu" else 0
+        self._pinned_bytes = sum(block.nbytes for block in host_pool)
+        self._host_bytes = 0
+        if device.type == "cpu":
+            self._host_bytes, self._pinned_bytes = loaded.weight_bytes + pool.nbytes + self._pinned_bytes, 0
         self._layout: Layout | None = layout
-        self._pool = pool
+        self._pool, self._host_pool = pool, host_pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads = Uploads(device)
         with torch.inference_mode():
@@ -163,7 +173,9 @@ class NativeBackend:
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         with on_device(self._device), torch.inference_mode():
             for copy in copies:                       # whole blocks, each one piece of memory: nothing is allocated
-                self._pool[copy.destination].copy_(self._pool[copy.source])
+                source = self._host_pool if copy.from_host else self._pool
+                destination = self._host_pool if copy.to_host else self._pool
+                destination[copy.destination].copy_(source[copy.source], non_blocking=True)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         with on_device(self._device), torch.inference_mode():
@@ -171,12 +183,13 @@ class NativeBackend:
 
     def memory_usage(self) -> MemoryUsage:
         return MemoryUsage(gpu=allocated_bytes(self._device), cpu=self._host_bytes,
-                           pinned=self._uploads.pinned_bytes)
+                           pinned=self._pinned_bytes + self._uploads.pinned_bytes)
 
     def close(self) -> None:
         if self._runner is not None:
             self._runner = self._decoder = self._pool = self._layout = None
-            self._uploads, self._host_bytes = Uploads(self._device), 0
+            self._host_pool = ()
+            self._uploads, self._host_bytes, self._pinned_bytes = Uploads(self._device), 0, 0
             release_memory(self._device)
 
     def warm_up(self) -> None:

@@ -205,7 +205,7 @@ def test_c12_what_a_row_that_is_not_finite_computed_is_never_found(make_world, n
     assert world.client.final(1).code == "NON_FINITE_LOGITS" and planted
     # Of the first chunk, which was fine, all but the last token's block was published.
     assert ask(world, new_request, 2, prompt)[0][0] == (8 if chunked else 0)
-    for number in range(3, 30):                                    # every block of the pool, the cleared ones among them
+    for number in range(3, 30):                                 # every block of the pool, the cleared ones among them
         ask(world, new_request, number, [number] * 11)
 
 

@@ -3,8 +3,8 @@ import re
 import pytest
 
 from batch_manager.config import KvCacheConfig
-from batch_manager.errors import InsufficientMemoryError
-from batch_manager.runtime.memory_plan import plan_memory
+from batch_manager.errors import ConfigError, InsufficientMemoryError
+from batch_manager.runtime.memory_plan import plan_host_blocks, plan_memory
 
 MIB, GIB = 2**20, 2**30
 
@@ -49,3 +49,27 @@ def test_memory_for_less_than_one_block_is_refused():
     for facts in ({"free_bytes": MIB}, {"free_bytes": 0}, {"block_bytes": 9 * GIB + GIB // 2}):
         with pytest.raises(InsufficientMemoryError, match="needs 1 blocks"):
             plan(**facts)
+
+
+@pytest.mark.parametrize("size, num_blocks", [(0, 0), (MIB, 1), (2 * MIB - 1, 1), (GIB, 1024)])
+def test_host_blocks_are_whole_blocks_of_what_was_asked_for(size, num_blocks):
+    assert plan_host_blocks(size, block_bytes=MIB, free_bytes=GIB) == num_blocks
+
+
+def test_a_host_cache_that_does_not_fit_or_holds_no_block_is_refused_with_the_numbers():
+    with pytest.raises(InsufficientMemoryError, match=r"1,073,741,825 bytes; 1,073,741,824 bytes of host memory"):
+        plan_host_blocks(GIB + 1, block_bytes=MIB, free_bytes=GIB)
+    with pytest.raises(ConfigError, match=r"1,048,575 bytes; one KV cache block takes 1,048,576"):
+        plan_host_blocks(MIB - 1, block_bytes=MIB, free_bytes=GIB)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 7, 100, 12345])
+@pytest.mark.parametrize("block_bytes", [1, 1000, 5898240, 1 << 20, (1 << 20) + 1])
+def test_pinned_pieces_waste_less_than_a_block_each_when_rounded_up_to_a_power_of_two(num_blocks, block_bytes):
+    pytest.importorskip("torch")
+    from batch_manager.runtime.kv_pool import pinned_pieces
+
+    pieces = pinned_pieces(num_blocks, block_bytes)
+    assert sum(pieces) == num_blocks and len(pieces) <= 20
+    for piece in pieces:
+        assert (1 << (piece * block_bytes - 1).bit_length()) - piece * block_bytes < block_bytes

@@ -1,0 +1,202 @@
+"""Reuse of cached prefixes, host blocks, windows and sinks on real models: the tokens of the same request alone."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
+from batch_manager.models.registry import load_model
+
+MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
+FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
+SIZE = 8
+SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
+
+
+def family_of_prompts(vocab_size, seed=0):
+    """Prompts that begin alike: the same, parts of one another, going on differently in the middle of a block."""
+    draw = random.Random(seed)
+    trunk = [draw.randrange(vocab_size) for _ in range(90)]
+
+    def branch(length, more):
+        return trunk[:length] + [draw.randrange(vocab_size) for _ in range(more)]
+
+    return dict(enumerate([
+        branch(80, 0), branch(80, 0), branch(80, 5), branch(43, 0), branch(43, 30), branch(16, 9), branch(17, 9),
+        branch(0, 12), branch(90, 3), branch(80, 5), branch(64, 1), branch(1, 0)]))
+
+
+def serve(make_manager, new_client, new_request, folder, prompts, count, *, options=None, **engine):
+    """All of them through one engine, a few at a time. Returns their finals by id and the statistics."""
+    client, draw = new_client(), random.Random(1)
+    items = [new_request(i, prompt, count(i), return_log_probs=True, **(options or {}))
+             for i, prompt in prompts.items()]
+
+    def get(max_num_requests):
+        given, items[:] = items[:draw.choice([0, 0, 1, 2])][:max_num_requests], items
+        del items[:len(given)]
+        return given
+
+    client.get = get
+    manager = make_manager(client, model_path=folder, num_threads=1, **engine)
+    client.wait_for_finals(*prompts)
+    assert manager.shutdown()
+    finals = {i: client.final(i) for i in prompts}
+    assert all(final.error == "" for final in finals.values())
+    return finals, [json.loads(record) for record in client.stats]
+
+
+def alone(make_manager, new_client, new_request, folder, prompts, count, **more):
+    """Nothing reused, nobody beside."""
+    return serve(make_manager, new_client, new_request, folder, prompts, count, max_batch_size=1,
+                 kv_cache_config=KvCacheConfig(tokens_per_block=SIZE, max_tokens=256), **more)[0]
+
+
+def assert_same(finals, expected):
+    for i, final in finals.items():
+        assert final.tokens() == expected[i].tokens()
+        np.testing.assert_allclose(final.tensors["output_log_probs"], expected[i].tensors["output_log_probs"], atol=2e-4)
+
+
+def kv(blocks, **more):
+    return KvCacheConfig(tokens_per_block=SIZE, max_tokens=blocks * SIZE, enable_block_reuse=True, **more)
+
+
+# Small pools pause and evict; the host's blocks are 3 of the tiny models' largest.
+ENGINES = {
+    "everything kept": dict(policy=MAX, kv_cache_config=kv(200)),
+    "pauses and chunks": dict(policy=MAX, kv_cache_config=kv(19), enable_chunked_context=True, max_num_tokens=32),
+    "overlap": dict(policy=GUARANTEED, kv_cache_config=kv(60), enable_trt_overlap=True, max_batch_size=3),
+    "host blocks": dict(policy=MAX, kv_cache_config=kv(16, host_cache_size=1 << 20), max_batch_size=2),
+    "split, chunks, host blocks": dict(policy=GUARANTEED, kv_cache_config=kv(15, host_cache_size=1 << 20),
+                                       model_type=SPLIT, enable_chunked_context=True, max_num_tokens=24),
+    "static batches": dict(kv_cache_config=kv(60), model_type=V1),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_greedy_tokens_are_those_of_transformers(make_manager, new_client, new_request, reference, engine):
+    prompts = family_of_prompts(reference.vocab_size)
+    finals, records = serve(make_manager, new_client, new_request, reference.folder, prompts, lambda i: 12 + i % 5,
+                            **ENGINES[engine])
+    for i, prompt in prompts.items():
+        tokens = finals[i].tokens()
+        assert tokens[len(prompt):] == reference.greedy(prompt, 12 + i % 5), f"prompt {i}"
+        logits = reference.logits(tokens).astype(np.float64)[len(prompt) - 1:-1]
+        chosen = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        chosen = chosen[np.arange(len(chosen)), tokens[len(prompt):]]
+        np.testing.assert_allclose(finals[i].tensors["output_log_probs"][0, 0], chosen, atol=2e-4, rtol=0)
+    again = records[-1]["Reused KV cache blocks"]
+    assert again == 0 if engine == "static batches" else again > 15
+    if "pauses" in engine:
+        assert sum(record["Paused Requests"] for record in records) > 0
+
+
+def test_the_shipped_model_says_the_same_with_and_without_reuse(make_manager, new_client, new_request):
+    prompts, count = family_of_prompts(2000, seed=3), lambda i: 6 + i % 3
+    options = {"temperature": 0.8, "runtime_top_k": 50, "runtime_top_p": 0.95, "random_seed": 11}
+    expected = alone(make_manager, new_client, new_request, SHIPPED, prompts, count, options=options)
+    for engine in ("pauses and chunks", "host blocks"):
+        finals, records = serve(make_manager, new_client, new_request, SHIPPED, prompts, count, options=options,
+                                **ENGINES[engine])
+        assert_same(finals, expected)
+        assert records[-1]["Reused KV cache blocks"] > 15
+
+
+def test_samples_are_the_same_with_and_without_reuse(make_manager, new_client, new_request, llama_reference):
+    prompts, count = family_of_prompts(llama_reference.vocab_size, seed=4), lambda i: 12
+    options = {"temperature": 0.9, "runtime_top_k": 30, "random_seed": 2**63 + 1}
+    expected = alone(make_manager, new_client, new_request, llama_reference.folder, prompts, count, options=options)
+    for engine in ENGINES.values():
+        finals, _ = serve(make_manager, new_client, new_request, llama_reference.folder, prompts, count,
+                          options=options, **engine)
+        assert_same(finals, expected)
+
+
+# Windows and sinks.
+
+class Streaming:
+    """StreamingLLM in plain torch: the loaded model, run on the whole text, over an attention that is a mask."""
+
+    dispatch = "mask"
+
+    def __init__(self, folder, window, sink):
+        self.loaded = load_model(folder, device=torch.device("cpu"), dtype="float32")
+        self.spec, self.window, self.sink = self.loaded.spec, window, sink
+
+    def run(self, layer, query, key, value, rotary):
+        count, position = len(query), torch.arange(len(query))
+        if rotary is not None:
+            query, key = self._rotate(query, rotary), self._rotate(key, rotary)
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        back = position[:, None] - position
+        visible = (back >= 0) & ((back < self.window) | (position < self.sink))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / self.spec.head_size**0.5
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value).reshape(count, -1)
+
+    @staticmethod
+    def _rotate(heads, rotary):
+        cos, sin = rotary.cos[:len(heads), None], rotary.sin[:len(heads), None]
+        half = cos.shape[-1]
+        first, second, rest = heads[..., :half], heads[..., half:2 * half], heads[..., 2 * half:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+    def greedy(self, prompt, count):
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(count):
+                hidden = self.loaded.model.forward(torch.tensor(tokens), torch.arange(len(tokens)), self)
+                tokens.append(int(self.loaded.model.logits(hidden[-1:])[0].argmax()))
+        return tokens[len(prompt):]
+
+
+WINDOWED = [
+    (20, 0, dict(policy=MAX, kv=dict(max_tokens=40 * SIZE, enable_block_reuse=True))),
+    (20, 0, dict(policy=GUARANTEED, kv=dict(max_tokens=24 * SIZE, enable_block_reuse=True, host_cache_size=1 << 20),
+                 enable_chunked_context=True, max_num_tokens=24)),
+    (20, 3, dict(policy=MAX, kv=dict(max_tokens=30 * SIZE))),
+    (24, 9, dict(policy=GUARANTEED, kv=dict(max_tokens=40 * SIZE), enable_trt_overlap=True, max_batch_size=3)),
+    (20, 3, dict(kv=dict(max_tokens=40 * SIZE), model_type=V1)),
+]
+
+
+@pytest.mark.parametrize("window, sink, engine", WINDOWED)
+def test_windows_and_sinks_are_streaming_llm(make_manager, new_client, new_request, reference, window, sink, engine):
+    config = KvCacheConfig(tokens_per_block=SIZE, max_attention_window=window, sink_token_length=sink, **engine["kv"])
+    engine = {name: value for name, value in engine.items() if name != "kv"}
+    prompts = family_of_prompts(reference.vocab_size, seed=5)
+    finals, records = serve(make_manager, new_client, new_request, reference.folder, prompts, lambda i: 10 + 2 * i,
+                            kv_cache_config=config, **engine)
+    expected = Streaming(reference.folder, window, sink)
+    for i in (0, 2, 4, 7, 9, 11):
+        prompt = prompts[i]
+        assert finals[i].tokens()[len(prompt):] == expected.greedy(prompt, 10 + 2 * i), f"prompt {i}"
+    assert (records[-1]["Reused KV cache blocks"] > 0) == config.enable_block_reuse
+
+
+def test_a_window_lets_a_long_text_run_in_a_pool_that_does_not_hold_it(make_manager, new_client, new_request,
+                                                                       llama_reference):
+    """Its blocks return to the pool as they leave the window."""
+    config = KvCacheConfig(tokens_per_block=SIZE, max_attention_window=32, sink_token_length=4, max_tokens=256)
+    finals, records = serve(make_manager, new_client, new_request, llama_reference.folder, {1: [5, 6, 7]},
+                            lambda i: 120, kv_cache_config=config, policy=MAX)
+    assert finals[1].tokens()[3:] == Streaming(llama_reference.folder, 32, 4).greedy([5, 6, 7], 120)
+    assert max(record["Used KV cache blocks"] for record in records) <= 1 + 4 + 2
+
+
+def test_a_models_own_window_gives_its_blocks_back(make_manager, new_client, new_request, reference):
+    if "mistral" not in str(reference.folder):
+        pytest.skip("has no window")
+    prompts = {i: prompt for i, prompt in family_of_prompts(reference.vocab_size, seed=6).items() if i in (0, 2, 4, 5)}
+    finals, records = serve(make_manager, new_client, new_request, reference.folder, prompts, lambda i: 60,
+                            kv_cache_config=kv(60), max_batch_size=1)
+    for i, prompt in prompts.items():
+        assert finals[i].tokens()[len(prompt):] == reference.greedy(prompt, 60)
+    generating = [record for record in records if record["Generation Requests"]]
+    assert max(record["Used KV cache blocks"] for record in generating) <= 48 // SIZE + 2

@@ -1,0 +1,98 @@
+"""Copies between blocks, and to and from host memory, on the native backend."""
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.handover import BlockCopy, BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.runtime import layouts
+from batch_manager.runtime.native_backend import build_native_backend
+
+SIZE, BLOCKS = 8, 12
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device")])]
+
+
+def build(checkpoint, device="cpu", host_blocks=3):
+    one_block = 3 * 2 * 2 * SIZE * 8 * 4               # layers, keys and values, heads, tokens, head size, float32
+    kv = KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE, enable_block_reuse=host_blocks > 0,
+                       host_cache_size=host_blocks * one_block)
+    return build_native_backend(checkpoint[0], TrtGptModelOptionalParams(device=device, dtype="float32",
+                                                                         kv_cache_config=kv),
+                                layout=layouts.fused, num_slots=4)
+
+
+def fill(backend):
+    """Every block gets a content of its own."""
+    with torch.inference_mode():
+        backend._pool.copy_(torch.arange(BLOCKS, device=backend._pool.device).float().view(-1, 1, 1, 1, 1, 1).expand(
+            backend._pool.shape) + 1)
+
+
+def contents(backend):
+    pool = backend._pool.cpu()
+    assert all((block == block.flatten()[0]).all() for block in pool), "a block moves as one piece"
+    return [int(block.flatten()[0]) for block in pool]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_are_carried_out_in_order(checkpoint, device):
+    backend = build(checkpoint, device)
+    fill(backend)
+    backend.copy_blocks([BlockCopy(0, 1, SIZE), BlockCopy(1, 2, SIZE), BlockCopy(3, 0, SIZE)])
+    assert contents(backend)[:4] == [4, 1, 1, 4]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_goes_to_the_host_comes_back_although_its_block_was_overwritten(checkpoint, device):
+    backend = build(checkpoint, device)
+    assert backend.info.host_blocks == 3
+    fill(backend)
+    backend.copy_blocks([
+        BlockCopy(5, 2, SIZE, to_host=True), BlockCopy(6, 0, SIZE, to_host=True), BlockCopy(0, 5, SIZE),
+        BlockCopy(2, 1, SIZE, from_host=True), BlockCopy(1, 2, SIZE, to_host=True), BlockCopy(0, 6, SIZE),
+        BlockCopy(0, 7, SIZE, from_host=True), BlockCopy(2, 8, SIZE, from_host=True)])
+    assert contents(backend)[:9] == [1, 6, 3, 4, 5, 1, 1, 7, 6]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
+    """In other blocks, by way of the host, with a generation step between: the same tokens."""
+    backend, prompt = build(checkpoint, device), np.arange(20, dtype=np.int32)
+
+    def start(slot, length, blocks, tokens=None):
+        table = BlockTableUpdates(np.full(len(blocks), slot, np.int32), np.arange(len(blocks), dtype=np.int32),
+                                  np.array(blocks, np.int32))
+        if tokens is not None:
+            work = ContextWork(slot, tokens, length, True, SlotSetup())
+            return backend.start(ScheduledBatch(0, context=(work,), block_table_updates=table)).finish().tokens[0]
+        row = GenerationWork(np.array([slot], np.int32), np.array([length], np.int32))
+        return backend.start(ScheduledBatch(0, generation=row, block_table_updates=table)).finish().tokens[0]
+
+    first = start(0, 0, [1, 2, 3], prompt)
+    backend.copy_blocks([BlockCopy(1, 0, SIZE, to_host=True), BlockCopy(2, 1, SIZE, to_host=True),
+                         BlockCopy(3, 9, 4)])
+    alone = [first, *(start(0, 20 + i, [1, 2, 3]) for i in range(3))]
+    backend.clear_blocks([1, 2, 3])
+    backend.copy_blocks([BlockCopy(0, 7, SIZE, from_host=True), BlockCopy(1, 8, SIZE, from_host=True)])
+    moved = [start(1, 19, [7, 8, 9], prompt[19:]), *(start(1, 20 + i, [7, 8, 9]) for i in range(3))]
+    assert moved == alone
+
+
+def test_host_blocks_are_counted_as_memory(checkpoint):
+    without, with_three = (build(checkpoint, host_blocks=n).memory_usage() for n in (0, 3))
+    assert with_three.cpu - without.cpu == 3 * 3 * 2 * 2 * SIZE * 8 * 4 and with_three.pinned == 0
+    backend = build(checkpoint)
+    assert backend._pool[0].nbytes == 3 * 2 * 2 * SIZE * 8 * 4
+    backend.close()
+    assert backend.memory_usage().cpu == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_host_blocks_are_pinned(checkpoint):
+    without, with_three = (build(checkpoint, "cuda", n).memory_usage() for n in (0, 3))
+    assert with_three.pinned - without.pinned == 3 * 3 * 2 * 2 * SIZE * 8 * 4
+
+
