@@ -14,6 +14,7 @@
     ├── DeviceLostError                     the device cannot be used again in this process
     ├── ManagerClosedError                  used after shutdown, or in a forked child
     └── InternalError                       a bug of ours
+        └── OutOfResourceError              or a plan of a custom scheduler's that asks for more than is free
 
 A message is three parts: the fact with its value; the expectation; the way out.
 """
@@ -104,6 +105,13 @@ class ManagerClosedError(BatchManagerError):
 
 class InternalError(BatchManagerError):
     """An invariant of this package does not hold: a bug, please report it."""
+
+
+class OutOfResourceError(InternalError):
+    """More of something was asked for than is free. Nothing was changed.
+
+    Under our own policies a bug of ours; after a custom scheduler's plan the loop says whose plan it was.
+    """
 
 
 def error_text(code: ErrorCode, message: str) -> str:

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ..errors import InternalError
+from ..errors import InternalError, OutOfResourceError
 from .eviction import EvictionOrder
 
 
-class OutOfBlocksError(InternalError):
-    """More blocks were asked for than are free. Nothing was changed.
-
-    Under our own policies a bug of ours; after a custom scheduler's plan the loop says whose plan it was.
-    """
+class OutOfBlocksError(OutOfResourceError):
+    """More blocks were asked for than are free."""
 
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(f"{wanted} KV cache blocks were asked for and {free} are free",

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ..errors import InternalError
+from ..errors import OutOfResourceError
 from ..requests.llm_request import LlmRequest
 
 
@@ -51,13 +51,14 @@ class PeftCacheManager:
     def claim(self, requests: Iterable[LlmRequest]) -> list[AdapterLoad]:
         """Hold the adapters of these requests on the device; those that hold theirs already are fine. All or nothing.
 
-        Raises InternalError when they do not fit.
+        Raises OutOfResourceError when they do not fit.
         """
         new = [request for request in requests if request.lora_task_id is not None and request not in self._holders]
         wanted = {request.lora_task_id for request in new if not self._users[request.lora_task_id]}
         needed = sum(self.pages_of(task_id) for task_id in wanted)
         if needed > self.free_pages:
-            raise InternalError(f"{needed} adapter pages were asked for and {self.free_pages} are free")
+            raise OutOfResourceError(f"{needed} adapter pages were asked for and {self.free_pages} are free",
+                                     "a plan asks for no more than is free")
 
         for task_id in wanted:
             self._idle.pop(task_id, None)

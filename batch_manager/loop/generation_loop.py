@@ -3,13 +3,12 @@
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..config import Limits
-from ..errors import BatchManagerError, SchedulerContractError
+from ..errors import BatchManagerError, OutOfResourceError, SchedulerContractError
 from ..kv.audit import check_totals
-from ..kv.block_pool import OutOfBlocksError
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
 from ..requests.llm_request import LlmRequest
@@ -23,8 +22,9 @@ from .callbacks import GuardedCallbacks
 from .finals import Finals
 from .held_finals import HeldFinals
 from .intake import Intake, Refusal
+from .overlooked import Overlooked
 from .reporter import Reporter
-from .resources import Resources
+from .resources import Resource, Resources
 from .responder import Responder
 from .static_batch import StaticBatch
 from .step_runner import RunningStep, StepRunner
@@ -56,7 +56,8 @@ class GenerationLoop:
                  kv_cache_manager: KvCacheManager, backend: ModelBackend, responder: Responder, clock: Clock,
                  heartbeat: Callable[[str, float], None] = lambda activity, now: None,
                  flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
-                 window_depth: int = 1, static_batch: StaticBatch | None = None) -> None:
+                 window_depth: int = 1, static_batch: StaticBatch | None = None,
+                 resources: Sequence[Resource] = ()) -> None:
         self.limits = limits
         self.callbacks = callbacks
         self.intake = intake
@@ -67,9 +68,10 @@ class GenerationLoop:
         self.active = ActiveRequests()
         self.failure: BatchManagerError | None = None
         self._responder = responder
-        self._resources = Resources(kv_cache_manager, limits.max_seq_len, static_batch)
+        self._resources = Resources(kv_cache_manager, limits.max_seq_len, static_batch, resources)
         finals = Finals if static_batch is None else HeldFinals
         self.finals = finals(self.active, intake, self._resources, responder, backend)
+        self._overlooked = Overlooked(kv_cache_manager, limits)
         self._runner = StepRunner(backend, limits.vocab_size, clock, heartbeat)
         self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle, window_depth,
                                  static_batch)
@@ -152,6 +154,7 @@ class GenerationLoop:
             log.error("the scheduler raised\n%s", "".join(traceback.format_exception(error)))
             raise SchedulerContractError(self.scheduler, f"schedule_request raised {type(error).__name__}") from error
         check_plan(self.scheduler, plan, active, inflight, self.kv, self.limits)
+        self._overlooked.look(self.scheduler, plan, active, inflight)
         if not (plan.context_requests or plan.generation_requests or self._window):
             raise SchedulerContractError(
                 self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
@@ -163,8 +166,8 @@ class GenerationLoop:
             return None
         try:
             batch = self._resources.claim(plan, self.reporter.iteration, self.reporter.micro_batch_id)
-        except OutOfBlocksError as error:
-            raise SchedulerContractError(self.scheduler, f"more blocks than there are: {error}") from error
+        except OutOfResourceError as error:
+            raise SchedulerContractError(self.scheduler, f"more than there is: {error}") from error
         self._runner.copy_blocks(self._resources.take_copies())
         step = self._runner.start(batch)
         self._window.append(InFlight([*plan.context_requests, *plan.generation_requests], step))

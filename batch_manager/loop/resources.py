@@ -1,10 +1,19 @@
 """What a request must hold to run: KV cache blocks, and what the device knows of its slot."""
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from ..handover import NO_GENERATION, BlockCopy, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from ..handover import (
+    NO_GENERATION,
+    BlockCopy,
+    BlockTableUpdates,
+    ContextWork,
+    GenerationWork,
+    ScheduledBatch,
+    SlotSetup,
+)
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
@@ -14,11 +23,33 @@ from ..scheduling.interfaces import SchedulerOutput
 from .static_batch import StaticBatch
 
 
+class Resource(Protocol):
+    """Something besides KV cache blocks that a request holds from its first step to its last, or to a pause.
+
+    kv.PeftCacheManager is one. What of it a plan may count on is for the scheduler to know.
+    """
+
+    def claim(self, requests: Sequence[LlmRequest]) -> object:
+        """Hold what these requests need, none of which holds anything. All or nothing.
+
+        Raises OutOfResourceError, with nothing changed.
+        """
+        ...
+
+    def release(self, request: LlmRequest) -> None:
+        """Give back what the request holds."""
+        ...
+
+
 class Resources:
-    """Claims for a plan, gives back on pause and at the end. One owner per block; release is idempotent."""
+    """Claims for a plan, gives back on pause and at the end. One owner per block; release is idempotent.
+
+    others   what requests hold besides blocks: claimed in this order and before the blocks, released the other way round
+    """
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int,
-                 static_batch: StaticBatch | None = None) -> None:
+                 static_batch: StaticBatch | None = None, others: Sequence[Resource] = ()) -> None:
+        self.others = tuple(others)
         self._kv = kv_cache_manager
         self._max_seq_len = max_seq_len
         self._static_batch = static_batch
@@ -40,19 +71,19 @@ class Resources:
         recomputed = 0
         for request in paused:
             recomputed += self._kv.kv_length(request) if request.is_generating else request.context_position
-            self._kv.release(request)
+            self._give_back(request, computed_tokens=0)
             request.pause(self._max_seq_len)
         return recomputed
 
     def claim(self, plan: SchedulerOutput, iteration: int, micro_batch_id: int) -> ScheduledBatch:
-        """Take the blocks the plan needs, all or nothing, and describe the step to the device.
+        """Take what the plan needs, all or nothing, and describe the step to the device.
 
         A first chunk begins behind what the KV cache has of its prompt: the request has skipped that when this returns.
 
-        Raises OutOfBlocksError, with nothing changed, when the pool cannot serve the plan.
+        Raises OutOfResourceError, with nothing changed, when there is not enough for the plan.
         """
         first_chunks = [request for request in plan.context_requests if request.is_first_context_chunk]
-        updates = self._kv.claim(first_chunks, plan.generation_requests)
+        updates = self._claim_all(first_chunks, plan.generation_requests)
         chunk_sizes = plan.chunk_sizes
         if chunk_sizes is None:
             chunk_sizes = [request.remaining_context for request in plan.context_requests]
@@ -69,6 +100,19 @@ class Resources:
                 self._static_batch.form(plan.context_requests)
             num_places = self._static_batch.num_places
         return ScheduledBatch(iteration, micro_batch_id, context, generation, updates, num_places)
+
+    def _claim_all(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> BlockTableUpdates:
+        claimed: list[Resource] = []
+        try:
+            for resource in self.others:
+                resource.claim(first_chunks)
+                claimed.append(resource)
+            return self._kv.claim(first_chunks, generation)
+        except BaseException:
+            for resource in reversed(claimed):
+                for request in first_chunks:
+                    resource.release(request)
+            raise
 
     def _context_work(self, request: LlmRequest, size: int) -> ContextWork:
         setup = None
@@ -114,9 +158,15 @@ class Resources:
 
         keep_computed   all that was computed of it is right: prompts that begin with the same tokens may find it
         """
-        self._kv.release(request, self._computed_tokens(request) if keep_computed else 0)
+        self._give_back(request, self._computed_tokens(request) if keep_computed else 0)
         self._setups.pop(request.request_id, None)
         self._prompt_tables.pop(request.request_id, None)
+
+    def _give_back(self, request: LlmRequest, computed_tokens: int) -> None:
+        if self._kv.owns(request):    # who holds blocks holds all the rest, and who does not, nothing
+            for resource in reversed(self.others):
+                resource.release(request)
+        self._kv.release(request, computed_tokens)
 
     def _computed_tokens(self, request: LlmRequest) -> int:
         """Leading tokens of which all is in the cache, 0 when steps have added none to what was found there."""

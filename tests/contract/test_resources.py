@@ -1,0 +1,133 @@
+"""What a request holds besides blocks: claimed with them, all or nothing, and given back once, however it ends."""
+
+import pytest
+
+from batch_manager import SchedulerPolicy, TrtGptModelType
+from batch_manager.errors import OutOfResourceError
+from batch_manager.handover import RowFailure
+from batch_manager.kv.peft_cache_manager import PeftCacheManager
+from batch_manager.names import ErrorCode
+from batch_manager.requests import admission
+from batch_manager.scheduling.policies import make_scheduler
+
+
+class Licences:
+    """A resource of so many pieces, one for each request. Writes down what is asked of it."""
+
+    def __init__(self, name, log, pieces=100):
+        self.name, self.log, self.pieces, self.holders = name, log, pieces, set()
+
+    def claim(self, requests):
+        ids = [request.request_id for request in requests]
+        assert not self.holders & set(ids)
+        if len(self.holders) + len(ids) > self.pieces:
+            raise OutOfResourceError(f"{len(ids)} licences of {self.name} were asked for")
+        self.holders |= set(ids)
+        self.log += [("claim", self.name, i) for i in ids]
+
+    def release(self, request):
+        self.holders.remove(request.request_id)                    # a KeyError when it holds none
+        self.log.append(("release", self.name, request.request_id))
+
+
+def licensed(make_world, pieces=(100, 100), **options):
+    log = []
+    world = make_world(**options)
+    world.licences = [Licences(name, log, n) for name, n in zip("ab", pieces)]
+    world.loop._resources.others = tuple(world.licences)
+    world.log = log
+    return world
+
+
+def assert_each_was_given_back(world, claims):
+    for i, count in claims.items():
+        of_one = [(what, name) for what, name, j in world.log if j == i]
+        assert of_one == [("claim", "a"), ("claim", "b"), ("release", "b"), ("release", "a")] * count, i
+    assert not any(licences.holders for licences in world.licences)
+
+
+@pytest.mark.parametrize("model_type", [TrtGptModelType.InflightFusedBatching, TrtGptModelType.V1])
+def test_they_are_claimed_in_order_and_released_in_the_opposite_one_however_a_request_ends(
+        make_world, new_request, model_type):
+    def faults(batch):
+        slots = {request.request_id: request.seq_slot for request in world.loop.active}
+        ran = batch.slots()
+        if slots.get(4) in ran:
+            raise RuntimeError
+        if slots.get(5) in ran:
+            return {slots[5]: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")}
+        return None
+
+    world = licensed(make_world, backend={"on_step": faults}, model_type=model_type)
+    end_id = world.expected([2, 2], 5)[3]
+    world.client.pending = [new_request(1, [1, 1], 4), new_request(2, [2, 2], 90, end_id=end_id),
+                            new_request(3, [3, 3], 90, deadline_s=5), new_request(4, [4, 4], 9),
+                            new_request(5, [5, 5], 9), new_request(6, [6, 6], 90)]
+    world.step(8)
+    world.clock.now += 6
+    world.client.stops = {6}
+    world.run()
+    assert [world.client.final(i).code or world.client.final(i).finish_reason for i in range(1, 7)] == [
+        3, 1, 4, "MODEL_ERROR", "NON_FINITE_LOGITS", 5]
+    assert_each_was_given_back(world, dict.fromkeys(range(1, 7), 1))
+
+
+def test_a_request_that_never_ran_has_nothing_to_give_back(make_world, new_request):
+    world = licensed(make_world, backend={"num_blocks": 4, "tokens_per_block": 8},
+                     policy=SchedulerPolicy.GUARANTEED_NO_EVICT)
+    world.client.pending = [new_request(1, [1] * 20, 12), new_request(2, [2] * 20, 12)]
+    world.step(2)
+    world.client.stops = {2}
+    world.run()
+    assert_each_was_given_back(world, {1: 1, 2: 0})
+
+
+def test_a_pause_gives_them_back_and_the_next_start_claims_them_again(make_world, new_request):
+    world = licensed(make_world, backend={"num_blocks": 6, "tokens_per_block": 4})
+    world.client.pending = [new_request(i, [i + 1] * 5, 12) for i in range(3)]
+    world.run()
+    pauses = {i: sum(what == "claim" and name == "a" and j == i for what, name, j in world.log) for i in range(3)}
+    assert pauses[0] == 1 and max(pauses.values()) > 1
+    assert_each_was_given_back(world, pauses)
+
+
+def test_what_was_claimed_is_given_back_when_the_next_has_too_little(make_world, new_request):
+    """A scheduler that does not know the resource asks for too much of it: it is named, everybody is answered."""
+    world = licensed(make_world, pieces=(100, 2))
+    world.client.pending = [new_request(1, [1], 9)]
+    world.step(2)
+    world.client.pending = [new_request(2, [2], 9), new_request(3, [3], 9)]
+    world.step()
+    assert {world.client.final(i).code for i in (1, 2, 3)} == {"ENGINE_FAILED"}
+    assert "2 licences of b were asked for" in world.client.final(1).error
+    assert "broke the scheduler contract" in world.client.final(1).error
+    assert world.loop.kv.used_blocks == 0 and world.loop.failure is None
+    ends = [("release", "b", 1), ("release", "a", 1)]
+    assert world.log == [("claim", "a", 1), ("claim", "b", 1), ("claim", "a", 2), ("claim", "a", 3),
+                         ("release", "a", 2), ("release", "a", 3), *ends]
+    world.client.pending = [new_request(4, [4], 3)]
+    world.run()
+    assert world.client.final(4).error == ""
+
+
+@pytest.mark.parametrize("policy", list(SchedulerPolicy))
+def test_adapter_pages_are_such_a_resource(make_world, new_request, monkeypatch, policy):
+    """The accounting is there although no adapter can be loaded yet: requests for one are refused until then."""
+    world = make_world()
+    world.client.pending = [new_request(1, [1], 2, lora_task_id=7)]
+    world.run()
+    assert "lora_task_id asks for a LoRA adapter" in world.client.final(1).error
+
+    monkeypatch.delitem(admission.NOT_BUILT, "lora_task_id")
+    pages = PeftCacheManager(3, lambda task_id: 2 if task_id == 7 else 1)
+    world = make_world(policy=policy, parts={"scheduler": lambda limits, kv: make_scheduler(limits, kv, pages)})
+    world.loop._resources.others = (pages,)
+    world.client.pending = [new_request(i, [i + 1] * 3, 4 + i % 3, lora_task_id=task)
+                            for i, task in enumerate([7, 7, 8, 9, 7, 10, 8])]
+    world.client.pending.append(new_request(99, [5], 3))
+    while world.step():
+        assert not list(pages.faults())
+        in_use = {request.lora_task_id for request in world.loop.active if world.loop.kv.owns(request)} - {None}
+        assert sum(pages.pages_of(task) for task in in_use) == 3 - pages.free_pages
+    assert all(world.client.final(i).error == "" for i in (*range(7), 99))
+    assert pages.free_pages == 3
