@@ -44,7 +44,7 @@ class Resource(Protocol):
 class Resources:
     """Claims for a plan, gives back on pause and at the end. One owner per block; release is idempotent.
 
-    others   what requests hold besides blocks: claimed in this order and before the blocks, released the other way round
+    others   what requests hold besides blocks: claimed in this order, before blocks, and released the other way round
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int,

@@ -243,7 +243,8 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
         send_response_cb=client.send,
         return_batch_manager_stats_cb=client.stats.append if options.stats_csv else None,
         optional_params=TrtGptModelOptionalParams(
-            kv_cache_config=KvCacheConfig(max_tokens=kv_tokens, tokens_per_block=options.tokens_per_block),
+            kv_cache_config=KvCacheConfig(max_tokens=kv_tokens, tokens_per_block=options.tokens_per_block,
+                                          enable_block_reuse=options.block_reuse),
             enable_chunked_context=options.chunked_context,
             max_batch_size=options.max_batch,
             max_num_tokens=options.max_tokens_per_step,
@@ -384,6 +385,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kv-gib", type=float, default=1.0, help="GiB of the KV cache pool, through KvCacheConfig.max_tokens (1)")
     add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=KvCacheConfig().tokens_per_block,
         help=f"of the KV cache ({KvCacheConfig().tokens_per_block})")
+    add("--block-reuse", action="store_true", help="KvCacheConfig.enable_block_reuse (off)")
     add("--device", help='"cpu", "cuda", "cuda:1" (cuda where there is one)')
     add("--dtype", choices=PRECISIONS, default="bfloat16", help="of weights and KV cache (bfloat16)")
     add("--load-format", choices=LOAD_FORMATS, default="auto", help='"dummy": random weights, config.json is enough')

@@ -3,6 +3,7 @@
     python -m batch_manager.tools.workload --out offline.json                              64 requests, all at once
     python -m batch_manager.tools.workload --out online.json --rate 2                      Poisson, 2 requests a second
     python -m batch_manager.tools.workload --out single.json --n 1 --prompt 128 --output 128
+    python -m batch_manager.tools.workload --out prefix.json --prompt 600 --shared-prefix 512    prompts that begin alike
 
 The file is one JSON object: what the workload is, and `requests`, each with `id`, `arrival_s` (seconds from the start),
 `max_tokens` (generated exactly: greedy, no end id) and `prompt`.
@@ -45,10 +46,11 @@ OUTPUTS = Lengths(median=64, sigma=0.7, shortest=4, longest=256)
 
 
 def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = 49152, rate: float = 0.0,
-                  prompts: Lengths = PROMPTS, outputs: Lengths = OUTPUTS) -> dict[str, Any]:
+                  prompts: Lengths = PROMPTS, outputs: Lengths = OUTPUTS, shared_prefix: int = 0) -> dict[str, Any]:
     """The workload as it stands in the file.
 
-    rate   requests a second, arriving as a Poisson process, the first at 0; 0: all at once
+    rate            requests a second, arriving as a Poisson process, the first at 0; 0: all at once
+    shared_prefix   first tokens that all prompts have in common
     """
     random = np.random.default_rng(seed)
     prompt_lengths = prompts.draw(random, count)
@@ -68,6 +70,10 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = 49152, ra
         for number, (arrival, prompt_length, output_length)
         in enumerate(zip(arrivals, prompt_lengths, output_lengths, strict=True))
     ]
+    if shared_prefix:    # drawn last: what is drawn without does not change
+        prefix = random.integers(FIRST_ORDINARY_TOKEN, vocab_size, shared_prefix).tolist()
+        for request in requests:
+            request["prompt"][:shared_prefix] = prefix[:len(request["prompt"])]
     return {
         "seed": seed,
         "vocab": vocab_size,
@@ -100,13 +106,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="tokens of every prompt; 0: log-normal, median 128, sigma 0.8, 8 to 512 (0)")
     parser.add_argument("--output", type=at_least(0), default=0,
                         help="tokens of every output; 0: log-normal, median 64, sigma 0.7, 4 to 256 (0)")
+    parser.add_argument("--shared-prefix", type=at_least(0), default=0,
+                        help="first tokens that all prompts have in common (0)")
     options = parser.parse_args(argv)
     if not 0 <= options.rate < float("inf"):
         parser.error(f"--rate is {options.rate}: requests a second, or 0")
 
     workload = make_workload(
         count=options.n, seed=options.seed, vocab_size=options.vocab, rate=options.rate,
-        prompts=replace(PROMPTS, fixed=options.prompt), outputs=replace(OUTPUTS, fixed=options.output))
+        prompts=replace(PROMPTS, fixed=options.prompt), outputs=replace(OUTPUTS, fixed=options.output),
+        shared_prefix=options.shared_prefix)
     options.out.write_text(json.dumps(workload))
     print(json.dumps({name: value for name, value in workload.items() if name != "requests"}))
     return 0

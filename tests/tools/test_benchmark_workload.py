@@ -32,6 +32,14 @@ def test_fixed_lengths():
     assert all(len(request["prompt"]) == 12 and request["max_tokens"] == 3 for request in made["requests"])
 
 
+def test_a_shared_prefix_changes_nothing_behind_it():
+    plain, alike = (make_workload(count=30, shared_prefix=n)["requests"] for n in (0, 100))
+    longest = max(alike, key=lambda request: len(request["prompt"]))["prompt"]
+    for before, after in zip(plain, alike, strict=True):
+        assert len(before["prompt"]) == len(after["prompt"]) and before["prompt"][100:] == after["prompt"][100:]
+        assert after["prompt"][:100] == longest[:100][:len(after["prompt"])]
+
+
 def test_a_rate_makes_arrivals_and_leaves_the_prompts_random():
     made = make_workload(count=400, rate=4.0)
     arrivals = [request["arrival_s"] for request in made["requests"]]
