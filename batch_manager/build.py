@@ -155,7 +155,6 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, info: BackendInfo, 
                           "construct it with some and say so in its BackendInfo, or leave host_cache_size out")
     return KvCacheManager(
         limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, window=window,
-        temporary_attention_window=0 if window is None else limits.max_seq_len - window,
         sink_token_length=sinks, enable_block_reuse=kv.enable_block_reuse,
         host_blocks=info.host_blocks if kv.host_cache_size else 0, now=clock.monotonic)
 
