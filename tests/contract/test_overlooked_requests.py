@@ -99,10 +99,8 @@ def test_one_who_holds_nothing_is_waiting_and_not_forgotten(make_world, new_requ
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_our_own_policies_pass_nobody_over(make_world, new_request, monkeypatch, policy, overlap, chunked, seed):
-    """Tiny budgets, priorities, long chunk queues, pauses: whoever has to wait finds no room, or nobody overtakes.
-
-    Not even once; of two micro-batches, the other one may have the request.
-    """
+    """Tiny budgets, priorities, long chunk queues, pauses: whoever has to wait finds no room, or nobody overtakes. Not
+    even once, but where two micro-batches are kept even."""
     monkeypatch.setattr(overlooked, "LOOK_EVERY", 1)
     monkeypatch.setattr(overlooked, "LOOKS", 3 if overlap else 1)
     draw = random.Random(seed)

@@ -149,11 +149,11 @@ class Streaming:
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
     def greedy(self, prompt, count):
-        tokens = list(prompt)
+        tokens, model = list(prompt), self.loaded.model
         with torch.inference_mode():
             for _ in range(count):
-                hidden = self.loaded.model.forward(torch.tensor(tokens), torch.arange(len(tokens)), self)
-                tokens.append(int(self.loaded.model.logits(hidden[-1:])[0].argmax()))
+                hidden = model.forward(model.embed(torch.tensor(tokens)), torch.arange(len(tokens)), self)
+                tokens.append(int(model.logits(hidden[-1:])[0].argmax()))
         return tokens[len(prompt):]
 
 
