@@ -1,20 +1,20 @@
 """What is done to a row of logits before a token is drawn from it, and in which order.
 
-    0  post-processor       the user's own function, see logits_post_processors.py: what it forbids (-inf) stays
-                            forbidden, what it raises or lowers is then biased, penalised and heated like any logit
+    0  post-processor       the user's own function, see logits_post_processors.py, or a grammar's bitmask, see
+                            extras/guided_decoding.py: what it forbids (-inf) stays forbidden, what it raises or lowers
+                            is then biased, penalised and heated like any logit
     1  bias                 embedding_bias, added to every token's logit
     2  penalties            repetition, then presence, then frequency: on all that the sequence holds, prompt included
     3  bans                 -inf: the end id before min_length, repeated n-grams, the last tokens of bad words
-    4  constraint           a bitmask of the tokens that are allowed                            (not built yet)
-    5  temperature
-    6  top-k; top-p in what top-k leaves; min-p in what that leaves
-    7  the draw
+    4  temperature
+    5  top-k; top-p in what top-k leaves; min-p in what that leaves
+    6  the draw
 
 The order is that of transformers. TensorRT-LLM divides by the temperature before the penalties; the two agree where the
-temperature is 1. Log-probs are those of 0 to 5; logits that are returned are the model's own, before 0.
+temperature is 1. Log-probs are those of 0 to 4; logits that are returned are the model's own, before 0.
 
-5 to 7 are one operation, `sampling.sample` on a CPU and the kernel `sample_token` on a GPU, because a greedy row needs
-none of the passes over the vocabulary that a sampled one does. 1 to 4 are objects of the protocol below; one that no
+4 to 6 are one operation, `sampling.sample` on a CPU and the kernel `sample_token` on a GPU, because a greedy row needs
+none of the passes over the vocabulary that a sampled one does. 1 to 3 are objects of the protocol below; one that no
 row of a step needs is skipped.
 """
 
@@ -57,7 +57,7 @@ def apply_stages(stages: Sequence[LogitsStage], logits: torch.Tensor, rows: Draw
 
 
 def default_stages(num_slots: int, device: torch.device, history: TokenHistory) -> tuple[LogitsStage, ...]:
-    """1 to 4, in order. They read the history, and leave it to others to keep it."""
+    """1 to 3, in order. They read the history, and leave it to others to keep it."""
     return (
         EmbeddingBias(num_slots, device),
         TokenPenalties(num_slots, device, history),

@@ -117,3 +117,46 @@ def test_a_table_of_the_models_own_embeddings_changes_nothing(make_manager, new_
     assert virtual.tokens()[len(prompt):] == plain.tokens()[len(prompt):]
     for name in ("context_logits", "generation_logits"):
         np.testing.assert_array_equal(virtual.tensors[name], plain.tensors[name])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mixture_of_everything_gives_each_request_what_it_gets_alone(make_manager, new_client, llama_reference, way):
+    """Tables, functions on logits, penalties, bans, bias and sampling: each request alone, then all together."""
+    def favour_even(request_id, logits, token_ids):
+        logits[..., len(token_ids[0]) % 2 :: 2] -= 0.5
+        return logits
+
+    features = [
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, {"bad_words_list": [[5], [7, 8]], "min_length": 4},
+        {"presence_penalty": 0.4, "frequency_penalty": 0.2}, {"embedding_bias": np.linspace(-1, 1, VOCAB)},
+        {"runtime_min_p": 0.05, "runtime_top_p": 0.95}, {}]
+
+    def requests():
+        for i, (prompt, table) in mixture().items():
+            request = asking(i, prompt, table, logits_post_processor=favour_even if i % 2 else None)
+            knobs = {**features[i], "temperature": 0.8, "runtime_top_k": 40, "random_seed": i, "return_log_probs": True}
+            for name, value in knobs.items():
+                if not (name == "embedding_bias" and WAYS[way]["model_type"] is V1):
+                    setattr(request, name, value)
+            yield request
+
+    def served(items, **options):
+        client = new_client()
+        client.pending = list(items)
+        ids = [request.request_id for request in items]
+        manager = make_manager(client, model_path=llama_reference.folder, num_threads=1, **options)
+        client.wait_for_finals(*ids)
+        assert manager.shutdown()
+        return {i: client.final(i) for i in ids}
+
+    together = served(list(requests()), **WAYS[way])
+    for request in requests():
+        i, final = request.request_id, together[request.request_id]
+        assert final.error == ""
+        alone = served([request], **WAYS["fused"])[i]
+        assert final.tokens() == alone.tokens()
+        for name in ("context_logits", "generation_logits", "output_log_probs", "cum_log_probs"):
+            np.testing.assert_allclose(final.tensors[name], alone.tensors[name], atol=TOLERANCE, rtol=0)
+        prompt, table = mixture()[i]
+        expected = logits_of(llama_reference.model, final.tokens(), table)[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(final.tensors["generation_logits"][0, 0], expected, atol=TOLERANCE, rtol=0)
