@@ -13,7 +13,8 @@ FAR = 10_000
 
 
 @given(prompt_len=st.integers(1, 40), new=st.integers(1, 30), unit=st.sampled_from([1, 2, 3, 4, 8]),
-       window=st.integers(1, 30) | st.none(), sinks=st.integers(0, 9), beam_width=st.integers(1, 3), own_last=st.booleans())
+       window=st.integers(1, 30) | st.none(), sinks=st.integers(0, 9), beam_width=st.integers(1, 3),
+       own_last=st.booleans())
 def test_the_most_a_sequence_holds_is_what_growing_it_shows(prompt_len, new, unit, window, sinks, beam_width, own_last):
     held = [1] * ((prompt_len - 1 if own_last else prompt_len) // unit)
     if len(held) * unit < prompt_len:
