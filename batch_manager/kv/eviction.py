@@ -74,13 +74,12 @@ class EvictionOrder:
 
     def append(self, block_id: int, front: bool = False) -> None:
         """Add a block behind all of its priority, or before them."""
-        if not self._priorities and not front:
-            self._default[block_id] = None
-        else:
+        queue = self._default
+        if self._priorities:
             queue = self._queues.setdefault(self.priority(block_id), OrderedDict())
-            queue[block_id] = None
-            if front:
-                queue.move_to_end(block_id, last=False)
+        queue[block_id] = None
+        if front:
+            queue.move_to_end(block_id, last=False)
         if block_id in self._durations:
             deadline = self._now() + self._durations[block_id], next(self._arrivals)
             self._deadlines[block_id] = deadline

@@ -76,7 +76,7 @@ class KvLedger:
     def blocks_to_completion(self, request: LlmRequest) -> int:
         """Free blocks the request takes until its last token, if those it has to itself now come free in a window."""
         if self._kv.owns(request):
-            return self._kv.reservations.of_owners([request])
+            return self._kv.get_remaining_blocks_to_completion_of_owners([request])
         in_use = self._in_use(request)
         if self._kept is None:
             self._kept = self._kv.reservations.kept_blocks()

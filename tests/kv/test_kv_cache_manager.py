@@ -158,3 +158,23 @@ def test_blocks_to_claim_is_what_a_claim_takes(make_request, start):
     expected, free = kv.blocks_to_claim(new, running), kv.free_blocks
     kv.claim(new, running)
     assert free - kv.free_blocks == expected
+
+
+def test_without_reuse_the_blocks_used_last_are_used_next(make_request):
+    kv, request = KvCacheManager(100, 4, 100), make_request(0, 9)
+    for _ in range(5):
+        kv.claim([request], [])
+        assert kv.block_ids(request) == [0, 1, 2]
+        kv.release(request)
+
+
+def test_a_block_that_can_be_found_is_not_stored_under_another_key(make_request):
+    kv = KvCacheManager(100, 4, 100, enable_block_reuse=True)
+    first, second = make_request(0, 9), make_request(1, 9)
+    kv.claim([first], [])
+    kv.publish_context(first, 9)
+    kv.claim([second], [])
+    kv.release(second, computed_tokens=kv.reused_tokens(second))    # stopped before it computed anything
+    kv.release(first)
+    assert kv.cached_blocks == 2
+    audit(kv)

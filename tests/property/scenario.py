@@ -76,7 +76,8 @@ def random_scenario(seed: int) -> Scenario:
     for _ in range(draw.randint(2, 10)):
         plan = _random_request(draw, options, texts, alike)
         if alike:
-            plan = replace(plan, lora_task_id=None, cache_salt=None, token_extra_ids=None)
+            plan = replace(plan, cache_salt=None, token_extra_ids=None,
+                           lora_task_id=None if options.spare_pages is None else plan.lora_task_id)
         requests.append(plan)
     return Scenario(options, tuple(requests))
 
@@ -103,9 +104,9 @@ def _random_options(draw: random.Random) -> Options:
         max_batch_size=draw.choice([1, 2, 4, 6, 8]),
         spare_tokens=draw.choice([0, 1, 3, 10, 100]),
         max_num_requests=draw.choice([1000, 1000, 1, 2, 4]),
-        depth=draw.choice([1, 1, 2]) if policy != "STATIC_BATCH" else 1,
+        depth=draw.choice([1, 2]) if policy != "STATIC_BATCH" else 1,
         lookahead=draw.random() < 0.2,
-        spare_pages=draw.choice([None, None, 0, 1, 2]),
+        spare_pages=draw.choice([None, None, 0, 0, 1]),
         seconds_per_iteration=draw.choice([0.0, 1.0, 5.0]),
     )
 
@@ -125,8 +126,8 @@ def _random_request(draw: random.Random, options: Options, texts: list[tuple[int
         max_new_tokens=draw.randint(1, 14),
         beam_width=beam_width,
         draft_len=draw.choice([0, 0, draw.randint(1, 4)]) if beam_width == 1 else 0,
-        priority=draw.choice([0.5, 0.5, 0.5, 0.2, 0.9]),
-        lora_task_id=draw.choice([None, None, None, 0, 1, 2]),
+        priority=draw.choice([0.5, 0.5, 0.2, 0.9]),
+        lora_task_id=draw.choice([None, 0, 1, 2] if options.spare_pages is not None else [None, None, None, 0, 1]),
         cache_salt=draw.choice([None, None, None, "a"]),
         token_extra_ids=extra_ids,
         retention=_random_retention(draw, len(prompt)) if draw.random() < 0.3 else None,

@@ -1,11 +1,16 @@
-"""Every feature of scheduling and KV cache at once, on random scenarios; see world.py for what is looked at."""
+"""Every feature of scheduling and KV cache at once, on random scenarios; world.py says what is looked at.
+
+More of the same: tests/campaigns/kv_and_scheduling.py.
+"""
 
 import pytest
 
 from .runs import run_seed
 
+SEEDS, AT_A_TIME = 500, 50
 
-@pytest.mark.parametrize("first_seed", range(0, 400, 50))
+
+@pytest.mark.parametrize("first_seed", range(0, SEEDS, AT_A_TIME))
 def test_everybody_is_served_rightly(first_seed):
-    for seed in range(first_seed, first_seed + 50):
+    for seed in range(first_seed, first_seed + AT_A_TIME):
         run_seed(seed)

@@ -165,6 +165,9 @@ class World:
             raise Wrong(f"{needed} blocks were to be claimed and {free - self.kv.free_blocks} were")
         contexts = [(request, self.begin(request, size))
                     for request, size in zip(plan.context_requests, sizes, strict=True)]
+        for request, size in contexts:
+            if size < request.remaining_context and (request.context_position + size) % self.options.tokens_per_block:
+                raise Wrong(f"a chunk of {request} from {request.context_position} ends inside a block: {size} tokens")
         self.steps.update(running)
         failing = {request for request in running if self.steps[request] == self.plan_of(request).fails_at}
         flight = Flight(contexts, list(plan.generation_requests), failing, self.draft(plan.generation_requests))
@@ -240,7 +243,8 @@ class World:
             if not self.kv.owns(other):
                 continue
             for beam in range(other.beam_width):
-                if other is request and (request.is_context or other.seq_slot * self.options.max_beam_width + beam == row):
+                own = other.seq_slot * self.options.max_beam_width + beam == row
+                if other is request and (request.is_context or own):
                     continue
                 if block_id in self.kv.block_ids(other, beam):
                     raise Wrong(f"{request} writes to block {block_id}, which {other} holds too")
@@ -355,8 +359,8 @@ def make_scheduler(options: Options, limits: Limits, kv: KvCacheManager, peft: P
         capacity = of_policy[options.policy](options.max_num_requests, kv, peft)
     chunking = None
     if options.chunking is not None:
-        divide = force_chunk if options.chunking == "FORCE_CHUNK" else DIVISIONS[ContextChunkingPolicy[options.chunking]]
-        chunking = ContextChunking(divide, options.tokens_per_block, options.max_context_length)
+        divisions = {policy.name: divide for policy, divide in DIVISIONS.items()} | {"FORCE_CHUNK": force_chunk}
+        chunking = ContextChunking(divisions[options.chunking], options.tokens_per_block, options.max_context_length)
     micro_batch = TokenBudgetScheduler(options.max_batch_size, limits.max_num_tokens, chunking,
                                        options.tokens_per_block, credit_of(policy, kv))
     if options.depth > 1:

@@ -51,6 +51,6 @@ class Line:
         return request
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_line():
     return Line

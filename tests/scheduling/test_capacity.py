@@ -139,3 +139,21 @@ def test_drafts_count_in_the_need_of_the_next_step(make_line):
     assert scheduler.schedule_request([first, second]) == ([first], [second])
     first.draft_len = 1
     assert scheduler.schedule_request([first, second]) == ([first, second], [])
+
+
+def test_the_first_in_line_waits_for_those_in_flight_rather_than_give_way(make_line):
+    line = make_line(num_blocks=4)
+    first, second = line.generating(8), line.generating(8)
+    line.kv.inflight_request_ids = {second.request_id}
+    assert MaxUtilizationScheduler(9, line.kv).schedule_request(line.requests) == ([], [])
+    line.kv.inflight_request_ids = frozenset()
+    assert MaxUtilizationScheduler(9, line.kv).schedule_request(line.requests) == ([first], [second])
+
+
+def test_a_promise_is_kept_against_those_who_stand_ahead(make_line):
+    line = make_line(num_blocks=6)
+    ahead, started = line.waiting(8, 4), line.between_chunks(8, 8)
+    assert GuaranteedNoEvictScheduler(9, line.kv).schedule_request(line.requests) == ([started], [])
+    line.kv.release(started)
+    started.finish()
+    assert GuaranteedNoEvictScheduler(9, line.kv).schedule_request(line.requests) == ([ahead], [])

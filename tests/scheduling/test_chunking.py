@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_manager.scheduling.chunking import drafts_kept, equal_progress, first_come_first_served, force_chunk
+from batch_manager.scheduling.chunking import (
+    ContextChunking,
+    drafts_kept,
+    equal_progress,
+    first_come_first_served,
+    force_chunk,
+)
+from batch_manager.scheduling.micro_batch import TokenBudgetScheduler
 
 DIVISIONS = [first_come_first_served, equal_progress, force_chunk]
 remaining_lengths = st.lists(st.integers(1, 60), max_size=8)
@@ -56,3 +63,29 @@ def test_drafts_share_the_tokens_that_the_chunks_leave():
     assert drafts_kept([3, 3], [3, 3], [5, 5], 8, 10, None) == [4, 0]
     assert drafts_kept([3, 3], [3, 3], [1, 5], 8, 10, None) == [1, 3]
     assert drafts_kept([8, 3], [8, 3], [5, 5], 8, None, None) == [0, 5]
+
+
+@pytest.mark.parametrize("divide", DIVISIONS)
+@given(prompts=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60), st.integers(0, 5)), min_size=1, max_size=6),
+       unit=units, spare=st.integers(0, 40), max_context_length=st.none() | st.integers(1, 3))
+def test_what_the_cache_has_costs_nothing_and_keeps_nobody_back(make_line, divide, prompts, unit, spare,
+                                                               max_context_length):
+    line = make_line(num_blocks=1000)
+    requests = [line.waiting(length, draft_len=draft) for length, _, draft in prompts]
+    credits = {request: min(cached, length - 1) // unit * unit
+               for request, (length, cached, _) in zip(requests, prompts, strict=True)}
+    longest = None if max_context_length is None else max_context_length * unit
+    scheduler = TokenBudgetScheduler(99, unit + spare, ContextChunking(divide, unit, longest), unit, credits.get)
+    contexts, _, *sizes = scheduler.schedule(requests, frozenset())
+    chunks, drafts = sizes or ([request.remaining_context for request in contexts],
+                               [request.draft_len for request in contexts])
+    computed = {request: min(chunk, request.prompt_len - credits[request])
+                for request, chunk in zip(contexts, chunks, strict=True)}
+    assert requests[0] in contexts
+    last_ones = [draft for request, chunk, draft in zip(contexts, chunks, drafts, strict=True)
+                 if chunk == request.prompt_len]
+    assert sum(computed.values()) + sum(last_ones) <= unit + spare
+    for request, chunk, draft in zip(contexts, chunks, drafts, strict=True):
+        assert chunk == request.prompt_len or (chunk % unit == 0 and chunk + credits[request] < request.prompt_len)
+        assert 0 <= draft <= request.draft_len
+        assert longest is None or computed[request] <= longest

@@ -1,0 +1,28 @@
+"""Pages of adapters that are in use are not given to others."""
+
+from batch_manager.kv.peft_cache_manager import PeftCacheManager
+from batch_manager.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
+
+
+def two_adapters(make_line):
+    """A line where a new request stands before one that runs, and both adapters do not fit together."""
+    line = make_line()
+    line.new, line.running = line.waiting(8, lora_task_id=0), line.between_chunks(8, lora_task_id=1)
+    line.peft = PeftCacheManager(3, lambda task_id: 2)
+    line.peft.claim([line.running])
+    return line
+
+
+def test_no_evict_sets_aside_what_a_started_context_holds(make_line):
+    line = two_adapters(make_line)
+    scheduler = GuaranteedNoEvictScheduler(9, line.kv, line.peft)
+    assert scheduler.schedule_request(line.requests) == ([line.running], [])
+
+
+def test_a_request_in_flight_keeps_its_pages(make_line):
+    line = two_adapters(make_line)
+    scheduler = MaxUtilizationScheduler(9, line.kv, peft_cache_manager=line.peft)
+    assert scheduler.schedule_request(line.requests) == ([line.new], [line.running])
+    line.kv.inflight_request_ids = {line.running.request_id}
+    fitting, paused = scheduler.schedule_request(line.requests)
+    assert line.new not in fitting and paused == []
