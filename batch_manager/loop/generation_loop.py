@@ -22,7 +22,7 @@ from .advance import Outcome, advance
 from .callbacks import GuardedCallbacks
 from .finals import Finals
 from .held_finals import HeldFinals
-from .intake import Intake, Refusal
+from .intake import Intake
 from .reporter import Reporter
 from .resources import Resources
 from .responder import Responder
@@ -84,7 +84,8 @@ class GenerationLoop:
             self.callbacks.poll_stops()
             return False
         self.reporter.begin(self.clock.monotonic())
-        refusals = self._fetch()
+        self._fetch()
+        had_refusals = bool(self.intake.refusals)
         had_active = len(self.active) > 0
         outcome = Outcome()
         if had_active:
@@ -96,11 +97,11 @@ class GenerationLoop:
                     outcome = self._finish_oldest()
             except SchedulerContractError as error:
                 self._answer_all_active(error)
-        self._respond(refusals, outcome)
+        self._respond(outcome)
         self._poll_stops()
         check_totals(self.kv)
         self.reporter.end(had_active)
-        return had_active or bool(refusals) or self.callbacks.has_unread_items
+        return had_active or had_refusals or self.callbacks.has_unread_items
 
     @property
     def is_empty(self) -> bool:
@@ -110,16 +111,17 @@ class GenerationLoop:
     def answer_the_rest(self, error: BatchManagerError) -> None:
         """One final with this error for everything alive and everything handed over. Afterwards the loop is empty."""
         self._window.clear()
+        self._answer_refusals()
         self.finals.fail_everything(error)
         while self.callbacks.has_unread_items:
-            _, refusals = self.intake.fetch(0, self.active.__contains__, error)
-            for refusal in refusals:
-                self.finals.refuse(refusal)
+            self.intake.fetch(0, self.active.__contains__, error)
+            self._answer_refusals()
 
     def fail(self, error: BatchManagerError) -> None:
         """The engine cannot go on: answer everybody now, and everybody who comes until shutdown."""
         self.failure = error
         self._window.clear()
+        self._answer_refusals()
         self.finals.fail_everything(error)
 
     # fetch
@@ -129,13 +131,11 @@ class GenerationLoop:
         limits = self.limits
         return None if limits.unbounded_sequences else max(limits.max_num_sequences - len(self.active), 0)
 
-    def _fetch(self) -> list[Refusal]:
-        entering, refusals = self.intake.fetch(self._room(), self.active.__contains__, self.failure)
-        for admitted in entering:
+    def _fetch(self) -> None:
+        for admitted in self.intake.fetch(self._room(), self.active.__contains__, self.failure):
             self.active.add(admitted.request)
             self._resources.admit(admitted)
             self._responder.admit(admitted)
-        return refusals
 
     # schedule, claim, start
 
@@ -176,9 +176,8 @@ class GenerationLoop:
 
     # respond
 
-    def _respond(self, refusals: list[Refusal], outcome: Outcome) -> None:
-        for refusal in refusals:
-            self.finals.refuse(refusal)
+    def _respond(self, outcome: Outcome) -> None:
+        self._answer_refusals()
         for request, failure in outcome.failed:
             self.finals.fail(request, failure.code, failure.message, clear_blocks=True)
         for request, reason in outcome.ended:
@@ -188,6 +187,11 @@ class GenerationLoop:
         self.reporter.generated_tokens += outcome.generated_tokens
         self._expire()
         self.finals.send_held()
+
+    def _answer_refusals(self) -> None:
+        """Before any other final: a double is refused while the request it is a double of is alive."""
+        while self.intake.refusals:
+            self.finals.refuse(self.intake.refusals.popleft())
 
     def _expire(self) -> None:
         """End what has passed its deadline: with its tokens where it has some, with an error where it has none."""
@@ -203,6 +207,7 @@ class GenerationLoop:
 
     def _answer_all_active(self, error: SchedulerContractError) -> None:
         """A scheduler that broke a rule has no plan to go on with. Steps in flight are read and dropped."""
+        self._answer_refusals()
         while self._window:
             self._window.popleft().step.finish()
         for request in self.active.in_order():

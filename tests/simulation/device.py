@@ -57,7 +57,7 @@ class SimulatedDevice(ScriptedBackend):
     def start(self, batch: ScheduledBatch) -> "SimulatedStep":
         if self.is_lost:
             raise DeviceLostError("the device is lost")
-        if batch.iteration != self._newest:
+        if batch.iteration > self._newest:                          # else it is a part of one that failed
             self._newest = batch.iteration
             self._before_step(batch)
             self._orders.pop(batch.iteration - 2, None)

@@ -484,7 +484,8 @@ class World:
                          kv.sequences.kv_lengths.tolist())
                 self.check(before == after, f"I19: a failed allocation changed {before} to {after}")
                 for request in self.loop.active:
-                    self.blame(request, ErrorCode.ENGINE_FAILED)
+                    if not request.is_finished:                  # one that is held is told that it was done
+                        self.blame(request, ErrorCode.ENGINE_FAILED)
                 raise
             finally:
                 if stolen:
