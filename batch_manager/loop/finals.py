@@ -34,8 +34,10 @@ class Finals:
         self.num_sent = 0
         self.errors: Counter[ErrorCode] = Counter()
 
-    def end(self, request: LlmRequest, reason: FinishReason) -> None:
-        """A request that ran ends well: its final carries what it has not been told yet."""
+    def end(self, request: LlmRequest, reason: FinishReason, *, clear_blocks: bool = False) -> None:
+        """A request that ran ends well: its final carries what it has not been told yet. clear_blocks as in `fail`."""
+        if clear_blocks:
+            self._backend.clear_blocks(self._resources.blocks_of(request))
         delivery = self._off_the_books(request)
         self.num_sent += 1
         self._responder.send_final(request, delivery, reason)

@@ -200,18 +200,20 @@ class GenerationLoop:
         for admitted in self.intake.withdraw(expired):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, late)
         for request in [self.active.get(request_id) for request_id in sorted(expired) if request_id in self.active]:
+            failed = self._failed_in_flight(request)
             if request.total_generated_tokens:
-                self.finals.end(request, FinishReason.TIMED_OUT)
+                self.finals.end(request, FinishReason.TIMED_OUT, clear_blocks=failed)
             else:
-                self.finals.fail(request, ErrorCode.DEADLINE, late)
+                self.finals.fail(request, ErrorCode.DEADLINE, late, clear_blocks=failed)
 
     def _answer_all_active(self, error: SchedulerContractError) -> None:
         """A scheduler that broke a rule has no plan to go on with. Steps in flight are read and dropped."""
         self._answer_refusals()
+        failed_slots: set[int] = set()
         while self._window:
-            self._window.popleft().step.finish()
+            failed_slots.update(self._window.popleft().step.finish().failures)
         for request in self.active.in_order():
-            self.finals.fail(request, error.code, str(error))
+            self.finals.fail(request, error.code, str(error), clear_blocks=request.seq_slot in failed_slots)
 
     # poll
 
@@ -223,5 +225,14 @@ class GenerationLoop:
         for admitted in self.intake.withdraw(stops):
             self.finals.end_waiting(admitted, FinishReason.CANCELLED)
         for request in [request for request in self.active if request.request_id in stops]:
-            self.finals.end(request, FinishReason.CANCELLED)
+            self.finals.end(request, FinishReason.CANCELLED, clear_blocks=self._failed_in_flight(request))
         self.finals.send_held()
+
+    def _failed_in_flight(self, request: LlmRequest) -> bool:
+        """Whether the step in flight that a request is in left something in its blocks; waits for that step.
+
+        To be asked before a request ends early. Its blocks go to others then, and a step that failed is run again in
+        parts: it must not write to them any more.
+        """
+        return any(request.seq_slot in flight.step.finish().failures
+                   for flight in self._window if request in flight.requests)

@@ -85,7 +85,8 @@ class World:
         self.device = SimulatedDevice(
             faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot], blame=self.blame,
             before_step=self._before_device_step, max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
-            tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, **model)
+            tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, **model,
+            **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
         self.loop = self._build()
         self.never_pauses = swarm.is_static or swarm.policy is SchedulerPolicy.GUARANTEED_NO_EVICT
         self.needs_whole_sequence = swarm.window is None
