@@ -68,7 +68,7 @@ class Sent:
 
     @property
     def code(self) -> str:
-        return self.error[1:].split("]")[0] if self.error.startswith("[") else ""
+        return self.error[1:].split("]")[0] if self.error and self.error[0] == "[" else ""
 
 
 @dataclass(slots=True)

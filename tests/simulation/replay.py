@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from batch_manager.stats.trace import IterationTrace
@@ -37,7 +37,13 @@ def report(result: Result) -> str:
 
 
 def picture(trace: list[IterationTrace], last: int = LAST_ITERATIONS) -> str:
-    return render_text(trace[-last:], legend=False) if trace else "(no iteration ran)"
+    """The last iterations as text, of the requests that ran in them."""
+    trace = trace[-last:]
+    ran = {request_id for row in trace for request_id in (*(chunk[0] for chunk in row.context), *row.generation,
+                                                          *row.paused)}
+    rows = [replace(row, finished=tuple(filter(ran.__contains__, row.finished)),
+                    arrived=tuple(filter(ran.__contains__, row.arrived))) for row in trace]
+    return render_text(rows, legend=False) if rows else "(no iteration ran)"
 
 
 def describe(swarm: Swarm) -> str:

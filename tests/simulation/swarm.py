@@ -128,7 +128,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
 
     prompt = min(rng.choice([3, tokens_per_block, 2 * tokens_per_block, max_seq_len]), max_seq_len - 1)
     traffic = Traffic(
-        arrival=rng.choice([0.05, 0.1, 0.2, 0.4, 0.8]),
+        arrival=rng.choice([0.03, 0.06, 0.1, 0.2, 0.5]),
         burst=rng.choice([1, 1, 2, 4, 12]),
         prompt=max(prompt, 1),
         output=rng.choice([2, 6, 12, 30, max_seq_len]),
