@@ -6,6 +6,7 @@ contained by the very guard that is being tested.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from copy import copy
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ class Client:
         self.recently_ended: deque[int] = deque(maxlen=4)
         self.ended_this_turn: list[int] = []
         self.reused_this_turn: list[int] = []
+        self.means_to_stop_the_reused = False
         self.kept: deque[tuple[list, bytes]] = deque(maxlen=3)
         self.prefixes = [self._tokens(rng.randint(1, max(self.swarm.traffic.prompt, 1))) for _ in range(3)]
         self.failures = Counter()
@@ -113,6 +115,12 @@ class Client:
         with self._inside("poll"):
             world, rng = self.world, self.rng
             fault = self.faults.draw(Place.STOP)
+            if self.means_to_stop_the_reused and self.reused_this_turn:
+                self.means_to_stop_the_reused = False
+                reused = [request_id for request_id in self.reused_this_turn if world.is_alive(request_id)]
+                if reused:
+                    self.faults.hit("stop.reused")
+                    return self._stop(reused)
             if fault is not None:
                 return self._faulty_poll(fault)
             if rng.random() >= self.swarm.traffic.stops or not world.alive():
@@ -202,6 +210,7 @@ class Client:
             self.asked_to_terminate = True
             self.world.terminate_was_read()
             return
+        handed = copy(handed)                                      # one object may be handed over many times
         handed.time = self.world.clock.now
         self.world.note_handed(handed)
         self.world.record(handed)
@@ -265,7 +274,10 @@ class Client:
                 tensors["temperature"], handed.seed = 0.0, None
         if die() < traffic.asks_more:
             tensors["return_log_probs"] = handed.log_probs = True
-            tensors |= {f"return_{kind}_logits": True for kind in ("context", "generation") if die() < 0.3}
+            logits = {f"return_{kind}_logits": True for kind in ("context", "generation") if die() < 0.3}
+            if logits:
+                self.world.mark("logits asked for")
+                tensors |= logits
         streams = die() < traffic.streams
         handed.streams = streams and not swarm.is_static
         handed.excludes = handed.streams or swarm.exclude_input or (swarm.is_static and streams)
@@ -339,7 +351,7 @@ class Client:
             if self.world.step_number > self.swarm.iterations * 3 // 4:
                 self.faults.hit(fault)
                 self.world.ask_to_drain()
-        elif kind == "hands_over_again" and final:
+        elif kind == "hands_over_again" and final and request_id not in self.pending:
             self.faults.hit(fault)
             self.pending.append(request_id)
         elif kind == "mutates" and arrays:
@@ -383,11 +395,9 @@ class Client:
         if kind == "finisher" and self.ended_this_turn:
             self.faults.hit(fault)
             return self._stop(self.ended_this_turn)
-        if kind == "reused":
-            reused = [request_id for request_id in self.reused_this_turn if self.world.is_alive(request_id)]
-            if reused:
-                self.faults.hit(fault)
-                return self._stop(reused)
+        if kind == "reused" and self.recently_ended:               # it comes back, and is stopped at once
+            self.pending.append(self.recently_ended[-1])
+            self.means_to_stop_the_reused = True
         return self._stop([])
 
     @staticmethod

@@ -19,7 +19,7 @@ MARKERS = (
     # admission
     "refused as invalid", "refused as too large", "refused as a duplicate", "queue full", "item without an id",
     "duplicate of one that waits", "duplicate of one that runs", "more handed over than there is room for",
-    "items wait unread for the next iteration", "queue in use", "queue moves in", "overtaken by priority",
+    "items wait unread for the next iteration", "queue in use", "overtaken by priority",
     "id reused at once", "id above two to the sixty-three", "unbounded sequences",
     # scheduling
     "paused", "paused twice", "paused five times", "paused after streaming", "paused between chunks",
@@ -29,8 +29,7 @@ MARKERS = (
     "cut into chunks", "cut into three chunks or more", "two prompts cut in one step", "chunk and last chunk together",
     "somebody waits who could not run", "two micro-batches in flight",
     # blocks
-    "pool exactly full", "pool full for five iterations", "pool emptied at once", "first block of the pool handed out "
-    "again", "new block for a generated token", "slot reused in the iteration it came free",
+    "pool exactly full", "pool full for five iterations", "pool emptied at once", "new block for a generated token", "slot reused in the iteration it came free",
     # ends
     "stopped while waiting", "stopped before its first token", "stopped between chunks", "stopped while streaming",
     "stopped while in flight", "stop on last token", "everybody stopped", "stop of somebody unknown",
@@ -248,7 +247,7 @@ class Markers:
         if any(request.is_context and request.num_pauses for request in world.loop.active):
             reach("failed while another is paused")
         for request in failures:
-            if request.is_context:
+            if request.context_position < request.prompt_len:
                 reach("failed as a context")
             elif request.final_length - request.num_tokens == 1:
                 reach("failed on its last token")

@@ -192,7 +192,7 @@ def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str
         endings = [(iterations, "terminate request")]
     names = [fault.name for fault in menu_of(Place.LIFE) if fault.name in ENDINGS]
     for name in names:
-        if rng.random() < 0.4 * share:
+        if rng.random() < 0.6 * share:
             endings.append((max(iterations + rng.randint(-iterations // 4, 6), 1), name))
     return tuple(sorted(endings))
 

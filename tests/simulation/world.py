@@ -39,6 +39,7 @@ IDLE_S = 0.0048
 MOST_IDLE_TURNS = 400                 # of a run that has something left to do; a back-off lasts 21 of them
 BOUND_ON_WAITING = 2                  # iterations per step of work that stands before somebody
 MOST_VIOLATIONS = 20
+REFUSALS = ("INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL")
 
 
 @dataclass(slots=True)
@@ -107,7 +108,6 @@ class World:
         self._work_done = 0                                      # of all that has ended
         self._begun: dict[int, tuple[int, int, int]] = {}        # id -> (iteration, work ahead, its own)
         self._failing_claims = 0
-        self._blocks_handed_out: set[int] = set()
 
     def _build(self):
         swarm, client = self.swarm, self.client
@@ -399,6 +399,10 @@ class World:
         request_id, loop = sent.request_id, self.loop
         begun, _, own = self._begun.pop(request_id, (self.result.iterations, 0, 0))
         self._work_done += own
+        if sent.code in REFUSALS:                                # somebody else may be alive under that id by now
+            if sent.code == "QUEUE_FULL":
+                self._judge_queue_full(sent)
+            return
         if self.result.iterations - begun >= 100:
             self.mark("alive for a hundred iterations")
         if request is not None:
@@ -424,8 +428,6 @@ class World:
                        f"I29: request {sent.request_id} ended with {sent.error}")
         elif sent.code == "SHUTDOWN":
             self.check(self.control.aborting, f"C14: request {sent.request_id} was answered with SHUTDOWN")
-        elif sent.code == "QUEUE_FULL":
-            self._judge_queue_full(sent)
         elif not sent.error and sent.reason in (1, 2, 3):
             self.check(not names, f"I29: request {sent.request_id} had to end with {sorted(names)}")
 
