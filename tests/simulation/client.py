@@ -32,12 +32,16 @@ class Planted(Exception):
     """Raised by a callback because it was told to."""
 
 
+class PlantedInterrupt(KeyboardInterrupt):
+    """The same, and told from somebody at the keyboard."""
+
+
 class Nameless:
     """An item without a usable id."""
 
 
 class Taken(list):
-    """A list that tells when an item of it is taken."""
+    """A list that tells when an item of it is taken. Once it was, its prompt is overwritten where it is an array."""
 
     def __init__(self, items: list[tuple[Any, Handed | None]], taken: Callable[[Any, Handed | None], None]) -> None:
         super().__init__(items)
@@ -47,6 +51,8 @@ class Taken(list):
         for item, handed in super().__iter__():
             self._taken(item, handed)
             yield item
+            if len(self) == 1 and isinstance(item, InferenceRequest) and isinstance(item.input_ids, np.ndarray):
+                item.input_ids.fill(0)
 
 
 class Client:
@@ -148,7 +154,7 @@ class Client:
         if kind == "raises":
             self._fail("get", fault, rng.choice([Planted, KeyError, MemoryError]))
         if kind == "exits":
-            self._fail("get", fault, rng.choice([SystemExit, KeyboardInterrupt, GeneratorExit]))
+            self._fail("get", fault, rng.choice([SystemExit, PlantedInterrupt, GeneratorExit]))
         if kind == "none":
             self.faults.hit(fault)
             return None
@@ -262,7 +268,8 @@ class Client:
         if die() < 0.02 or ("allocator.smallest_pool" in swarm.faults and die() < 0.3):
             output = swarm.max_seq_len
 
-        tensors: dict[str, Any] = {"input_ids": prompt, "request_output_len": output}
+        tensors: dict[str, Any] = {"input_ids": np.array(prompt) if die() < 0.2 else prompt,
+                                   "request_output_len": output}
         handed = Handed(0.0, request_id, "", prompt, output)
         options: dict[str, Any] = {}
         if die() < traffic.ends_early:
@@ -346,7 +353,7 @@ class Client:
     def _faulty_send(self, fault: str, request_id: int, arrays: list, final: bool) -> None:
         kind = fault.removeprefix("send.")
         if kind == "raises" and not final or kind == "raises_on_final" and final:
-            self._fail("send", fault, self.rng.choice([Planted, SystemExit, KeyboardInterrupt]))
+            self._fail("send", fault, self.rng.choice([Planted, SystemExit, PlantedInterrupt]))
         elif kind == "shuts_down":
             if self.world.step_number > self.swarm.iterations * 3 // 4:
                 self.faults.hit(fault)
@@ -381,7 +388,7 @@ class Client:
                 self.faults.hit(fault)
                 self.failures["poll"] += 1
                 return self._breaks_off(alive)
-            self._fail("poll", fault, rng.choice([Planted, SystemExit, KeyboardInterrupt]))
+            self._fail("poll", fault, rng.choice([Planted, SystemExit, PlantedInterrupt]))
         if kind == "junk":
             self.faults.hit(fault)
             some = rng.sample(alive, min(len(alive), rng.randint(0, 1)))

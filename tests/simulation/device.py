@@ -111,7 +111,7 @@ class SimulatedDevice(ScriptedBackend):
         if kind == "raises_once":
             if alone:                                              # it fails alone, and is not run again
                 self._blame(self._owner_of(victim), ErrorCode.MODEL_ERROR)
-            errors = [rng.choice([RuntimeError, SystemExit, KeyboardInterrupt])("planted")]
+            errors = [rng.choice([RuntimeError, SystemExit, GeneratorExit])("planted")]
             return Order(lambda part: errors.pop() if errors else None, in_finish)
         if kind in ("raises_for_all", "memory_always"):
             code, error = ((ErrorCode.MODEL_ERROR, RuntimeError) if kind == "raises_for_all"

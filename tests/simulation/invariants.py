@@ -132,6 +132,10 @@ def plan_faults(world: "World", active: list, inflight: frozenset, plan) -> Iter
         oldest = next(request for request in active if not request.is_finished)
         if oldest in plan.paused_requests:
             yield f"I23: {oldest} is the oldest and is paused"
+    arrivals = world.arrivals
+    for ahead, behind in zip(active, active[1:]):
+        if (-ahead.priority, arrivals[ahead.request_id]) > (-behind.priority, arrivals[behind.request_id]):
+            yield f"I24: {ahead} stands ahead of {behind}, which came first"
 
 
 def batch_faults(world: "World", batch) -> Iterator[str]:

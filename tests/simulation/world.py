@@ -27,7 +27,7 @@ from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutpu
 from batch_manager.stats.trace import IterationTrace
 
 from . import invariants
-from .client import Client
+from .client import Client, PlantedInterrupt
 from .device import SimulatedDevice
 from .faults import Faults, Place
 from .history import Closed, Handed, HistoryChecker, Sent, scripted_oracle
@@ -108,6 +108,7 @@ class World:
         self._work_done = 0                                      # of all that has ended
         self._begun: dict[int, tuple[int, int, int]] = {}        # id -> (iteration, work ahead, its own)
         self._failing_claims = 0
+        self.arrivals: dict[int, int] = {}                       # id -> when it was taken, as a number
 
     def _build(self):
         swarm, client = self.swarm, self.client
@@ -142,8 +143,8 @@ class World:
         logging.getLogger("batch_manager").setLevel(logging.CRITICAL + 1)
         try:
             gpt_manager._run(WatchedLoop(self), self.control, IDLE_S)
-        except SystemExit:
-            self.check(self._engine_may_fail, "F34: the worker ended by an exception nobody had planted")
+        except (Exception, SystemExit, GeneratorExit, PlantedInterrupt) as error:
+            self.check(self._engine_may_fail, f"C14: {error!r} ended the worker")
         finally:
             logging.getLogger("batch_manager").setLevel(before)
         self._close()
@@ -383,6 +384,7 @@ class World:
         swarm = self.swarm
         tokens = min(len(handed.prompt) + handed.max_new_tokens, swarm.max_seq_len)
         own = -(-tokens // swarm.tokens_per_block) + handed.max_new_tokens + 2
+        self.arrivals[handed.request_id] = self.history.num_handed
         self._begun[handed.request_id] = self.result.iterations, self._work_done, own
         self._work += own
         if -(-tokens // swarm.tokens_per_block) == swarm.num_blocks and "allocator.smallest_pool" in swarm.faults:

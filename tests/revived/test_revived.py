@@ -1,0 +1,43 @@
+"""T9: every bug that is planted again is caught."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.features import available
+from tests.simulation.swarm import Swarm, draw
+from tests.simulation.world import World
+
+from .bugs import BUGS, PLANNED, Bug
+
+SEEDS = range(40)
+ITERATIONS = 200
+RATE = 0.1
+
+
+def swarms(bug: Bug) -> Iterator[Swarm]:
+    """Seeds, narrowed to where the bug lives."""
+    for seed in SEEDS:
+        swarm = draw(seed, available(), ITERATIONS)
+        fixed = {"max_queued_requests": 20, "max_queued_tokens": 4_000_000, "max_bytes_in_flight": 1 << 32,
+                 "max_admissions": 4096, "reuse": False, "window": None, "sinks": 0, "host_blocks": 0,
+                 "has_poll": True, "faults": bug.faults, "fault_rate": RATE,
+                 "endings": ((ITERATIONS, "drain"),)}
+        yield replace(swarm, **{**fixed, **bug.world}, traffic=replace(swarm.traffic, **bug.traffic))
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.failure} {bug.name}")
+def test_a_planted_bug_is_caught(bug, monkeypatch):
+    with monkeypatch.context() as patch:
+        bug.plant(patch)
+        caught = next((swarm for swarm in swarms(bug) if World(swarm).run().violations), None)
+    assert caught is not None, f"{len(SEEDS)} seeds saw nothing"
+    assert World(caught).run().violations == [], "the same world is clean without the bug"
+
+
+@pytest.mark.parametrize(("bug", "feature"), PLANNED.items())
+def test_no_bug_is_left_out_whose_feature_the_engine_has(bug, feature):
+    if feature in available():
+        pytest.fail(f"{bug}: the engine has {feature}; plant the bug")
+    pytest.skip(f"the engine has no {feature} yet")
