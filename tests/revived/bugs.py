@@ -341,10 +341,9 @@ def the_first_in_line_pauses_itself(patch) -> None:
 
     def itself(self, active_requests):
         fitting, paused = schedule(self, active_requests)
-        ledger = self.kv_cache_manager.start_scheduling()
-        started = [r for r in active_requests if r.is_started and ledger.is_refundable(r)]
-        if not fitting and not paused and started and started[0] is active_requests[0]:
-            return [], [started[0]]
+        first = active_requests[0]
+        if not (fitting or paused) and first.is_started and self.kv_cache_manager.inflight_request_ids:
+            return [], [first]
         return fitting, paused
     patch.setattr(MaxUtilizationScheduler, "schedule_request", itself)
 
@@ -390,10 +389,25 @@ BUGS = [
     Bug("a stopped request's step in flight is not waited for", "found here", a_stopped_request_is_not_waited_for,
         {**TIGHT, "overlap": True}, STOPPING, ("model.raises_once", "model.nan_in_row", "stop.all")),
     Bug("the first in line pauses itself", "found here", the_first_in_line_pauses_itself,
-        {**TIGHT, "overlap": True, "num_blocks": 20}),
+        {**TIGHT, "overlap": True, "num_blocks": 20, "max_batch_size": 2, "max_num_sequences": 4},
+        {**BUSY, "prompt": 30, "output": 12}),
 ]
 
-# What cannot be planted before the engine has the feature it lives in, or is planted elsewhere.
+# Those of the worker's thread, planted in a process of their own before the package is imported.
+THREAD_BUGS = {
+    "F34 the worker is a daemon, and nobody tells it that the interpreter ends": """
+        import threading
+        init = threading.Thread.__init__
+        threading.Thread.__init__ = lambda self, *args, **options: init(self, *args, **{**options, "daemon": True})
+        threading._register_atexit = lambda function: None
+        """,
+    "F34 the worker is told by atexit, which runs after threads are joined": """
+        import atexit, threading
+        threading._register_atexit = atexit.register
+        """,
+}
+
+# What cannot be planted before the engine has the feature it lives in.
 PLANNED = {
     "F02 a look-up does not protect what it found": "reuse",
     "F06 a block can be found before it is computed": "reuse",

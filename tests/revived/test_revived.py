@@ -1,19 +1,24 @@
 """T9: every bug that is planted again is caught."""
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from tests.contract.test_process_level import FINALS, PREAMBLE
 from tests.simulation.features import available
 from tests.simulation.swarm import Swarm, draw
 from tests.simulation.world import World
 
-from .bugs import BUGS, PLANNED, Bug
+from .bugs import BUGS, PLANNED, THREAD_BUGS, Bug
 
 SEEDS = range(40)
 ITERATIONS = 200
 RATE = 0.1
+SECONDS_TO_LEAVE = 3.0
 
 
 def swarms(bug: Bug) -> Iterator[Swarm]:
@@ -34,6 +39,23 @@ def test_a_planted_bug_is_caught(bug, monkeypatch):
         caught = next((swarm for swarm in swarms(bug) if World(swarm).run().violations), None)
     assert caught is not None, f"{len(SEEDS)} seeds saw nothing"
     assert World(caught).run().violations == [], "the same world is clean without the bug"
+
+
+@pytest.mark.parametrize("plant", THREAD_BUGS.values(), ids=THREAD_BUGS.keys())
+def test_a_planted_bug_of_the_thread_is_caught(plant):
+    script = textwrap.dedent(plant) + textwrap.dedent(PREAMBLE) + "os.write(1, b'leaving\\n')\n"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line == "leaving\n":
+                break
+        else:
+            pytest.fail("the script did not come to its end")
+        try:
+            process.wait(SECONDS_TO_LEAVE)
+        except subprocess.TimeoutExpired:
+            process.kill()                                       # it hangs
+        else:
+            assert set(process.stdout.read().splitlines()) != FINALS
 
 
 @pytest.mark.parametrize(("bug", "feature"), PLANNED.items())
