@@ -297,8 +297,11 @@ class Client:
         handed.must = self._refusal(len(prompt), output, handed.streams)
         return InferenceRequest(request_id, tensors, is_streaming=streams, **options), handed
 
-    def _refusal(self, prompt: int, output: int, streams: bool) -> str:
-        """The code a fair request has to be refused with, because it could never run; '' for none."""
+    def _refusal(self, prompt: int, output: int, streams: bool) -> str | None:
+        """The code a fair request has to be refused with, because it could never run; '' for none.
+
+        None: what fits is a little less than what is needed without a window, and the engine's to say.
+        """
         swarm = self.swarm
         total = min(prompt + output, swarm.max_seq_len)
         if swarm.chunking is None and not swarm.is_static:
@@ -307,7 +310,9 @@ class Client:
             if (streams and swarm.policy is SchedulerPolicy.MAX_UTILIZATION and total - 1 > swarm.max_num_tokens):
                 return "INVALID_REQUEST"
         blocks = -(-total // swarm.tokens_per_block)
-        return "TOO_LARGE_FOR_KV_CACHE" if self.world.needs_whole_sequence and blocks > swarm.num_blocks else ""
+        if swarm.window is not None and blocks + 2 > swarm.num_blocks:
+            return None
+        return "TOO_LARGE_FOR_KV_CACHE" if blocks > swarm.num_blocks else ""
 
     def _unfair(self) -> tuple[Any, Handed]:
         """What has to be refused whatever the engine is like, or cannot even be answered."""

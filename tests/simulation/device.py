@@ -35,16 +35,17 @@ NO_ORDER = Order()
 class SimulatedDevice(ScriptedBackend):
     """A scripted backend with orders.
 
-    blame        (request, code) called for everybody a fault must cost
+    blame        (request, code, must) called for everybody a fault must cost, or may
+    blocks_of    (request) -> the blocks it holds
     before_step  (batch) called once for every batch, before it runs
     """
 
     def __init__(self, *, faults: Faults, owner_of: Callable[[int], LlmRequest],
-                 blame: Callable[[LlmRequest, ErrorCode], None], before_step: Callable[[ScheduledBatch], None],
-                 **options) -> None:
+                 blocks_of: Callable[[LlmRequest], list[int]], blame: Callable[..., None],
+                 before_step: Callable[[ScheduledBatch], None], **options) -> None:
         super().__init__(on_step=self._on_step, **options)
         self._faults = faults
-        self._owner_of = owner_of
+        self._owner_of, self._blocks_of = owner_of, blocks_of
         self._blame = blame
         self._before_step = before_step
         self._orders: dict[int, Order] = {}
@@ -166,12 +167,12 @@ class SimulatedDevice(ScriptedBackend):
         return self._tables.rows[slot, start // size:(end - 1) // size + 1].tolist()
 
     def _blame_readers_of(self, blocks: list[int], batch: ScheduledBatch, victim: int) -> None:
-        """Whoever of the batch has one of the blocks in his table cannot go on."""
+        """The victim cannot go on, nor can whoever of the batch sees one of the blocks."""
         self._blame(self._owner_of(victim), ErrorCode.NON_FINITE_LOGITS)
         for slot in batch.slots():
-            row = self._tables.rows[slot, :self._tables.mapped[slot]]
-            if slot != victim and np.isin(row, blocks).any():
-                self._blame(self._owner_of(slot), ErrorCode.NON_FINITE_LOGITS)
+            owner = self._owner_of(slot)
+            if slot != victim and not set(blocks).isdisjoint(self._blocks_of(owner)):
+                self._blame(owner, ErrorCode.NON_FINITE_LOGITS, must=False)
 
 
 class SimulatedStep:

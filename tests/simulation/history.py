@@ -35,7 +35,7 @@ BEFORE_LOOKING = {"DUPLICATE_REQUEST_ID", "SHUTDOWN", "ENGINE_FAILED"}    # refu
 class Handed:
     """An item that was taken. request_id None: nobody can be answered.
 
-    must       "" it is a fair request; a code: it has to be refused with it
+    must       "" it is a fair request; a code: it has to be refused with it; None: nobody can say
     streams    pieces are to be expected
     excludes   the final response leaves the prompt out
     seed       of one that samples; None: greedy
@@ -43,7 +43,7 @@ class Handed:
 
     time: float
     request_id: int | None
-    must: str = ""
+    must: str | None = ""
     prompt: list[int] = field(default_factory=list)
     max_new_tokens: int = 0
     end_id: int = -1
@@ -174,6 +174,8 @@ class HistoryChecker:
             del self.open[sent.request_id]
 
     def _judge_refusal(self, sent: Sent, item: Handed) -> None:
+        if item.must is None:
+            return
         if item.must:
             if sent.code != item.must and sent.code not in BEFORE_LOOKING:
                 self._wrong(sent, "I6", f"request {item.request_id} had to be refused with {item.must}, "

@@ -84,13 +84,13 @@ class World:
         self.history = HistoryChecker(scripted_oracle(model), swarm.max_seq_len, swarm.is_static)
         self.client = Client(self, Random(f"client {swarm.seed}"))
         self.device = SimulatedDevice(
-            faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot], blame=self.blame,
+            faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
+            blocks_of=lambda request: self.loop.kv.block_ids(request), blame=self.blame,
             before_step=self._before_device_step, max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
             tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, **model,
             **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
         self.loop = self._build()
         self.never_pauses = swarm.is_static or swarm.policy is SchedulerPolicy.GUARANTEED_NO_EVICT
-        self.needs_whole_sequence = swarm.window is None
 
         self.step_number = 0
         self.has_traffic = True
@@ -100,7 +100,8 @@ class World:
         self._endings = list(swarm.endings)
         self._in_a_callback: Callable[[], None] | None = None
         self._engine_may_fail = False
-        self._blamed: dict[int, set[ErrorCode]] = {}
+        self._blamed: dict[int, set[ErrorCode]] = {}             # id -> codes it may end with, and
+        self._doomed: set[int] = set()                           # who has to end with one
         self._requests: dict[int, LlmRequest] = {}             # active ones by id
         self._failed_now: list[LlmRequest] = []
         self._slots_freed: set[int] = set()
@@ -419,6 +420,8 @@ class World:
 
     def _judge_blame(self, sent: Sent, codes: set[ErrorCode], request: LlmRequest | None) -> None:
         """I29: a fault costs whom it must, and nobody else."""
+        is_doomed = sent.request_id in self._doomed
+        self._doomed.discard(sent.request_id)
         names = {code.value for code in codes}
         if sent.code in ("NON_FINITE_LOGITS", "INVALID_TOKEN", "MODEL_ERROR", "OUT_OF_MEMORY"):
             self.check(sent.code in names, f"I29: request {sent.request_id} ended with {sent.error} and nothing had "
@@ -431,7 +434,7 @@ class World:
         elif sent.code == "SHUTDOWN":
             self.check(self.control.aborting, f"C14: request {sent.request_id} was answered with SHUTDOWN")
         elif not sent.error and sent.reason in (1, 2, 3):
-            self.check(not names, f"I29: request {sent.request_id} had to end with {sorted(names)}")
+            self.check(not is_doomed, f"I29: request {sent.request_id} had to end with {sorted(names)}")
 
     def _judge_queue_full(self, sent: Sent) -> None:
         swarm, queue = self.swarm, self.loop.intake._queue
@@ -443,8 +446,10 @@ class World:
     def note_stops(self, named: list, alive: list) -> None:
         self.markers.stopped(named, alive)
 
-    def blame(self, request: LlmRequest, code: ErrorCode) -> None:
-        """A fault must cost this request its life."""
+    def blame(self, request: LlmRequest, code: ErrorCode, *, must: bool = True) -> None:
+        """A fault must, or may, cost this request its life."""
+        if must:
+            self._doomed.add(request.request_id)
         self._blamed.setdefault(request.request_id, set()).add(code)
         if code is ErrorCode.NON_FINITE_LOGITS:
             self.markers.blocks_poisoned(self.loop.kv.block_ids(request))
