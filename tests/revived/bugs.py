@@ -9,10 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from batch_manager.kv import prefix_cache
 from batch_manager.kv.block_pool import BlockPool
 from batch_manager.kv.eviction import EvictionOrder
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.kv.ledger import KvLedger
+from batch_manager.kv.prefix_claim import PrefixClaim
+from batch_manager.kv.prefix_index import PrefixIndex, PrefixNode
 from batch_manager.loop.active_requests import ActiveRequests
 from batch_manager.loop.callbacks import GuardedCallbacks
 from batch_manager.loop.finals import Finals
@@ -20,10 +25,11 @@ from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.loop.intake import Intake
 from batch_manager.loop.resources import Resources
 from batch_manager.loop.step_runner import StepRunner
-from batch_manager.names import FinishReason, SchedulerPolicy, TrtGptModelType
+from batch_manager.names import ContextChunkingPolicy, FinishReason, SchedulerPolicy, TrtGptModelType
 from batch_manager.requests import admission
 from batch_manager.requests.admission import Admission
 from batch_manager.requests.llm_request import LlmRequest
+from batch_manager.runtime.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.capacity import MaxUtilizationScheduler
 
 IN_FLIGHT = {"model_type": TrtGptModelType.InflightFusedBatching}
@@ -34,6 +40,8 @@ NO_EVICT = {**TIGHT, "policy": SchedulerPolicy.GUARANTEED_NO_EVICT}
 BUSY = {"arrival": 0.3, "burst": 3, "prompt": 12, "output": 20, "prioritised": 0.0}
 STREAMING = {**BUSY, "streams": 1.0}
 STOPPING = {**BUSY, "stops": 0.2}
+REUSING = {**TIGHT, "reuse": True}
+ALIKE = {**BUSY, "shares_prefix": 0.9, "salted": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,7 @@ class Bug:
     world: dict[str, Any] = field(default_factory=lambda: TIGHT)
     traffic: dict[str, Any] = field(default_factory=lambda: BUSY)
     faults: tuple[str, ...] = ()
+    needs: str | None = None
 
 
 def same_block_twice_in_one_release(patch) -> None:
@@ -310,6 +319,57 @@ def the_final_comes_before_the_blocks_are_free(patch) -> None:
     patch.setattr(Finals, "end", end)
 
 
+# Of prompts that are found in the cache.
+
+
+def a_look_up_does_not_protect_what_it_found(patch) -> None:
+    start = PrefixClaim._start
+
+    def protect_late(self, request, nodes):
+        started = start(self, request, nodes)                    # takes blocks, and may overwrite what was found
+        for block_id in started.block_ids[:len(nodes)]:
+            self._pool.share(block_id)
+        return started
+    patch.setattr(PrefixClaim, "_protect", lambda self: None)
+    patch.setattr(PrefixClaim, "_start", protect_late)
+
+
+def a_block_can_be_found_before_it_is_computed(patch) -> None:
+    claim = Resources.claim
+
+    def publishing(self, plan, *rest):
+        batch = claim(self, plan, *rest)
+        for request in plan.context_requests:
+            self._kv.publish_context(request, request.prompt_len)
+        return batch
+    patch.setattr(Resources, "claim", publishing)
+
+
+def an_index_buffer_is_as_large_as_the_pool(patch) -> None:
+    start = ScriptedBackend.start
+
+    def packing(self, batch):
+        self._tables.update(batch)
+        buffer, used = np.empty(self.info.num_blocks, np.int32), 0
+        for slot in batch.slots():
+            mapped = int(self._tables.mapped[slot])
+            buffer[np.arange(used, used + mapped)] = self._tables.rows[slot, :mapped]
+            used += mapped
+        return start(self, batch)
+    patch.setattr(ScriptedBackend, "start", packing)
+
+
+def the_hash_decides_and_has_four_bits(patch) -> None:
+    init = PrefixIndex.__init__
+    patch.setattr(PrefixIndex, "__init__", lambda self, digest_bits=4: init(self, 4))
+    patch.setattr(PrefixNode, "child", lambda self, key: self.children.get(key.digest))
+
+
+def the_salt_is_no_part_of_the_domain(patch) -> None:
+    domain = prefix_cache._domain
+    patch.setattr(prefix_cache, "_domain", lambda request: domain(request)._replace(cache_salt=None))
+
+
 # Found by the simulator in this project.
 
 
@@ -382,6 +442,18 @@ BUGS = [
         traffic={**BUSY, "burst": 1}),
     Bug("the final comes before the blocks are free", "S9", the_final_comes_before_the_blocks_are_free),
 
+    Bug("a look-up does not protect what it found", "F02", a_look_up_does_not_protect_what_it_found, REUSING, ALIKE,
+        needs="reuse"),
+    Bug("a block can be found before it is computed", "F06", a_block_can_be_found_before_it_is_computed,
+        {**REUSING, "chunking": ContextChunkingPolicy.EQUAL_PROGRESS, "max_num_tokens": 8}, ALIKE, needs="reuse"),
+    Bug("an index buffer is as large as the pool, and filled by reference", "F09",
+        an_index_buffer_is_as_large_as_the_pool, {**REUSING, "num_blocks": 20}, {**ALIKE, "salted": 0.0},
+        needs="reuse"),
+    Bug("the hash decides, and has four bits", "F11", the_hash_decides_and_has_four_bits, REUSING, ALIKE,
+        needs="reuse"),
+    Bug("the salt is no part of the domain", "F12", the_salt_is_no_part_of_the_domain, REUSING, ALIKE,
+        needs="reuse"),
+
     Bug("refusals are lost with the engine", "found here", refusals_are_lost_with_the_engine,
         traffic={**BUSY, "invalid": 0.5}, faults=("model.device_lost",)),
     Bug("refusals come after the finals of a broken plan", "found here",
@@ -405,13 +477,4 @@ THREAD_BUGS = {
         import atexit, threading
         threading._register_atexit = atexit.register
         """,
-}
-
-# What cannot be planted before the engine has the feature it lives in.
-PLANNED = {
-    "F02 a look-up does not protect what it found": "reuse",
-    "F06 a block can be found before it is computed": "reuse",
-    "F09 an index buffer is as large as the pool, and filled by reference": "reuse",
-    "F11 the hash decides, and has four bits": "reuse",
-    "F12 the salt is no part of the hash": "reuse",
 }

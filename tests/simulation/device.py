@@ -1,8 +1,15 @@
-"""The scripted model as the simulator drives it: it fails on order, and what is cleared is really gone."""
+"""The scripted model as the simulator drives it: it fails on order, and what is cleared is really gone.
 
+The scripted backend reads tokens back through the block tables. What a real model has in a block depends on all that
+came before it as well, and nobody may read what was computed under another salt. So where prompts are reused every
+block is stamped with both by whoever writes its first token, and a prompt that is found must find its own stamps (I16).
+"""
+
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
+from zlib import crc32
 
 import numpy as np
 
@@ -38,16 +45,22 @@ class SimulatedDevice(ScriptedBackend):
     blame        (request, code, must) called for everybody a fault must cost, or may
     blocks_of    (request) -> the blocks it holds
     before_step  (batch) called once for every batch, before it runs
+    check        (holds, rule) where something is wrong
+    stamps       where prompts are reused: block -> (salt, checksum of the tokens before it)
     """
 
     def __init__(self, *, faults: Faults, owner_of: Callable[[int], LlmRequest],
                  blocks_of: Callable[[LlmRequest], list[int]], blame: Callable[..., None],
-                 before_step: Callable[[ScheduledBatch], None], **options) -> None:
+                 before_step: Callable[[ScheduledBatch], None], check: Callable[[bool, str], None],
+                 is_reused: bool, **options) -> None:
         super().__init__(on_step=self._on_step, **options)
         self._faults = faults
         self._owner_of, self._blocks_of = owner_of, blocks_of
         self._blame = blame
-        self._before_step = before_step
+        self._before_step, self._check_rule = before_step, check
+        self.stamps: dict[int, tuple] | None = {} if is_reused else None
+        self._host_stamps: dict[int, tuple] = {}
+        self.num_found = self.num_partly_found = self.num_brought_back = 0
         self._orders: dict[int, Order] = {}
         self._newest = -1
         self.is_lost = False
@@ -61,6 +74,8 @@ class SimulatedDevice(ScriptedBackend):
         if batch.iteration > self._newest:                          # else it is a part of one that failed
             self._newest = batch.iteration
             self._before_step(batch)
+            if self.stamps is not None:
+                self._stamp(batch)
             self._orders.pop(batch.iteration - 2, None)
             name = self._faults.draw(Place.MODEL)
             self._orders[batch.iteration] = self._order(name, batch) if name else NO_ORDER
@@ -73,6 +88,36 @@ class SimulatedDevice(ScriptedBackend):
     def clear_blocks(self, block_ids: list[int]) -> None:
         super().clear_blocks(block_ids)
         self._pool.reshape(-1, self.info.tokens_per_block)[block_ids] = UNWRITTEN
+
+    def copy_blocks(self, copies: list) -> None:
+        super().copy_blocks(copies)
+        for copy in copies:
+            source = self._host_stamps if copy.from_host else self.stamps
+            (self._host_stamps if copy.to_host else self.stamps)[copy.destination] = source.get(copy.source)
+            self.num_brought_back += copy.from_host
+
+    # stamps
+
+    def _stamp(self, batch: ScheduledBatch) -> None:
+        """Check what new sequences found, then mark what the batch writes."""
+        size = self.info.tokens_per_block
+        for work in batch.context:
+            owner = self._owner_of(work.slot)
+            blocks, tokens = self._blocks_of(owner), owner.tokens[0]
+            end = work.start + len(work.token_ids)
+            if work.setup is not None and work.start:
+                self.num_found += 1
+                self.num_partly_found += bool(work.start % size)
+                for place in range(-(-work.start // size)):
+                    self._check_rule(self.stamps.get(blocks[place]) == stamp_of(owner, tokens, place * size),
+                                     f"I16: {owner} found block {blocks[place]}, which is somebody else's")
+            if len(blocks) == -(-owner.prompt_len // size):       # none has left a window
+                for place in range(-(-work.start // size), -(-end // size)):
+                    self.stamps[blocks[place]] = stamp_of(owner, tokens, place * size)
+        for slot, length in zip(batch.generation.slots.tolist(), batch.generation.kv_lengths.tolist()):
+            if length % size == 0:
+                owner = self._owner_of(slot)
+                self.stamps[self._blocks_of(owner)[-1]] = stamp_of(owner, owner.tokens[0], length)
 
     # orders
 
@@ -173,6 +218,11 @@ class SimulatedDevice(ScriptedBackend):
             owner = self._owner_of(slot)
             if slot != victim and not set(blocks).isdisjoint(self._blocks_of(owner)):
                 self._blame(owner, ErrorCode.NON_FINITE_LOGITS, must=False)
+
+
+def stamp_of(owner: LlmRequest, tokens: list[int], start: int) -> tuple:
+    """What is in a block besides its own tokens."""
+    return owner.cache_salt, crc32(array("q", tokens[:start]).tobytes())
 
 
 class SimulatedStep:

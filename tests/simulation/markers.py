@@ -42,12 +42,11 @@ MARKERS = (
     "shut down inside a callback", "drained", "terminate request with others alive", "engine failed with a queue",
     # later
     "prompt found in the cache", "part of a block found in the cache", "found and evicted in one step",
-    "same prefix, another salt", "block left the window", "block brought back from the host",
+    "block left the window", "block brought back from the host",
 )
 NEEDS = {
     "prompt found in the cache": "reuse", "part of a block found in the cache": "reuse",
-    "found and evicted in one step": "reuse", "same prefix, another salt": "reuse",
-    "block left the window": "window", "block brought back from the host": "host blocks",
+    "found and evicted in one step": "reuse", "block left the window": "window", "block brought back from the host": "host blocks",
 }
 KNOWN = frozenset(MARKERS)
 assert len(KNOWN) == len(MARKERS) and NEEDS.keys() <= KNOWN
@@ -61,6 +60,7 @@ class Markers:
         self.counts: Counter[str] = Counter()
         self._full_for = 0
         self._used_before = 0
+        self._evicted_before = 0
         self._streamed: set[int] = set()
         self._chunks: Counter[int] = Counter()
         self._freed_slots: set[int] = set()
@@ -274,6 +274,19 @@ class Markers:
             reach("queue in use")
         if loop.callbacks.has_unread_items:
             reach("items wait unread for the next iteration")
+        device = world.device
+        if device.num_found:
+            reach("prompt found in the cache")
+            if kv.evicted_blocks > self._evicted_before:
+                reach("found and evicted in one step")
+            if device.num_partly_found:
+                reach("part of a block found in the cache")
+            if device.num_brought_back:
+                reach("block brought back from the host")
+            device.num_found = device.num_partly_found = device.num_brought_back = 0
+        self._evicted_before = kv.evicted_blocks
+        if world.swarm.window is not None and bool(kv.sequences.dropped.any()):
+            reach("block left the window")
         if world.swarm.is_static and any(request.is_finished for request in loop.active):
             reach("static batch holds finals")
         if self._poisoned_once:
