@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from batch_manager.kv import prefix_cache
-from batch_manager.kv.block_pool import BlockPool
+from batch_manager.kv.block_pool import BlockPool, OutOfBlocksError
 from batch_manager.kv.eviction import EvictionOrder
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.kv.ledger import KvLedger
@@ -103,14 +103,19 @@ def a_counter_is_kept_beside_the_books(patch) -> None:
 
 
 def a_failed_claim_keeps_what_it_took(patch) -> None:
-    def start(self, first_chunks, crossing_blocks):
-        changed = []
-        for request in first_chunks:                             # one after the other, and who fails, fails
-            block_ids = self.pool.take(-(-request.prompt_len // self.tokens_per_block))
-            private = 1 if request.prompt_len % self.tokens_per_block else 0
-            changed.append(self.sequences.add(request, block_ids, self._last_blocks(request), private))
-        return changed
-    patch.setattr(KvCacheManager, "_start", start)
+    claim = KvCacheManager.claim
+
+    def one_after_the_other(self, first_chunks, generation):
+        try:
+            return claim(self, first_chunks, generation)
+        except OutOfBlocksError:
+            for request in first_chunks[:1]:                     # the first of them had its blocks already
+                wanted = -(-request.prompt_len // self.tokens_per_block)
+                if wanted <= self.free_blocks:
+                    private = 1 if request.prompt_len % self.tokens_per_block else 0
+                    self.sequences.add(request, self.pool.take(wanted), 0, private)
+            raise
+    patch.setattr(KvCacheManager, "claim", one_after_the_other)
 
 
 def a_new_block_comes_one_token_late(patch) -> None:

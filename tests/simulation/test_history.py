@@ -36,7 +36,7 @@ assert THIRD not in tokens(2)
 
 
 def good() -> list:
-    """A bit of everything: one at once, one streamed, one that ends by its end id, refusals, a double, stops, deadlines."""
+    """A bit of everything: answered at once, streamed, ended by an end id, refused, a double, stopped, timed out."""
     log_probs = [log_prob for _, log_prob in drawn(4)]
     return [
         Other(1.0),

@@ -86,7 +86,8 @@ class World:
         self.device = SimulatedDevice(
             faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
             blocks_of=lambda request: self.loop.kv.block_ids(request), blame=self.blame,
-            before_step=self._before_device_step, check=self.check, is_reused=swarm.reuse, max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
+            before_step=self._before_device_step, check=self.check, is_reused=swarm.reuse,
+            max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
             tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, **model,
             **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
         self.loop = self._build()
