@@ -116,4 +116,6 @@ class OutOfResourceError(InternalError):
 
 def error_text(code: ErrorCode, message: str) -> str:
     """`[CODE] message`, with control characters escaped so that a log line stays one line."""
-    return f"[{code.value}] " + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    if not message.isprintable():
+        message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    return f"[{code.value}] {message}"

@@ -34,9 +34,11 @@ class Finals:
         self.num_sent = 0
         self.errors: Counter[ErrorCode] = Counter()
 
-    def end(self, request: LlmRequest, reason: FinishReason) -> None:
-        """A request that ran ends well: its final carries what it has not been told yet."""
-        delivery = self._off_the_books(request, keep_computed=True)
+    def end(self, request: LlmRequest, reason: FinishReason, *, clear_blocks: bool = False) -> None:
+        """A request that ran ends well: its final carries what it has not been told yet. clear_blocks as in `fail`."""
+        if clear_blocks:
+            self._backend.clear_blocks(self._resources.blocks_to_clear(request))
+        delivery = self._off_the_books(request, keep_computed=not clear_blocks)
         self.num_sent += 1
         self._responder.send_final(request, delivery, reason)
 

@@ -21,7 +21,7 @@ from .advance import Outcome, advance
 from .callbacks import GuardedCallbacks
 from .finals import Finals
 from .held_finals import HeldFinals
-from .intake import Intake, Refusal
+from .intake import Intake
 from .overlooked import Overlooked
 from .reporter import Reporter
 from .resources import Resource, Resources
@@ -86,7 +86,8 @@ class GenerationLoop:
             self.callbacks.poll_stops()
             return False
         self.reporter.begin(self.clock.monotonic())
-        refusals = self._fetch()
+        self._fetch()
+        had_refusals = bool(self.intake.refusals)
         had_active = len(self.active) > 0
         outcome = Outcome()
         if had_active:
@@ -98,11 +99,11 @@ class GenerationLoop:
                     outcome = self._finish_oldest()
             except SchedulerContractError as error:
                 self._answer_all_active(error)
-        self._respond(refusals, outcome)
+        self._respond(outcome)
         self._poll_stops()
         check_totals(self.kv)
         self.reporter.end(had_active)
-        return had_active or bool(refusals) or self.callbacks.has_unread_items
+        return had_active or had_refusals or self.callbacks.has_unread_items
 
     @property
     def is_empty(self) -> bool:
@@ -112,16 +113,17 @@ class GenerationLoop:
     def answer_the_rest(self, error: BatchManagerError) -> None:
         """One final with this error for everything alive and everything handed over. Afterwards the loop is empty."""
         self._window.clear()
+        self._answer_refusals()
         self.finals.fail_everything(error)
         while self.callbacks.has_unread_items:
-            _, refusals = self.intake.fetch(0, self.active.__contains__, error)
-            for refusal in refusals:
-                self.finals.refuse(refusal)
+            self.intake.fetch(0, self.active.__contains__, error)
+            self._answer_refusals()
 
     def fail(self, error: BatchManagerError) -> None:
         """The engine cannot go on: answer everybody now, and everybody who comes until shutdown."""
         self.failure = error
         self._window.clear()
+        self._answer_refusals()
         self.finals.fail_everything(error)
 
     # fetch
@@ -131,13 +133,11 @@ class GenerationLoop:
         limits = self.limits
         return None if limits.unbounded_sequences else max(limits.max_num_sequences - len(self.active), 0)
 
-    def _fetch(self) -> list[Refusal]:
-        entering, refusals = self.intake.fetch(self._room(), self.active.__contains__, self.failure)
-        for admitted in entering:
+    def _fetch(self) -> None:
+        for admitted in self.intake.fetch(self._room(), self.active.__contains__, self.failure):
             self.active.add(admitted.request)
             self._resources.admit(admitted)
             self._responder.admit(admitted)
-        return refusals
 
     # schedule, claim, start
 
@@ -185,9 +185,8 @@ class GenerationLoop:
 
     # respond
 
-    def _respond(self, refusals: list[Refusal], outcome: Outcome) -> None:
-        for refusal in refusals:
-            self.finals.refuse(refusal)
+    def _respond(self, outcome: Outcome) -> None:
+        self._answer_refusals()
         for request, failure in outcome.failed:
             self.finals.fail(request, failure.code, failure.message, clear_blocks=True)
         for request, reason in outcome.ended:
@@ -198,6 +197,11 @@ class GenerationLoop:
         self._expire()
         self.finals.send_held()
 
+    def _answer_refusals(self) -> None:
+        """Before any other final: a double is refused while the request it is a double of is alive."""
+        while self.intake.refusals:
+            self.finals.refuse(self.intake.refusals.popleft())
+
     def _expire(self) -> None:
         """End what has passed its deadline: with its tokens where it has some, with an error where it has none."""
         expired = self.intake.expired()
@@ -205,13 +209,15 @@ class GenerationLoop:
         for admitted in self.intake.withdraw(expired):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, late)
         for request in [self.active.get(request_id) for request_id in sorted(expired) if request_id in self.active]:
+            failed = self._failed_in_flight(request)
             if request.total_generated_tokens:
-                self.finals.end(request, FinishReason.TIMED_OUT)
+                self.finals.end(request, FinishReason.TIMED_OUT, clear_blocks=failed)
             else:
-                self.finals.fail(request, ErrorCode.DEADLINE, late)
+                self.finals.fail(request, ErrorCode.DEADLINE, late, clear_blocks=failed)
 
     def _answer_all_active(self, error: SchedulerContractError) -> None:
         """A scheduler that broke a rule has no plan to go on with. Steps in flight are read and dropped."""
+        self._answer_refusals()
         failed_slots: set[int] = set()
         while self._window:
             failed_slots.update(self._window.popleft().step.finish().failures)
@@ -228,5 +234,14 @@ class GenerationLoop:
         for admitted in self.intake.withdraw(stops):
             self.finals.end_waiting(admitted, FinishReason.CANCELLED)
         for request in [request for request in self.active if request.request_id in stops]:
-            self.finals.end(request, FinishReason.CANCELLED)
+            self.finals.end(request, FinishReason.CANCELLED, clear_blocks=self._failed_in_flight(request))
         self.finals.send_held()
+
+    def _failed_in_flight(self, request: LlmRequest) -> bool:
+        """Whether the step in flight that a request is in left something in its blocks; waits for that step.
+
+        To be asked before a request ends early. Its blocks go to others then, and a step that failed is run again in
+        parts: it must not write to them any more.
+        """
+        return any(request.seq_slot in flight.step.finish().failures
+                   for flight in self._window if request in flight.requests)

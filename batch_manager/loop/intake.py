@@ -44,6 +44,7 @@ class QueueBounds:
 class Intake:
     """Reads what was handed over and decides each item once.
 
+    refusals        items that were refused and not answered yet, in order; the loop answers and removes them
     unaddressable   items without a usable id: counted and logged, since nobody can be answered
     num_accepted, num_refused   items decided since construction
     num_warnings    accepted requests that were changed on the way in (an output length cut to what fits)
@@ -64,6 +65,8 @@ class Intake:
         self._bytes_in_flight = 0
         self._deadlines: dict[int, float] = {}
         self._arrived: list[int] = []
+        self._entering: list[Admitted] = []
+        self.refusals: deque[Refusal] = deque()
         self.is_terminating = False
         self.unaddressable = 0
         self.num_accepted = 0
@@ -86,18 +89,17 @@ class Intake:
             self._callbacks.get(-1 if room is None else max(room - len(self._queue), 0))
 
     def fetch(self, room: int | None, is_active: Callable[[int], bool],
-              failure: BatchManagerError | None = None) -> tuple[list[Admitted], list[Refusal]]:
-        """One look at what was handed over.
+              failure: BatchManagerError | None = None) -> list[Admitted]:
+        """One look at what was handed over. Whoever is refused is added to `refusals`.
 
         room         places among the active requests, None: unbounded. The queue goes first.
         is_active    whether an id belongs to an active request
         failure      when given, nothing is accepted any more and this is everybody's answer
-        Returns requests that become active now, and refusals.
+        Returns the requests that become active now.
         """
-        entering = self._from_queue(room)
+        entering = self._entering = self._from_queue(room)
         if room is not None:
             room -= len(entering)
-        refusals: list[Refusal] = []
         entering_ids = {admitted.request.request_id for admitted in entering}
 
         def is_alive(request_id: int) -> bool:
@@ -117,9 +119,8 @@ class Intake:
                 admitted = self._decide(item, request_id, is_alive, has_room=room is None or room > 0)
             except BatchManagerError as error:
                 self.num_refused += 1
-                refusals.append(Refusal(request_id, error))
+                self.refusals.append(Refusal(request_id, error))
                 continue
-            self._accept(admitted)
             if room is None or room > 0:
                 entering.append(admitted)
                 entering_ids.add(request_id)
@@ -127,7 +128,9 @@ class Intake:
                     room -= 1
             else:
                 self._enqueue(admitted)
-        return entering, refusals
+            self._accept(admitted)
+        self._entering = []
+        return entering
 
     def _decide(self, item: object, request_id: int, is_alive: Callable[[int], bool], *, has_room: bool) -> Admitted:
         if is_alive(request_id):
@@ -206,7 +209,9 @@ class Intake:
         return taken
 
     def withdraw_all(self) -> list[Admitted]:
-        return [self._dequeue() for _ in range(len(self._queue))]
+        """Take everybody out of the queue, and who was about to become active when the engine failed."""
+        entering, self._entering = self._entering, []
+        return entering + [self._dequeue() for _ in range(len(self._queue))]
 
     def expired(self) -> set[int]:
         """Ids whose deadline has passed. Each is named once."""

@@ -117,16 +117,19 @@ class StepRunner:
 
 
 class RunningStep:
-    """A batch that was launched, or failed to be."""
+    """A batch that was launched, or failed to be. It is waited for once; its output may be asked for again."""
 
-    __slots__ = ("_runner", "batch", "pending", "error")
+    __slots__ = ("_runner", "batch", "pending", "error", "_output")
 
     def __init__(self, runner: StepRunner, batch: ScheduledBatch, pending: PendingStep | None,
                  error: BaseException | None) -> None:
         self._runner, self.batch, self.pending, self.error = runner, batch, pending, error
+        self._output: StepOutput | None = None
 
     def finish(self) -> StepOutput:
-        return self._runner.finish(self)
+        if self._output is None:
+            self._output = self._runner.finish(self)
+        return self._output
 
 
 class WrongRowsError(Exception):

@@ -76,8 +76,8 @@ class StaticBatchScheduler(CapacityScheduler):
 class MaxUtilizationScheduler(CapacityScheduler):
     """Run whoever has room for one more step; when room runs out, pause from the back of the line.
 
-    A request that does not fit looks for a victim: the last one in the line, itself included, that has computed
-    something. The victim's blocks count as free, the line now ends before it, and the request tries again. Requests
+    A request that does not fit looks for a victim: the last one in the line, itself included unless it is the first,
+    that has computed something. The victim's blocks count as free, the line now ends before it, and the request tries again. Requests
     ahead of it are never touched, so the first in line always advances; a request that has not started makes nobody
     pause who stands ahead of it. A context whose next block another one is computing is passed over, unless it is the
     first in line.

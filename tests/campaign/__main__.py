@@ -1,0 +1,48 @@
+"""Long runs of the randomised suites.
+
+    python -m tests.campaign --tier F [--suite T1] [--first-seed N] [--seconds S] [--jobs 2]
+
+Each suite goes on from its first seed until it has done what the tier asks for, or the time is up. Seeds are consecutive,
+so a campaign is resumed with --first-seed. The lines printed at the end belong in tests/CAMPAIGNS.md.
+Exit status 0: nothing is wrong, even if it was not enough; 1: something is.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+
+from .registry import SUITES, Options, suite
+
+
+def commit() -> str:
+    """The commit that is checked out, with a + when the tree differs from it."""
+    described = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__.splitlines()[0])
+    parser.add_argument("--tier", choices=["Q", "F", "C"], default="F")
+    parser.add_argument("--suite", choices=sorted(SUITES), action="append", help="one of them only; may be repeated")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, help="for each suite; None: until it is enough")
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    options = Options(arguments.tier, arguments.first_seed, arguments.seconds, arguments.jobs)
+
+    wrong = False
+    for name in arguments.suite or sorted(SUITES):
+        started = time.monotonic()
+        summary = suite(name)(options)
+        for failure in summary.failures:
+            print(failure)
+        for line in summary.short:
+            print(f"short of tier {options.tier}: {line}")
+        print(f"{commit()}: {summary.ran}; {len(summary.failures)} wrong; {time.monotonic() - started:.0f} s")
+        wrong |= bool(summary.failures)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,482 @@
+"""The server around the engine: four callbacks that hand over, receive, stop and count, and misbehave on order.
+
+Every call is recorded as the history checker wants it. What a callback finds wrong it reports; raising would be
+contained by the very guard that is being tested.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from copy import copy
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from batch_manager.names import FinishReason, SchedulerPolicy
+from batch_manager.requests.inference_request import InferenceRequest
+from batch_manager.requests.response import RESPONSE_TENSORS
+
+from .faults import Place
+from .history import Handed, Other, Polled, Sent
+from .swarm import TEN_YEARS_S, TERMINATE_ID
+
+if TYPE_CHECKING:
+    from .world import World
+
+FLOOD, LARGE_FLOOD = 2_000, 100_000
+CANCELLED = int(FinishReason.CANCELLED)
+
+
+class Planted(Exception):
+    """Raised by a callback because it was told to."""
+
+
+class PlantedInterrupt(KeyboardInterrupt):
+    """The same, and told from somebody at the keyboard."""
+
+
+class Nameless:
+    """An item without a usable id."""
+
+
+class Taken(list):
+    """A list that tells when an item of it is taken. Once it was, its prompt is overwritten where it is an array."""
+
+    def __init__(self, items: list[tuple[Any, Handed | None]], taken: Callable[[Any, Handed | None], None]) -> None:
+        super().__init__(items)
+        self._taken = taken
+
+    def __iter__(self) -> Iterator[Any]:
+        for item, handed in super().__iter__():
+            self._taken(item, handed)
+            yield item
+            if len(self) == 1 and isinstance(item, InferenceRequest) and isinstance(item.input_ids, np.ndarray):
+                item.input_ids.fill(0)
+
+
+class Client:
+    """The callbacks of one simulated server.
+
+    living     ids that wait for their final, of requests that are fair
+    failures   callback -> calls that failed, as the engine must have counted them
+    """
+
+    def __init__(self, world: "World", rng: Random) -> None:
+        self.world, self.swarm, self.faults = world, world.swarm, world.faults
+        self.rng = rng
+        self.depth = 0
+        self.is_open = True
+        self.next_id = 0
+        self.pending: deque[int] = deque()
+        self.recently_ended: deque[int] = deque(maxlen=4)
+        self.ended_this_turn: list[int] = []
+        self.reused_this_turn: list[int] = []
+        self.means_to_stop_the_reused = False
+        self.kept: deque[tuple[list, bytes]] = deque(maxlen=3)
+        self.prefixes = [self._tokens(rng.randint(1, max(self.swarm.traffic.prompt, 1))) for _ in range(3)]
+        self.failures = Counter()
+        self.num_finals = 0
+        self.errors: Counter[str] = Counter()
+        self.last_iteration: int | None = None
+        self.asked_to_terminate = False
+
+    # the four
+
+    def get(self, max_num_requests: int) -> Any:
+        with self._inside("get"):
+            world = self.world
+            world.record(Other(world.clock.now))
+            world.check(not world.get_is_over, "I26: get was called after shutdown had been asked for")
+            world.check(max_num_requests == world.expected_room(), "C3: get was asked for another number than there is "
+                        f"room for, {max_num_requests}")
+            fault = self.faults.draw(Place.GET)
+            if fault is not None:
+                return self._faulty_get(fault, max_num_requests)
+            if self.pending:
+                return self._hand_over(self._items(len(self.pending)))
+            if not world.has_traffic or self.rng.random() >= self.swarm.traffic.arrival:
+                return ()
+            count = self.rng.randint(1, self.swarm.traffic.burst)
+            if 0 <= max_num_requests < count:
+                world.mark("more handed over than there is room for")
+            return self._hand_over(self._items(count))
+
+    def send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+        with self._inside("send"):
+            sent, response = self._read(request_id, tensors, final, error)
+            self.world.note_sent(sent)
+            self.world.record(sent)
+            if final:
+                self.num_finals += 1
+                self.ended_this_turn.append(request_id)
+                self.recently_ended.append(request_id)
+                if error:
+                    self.errors[sent.code] += 1
+            fault = self.faults.draw(Place.SEND)
+            if fault is not None:
+                self._faulty_send(fault, request_id, response, final)
+
+    def poll(self) -> Any:
+        with self._inside("poll"):
+            world, rng = self.world, self.rng
+            fault = self.faults.draw(Place.STOP)
+            if self.means_to_stop_the_reused and self.reused_this_turn:
+                self.means_to_stop_the_reused = False
+                reused = [request_id for request_id in self.reused_this_turn if world.is_alive(request_id)]
+                if reused:
+                    self.faults.hit("stop.reused")
+                    return self._stop(reused)
+            if fault is not None:
+                return self._faulty_poll(fault)
+            if rng.random() >= self.swarm.traffic.stops or not world.alive():
+                return self._stop([])
+            alive = world.alive()
+            return self._stop(rng.sample(alive, rng.randint(1, min(2, len(alive)))))
+
+    def stats(self, record: str) -> None:
+        with self._inside("stats"):
+            world = self.world
+            world.record(Other(world.clock.now))
+            self._judge_stats(orjson.loads(record))
+            fault = self.faults.draw(Place.STATS)
+            if fault == "stats.raises":
+                self._fail("stats", fault)
+            elif fault == "stats.blocks":
+                self.faults.hit(fault)
+                world.clock.now += 40.0
+
+    # get
+
+    def _faulty_get(self, fault: str, room: int) -> Any:
+        world, rng = self.world, self.rng
+        kind = fault.removeprefix("get.")
+        if kind == "raises":
+            self._fail("get", fault, rng.choice([Planted, KeyError, MemoryError]))
+        if kind == "exits":
+            self._fail("get", fault, rng.choice([SystemExit, PlantedInterrupt, GeneratorExit]))
+        if kind == "none":
+            self.faults.hit(fault)
+            return None
+        if kind == "no_iterable":
+            self.faults.hit(fault)
+            self.failures["get"] += 1
+            return rng.choice([5, object(), 1.5, True])
+        if not world.has_traffic:
+            return ()
+        if kind == "breaks_midway":
+            self.faults.hit(fault)
+            return self._breaks_midway(rng.randint(0, 2))
+        if kind == "endless":
+            if self.swarm.max_admissions > 64:
+                return ()
+            self.faults.hit(fault)
+            return self._endless()
+        if kind == "more_than_asked":
+            self.faults.hit(fault)
+            return self._hand_over(self._items(max(room, 0) + rng.randint(1, 5)))
+        if kind == "same_object_twice":
+            (item,) = self._items(1)
+            self.faults.hit(fault)
+            return self._hand_over([item, item])
+        if kind == "duplicate":
+            alive = world.alive()
+            if not alive:
+                return ()
+            self.faults.hit(fault)
+            return self._hand_over([self._fair(rng.choice(alive))])
+        assert kind == "flood"
+        if self.swarm.max_admissions < 4096 or rng.random() < 0.9:
+            return ()
+        self.faults.hit(fault)
+        (item,) = self._items(1)
+        return self._hand_over([item] * (LARGE_FLOOD if rng.randrange(100) == 0 else FLOOD))
+
+    def _breaks_midway(self, count: int) -> Iterator[Any]:
+        for item, handed in self._items(count):
+            self._taken(item, handed)
+            yield item
+        self.failures["get"] += 1
+        raise Planted
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            for item, handed in self._items(1):
+                self._taken(item, handed)
+                yield item
+
+    def _hand_over(self, items: list[tuple[Any, Handed | None]]) -> Any:
+        if self.rng.random() < self.swarm.traffic.as_generator:
+            return iter(Taken(items, self._taken))
+        return Taken(items, self._taken)
+
+    def _taken(self, item: Any, handed: Handed | None) -> None:
+        """The engine has read an item."""
+        if handed is None:
+            self.asked_to_terminate = True
+            self.world.terminate_was_read()
+            return
+        handed = copy(handed)                                      # one object may be handed over many times
+        handed.time = self.world.clock.now
+        self.world.note_handed(handed)
+        self.world.record(handed)
+
+    def _items(self, count: int) -> list[tuple[Any, Handed | None]]:
+        items = []
+        for _ in range(count):
+            if self.pending:
+                request_id = self.pending.popleft()
+                if not self.world.is_alive(request_id):
+                    self.reused_this_turn.append(request_id)
+                items.append(self._fair(request_id))
+            elif self.rng.random() < self.swarm.traffic.invalid:
+                items.append(self._unfair())
+            else:
+                items.append(self._fair(self._new_id()))
+        return items
+
+    def hand_over_the_end(self) -> None:
+        """The next get returns the request that ends the worker."""
+        self.pending.clear()
+        self._items = lambda count: [(InferenceRequest(TERMINATE_ID), None)]
+        self.pending.append(TERMINATE_ID)
+
+    def _new_id(self) -> int:
+        self.next_id += 1
+        if self.rng.random() < 0.02:
+            return 2**64 - 2 - self.next_id
+        return self.next_id
+
+    def _tokens(self, count: int) -> list[int]:
+        return self.rng.choices(range(self.swarm.vocab_size), k=count)
+
+    def _fair(self, request_id: int) -> tuple[InferenceRequest, Handed]:
+        """A request that makes sense, whether or not it fits."""
+        rng, swarm, traffic = self.rng, self.swarm, self.swarm.traffic
+        die = rng.random
+        unit = swarm.tokens_per_block
+        length = rng.randint(1, traffic.prompt)
+        if die() < 0.3:                                            # around a block boundary
+            length = rng.randint(1, max(traffic.prompt // unit, 1)) * unit + rng.choice([-1, 0, 0, 1])
+        if die() < 0.02 or ("allocator.smallest_pool" in swarm.faults and die() < 0.1):
+            length = swarm.max_seq_len - rng.randint(1, 3)
+        length = min(max(length, 1), swarm.max_seq_len - 1)
+        prompt = self._tokens(length)
+        if die() < traffic.shares_prefix:
+            prompt = (rng.choice(self.prefixes)[:rng.randint(1, length)] + prompt)[:length]
+        output = rng.randint(1, traffic.output)
+        if die() < 0.02 or ("allocator.smallest_pool" in swarm.faults and die() < 0.3):
+            output = swarm.max_seq_len
+
+        tensors: dict[str, Any] = {"input_ids": np.array(prompt) if die() < 0.2 else prompt,
+                                   "request_output_len": output}
+        handed = Handed(0.0, request_id, "", prompt, output)
+        options: dict[str, Any] = {}
+        if die() < traffic.ends_early:
+            tensors["end_id"] = handed.end_id = rng.randrange(swarm.vocab_size)
+        if die() < traffic.samples:
+            handed.seed = rng.choice([0, 7, rng.getrandbits(64)])
+            tensors |= {"runtime_top_p": 1.0, "random_seed": handed.seed, "temperature": rng.choice([0.5, 1.0])}
+            if rng.random() < 0.2:
+                tensors["temperature"], handed.seed = 0.0, None
+        if die() < traffic.asks_more:
+            tensors["return_log_probs"] = handed.log_probs = True
+            logits = {f"return_{kind}_logits": True for kind in ("context", "generation") if die() < 0.3}
+            if logits:
+                self.world.mark("logits asked for")
+                tensors |= logits
+        streams = die() < traffic.streams
+        handed.streams = streams and not swarm.is_static
+        handed.excludes = handed.streams or swarm.exclude_input or (swarm.is_static and streams)
+        if die() < traffic.deadline:
+            options["deadline_s"] = handed.deadline_s = rng.choice([0.001, 0.1, 0.5, 2.0, TEN_YEARS_S])
+        if die() < traffic.prioritised:
+            options["priority"] = rng.choice([0.0, 0.25, 0.75, 1.0])
+        if die() < traffic.salted:
+            options["cache_salt"] = rng.choice(["a", "b"])
+        handed.must = self._refusal(len(prompt), output, handed.streams)
+        return InferenceRequest(request_id, tensors, is_streaming=streams, **options), handed
+
+    def _refusal(self, prompt: int, output: int, streams: bool) -> str | None:
+        """The code a fair request has to be refused with, because it could never run; '' for none.
+
+        None: what fits is a little less than what is needed without a window, and the engine's to say.
+        """
+        swarm = self.swarm
+        total = min(prompt + output, swarm.max_seq_len)
+        if swarm.chunking is None and not swarm.is_static:
+            if prompt > swarm.max_num_tokens:
+                return "INVALID_REQUEST"
+            if (streams and swarm.policy is SchedulerPolicy.MAX_UTILIZATION and total - 1 > swarm.max_num_tokens):
+                return "INVALID_REQUEST"
+        blocks = -(-total // swarm.tokens_per_block)
+        if swarm.window is not None and blocks + 2 > swarm.num_blocks:
+            return None
+        return "TOO_LARGE_FOR_KV_CACHE" if blocks > swarm.num_blocks else ""
+
+    def _unfair(self) -> tuple[Any, Handed]:
+        """What has to be refused whatever the engine is like, or cannot even be answered."""
+        rng, vocab, longest = self.rng, self.swarm.vocab_size, self.swarm.max_seq_len
+        kind = rng.randrange(10)
+        if kind == 0:
+            item = rng.choice([None, 5, "request", Nameless(), object()])
+            return item, Handed(0.0, None)
+        request_id = self._new_id()
+        good = {"input_ids": [0], "request_output_len": 2}
+        bad = [
+            {"input_ids": []},
+            {"input_ids": [vocab]},
+            {"input_ids": [0, -1]},
+            {"input_ids": [0] * longest},
+            {"input_ids": np.zeros((2, 2), np.int32)},
+            {"request_output_len": rng.choice([0, -1, 2**31, 2**63])},
+            {"temperature": float("nan")},
+            {"input_ids": [0.5]},
+            {"end_id": vocab},
+        ][kind - 1]
+        return InferenceRequest(request_id, good | bad), Handed(0.0, request_id, "INVALID_REQUEST")
+
+    # send
+
+    def _read(self, request_id: int, tensors: list, final: bool, error: str) -> tuple[Sent, list]:
+        now = self.world.clock.now
+        if not tensors:
+            return Sent(now, request_id, final, error), []
+        arrays = [named.tensor for named in tensors]
+        names = tuple(named.name for named in tensors)
+        self.world.check(names == RESPONSE_TENSORS, f"C4: a response has the tensors {names}")
+        output_ids, lengths, _, _, log_probs, cum_log_probs, reason = arrays
+        row = output_ids[0, 0].tolist()
+        self.world.check(output_ids.shape == (1, 1, lengths[0, 0]) and log_probs.shape[:2] == (1, 1),
+                         "C4: a response has other shapes than it says")
+        asked = self.world.asks_for_log_probs(request_id)
+        if not asked:
+            self.world.check(not log_probs.any() and not cum_log_probs.any(), "C4: log-probabilities nobody asked for")
+        return Sent(now, request_id, final, error, row, int(reason[0, 0]),
+                    log_probs[0, 0].tolist() if asked else None), arrays
+
+    def _faulty_send(self, fault: str, request_id: int, arrays: list, final: bool) -> None:
+        kind = fault.removeprefix("send.")
+        if kind == "raises" and not final or kind == "raises_on_final" and final:
+            self._fail("send", fault, self.rng.choice([Planted, SystemExit, PlantedInterrupt]))
+        elif kind == "shuts_down":
+            if self.world.step_number > self.swarm.iterations * 3 // 4:
+                self.faults.hit(fault)
+                self.world.ask_to_drain()
+        elif kind == "hands_over_again" and final and request_id not in self.pending:
+            self.faults.hit(fault)
+            self.pending.append(request_id)
+        elif kind == "mutates" and arrays:
+            self.faults.hit(fault)
+            for array in arrays:
+                array.fill(77)
+        elif kind == "keeps" and arrays:
+            self.faults.hit(fault)
+            self.kept.append((arrays, b"".join(array.tobytes() for array in arrays)))
+
+    # poll
+
+    def _stop(self, request_ids: list, answer: Any = None) -> Any:
+        """Record who has to be told, and answer."""
+        world = self.world
+        alive = [request_id for request_id in request_ids if world.is_alive(request_id)]
+        world.note_stops(request_ids, alive)
+        world.record(Polled(world.clock.now, alive))
+        return set(request_ids) if answer is None else answer
+
+    def _faulty_poll(self, fault: str) -> Any:
+        rng, alive = self.rng, self.world.alive()
+        kind = fault.removeprefix("stop.")
+        if kind == "raises":
+            self._stop([])
+            if rng.random() < 0.5:
+                self.faults.hit(fault)
+                self.failures["poll"] += 1
+                return self._breaks_off(alive)
+            self._fail("poll", fault, rng.choice([Planted, SystemExit, PlantedInterrupt]))
+        if kind == "junk":
+            self.faults.hit(fault)
+            some = rng.sample(alive, min(len(alive), rng.randint(0, 1)))
+            return self._stop(some, ["x", None, 1.5, True, (3,), *map(np.uint64, some), -5])
+        if kind == "unknown":
+            self.faults.hit(fault)
+            return self._stop([2**64 + 5, -1, 10**12, *list(self.recently_ended)])
+        if kind == "all" and alive:
+            self.faults.hit(fault)
+            return self._stop(alive)
+        if kind == "finisher" and self.ended_this_turn:
+            self.faults.hit(fault)
+            return self._stop(self.ended_this_turn)
+        if kind == "reused" and self.recently_ended:               # it comes back, and is stopped at once
+            self.pending.append(self.recently_ended[-1])
+            self.means_to_stop_the_reused = True
+        return self._stop([])
+
+    @staticmethod
+    def _breaks_off(alive: list[int]) -> Iterator[int]:
+        yield from alive
+        raise Planted
+
+    # stats
+
+    def _judge_stats(self, record: dict) -> None:
+        world, check = self.world, self.world.check
+        iteration = record["Iteration Counter"]
+        check(self.last_iteration is None or iteration == self.last_iteration + 1,
+              f"I28: the iteration counter went from {self.last_iteration} to {iteration}")
+        self.last_iteration = iteration
+        check(record["Final Responses"] == self.num_finals,
+              f"I28: {record['Final Responses']} finals in the statistics, {self.num_finals} received")
+        check(record["Used KV cache blocks"] + record["Free KV cache blocks"] == record["Max KV cache blocks"]
+              == world.swarm.num_blocks, "I28: blocks do not add up")
+        check(record["Queued Requests"] == len(world.loop.intake), "I28: the queue has another length")
+        check(record.get("Unaddressable Items") == world.history.num_unaddressable, "I28: unaddressable items")
+        for code, count in self.errors.items():
+            check(record.get(f"Errors {code}") == count, f"I28: errors {code}")
+        for name, count in self.failures.items():
+            check(record[f"Failed {name} Callbacks"] == count,
+                  f"I28: {record[f'Failed {name} Callbacks']} failures of {name}, {count} happened")
+        if not world.swarm.is_static:
+            check(record["Scheduled Requests"] == record["Context Requests"] + record["Generation Requests"],
+                  "I28: scheduled requests")
+
+    # all of them
+
+    def new_turn(self) -> None:
+        """An iteration begins."""
+        if self.ended_this_turn:
+            self.ended_this_turn = []
+        if self.reused_this_turn:
+            self.reused_this_turn = []
+
+    def judge_what_was_kept(self) -> None:
+        for arrays, before in self.kept:
+            self.world.check(b"".join(array.tobytes() for array in arrays) == before,
+                             "F-keeps: somebody changed tensors that were sent")
+
+    def _inside(self, name: str) -> "_Inside":
+        return _Inside(self, name)
+
+    def _fail(self, name: str, fault: str, error: type[BaseException] = Planted) -> None:
+        self.faults.hit(fault)
+        self.failures[name] += 1
+        raise error
+
+
+class _Inside:
+    """A callback runs: none other may, and none after the end (I26, I27)."""
+
+    __slots__ = ("_client", "_name")
+
+    def __init__(self, client: Client, name: str) -> None:
+        self._client, self._name = client, name
+
+    def __enter__(self) -> None:
+        client = self._client
+        client.world.check(client.depth == 0, f"I27: {self._name} runs inside another callback")
+        client.world.check(client.is_open, f"I26: {self._name} runs after the end")
+        client.depth += 1
+        client.world.callback_begins(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._client.depth -= 1

@@ -1,0 +1,125 @@
+"""The menu: what may go wrong around the loop, each with a name, a place and a count of how often it did."""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+
+class Place(Enum):
+    """Where a fault strikes."""
+
+    GET = "get"
+    SEND = "send"
+    STOP = "stop"
+    STATS = "stats"
+    MODEL = "model"
+    ALLOCATOR = "allocator"
+    CLOCK = "clock"
+    LIFE = "life"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """needs: a feature of the engine without which it cannot happen."""
+
+    name: str
+    place: Place
+    what: str
+    needs: str | None = None
+
+
+def _menu(*rows: tuple) -> dict[str, Fault]:
+    return {f"{place.value}.{name}": Fault(f"{place.value}.{name}", place, what, *more)
+            for place, name, what, *more in rows}
+
+
+MENU: dict[str, Fault] = _menu(
+    (Place.GET, "raises", "raises an Exception"),
+    (Place.GET, "exits", "raises SystemExit"),
+    (Place.GET, "none", "returns None"),
+    (Place.GET, "no_iterable", "returns something that cannot be iterated"),
+    (Place.GET, "breaks_midway", "an iterator that raises after a few items"),
+    (Place.GET, "endless", "a generator that never ends"),
+    (Place.GET, "more_than_asked", "more items than there is room for"),
+    (Place.GET, "same_object_twice", "one object twice in one list"),
+    (Place.GET, "duplicate", "the id of a living request"),
+    (Place.GET, "flood", "thousands of items in one call; 100,000 in one of a hundred"),
+
+    (Place.SEND, "raises", "raises on a response that is not final"),
+    (Place.SEND, "raises_on_final", "raises on a final one"),
+    (Place.SEND, "shuts_down", "asks for a shutdown"),
+    (Place.SEND, "hands_over_again", "has the next get return the id again"),
+    (Place.SEND, "mutates", "overwrites the tensors"),
+    (Place.SEND, "keeps", "keeps the tensors, which nobody may change"),
+
+    (Place.STOP, "raises", "raises, before or after naming some"),
+    (Place.STOP, "junk", "returns what are no ids among some that are"),
+    (Place.STOP, "unknown", "names ids nobody has"),
+    (Place.STOP, "all", "names everybody"),
+    (Place.STOP, "finisher", "names who has just come to its end"),
+    (Place.STOP, "reused", "names an id that was handed over again this iteration"),
+
+    (Place.STATS, "raises", "raises"),
+    (Place.STATS, "blocks", "takes forty seconds"),
+
+    (Place.MODEL, "raises_for_one", "raises whenever a certain request is in the step"),
+    (Place.MODEL, "raises_once", "raises, and works when it is run again"),
+    (Place.MODEL, "raises_for_all", "raises for every part of the step"),
+    (Place.MODEL, "memory_above", "is out of memory above a batch size"),
+    (Place.MODEL, "memory_always", "is out of memory for every part of the step"),
+    (Place.MODEL, "nan_in_row", "yields a row of logits that is not finite"),
+    (Place.MODEL, "nan_in_block", "has a value in a block that is not finite"),
+    (Place.MODEL, "wrong_token", "chooses a token outside the vocabulary"),
+    (Place.MODEL, "wrong_rows", "returns other rows than the batch has"),
+    (Place.MODEL, "device_lost", "loses the device for good"),
+
+    (Place.ALLOCATOR, "fails_once", "has fewer blocks than the plan counted on"),
+    (Place.ALLOCATOR, "fails_for_a_while", "the same, several times in a row"),
+    (Place.ALLOCATOR, "smallest_pool", "a pool that just holds the longest request, and it comes"),
+    (Place.ALLOCATOR, "full_of_shared", "no free block, and none with a single owner", "reuse"),
+
+    (Place.CLOCK, "forward", "jumps ahead by an hour"),
+    (Place.CLOCK, "backward", "goes back by a moment"),
+    (Place.CLOCK, "stands_still", "does not move for a while"),
+
+    (Place.LIFE, "shutdown", "is asked for without draining"),
+    (Place.LIFE, "twice", "is asked for again"),
+    (Place.LIFE, "from_a_callback", "is asked for from inside a callback"),
+    (Place.LIFE, "collected", "the last reference is dropped"),
+    (Place.LIFE, "endless_arrivals", "requests keep coming while the rest is drained"),
+    (Place.LIFE, "killed", "an exception is injected into the worker"),
+    (Place.LIFE, "interpreter_exit", "the interpreter comes to its end"),
+)
+assert len(MENU) == 48
+
+ENDINGS = [name for name, fault in MENU.items() if fault.place is Place.LIFE]
+
+
+def menu_of(place: Place) -> list[Fault]:
+    return [fault for fault in MENU.values() if fault.place is place]
+
+
+class Faults:
+    """Throws the dice, and counts what really happened.
+
+    hits   fault -> times; a fault that was drawn and could not happen where it was is not counted
+    """
+
+    def __init__(self, rng: Random, enabled: Collection[str], rate: float) -> None:
+        self._random = rng.random
+        self.rng = rng
+        self._rate = rate
+        self._enabled = {place: [fault.name for fault in menu_of(place) if fault.name in enabled] for place in Place}
+        self.hits: Counter[str] = Counter()
+
+    def draw(self, place: Place) -> str | None:
+        """A fault that is to happen here and now; mostly none."""
+        names = self._enabled[place]
+        if not names or self._random() >= self._rate:
+            return None
+        return self.rng.choice(names)
+
+    def hit(self, name: str) -> None:
+        self.hits[name] += 1

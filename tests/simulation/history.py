@@ -1,0 +1,274 @@
+"""Judges a history: what was handed over, sent and polled, and when. It has never heard of blocks or schedulers.
+
+    I1  one final response for everything that was handed over      I5  pieces of a stream, in order, are the output
+    I2  nothing after a final one                                   I6  who has to be refused is, once, and nobody else
+    I3  nothing for an id nobody handed over                        I7  a stop is answered before anything else happens
+    I4  an error has a text, is final, and has no tensors           I8  the output is the oracle's, or begins it
+
+A history is fed call by call while it happens, or read from a file (one JSON object a line):
+
+    python -m tests.simulation.history FILE
+
+Its first line says what the scripted model was: {"vocab_size", "key", "window", "sink", "max_seq_len"}. Exit status 0:
+nothing is wrong; 1: anomalies, one a line.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from batch_manager.runtime.scripted_backend import expected_draws
+
+END_ID, STOP_WORDS, LENGTH, TIMED_OUT, CANCELLED = 1, 2, 3, 4, 5
+REASONS = (END_ID, STOP_WORDS, LENGTH, TIMED_OUT, CANCELLED)
+CODES = {"INVALID_REQUEST", "DUPLICATE_REQUEST_ID", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL", "NON_FINITE_LOGITS",
+         "INVALID_TOKEN", "OUT_OF_MEMORY", "MODEL_ERROR", "DEADLINE", "SHUTDOWN", "ENGINE_FAILED"}
+FAULTY = {"INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE"}
+BEFORE_LOOKING = {"DUPLICATE_REQUEST_ID", "SHUTDOWN", "ENGINE_FAILED"}    # refusals that do not look at the request
+
+
+@dataclass(slots=True)
+class Handed:
+    """An item that was taken. request_id None: nobody can be answered.
+
+    must       "" it is a fair request; a code: it has to be refused with it; None: nobody can say
+    streams    pieces are to be expected
+    excludes   the final response leaves the prompt out
+    seed       of one that samples; None: greedy
+    """
+
+    time: float
+    request_id: int | None
+    must: str | None = ""
+    prompt: list[int] = field(default_factory=list)
+    max_new_tokens: int = 0
+    end_id: int = -1
+    seed: int | None = None
+    streams: bool = False
+    excludes: bool = False
+    log_probs: bool = False
+    deadline_s: float | None = None
+
+
+@dataclass(slots=True)
+class Sent:
+    """A response. tokens: of its row, None when it had no tensors; log_probs where asked for."""
+
+    time: float
+    request_id: int
+    final: bool
+    error: str
+    tokens: list[int] | None = None
+    reason: int = 0
+    log_probs: list[float] | None = None
+
+    @property
+    def code(self) -> str:
+        return self.error[1:].split("]")[0] if self.error and self.error[0] == "[" else ""
+
+
+@dataclass(slots=True)
+class Polled:
+    time: float
+    request_ids: list[int]
+
+
+@dataclass(slots=True)
+class Other:
+    """Any other call: get, stats."""
+
+    time: float
+
+
+@dataclass(slots=True)
+class Closed:
+    """The end. What the engine counted, where it was asked."""
+
+    time: float
+    accepted: int | None = None
+    refused: int | None = None
+    unaddressable: int | None = None
+
+
+Oracle = Callable[[Handed, int], list[tuple[int, float]]]
+EVENTS = {cls.__name__: cls for cls in (Handed, Sent, Polled, Other, Closed)}
+
+
+@dataclass(slots=True)
+class Open:
+    """Somebody who waits for a final response."""
+
+    handed: Handed
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+class HistoryChecker:
+    """anomalies: what is wrong so far, each beginning with the rule it breaks."""
+
+    def __init__(self, oracle: Oracle, max_seq_len: int, is_static: bool = False) -> None:
+        self._oracle, self._max_seq_len, self._is_static = oracle, max_seq_len, is_static
+        self.anomalies: list[str] = []
+        self.open: dict[int, list[Open]] = defaultdict(list)
+        self._known: set[int] = set()
+        self._stopped: dict[int, Open] = {}
+        self.num_handed = self.num_unaddressable = self.num_finals = 0
+
+    def feed(self, event: Handed | Sent | Polled | Other | Closed) -> None:
+        if type(event) is Sent:
+            self._sent(event)
+            return
+        for request_id in self._stopped:
+            self._wrong(event, "I7", f"request {request_id} was stopped and not told")
+        self._stopped = {}
+        if type(event) is Handed:
+            self._handed(event)
+        elif type(event) is Polled:
+            self._stopped = {request_id: self.open[request_id][0] for request_id in event.request_ids
+                             if self.open.get(request_id)}
+        elif type(event) is Closed:
+            self._closed(event)
+
+    def _wrong(self, event: object, rule: str, what: str) -> None:
+        self.anomalies.append(f"{rule} at {event.time:.6f}: {what}")
+
+    def _handed(self, item: Handed) -> None:
+        self.num_handed += 1
+        if item.request_id is None:
+            self.num_unaddressable += 1
+        else:
+            self._known.add(item.request_id)
+            self.open[item.request_id].append(Open(item))
+
+    def _sent(self, sent: Sent) -> None:
+        waiting = self.open.get(sent.request_id)
+        if not waiting:
+            rule, when = ("I2", "after its final one") if sent.request_id in self._known else ("I3", "that nobody sent")
+            self._wrong(sent, rule, f"a response for request {sent.request_id} {when}")
+            return
+        if sent.error and (not sent.final or sent.tokens is not None or sent.code not in CODES):
+            self._wrong(sent, "I4", f"request {sent.request_id}: an error with tensors, without a code or not final")
+        if not sent.error and sent.tokens is None:
+            self._wrong(sent, "I4", f"request {sent.request_id}: neither tensors nor a text")
+
+        place = 0
+        if sent.code == "DUPLICATE_REQUEST_ID":
+            if len(waiting) > 1:
+                place = 1
+            else:
+                self._wrong(sent, "I6", f"request {sent.request_id} has a double only it can see")
+        one = waiting[place]
+        self._judge_refusal(sent, one.handed)
+        if not sent.error and sent.tokens is not None:
+            self._judge_output(sent, one)
+        if not sent.final:
+            return
+        self.num_finals += 1
+        self._judge_stop(sent, one)
+        del waiting[place]
+        if not waiting:
+            del self.open[sent.request_id]
+
+    def _judge_refusal(self, sent: Sent, item: Handed) -> None:
+        if item.must is None:
+            return
+        if item.must:
+            if sent.code != item.must and sent.code not in BEFORE_LOOKING:
+                self._wrong(sent, "I6", f"request {item.request_id} had to be refused with {item.must}, "
+                                        f"not {sent.code or 'answered'}")
+        elif sent.code in FAULTY:
+            self._wrong(sent, "I6", f"request {item.request_id} is fair and was refused: {sent.error}")
+
+    def _judge_output(self, sent: Sent, one: Open) -> None:
+        item, tokens = one.handed, sent.tokens
+        if not sent.final:
+            if not item.streams:
+                self._wrong(sent, "I5", f"request {item.request_id} does not stream")
+            if not tokens or sent.reason:
+                self._wrong(sent, "I5", f"request {item.request_id}: an empty piece, or one that has finished")
+        if not item.streams and not item.excludes:
+            if tokens[:len(item.prompt)] != item.prompt:
+                self._wrong(sent, "I8", f"request {item.request_id} does not begin with its prompt")
+            tokens = tokens[len(item.prompt):]
+        one.tokens += tokens
+        one.log_probs += sent.log_probs or ()
+        if sent.final:
+            self._judge_text(sent, one)
+
+    def _judge_text(self, sent: Sent, one: Open) -> None:
+        item, got, reason = one.handed, one.tokens, sent.reason
+        limit = min(item.max_new_tokens, self._max_seq_len - len(item.prompt))
+        drawn = self._oracle(item, min(len(got) + 1, limit))
+        expected = [token for token, _ in drawn[:len(got)]]
+        rule = "I5" if item.streams else "I8"
+        if got != expected:
+            wrong_at = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), len(expected))
+            self._wrong(sent, rule, f"request {item.request_id}: token {wrong_at} of {len(got)} is not the oracle's")
+        elif item.log_probs and one.log_probs != [log_prob for _, log_prob in drawn[:len(got)]]:
+            self._wrong(sent, rule, f"request {item.request_id}: log-probabilities are not the oracle's")
+        if (reason not in REASONS or (reason == LENGTH and len(got) != limit)
+                or (reason == END_ID and (len(drawn) > len(got) or len(got) == limit))):
+            self._wrong(sent, rule, f"request {item.request_id} ended after {len(got)} of {limit} tokens, reason "
+                                    f"{reason}")
+
+    def _judge_stop(self, sent: Sent, one: Open) -> None:
+        request_id, item = sent.request_id, one.handed
+        if self._stopped.get(request_id) is one:
+            del self._stopped[request_id]
+            natural = self._is_static and sent.reason in (END_ID, LENGTH)    # it had ended, and was not told yet
+            if sent.code != "ENGINE_FAILED" and (sent.error or not (sent.reason == CANCELLED or natural)):
+                self._wrong(sent, "I7", f"request {request_id} was stopped and got {sent.error or sent.reason}")
+        elif sent.reason == CANCELLED:
+            self._wrong(sent, "I7", f"request {request_id} was cancelled and nobody had asked for that")
+        if ((sent.reason == TIMED_OUT or sent.code == "DEADLINE")
+                and (item.deadline_s is None or sent.time < item.time + item.deadline_s)):
+            self._wrong(sent, "I7", f"request {request_id} timed out before its time")
+
+    def _closed(self, event: Closed) -> None:
+        for request_id, waiting in self.open.items():
+            self._wrong(event, "I1", f"request {request_id} has {len(waiting)} finals to come")
+        counted = event.accepted, event.refused, event.unaddressable
+        if None not in counted and (sum(counted) != self.num_handed or counted[2] != self.num_unaddressable
+                                    or counted[0] + counted[1] != self.num_finals + sum(map(len, self.open.values()))):
+            self._wrong(event, "I6", f"accepted, refused and unaddressable are {counted}; handed over were "
+                                     f"{self.num_handed}, {self.num_unaddressable} of them without an id")
+
+
+def scripted_oracle(model: dict) -> Oracle:
+    """What the scripted model must generate: model has vocab_size, key, window and sink."""
+    options = {name: model[name] for name in ("vocab_size", "key", "window", "sink")}
+    return lambda item, count: expected_draws(item.prompt, count, end_id=item.end_id, random_seed=item.seed, **options)
+
+
+def judge(model: dict, events: Iterable[object]) -> list[str]:
+    """The anomalies of a history."""
+    checker = HistoryChecker(scripted_oracle(model), model["max_seq_len"], model.get("is_static", False))
+    for event in events:
+        checker.feed(event)
+    return checker.anomalies
+
+
+def to_line(event: object) -> str:
+    return json.dumps({"event": type(event).__name__, **asdict(event)})
+
+
+def from_line(line: str) -> object:
+    record = json.loads(line)
+    return EVENTS[record.pop("event")](**record)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    first, *lines = parser.parse_args(arguments).file.read_text().splitlines()
+    anomalies = judge(json.loads(first), map(from_line, lines))
+    print("\n".join(anomalies) or f"{len(lines)} calls, nothing wrong")
+    return 1 if anomalies else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What must hold after every iteration, counted anew from the tables: none of the product's own checks is used.
+
+    I9   every block is free or held                 I13  a block being written has one owner and cannot be found
+    I10  owners = tables that name the block         I14  the index finds what is there
+    I11  the free order has no block twice           I15  what can be found was computed and is finite
+    I12  shared blocks are full                      I16  and only in its own domain
+    I17  nothing alive, nothing held                 C23  nobody who has ended left anything behind
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from batch_manager.kv.kv_cache_manager import KvCacheManager
+
+if TYPE_CHECKING:
+    from .world import World
+
+EVERY = 16      # iterations between two looks at what is slow to look at
+
+
+def faults(world: "World") -> Iterator[str]:
+    """Everything that is wrong now, in words."""
+    yield from books(world.loop.kv)
+    yield from leftovers(world)
+    if world.loop.kv.cache is not None and world.step_number % EVERY == 0:
+        yield from index(world)
+
+
+def books(kv: KvCacheManager) -> Iterator[str]:
+    """I9 to I13, over every block."""
+    pool, sequences, size = kv.pool, kv.sequences, kv.tokens_per_block
+    owners = pool._owners
+    named = [0] * kv.num_blocks
+    ends, lengths, dropped = sequences.ends.tolist(), sequences.kv_lengths.tolist(), sequences.dropped.tolist()
+    for slot, request in enumerate(sequences.owners):
+        if request is None:
+            continue
+        if request.seq_slot != slot:
+            yield f"I10: slot {slot} belongs to {request}, which is in another"
+            continue
+        end, length = ends[slot], lengths[slot]
+        if end != -(-length // size):
+            yield f"I9: {request} has {length} tokens in {end} blocks"
+        first = slot * sequences.max_beam_width
+        for row in sequences.block_ids[first:first + request.beam_width, :end].tolist():
+            gone = 0
+            for block_id in row:
+                if block_id < 0:
+                    gone += 1
+                else:
+                    named[block_id] += 1
+            if gone != dropped[slot]:
+                yield f"I9: {request} lost {gone} blocks and dropped {dropped[slot]}"
+            if length % size and length > request.prompt_len and owners[row[-1]] != 1:
+                yield f"I13: block {row[-1]} is being written by {request} and has {owners[row[-1]]} owners"
+    if named != owners:
+        wrong = next(block_id for block_id in range(kv.num_blocks) if named[block_id] != owners[block_id])
+        yield f"I10: block {wrong} is in {named[wrong]} tables and has {owners[wrong]} owners"
+    free = pool.free_order()
+    if len(set(free)) != len(free):
+        yield "I11: the free order has a block twice"
+    if len(free) != owners.count(0) or any(map(owners.__getitem__, free)):
+        yield f"I11: {len(free)} blocks are free and {owners.count(0)} have no owner, or not the same ones"
+    if kv.free_blocks + kv.used_blocks != kv.num_blocks or kv.used_blocks != kv.num_blocks - owners.count(0):
+        yield "I9: free and used blocks do not add up"
+
+
+def leftovers(world: "World") -> Iterator[str]:
+    """I17, C23: what is kept for requests is kept for the living, and counted right."""
+    loop = world.loop
+    active, intake = loop.active, loop.intake
+    waiting = [admitted.request for admitted in intake._queue]
+    alive = {request.request_id for request in active} | {request.request_id for request in waiting}
+    if alive != world.history.open.keys():
+        yield f"I1: alive are {sorted(alive)}, waiting for a final {sorted(world.history.open)}"
+    if not alive and loop.kv.used_blocks:
+        yield f"I17: nobody is alive and {loop.kv.used_blocks} blocks are held"
+    if intake._queued_ids != {request.request_id for request in waiting}:
+        yield "C23: the queue and its ids differ"
+    if intake._queued_tokens != sum(request.prompt_len for request in waiting):
+        yield f"C23: {intake._queued_tokens} tokens are said to wait"
+    if intake._bytes_of.keys() != alive or intake._bytes_in_flight != sum(intake._bytes_of.values()):
+        yield f"C23: {intake._bytes_in_flight} bytes are said to be in flight"
+    if not intake._deadlines.keys() <= alive:
+        yield "C23: the deadline of somebody who has ended is kept"
+    if len(loop._responder) != len(active) or len(loop._resources._setups) != len(active):
+        yield "C23: deliveries or setups are kept for somebody who has ended"
+    slots = [request.seq_slot for request in active]
+    if len(set(slots)) != len(slots) or len(slots) + len(active._free_slots) != active._num_slots:
+        yield "C23: slots do not add up"
+    for owner in loop.kv.sequences.owners:
+        if owner is not None and active.get(owner.request_id) is not owner:
+            yield f"I17: {owner} has ended and holds blocks"
+
+
+def index(world: "World") -> Iterator[str]:
+    """I12, I14 and I15: what can be found by its prefix is what stands in the block."""
+    cache, device = world.loop.kv.cache, world.device
+    size, owners = device.info.tokens_per_block, world.loop.kv.pool._owners
+    seen: set[int] = set()
+    for node in cache.index:
+        if node.block_id is None:
+            continue
+        if node.block_id in seen:
+            yield f"I14: block {node.block_id} is in the index twice"
+        seen.add(node.block_id)
+        tokens = node.key.tokens
+        stored = device._pool[node.block_id * size:node.block_id * size + len(tokens)].tolist()
+        if stored != list(tokens):
+            yield f"I15: block {node.block_id} can be found under tokens that are not in it"
+        if device._poisoned[node.block_id]:
+            yield f"I15: block {node.block_id} can be found and is not finite"
+        if len(tokens) < size and owners[node.block_id]:
+            yield f"I12: block {node.block_id} is shared and not full"
+        if node.parent.children.get(node.key.digest) is not node:
+            yield f"I14: block {node.block_id} is not where its parent has it"
+
+
+def plan_faults(world: "World", active: list, inflight: frozenset, plan) -> Iterator[str]:
+    """I20 to I23 and I25, on a plan as it leaves the scheduler."""
+    swarm = world.swarm
+    running = [*plan.context_requests, *plan.generation_requests]
+    ready = [request for request in active if not request.is_finished and request.request_id not in inflight]
+    for request in [*running, *plan.paused_requests]:
+        if request.is_finished or request.request_id not in world.history.open:
+            yield f"I25: {request} has ended and is in a plan"
+    if plan.paused_requests and world.never_pauses:
+        yield f"I21: {plan.paused_requests[0]} is paused"
+    if not running and ready and not inflight and not plan.paused_requests:
+        yield f"I22: {len(ready)} requests could run and none does"
+    if plan.paused_requests and not swarm.is_static:
+        oldest = next(request for request in active if not request.is_finished)
+        if oldest in plan.paused_requests:
+            yield f"I23: {oldest} is the oldest and is paused"
+    arrivals = world.arrivals
+    for ahead, behind in zip(active, active[1:]):
+        if (-ahead.priority, arrivals[ahead.request_id]) > (-behind.priority, arrivals[behind.request_id]):
+            yield f"I24: {ahead} stands ahead of {behind}, which came first"
+
+
+def batch_faults(world: "World", batch) -> Iterator[str]:
+    """I20, on a batch as it reaches the device."""
+    swarm = world.swarm
+    if batch.num_sequences > swarm.max_batch_size:
+        yield f"I20: {batch.num_sequences} sequences, at most {swarm.max_batch_size}"
+    if not batch.num_sequences:
+        yield "I20: an empty batch"
+    tokens = batch.num_context_tokens + len(batch.generation)
+    if tokens > swarm.max_num_tokens and not swarm.is_static:
+        yield f"I20: {tokens} tokens, at most {swarm.max_num_tokens}"
+    for work in batch.context:
+        if not work.is_last_chunk and (work.start + len(work.token_ids)) % swarm.tokens_per_block:
+            yield "I20: a chunk that is not the last does not end with a block"

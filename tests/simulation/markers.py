@@ -1,0 +1,297 @@
+"""Places a simulation has to have been to: a suite that never paused anybody twice says nothing about pausing twice.
+
+Each marker counts how often it was reached. NEEDS names those that cannot be reached without a feature.
+"""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .world import World
+
+MARKERS = (
+    # requests
+    "prompt of one token", "prompt of a whole number of blocks", "prompt one short of a block",
+    "prompt one over a block", "output of one token", "output cut to the longest sequence",
+    "prompt and output fill the pool exactly", "longest possible prompt", "samples", "log-probs asked for",
+    "logits asked for", "streams to its end", "end id as first token", "end id on the last token allowed",
+    "ends by length", "alive for a hundred iterations",
+    # admission
+    "refused as invalid", "refused as too large", "refused as a duplicate", "queue full", "item without an id",
+    "duplicate of one that waits", "duplicate of one that runs", "more handed over than there is room for",
+    "items wait unread for the next iteration", "queue in use", "overtaken by priority",
+    "id reused at once", "id above two to the sixty-three", "unbounded sequences",
+    # scheduling
+    "paused", "paused twice", "paused five times", "paused after streaming", "paused between chunks",
+    "paused with one token to go", "several paused at once", "paused and finished", "paused and stopped",
+    "grown beyond one step while paused",
+    "batch full", "token budget used up", "contexts only", "generation only", "contexts and generation together",
+    "cut into chunks", "cut into three chunks or more", "two prompts cut in one step", "chunk and last chunk together",
+    "somebody waits who could not run", "two micro-batches in flight",
+    # blocks
+    "pool exactly full", "pool full for five iterations", "pool emptied at once", "new block for a generated token", "slot reused in the iteration it came free",
+    # ends
+    "stopped while waiting", "stopped before its first token", "stopped between chunks", "stopped while streaming",
+    "stopped while in flight", "stop on last token", "everybody stopped", "stop of somebody unknown",
+    "stopped while paused", "timed out while waiting", "timed out before its first token", "timed out with tokens",
+    "static batch holds finals", "static batch: one stopped who was done", "all idle in between",
+    # faults
+    "a step run in parts", "failed alone in a batch", "failed as a context", "failed on its last token",
+    "several failed at once", "failed while another is paused", "a poisoned block is used again",
+    "get is left alone after a failure", "shut down with a queue", "shut down with requests running",
+    "shut down inside a callback", "drained", "terminate request with others alive", "engine failed with a queue",
+    # later
+    "prompt found in the cache", "part of a block found in the cache", "found and evicted in one step",
+    "block left the window", "block brought back from the host",
+)
+NEEDS = {
+    "prompt found in the cache": "reuse", "part of a block found in the cache": "reuse",
+    "found and evicted in one step": "reuse", "block left the window": "window", "block brought back from the host": "host blocks",
+}
+KNOWN = frozenset(MARKERS)
+assert len(KNOWN) == len(MARKERS) and NEEDS.keys() <= KNOWN
+
+
+class Markers:
+    """counts   marker -> times it was reached"""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.counts: Counter[str] = Counter()
+        self._full_for = 0
+        self._used_before = 0
+        self._evicted_before = 0
+        self._streamed: set[int] = set()
+        self._chunks: Counter[int] = Counter()
+        self._freed_slots: set[int] = set()
+        self._poisoned_once: set[int] = set()
+
+    def reach(self, name: str) -> None:
+        assert name in KNOWN, name
+        self.counts[name] += 1
+
+    # what was handed over and decided
+
+    def handed(self, handed) -> None:
+        swarm, unit = self._world.swarm, self._world.swarm.tokens_per_block
+        prompt, reach = len(handed.prompt), self.reach
+        if handed.request_id is None:
+            reach("item without an id")
+            return
+        if handed.must:
+            return
+        if prompt == 1:
+            reach("prompt of one token")
+        if unit > 1 and prompt % unit in (0, 1, unit - 1):
+            reach(("prompt of a whole number of blocks", "prompt one over a block")[prompt % unit]
+                  if prompt % unit < 2 else "prompt one short of a block")
+        if prompt == swarm.max_seq_len - 1:
+            reach("longest possible prompt")
+        if handed.max_new_tokens == 1:
+            reach("output of one token")
+        if prompt + handed.max_new_tokens > swarm.max_seq_len:
+            reach("output cut to the longest sequence")
+        if -(-min(prompt + handed.max_new_tokens, swarm.max_seq_len) // unit) == swarm.num_blocks:
+            reach("prompt and output fill the pool exactly")
+        if handed.seed is not None:
+            reach("samples")
+        if handed.log_probs:
+            reach("log-probs asked for")
+        if handed.request_id >= 2**63:
+            reach("id above two to the sixty-three")
+
+    def sent(self, sent, request) -> None:
+        """request   the running request a final belongs to, None for one that never ran or has no final"""
+        reach = self.reach
+        if not sent.final:
+            self._streamed.add(sent.request_id)
+            return
+        streamed = sent.request_id in self._streamed
+        self._streamed.discard(sent.request_id)
+        if sent.error:
+            name = {"INVALID_REQUEST": "refused as invalid", "TOO_LARGE_FOR_KV_CACHE": "refused as too large",
+                    "DUPLICATE_REQUEST_ID": "refused as a duplicate", "QUEUE_FULL": "queue full"}.get(sent.code)
+            if name:
+                reach(name)
+            if sent.code == "DEADLINE":
+                reach("timed out while waiting" if request is None else "timed out before its first token")
+            return
+        if request is None:
+            reach("stopped while waiting")
+            return
+        generated = request.total_generated_tokens
+        if sent.reason == 1:
+            if generated == 0:
+                reach("end id as first token")
+            if generated == request.final_length - request.orig_prompt_len - 1:
+                reach("end id on the last token allowed")
+        if sent.reason == 3:
+            reach("ends by length")
+        if sent.reason in (1, 3):
+            if streamed:
+                reach("streams to its end")
+            if request.num_pauses:
+                reach("paused and finished")
+        if sent.reason == 4:
+            reach("timed out with tokens")
+        if sent.reason == 5:
+            if generated == 0:
+                reach("stopped before its first token")
+            if streamed:
+                reach("stopped while streaming")
+            if request.num_pauses:
+                reach("paused and stopped")
+
+    def stopped(self, named: list, alive: list) -> None:
+        """Before the finals of a poll go out. named: what the callback returned; alive: who has to be told."""
+        world, reach = self._world, self.reach
+        loop = world.loop
+        if len(named) > len(alive):
+            reach("stop of somebody unknown")
+        if any(request_id in world.client.ended_this_turn for request_id in named):
+            reach("stop on last token")
+        if alive and len(alive) == len(world.history.open):
+            reach("everybody stopped")
+        in_flight = {request.request_id for flight in loop._window for request in flight.requests}
+        for request_id in alive:
+            request = loop.active.get(request_id)
+            if request is None:
+                continue
+            if request_id in in_flight:
+                reach("stopped while in flight")
+            if request.is_finished:
+                reach("static batch: one stopped who was done")
+            elif request.is_context:
+                if request.context_position:
+                    reach("stopped between chunks")
+                elif request.num_pauses:
+                    reach("stopped while paused")
+
+    # plans and steps
+
+    def plan(self, active: list, inflight: frozenset, plan) -> None:
+        """Before any of it is carried out."""
+        reach, swarm, kv = self.reach, self._world.swarm, self._world.loop.kv
+        contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
+        if contexts and generation:
+            reach("contexts and generation together")
+        elif contexts:
+            reach("contexts only")
+        elif generation:
+            reach("generation only")
+        if len(contexts) + len(generation) == swarm.max_batch_size:
+            reach("batch full")
+        if inflight and (contexts or generation):
+            reach("two micro-batches in flight")
+        if len(contexts) + len(generation) + len(inflight) < len(active):
+            reach("somebody waits who could not run")
+        if generation and bool((kv.kv_lengths([r.seq_slot for r in generation]) % kv.tokens_per_block == 0).any()):
+            reach("new block for a generated token")
+        if contexts:
+            self._plan_contexts(plan)
+        if paused:
+            self._plan_pauses(paused)
+
+    def _plan_contexts(self, plan) -> None:
+        reach, swarm = self.reach, self._world.swarm
+        sizes = plan.chunk_sizes or [request.remaining_context for request in plan.context_requests]
+        cut = whole = 0
+        for request, size in zip(plan.context_requests, sizes):
+            if request.seq_slot in self._freed_slots and request.is_first_context_chunk:
+                reach("slot reused in the iteration it came free")
+            if size < request.remaining_context:
+                cut += 1
+                reach("cut into chunks")
+                self._chunks[request.request_id] += 1
+                if self._chunks[request.request_id] == 2:
+                    reach("cut into three chunks or more")
+                if swarm.chunking is None:
+                    reach("grown beyond one step while paused")
+            else:
+                whole += 1
+                self._chunks.pop(request.request_id, None)
+        if cut > 1:
+            reach("two prompts cut in one step")
+        if cut and whole:
+            reach("chunk and last chunk together")
+        if sum(sizes) + len(plan.generation_requests) == swarm.max_num_tokens:
+            reach("token budget used up")
+
+    def _plan_pauses(self, paused: list) -> None:
+        reach = self.reach
+        reach("paused")
+        if len(paused) > 1:
+            reach("several paused at once")
+        for request in paused:
+            self._chunks.pop(request.request_id, None)
+            if request.num_pauses == 1:
+                reach("paused twice")
+            elif request.num_pauses == 4:
+                reach("paused five times")
+            if request.request_id in self._streamed:
+                reach("paused after streaming")
+            if request.is_context:
+                reach("paused between chunks")
+            elif request.final_length - request.num_tokens == 1:
+                reach("paused with one token to go")
+
+    def failed(self, failures: list) -> None:
+        """failures   requests that failed in one step"""
+        reach, world = self.reach, self._world
+        if not failures:
+            return
+        if len(failures) > 1:
+            reach("several failed at once")
+        elif len(world.loop.active) > 1:
+            reach("failed alone in a batch")
+        if any(request.is_context and request.num_pauses for request in world.loop.active):
+            reach("failed while another is paused")
+        for request in failures:
+            if request.context_position < request.prompt_len:
+                reach("failed as a context")
+            elif request.final_length - request.num_tokens == 1:
+                reach("failed on its last token")
+
+    def blocks_poisoned(self, block_ids: list[int]) -> None:
+        self._poisoned_once.update(block_ids)
+
+    def step_ended(self, slots_freed: set[int]) -> None:
+        world, reach = self._world, self.reach
+        kv, loop = world.loop.kv, world.loop
+        used = kv.used_blocks
+        self._freed_slots = slots_freed
+        if used == kv.num_blocks:
+            reach("pool exactly full")
+            self._full_for += 1
+            if self._full_for == 5:
+                reach("pool full for five iterations")
+        else:
+            self._full_for = 0
+        if not used and self._used_before > 1:
+            reach("pool emptied at once")
+        self._used_before = used
+        if len(loop.intake):
+            reach("queue in use")
+        if loop.callbacks.has_unread_items:
+            reach("items wait unread for the next iteration")
+        device = world.device
+        if device.num_found:
+            reach("prompt found in the cache")
+            if kv.evicted_blocks > self._evicted_before:
+                reach("found and evicted in one step")
+            if device.num_partly_found:
+                reach("part of a block found in the cache")
+            if device.num_brought_back:
+                reach("block brought back from the host")
+            device.num_found = device.num_partly_found = device.num_brought_back = 0
+        self._evicted_before = kv.evicted_blocks
+        if world.swarm.window is not None and bool(kv.sequences.dropped.any()):
+            reach("block left the window")
+        if world.swarm.is_static and any(request.is_finished for request in loop.active):
+            reach("static batch holds finals")
+        if self._poisoned_once:
+            again = [block_id for block_id in self._poisoned_once if kv.pool.owners(block_id)
+                     and not world.device._poisoned[block_id]]
+            for block_id in again:
+                reach("a poisoned block is used again")
+                self._poisoned_once.discard(block_id)

@@ -1,0 +1,201 @@
+"""One seed, one configuration: a random subset of everything, so that features meet each other and their absence.
+
+A test that switches everything on hides what only shows when something is off (Groce et al., "Swarm Testing", 2012).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from random import Random
+
+from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy, TrtGptModelType
+
+from .faults import ENDINGS, MENU, Fault, Place, menu_of
+
+TERMINATE_ID = 2**64 - 1
+TEN_YEARS_S = 3e8
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the server hands over. Shares are probabilities.
+
+    arrival        that a call of get brings requests
+    burst          requests it brings then, at most
+    prompt, output   longest prompt and output, in tokens
+    """
+
+    arrival: float
+    burst: int
+    prompt: int
+    output: int
+    streams: float
+    samples: float
+    asks_more: float
+    deadline: float
+    prioritised: float
+    stops: float
+    invalid: float
+    salted: float
+    shares_prefix: float
+    ends_early: float
+    as_generator: float
+
+
+@dataclass(frozen=True, slots=True)
+class Swarm:
+    """A configuration of the engine and of the world around it.
+
+    iterations   of the loop before the end is asked for
+    faults       those of the menu that may happen
+    fault_rate   probability at each place where one could
+    endings      (iteration, name) of the ways the run comes to its end
+    """
+
+    seed: int
+    iterations: int
+    model_type: TrtGptModelType
+    policy: SchedulerPolicy
+    chunking: ContextChunkingPolicy | None
+    overlap: bool
+    tokens_per_block: int
+    num_blocks: int
+    max_seq_len: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_num_sequences: int | None
+    max_queued_requests: int
+    max_queued_tokens: int
+    max_bytes_in_flight: int
+    max_admissions: int
+    exclude_input: bool
+    flush_stats: bool
+    has_poll: bool
+    has_stats: bool
+    vocab_size: int
+    reuse: bool
+    window: int | None
+    sinks: int
+    host_blocks: int
+    traffic: Traffic
+    faults: tuple[str, ...]
+    fault_rate: float
+    endings: tuple[tuple[int, str], ...]
+
+    @property
+    def is_static(self) -> bool:
+        return self.model_type is TrtGptModelType.V1
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight."""
+        return 2 if self.overlap else 1
+
+
+def draw(seed: int, features: Collection[str], iterations: int | None = None) -> Swarm:
+    """The swarm of a seed.
+
+    features     what the engine can do (features.available)
+    iterations   None: as many as the seed says
+    """
+    rng = Random(f"swarm {seed}")
+
+    def one_in(n: int) -> bool:
+        return rng.randrange(n) == 0
+
+    model_type = rng.choice([TrtGptModelType.InflightFusedBatching] * 4 + [TrtGptModelType.InflightBatching,
+                                                                           TrtGptModelType.V1])
+    static = model_type is TrtGptModelType.V1
+    policy = rng.choice([SchedulerPolicy.MAX_UTILIZATION] * 3 + [SchedulerPolicy.GUARANTEED_NO_EVICT] * 2)
+    chunking = None if static else rng.choice([None, *ContextChunkingPolicy])
+    tokens_per_block = rng.choice([1, 2, 3, 4, 4, 5, 8, 8, 16, 32, 64])
+    max_seq_len = rng.choice([8, 16, 24, 40, 64, 100, 200])
+    tightest = -(-max_seq_len // tokens_per_block)
+    num_blocks = rng.choice([2, 3, tightest, tightest, tightest + 1, 2 * tightest, 3 * tightest, 4 * tightest, 64, 512])
+    num_blocks = min(max(num_blocks, 2), 512)
+    max_batch_size = rng.choice([1, 2, 3, 4, 6, 8, 8, 16, 64])
+    max_num_tokens = rng.choice([tokens_per_block, 2 * tokens_per_block, max_seq_len, max_seq_len,
+                                 max_seq_len + max_batch_size, 4 * max_seq_len, 8192])
+    max_num_tokens = max(max_num_tokens, tokens_per_block, max_batch_size if one_in(2) else 1)
+
+    window, sinks = None, 0
+    if "window" in features and not static and one_in(3):
+        window = rng.choice([tokens_per_block, max_seq_len // 2, max_seq_len // 3 + 1, max_seq_len - 1])
+        window = max(window, 2)
+        if "sinks" in features and one_in(2):
+            sinks = rng.randint(1, max(window - 1, 1))
+    reuse = "reuse" in features and not static and not sinks and one_in(2)
+    host_blocks = rng.choice([0, 4, 32]) if reuse and "host blocks" in features else 0
+
+    prompt = min(rng.choice([3, tokens_per_block, 2 * tokens_per_block, max_seq_len]), max_seq_len - 1)
+    traffic = Traffic(
+        arrival=rng.choice([0.03, 0.06, 0.1, 0.2, 0.5]),
+        burst=rng.choice([1, 1, 2, 4, 12]),
+        prompt=max(prompt, 1),
+        output=rng.choice([2, 6, 12, 30, max_seq_len]),
+        streams=rng.choice([0.0, 0.3, 0.6, 1.0]),
+        samples=rng.choice([0.0, 0.0, 0.5]),
+        asks_more=rng.choice([0.0, 0.0, 0.0, 0.2]),
+        deadline=rng.choice([0.0, 0.0, 0.2]),
+        prioritised=rng.choice([0.0, 0.0, 0.5]),
+        stops=rng.choice([0.0, 0.02, 0.1]),
+        invalid=rng.choice([0.0, 0.05, 0.1]),
+        salted=rng.choice([0.0, 0.5]),
+        shares_prefix=rng.choice([0.0, 0.5, 0.9]),
+        ends_early=rng.choice([0.0, 0.3, 1.0]),
+        as_generator=rng.choice([0.0, 0.0, 0.3]))
+
+    iterations_drawn = rng.choice([60, 150, 300, 600, 1000])
+    if iterations is None:
+        iterations = iterations_drawn
+    possible = [fault for fault in MENU.values() if is_possible(fault, features, reuse=reuse)]
+    share = rng.choice([0.0, 0.15, 0.4, 0.8])
+    faults = tuple(fault.name for fault in possible if fault.place is not Place.LIFE and rng.random() < share)
+    endings = _endings(rng, iterations, share)
+    if "allocator.smallest_pool" in faults:
+        num_blocks = max(tightest, 2)
+    return Swarm(
+        seed=seed,
+        iterations=iterations,
+        model_type=model_type,
+        policy=policy,
+        chunking=chunking,
+        overlap=not static and one_in(3),
+        tokens_per_block=tokens_per_block,
+        num_blocks=num_blocks,
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        max_num_tokens=max_num_tokens,
+        max_num_sequences=rng.choice([None, None, 1, 3, 2 * max_batch_size, -1]),
+        max_queued_requests=rng.choice([0, 1, 3, 20, 1024]),
+        max_queued_tokens=rng.choice([10, 100, 4_000_000, 4_000_000]),
+        max_bytes_in_flight=rng.choice([2_000, 1 << 32, 1 << 32, 1 << 32]),
+        max_admissions=rng.choice([1, 3, 16, 64, 4096]),
+        exclude_input=one_in(4),
+        flush_stats=one_in(4),
+        has_poll=not one_in(8),
+        has_stats=not one_in(4),
+        vocab_size=rng.choice([2, 5, 17, 100, 1000]),
+        reuse=reuse,
+        window=window,
+        sinks=sinks,
+        host_blocks=host_blocks,
+        traffic=traffic,
+        faults=faults,
+        fault_rate=rng.choice([0.005, 0.02, 0.08]),
+        endings=endings)
+
+
+def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str], ...]:
+    """A drain at the end at the latest, and often something rougher before or after it."""
+    endings = [(iterations, "drain")]
+    if rng.random() < 0.2:
+        endings = [(iterations, "terminate request")]
+    names = [fault.name for fault in menu_of(Place.LIFE) if fault.name in ENDINGS]
+    for name in names:
+        if rng.random() < 0.6 * share:
+            endings.append((max(iterations + rng.randint(-iterations // 4, 6), 1), name))
+    return tuple(sorted(endings))
+
+
+def is_possible(fault: Fault, features: Collection[str], *, reuse: bool) -> bool:
+    return fault.needs is None or (fault.needs in features and (fault.needs != "reuse" or reuse))

@@ -1,0 +1,89 @@
+"""T1, quick: a few hundred seeds of the simulator; the same seed is the same run; what a failure looks like."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batch_manager.loop.finals import Finals
+from tests.campaign.registry import SUITES, Options, suite
+from tests.campaign.simulation import ENOUGH, short, simulate_many
+from tests.simulation.faults import MENU, Place, menu_of
+from tests.simulation.features import PROBES, available
+from tests.simulation.markers import MARKERS
+from tests.simulation.replay import main, report, simulate
+
+REPOSITORY = Path(__file__).parents[2]
+FIRST_SEED = 0
+RARE = 12       # markers and faults that a quick run may miss
+
+
+@pytest.fixture(scope="module")
+def counts():
+    return simulate_many(Options("Q", FIRST_SEED))
+
+
+def test_nothing_is_wrong_in_a_few_hundred_worlds(counts):
+    iterations, seeds, _, _ = ENOUGH["Q"]
+    assert not counts.failed, "\n".join(text for _, text in counts.failed[:3])
+    assert counts.seeds >= seeds and counts.iterations >= iterations
+
+
+def test_they_have_been_almost_everywhere(counts):
+    possible = [fault for fault in MENU.values() if fault.needs is None or fault.needs in available()]
+    missed = [fault.name for fault in possible if not counts.hits[fault.name]]
+    missed += [line for line in short(counts, "F") if line.endswith(": 0 of 100")]
+    assert len(missed) <= RARE, missed
+    assert len(MARKERS) >= 60
+
+
+def test_the_menu_has_what_it_says():
+    assert [len(menu_of(place)) for place in Place] == [10, 6, 6, 2, 10, 4, 3, 7]
+    assert available() <= PROBES.keys()
+
+
+@pytest.mark.parametrize("seed", [1, 14, 27])
+def test_a_seed_is_one_run_state_by_state(seed):
+    first, second = simulate(seed), simulate(seed)
+    assert first.digests == second.digests and len(first.digests) > 40
+    assert (first.hits, first.markers) == (second.hits, second.markers)
+
+
+def test_neither_the_hash_seed_nor_torch_plays_a_part():
+    code = ("import sys\nfrom tests.simulation.replay import simulate\n"
+            "print(*[simulate(seed).digest for seed in range(12)])\nassert 'torch' not in sys.modules")
+    said = {subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True,
+                           env={**os.environ, "PYTHONHASHSEED": hash_seed}).stdout for hash_seed in ("1", "2")}
+    assert len(said) == 1
+    assert len(set(said.pop().split())) == 12
+
+
+def test_a_failing_seed_says_what_is_wrong_how_to_see_it_again_and_draws_it(monkeypatch):
+    off_the_books = Finals._off_the_books
+
+    def forgets_the_slot(self, request, **options):
+        delivery = off_the_books(self, request, **options)
+        self._active._free_slots.pop()
+        return delivery
+
+    monkeypatch.setattr(Finals, "_off_the_books", forgets_the_slot)
+    seed, result = next((seed, result) for seed in range(10) if (result := simulate(seed)).violations)
+    text = report(result)
+    assert "C23: slots do not add up" in text
+    assert f"python -m tests.simulation.replay {seed}" in text
+    assert "iteration" in text and "*" in text
+
+
+def test_a_replay_prints_the_swarm_and_its_exit_status_says_whether_anything_is_wrong(capsys):
+    assert main(["5", "--iterations", "30"]) == 0
+    said = capsys.readouterr().out
+    assert "tokens_per_block" in said and "nothing is wrong" in said and "digest" in said
+
+
+def test_the_campaign_knows_its_suites():
+    assert all(callable(suite(name)) for name in SUITES)
+    summary = suite("T1")(Options("F", first_seed=3, seconds=0.0, jobs=1))
+    assert summary.ran.startswith("T1: seeds 3..") and not summary.failures
+    assert any("iterations" in line for line in summary.short)

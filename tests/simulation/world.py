@@ -1,0 +1,554 @@
+"""The virtual world: the real loop and the real worker function, a virtual clock, a scripted model, a faulty server.
+
+    World(draw(seed, available())).run() -> Result
+
+Nothing waits and there is no thread: the worker's own function runs the loop, with a stand-in that looks around before
+and after every step. Everything random comes from the seed.
+"""
+
+import logging
+import traceback
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from random import Random
+
+from batch_manager import gpt_manager
+from batch_manager.build import build_loop
+from batch_manager.config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from batch_manager.errors import BatchManagerError
+from batch_manager.handover import ScheduledBatch
+from batch_manager.kv.block_pool import OutOfBlocksError
+from batch_manager.names import ContextChunkingPolicy, ErrorCode, SchedulerPolicy
+from batch_manager.requests.llm_request import LlmRequest
+from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutput
+from batch_manager.stats.trace import IterationTrace
+
+from . import invariants
+from .client import Client, PlantedInterrupt
+from .device import SimulatedDevice
+from .faults import Faults, Place
+from .history import Closed, Handed, HistoryChecker, Sent, scripted_oracle
+from .markers import Markers
+from .swarm import TERMINATE_ID, Swarm
+from .virtual import STEP_S, VirtualClock, exit_of_the_interpreter, virtual_control
+
+IDLE_S = 0.0048
+MOST_IDLE_TURNS = 400                 # of a run that has something left to do; a back-off lasts 21 of them
+BOUND_ON_WAITING = 2                  # iterations per step of work that stands before somebody
+MOST_VIOLATIONS = 20
+REFUSALS = ("INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL")
+
+
+@dataclass(slots=True)
+class Result:
+    """What one seed did.
+
+    iterations   of the loop that had something to do
+    violations   none, or the first few of what was wrong
+    digests      one for every turn, each of the state and of the digest before it
+    """
+
+    seed: int
+    iterations: int = 0
+    requests: int = 0
+    finals: int = 0
+    tokens: int = 0
+    violations: list[str] = field(default_factory=list)
+    hits: Counter[str] = field(default_factory=Counter)
+    markers: Counter[str] = field(default_factory=Counter)
+    digests: list[bytes] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        return self.digests[-1].hex() if self.digests else ""
+
+
+class World:
+    """One run. `history` judges the calls, `invariants` the state, `markers` counts where the run has been."""
+
+    def __init__(self, swarm: Swarm, *, trace: list[IterationTrace] | None = None,
+                 history: list | None = None) -> None:
+        """trace, history   filled while it runs, for whoever wants to look at it afterwards"""
+        self.swarm = swarm
+        self._kept_trace, self._kept_history = trace, history
+        self.result = Result(swarm.seed)
+        self.clock = VirtualClock()
+        self.control = virtual_control(self.clock)
+        self.faults = Faults(Random(f"faults {swarm.seed}"), swarm.faults, swarm.fault_rate)
+        self.markers = Markers(self)
+        self.mark = self.markers.reach
+        model = {"vocab_size": swarm.vocab_size, "key": swarm.seed, "window": swarm.window, "sink": swarm.sinks}
+        self.history = HistoryChecker(scripted_oracle(model), swarm.max_seq_len, swarm.is_static)
+        self.client = Client(self, Random(f"client {swarm.seed}"))
+        self.device = SimulatedDevice(
+            faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
+            blocks_of=lambda request: self.loop.kv.block_ids(request), blame=self.blame,
+            before_step=self._before_device_step, check=self.check, is_reused=swarm.reuse,
+            max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
+            tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, **model,
+            **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
+        self.loop = self._build()
+        self.never_pauses = swarm.is_static or swarm.policy is SchedulerPolicy.GUARANTEED_NO_EVICT
+
+        self.step_number = 0
+        self.has_traffic = True
+        self.get_is_over = False
+        self._idle_turns = 0
+        self._digest = b""
+        self._endings = list(swarm.endings)
+        self._in_a_callback: Callable[[], None] | None = None
+        self._engine_may_fail = False
+        self._blamed: dict[int, set[ErrorCode]] = {}             # id -> codes it may end with, and
+        self._doomed: set[int] = set()                           # who has to end with one
+        self._requests: dict[int, LlmRequest] = {}             # active ones by id
+        self._failed_now: list[LlmRequest] = []
+        self._slots_freed: set[int] = set()
+        self._work = 0                                           # steps of all that was accepted so far
+        self._work_done = 0                                      # of all that has ended
+        self._begun: dict[int, tuple[int, int, int]] = {}        # id -> (iteration, work ahead, its own)
+        self._failing_claims = 0
+        self.arrivals: dict[int, int] = {}                       # id -> when it was taken, as a number
+
+    def _build(self):
+        swarm, client = self.swarm, self.client
+        loop = build_loop(
+            model_path=None, model_type=swarm.model_type, max_beam_width=1, scheduler_policy=swarm.policy,
+            get_inference_requests_cb=client.get, send_response_cb=client.send,
+            poll_stop_signal_cb=client.poll if swarm.has_poll else None,
+            return_batch_manager_stats_cb=client.stats if swarm.has_stats else None,
+            optional_params=TrtGptModelOptionalParams(
+                kv_cache_config=KvCacheConfig(enable_block_reuse=swarm.reuse, max_attention_window=swarm.window,
+                                              sink_token_length=swarm.sinks,
+                                              host_cache_size=swarm.host_blocks),
+                enable_trt_overlap=swarm.overlap,
+                enable_chunked_context=swarm.chunking is not None,
+                context_chunking_policy=swarm.chunking or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+                max_batch_size=swarm.max_batch_size, max_num_tokens=swarm.max_num_tokens,
+                max_num_sequences=swarm.max_num_sequences, max_queued_requests=swarm.max_queued_requests,
+                max_queued_tokens=swarm.max_queued_tokens, max_bytes_in_flight=swarm.max_bytes_in_flight,
+                max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats),
+            terminate_req_id=TERMINATE_ID, exclude_input_in_output=swarm.exclude_input,
+            parts=Parts(backend=self.device, clock=self.clock, trace=self._note_trace), heartbeat=self.control.beat)
+        loop._responder._to_tensor = None                        # arrays will do: torch need not be imported
+        loop.scheduler = WatchedScheduler(self, loop.scheduler)
+        self._watch_claims(loop.kv)
+        return loop
+
+    # running
+
+    def run(self) -> Result:
+        result = self.result
+        before = logging.getLogger("batch_manager").level
+        logging.getLogger("batch_manager").setLevel(logging.CRITICAL + 1)
+        try:
+            gpt_manager._run(WatchedLoop(self), self.control, IDLE_S)
+        except (Exception, SystemExit, GeneratorExit, PlantedInterrupt) as error:
+            self.check(self._engine_may_fail, f"C14: {error!r} ended the worker")
+        finally:
+            logging.getLogger("batch_manager").setLevel(before)
+        self._close()
+        result.hits, result.markers = self.faults.hits, self.markers.counts
+        result.requests, result.finals = self.history.num_handed, self.client.num_finals
+        return result
+
+    def step(self, *, accept_new: bool) -> bool:
+        """One turn of the worker: the world moves, the loop steps, everything is looked at."""
+        self.step_number += 1
+        self.get_is_over = not accept_new
+        self.check(accept_new == (not self.control.draining), "I26: get goes on although a shutdown was asked for")
+        self.client.new_turn()
+        self._move()
+        asked_before, back_off = self.loop.callbacks.failures["get"], self.clock.now < self.loop.callbacks._get_again_at
+        is_busy = self.loop.step(accept_new=accept_new)
+        if back_off and self.loop.callbacks.failures["get"] == asked_before:
+            self.mark("get is left alone after a failure")
+        self._look(is_busy)
+        return is_busy
+
+    def _move(self) -> None:
+        """What happens outside between two turns."""
+        while self._endings and self._endings[0][0] <= self.step_number:
+            self._end(self._endings.pop(0)[1])
+        name = self.faults.draw(Place.CLOCK)
+        if name is not None:
+            self.faults.hit(name)
+            rng = self.faults.rng
+            self.clock.now += {"clock.forward": 3600.0, "clock.backward": -rng.uniform(0.001, 0.5),
+                               "clock.stands_still": 0.0}[name]
+        if name != "clock.stands_still":
+            self.clock.now += STEP_S / 4
+
+    def _end(self, name: str) -> None:
+        """One of the ways a run comes to its end; more than one may follow another."""
+        rng, loop, control = self.faults.rng, self.loop, self.control
+        kind = name.removeprefix("life.")
+        if kind != "endless_arrivals":
+            self.has_traffic = "life.endless_arrivals" in self._hit_endings()
+        if kind == "drain":
+            if not loop.is_empty:
+                self.mark("drained")
+            self.ask_to_drain()
+            return
+        if kind == "terminate request":
+            if not control.draining:
+                self.client.hand_over_the_end()
+                self.ask_to_drain_later()
+            return
+        if kind == "twice":
+            self.ask_to_drain()
+            self.faults.hit(name)
+            self.ask_to_drain()
+        elif kind == "endless_arrivals":
+            self.faults.hit(name)
+            self.ask_to_drain()
+        elif kind == "shutdown":
+            self._note_what_ends()
+            self.faults.hit(name)
+            control.ask_to_abort()
+        elif kind == "from_a_callback":
+            self._in_a_callback = lambda: (self.faults.hit(name), self.mark("shut down inside a callback"),
+                                           rng.choice([control.ask_to_drain, control.ask_to_abort])())
+        elif kind == "collected":
+            self.clock.interrupt(rng.randrange(12), lambda: (self.faults.hit(name), control.ask_to_abort()))
+        elif kind == "interpreter_exit":
+            self.clock.interrupt(rng.randrange(12), lambda: (self.faults.hit(name), exit_of_the_interpreter(control)))
+        else:
+            assert kind == "killed"
+            self.clock.interrupt(rng.randrange(12), self._kill)
+
+    def _hit_endings(self) -> set[str]:
+        return {name for name in self.faults.hits if name.startswith("life.")}
+
+    def _kill(self) -> None:
+        self.faults.hit("life.killed")
+        self._engine_may_fail = True
+        raise SystemExit("planted")
+
+    def ask_to_drain(self) -> None:
+        self.control.ask_to_drain()
+
+    def ask_to_drain_later(self) -> None:
+        """Should the request that ends the worker not be read, a drain does it."""
+        self._endings.append((self.step_number + 200, "drain"))
+        self._endings.sort()
+
+    def _note_what_ends(self) -> None:
+        if len(self.loop.intake):
+            self.mark("shut down with a queue")
+        if len(self.loop.active):
+            self.mark("shut down with requests running")
+
+    def terminate_was_read(self) -> None:
+        if self.history.open:
+            self.mark("terminate request with others alive")
+
+    def engine_failed(self, error: BatchManagerError, reason: str) -> None:
+        """The worker gives up on the engine."""
+        self.check(self._engine_may_fail or self.device.is_lost, f"I29: the engine failed by itself: {reason}")
+        self._engine_may_fail = True
+        if len(self.loop.intake):
+            self.mark("engine failed with a queue")
+        self.control_end_is_near()
+
+    def control_end_is_near(self) -> None:
+        """A failed engine answers for a while, and is shut down."""
+        self._endings.append((self.step_number + 20, "drain"))
+        self._endings.sort()
+
+    def _close(self) -> None:
+        """The worker has ended."""
+        intake, client = self.loop.intake, self.client
+        self.check(self.control.stopped.is_set() and self.device.closed, "C14: the worker ended and did not say so")
+        if not self.result.violations:
+            exact = not self._engine_may_fail
+            self.record(Closed(self.clock.now, *((intake.num_accepted, intake.num_refused, intake.unaddressable)
+                                                 if exact else ())))
+            if exact:
+                for name, count in self.loop.callbacks.failures.items():
+                    self.check(count == client.failures[name], f"I28: {count} failures of {name} were counted")
+            self.check(self.loop.is_empty, "C14: something is left")
+        client.judge_what_was_kept()
+        client.is_open = False
+
+    # looking
+
+    def check(self, holds: bool, rule: str) -> None:
+        """Note a violation; the run is over then."""
+        if not holds and len(self.result.violations) < MOST_VIOLATIONS:
+            self.result.violations.append(f"{rule}  (turn {self.step_number})")
+            self.control.draining = self.control.aborting = True
+
+    def record(self, event: object) -> None:
+        """A call has happened."""
+        self.history.feed(event)
+        if self.history.anomalies:
+            for anomaly in self.history.anomalies:
+                self.check(False, anomaly)
+            self.history.anomalies.clear()
+        if self._kept_history is not None:
+            self._kept_history.append(event)
+
+    def _look(self, is_busy: bool) -> None:
+        loop, result = self.loop, self.result
+        if is_busy:
+            result.iterations += 1
+            self._idle_turns = 0
+        else:
+            self._idle_turns += 1
+            if self._idle_turns == 2 and not self.control.draining:
+                self.mark("all idle in between")
+            self.check(self._idle_turns < MOST_IDLE_TURNS or loop.is_empty, "I22: alive and idle")
+        if loop.failure is None:
+            for fault in invariants.faults(self):
+                self.check(False, fault)
+        self.markers.step_ended(self._slots_freed)
+        self.markers.failed(self._failed_now)
+        if self._failed_now:
+            self._failed_now = []
+        if self._slots_freed:
+            self._slots_freed = set()
+        if self.device.num_bisected:
+            self.mark("a step run in parts")
+            self.device.num_bisected = 0
+        self._check_waiting()
+        self._take_digest()
+
+    def _check_waiting(self) -> None:
+        """I24: whoever is oldest has not waited longer than the work before him takes."""
+        for request_id in self.history.open:
+            begun, ahead, own = self._begun.get(request_id, (self.result.iterations, 0, 0))
+            waited = self.result.iterations - begun
+            bound = BOUND_ON_WAITING * self.swarm.depth * (self._work - ahead) + 20
+            if waited > bound:
+                self.check(False, f"I24: request {request_id} has waited {waited} iterations for {bound}")
+            return
+
+    def _take_digest(self) -> None:
+        loop = self.loop
+        state = [self.step_number, self.result.iterations, loop.finals.num_sent, loop.reporter.iteration,
+                 self.client.next_id, round(self.clock.now * 1e6), len(loop.intake), loop.intake._bytes_in_flight]
+        for request in loop.active:
+            state += (request.request_id & 0x7FFFFFFFFFFFFFFF, request.num_tokens, request.tokens[0][-1],
+                      request.context_position, request.seq_slot, request.num_pauses, request.state.value)
+        kv = loop.kv
+        block_ids = array("i", kv.pool.free_order())
+        for owner in kv.sequences.owners:
+            if owner is not None:
+                block_ids.extend(kv.block_ids(owner))
+        self._digest = blake2b(self._digest + array("q", state).tobytes() + block_ids.tobytes(),
+                               digest_size=8).digest()
+        self.result.digests.append(self._digest)
+
+    # what callbacks and parts report
+
+    def callback_begins(self, name: str) -> None:
+        if self.control.stopped.is_set():
+            self.check(False, f"I26: {name} runs after the worker had ended")
+        if self._in_a_callback is not None:
+            act, self._in_a_callback = self._in_a_callback, None
+            act()
+
+    def alive(self) -> list[int]:
+        return list(self.history.open)
+
+    def is_alive(self, request_id: object) -> bool:
+        return request_id in self.history.open
+
+    def expected_room(self) -> int:
+        limit = self.swarm.max_num_sequences
+        if limit == -1:
+            return -1
+        limit = self.swarm.max_batch_size if limit is None else limit
+        return max(limit - len(self.loop.active) - len(self.loop.intake), 0)
+
+    def asks_for_log_probs(self, request_id: int) -> bool:
+        waiting = self.history.open.get(request_id)
+        return bool(waiting) and waiting[0].handed.log_probs
+
+    def note_handed(self, handed: Handed) -> None:
+        self.markers.handed(handed)
+        if handed.request_id is None:
+            return
+        if self.swarm.max_num_sequences == -1:
+            self.mark("unbounded sequences")
+        if handed.request_id in self.history.open:
+            self.mark("duplicate of one that runs" if handed.request_id in self.loop.active
+                      else "duplicate of one that waits")
+        else:
+            if handed.request_id in self.client.recently_ended:
+                self.mark("id reused at once")
+            self._begin(handed)
+
+    def _begin(self, handed: Handed) -> None:
+        swarm = self.swarm
+        tokens = min(len(handed.prompt) + handed.max_new_tokens, swarm.max_seq_len)
+        own = -(-tokens // swarm.tokens_per_block) + handed.max_new_tokens + 2
+        self.arrivals[handed.request_id] = self.history.num_handed
+        self._begun[handed.request_id] = self.result.iterations, self._work_done, own
+        self._work += own
+        if -(-tokens // swarm.tokens_per_block) == swarm.num_blocks and "allocator.smallest_pool" in swarm.faults:
+            self.faults.hit("allocator.smallest_pool")
+
+    def note_sent(self, sent: Sent) -> None:
+        """Before the history has seen it."""
+        if sent.tokens is not None:
+            self.result.tokens += len(sent.tokens)
+        request = self._requests.get(sent.request_id)
+        self.markers.sent(sent, request)
+        if not sent.final or sent.code == "DUPLICATE_REQUEST_ID":
+            return
+        request_id, loop = sent.request_id, self.loop
+        begun, _, own = self._begun.pop(request_id, (self.result.iterations, 0, 0))
+        self._work_done += own
+        if sent.code in REFUSALS:                                # somebody else may be alive under that id by now
+            if sent.code == "QUEUE_FULL":
+                self._judge_queue_full(sent)
+            return
+        if self.result.iterations - begun >= 100:
+            self.mark("alive for a hundred iterations")
+        if request is not None:
+            self._slots_freed.add(request.seq_slot)
+            del self._requests[request_id]
+        if not (self._engine_may_fail or self.control.aborting):
+            self.check(request_id not in loop.active, f"C5: request {request_id} is told the end and is still active")
+            for owner in loop.kv.sequences.owners:
+                if owner is not None and owner.request_id == request_id:
+                    self.check(False, f"I18: request {request_id} is told the end and holds blocks")
+        self._judge_blame(sent, self._blamed.pop(request_id, set()), request)
+
+    def _judge_blame(self, sent: Sent, codes: set[ErrorCode], request: LlmRequest | None) -> None:
+        """I29: a fault costs whom it must, and nobody else."""
+        is_doomed = sent.request_id in self._doomed
+        self._doomed.discard(sent.request_id)
+        names = {code.value for code in codes}
+        if sent.code in ("NON_FINITE_LOGITS", "INVALID_TOKEN", "MODEL_ERROR", "OUT_OF_MEMORY"):
+            self.check(sent.code in names, f"I29: request {sent.request_id} ended with {sent.error} and nothing had "
+                                           "happened to it")
+            if request is not None:
+                self._failed_now.append(request)
+        elif sent.code == "ENGINE_FAILED":
+            self.check(self._engine_may_fail or "ENGINE_FAILED" in names,
+                       f"I29: request {sent.request_id} ended with {sent.error}")
+        elif sent.code == "SHUTDOWN":
+            self.check(self.control.aborting, f"C14: request {sent.request_id} was answered with SHUTDOWN")
+        elif not sent.error and sent.reason in (1, 2, 3):
+            self.check(not is_doomed, f"I29: request {sent.request_id} had to end with {sorted(names)}")
+
+    def _judge_queue_full(self, sent: Sent) -> None:
+        swarm, queue = self.swarm, self.loop.intake._queue
+        tokens = sum(admitted.request.prompt_len for admitted in queue)
+        prompt = len(self.history.open[sent.request_id][0].handed.prompt)
+        self.check(len(queue) >= swarm.max_queued_requests or tokens + prompt > swarm.max_queued_tokens
+                   or swarm.max_bytes_in_flight < 10**6, f"C20: {sent.error}, with {len(queue)} waiting")
+
+    def note_stops(self, named: list, alive: list) -> None:
+        self.markers.stopped(named, alive)
+
+    def blame(self, request: LlmRequest, code: ErrorCode, *, must: bool = True) -> None:
+        """A fault must, or may, cost this request its life."""
+        if must:
+            self._doomed.add(request.request_id)
+        self._blamed.setdefault(request.request_id, set()).add(code)
+        if code is ErrorCode.NON_FINITE_LOGITS:
+            self.markers.blocks_poisoned(self.loop.kv.block_ids(request))
+
+    def note_plan(self, active: list[LlmRequest], inflight: frozenset, plan: SchedulerOutput) -> None:
+        for fault in invariants.plan_faults(self, active, inflight, plan):
+            self.check(False, fault)
+        self._requests = {request.request_id: request for request in active}
+        self.markers.plan(active, inflight, plan)
+        for request, behind in zip(active, active[1:]):
+            if behind.priority < request.priority:
+                self.mark("overtaken by priority")
+                break
+
+    def _before_device_step(self, batch: ScheduledBatch) -> None:
+        self.clock.now += STEP_S
+        for fault in invariants.batch_faults(self, batch):
+            self.check(False, fault)
+
+    def _note_trace(self, iteration: IterationTrace) -> None:
+        if self._kept_trace is not None:
+            self._kept_trace.append(iteration)
+
+    # the allocator
+
+    def _watch_claims(self, kv) -> None:
+        """I19, I21: claims that fail on order, and what they leave behind."""
+        claim = kv.claim
+
+        def watched(first_chunks, generation):
+            needed = kv.blocks_to_claim(first_chunks, generation)
+            if kv.free_blocks == 0 and kv.pool.extra_owners and not needed:
+                self.faults.hit("allocator.full_of_shared")
+            stolen = self._steal(kv, needed)
+            before = (kv.free_blocks, kv.pool.extra_owners, kv.sequences.num_mentions(),
+                      kv.sequences.kv_lengths.tolist())
+            try:
+                return claim(first_chunks, generation)
+            except OutOfBlocksError as error:
+                self.check(bool(stolen), f"I21: an allocation failed: {error}")
+                after = (kv.free_blocks, kv.pool.extra_owners, kv.sequences.num_mentions(),
+                         kv.sequences.kv_lengths.tolist())
+                self.check(before == after, f"I19: a failed allocation changed {before} to {after}")
+                for request in self.loop.active:
+                    if not request.is_finished:                  # one that is held is told that it was done
+                        self.blame(request, ErrorCode.ENGINE_FAILED)
+                raise
+            finally:
+                if stolen:
+                    kv.pool.give_back(stolen[::-1], front=True)
+
+        kv.claim = watched
+
+    def _steal(self, kv, needed: int) -> list[int]:
+        """Blocks that are gone while the claim runs."""
+        if not needed:
+            return []
+        name = self.faults.draw(Place.ALLOCATOR)
+        if name == "allocator.fails_for_a_while":
+            self._failing_claims = self.faults.rng.randint(2, 5)
+        if self._failing_claims:
+            self._failing_claims -= 1
+            name = "allocator.fails_for_a_while"
+        if name not in ("allocator.fails_once", "allocator.fails_for_a_while"):
+            return []
+        self.faults.hit(name)
+        count = kv.free_blocks - self.faults.rng.randrange(needed)
+        return (kv.pool if kv.cache is None else kv.cache).take(count)
+
+
+class WatchedLoop:
+    """What the worker takes for the loop."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._loop = world, world.loop
+        self.step = world.step
+        self.intake, self.backend, self.reporter = world.loop.intake, world.loop.backend, world.loop.reporter
+
+    @property
+    def is_empty(self) -> bool:
+        return self._loop.is_empty
+
+    def fail(self, error: BatchManagerError) -> None:
+        self._world.engine_failed(error, traceback.format_exc(limit=-3))
+        self._loop.fail(error)
+
+    def answer_the_rest(self, error: BatchManagerError) -> None:
+        self._world._note_what_ends()
+        self._loop.answer_the_rest(error)
+
+
+class WatchedScheduler(RequestScheduler):
+    """The scheduler, and somebody who looks at its plans before anyone else does."""
+
+    def __init__(self, world: World, scheduler: RequestScheduler) -> None:
+        self._world, self._scheduler = world, scheduler
+
+    def schedule_request(self, active_requests, inflight_request_ids) -> SchedulerOutput:
+        plan = self._scheduler.schedule_request(active_requests, inflight_request_ids)
+        self._world.note_plan(active_requests, inflight_request_ids, plan)
+        return plan
