@@ -211,7 +211,8 @@ class FreeOrder:
         self.num_releases += 1
         block.released = self.num_releases
         queue.insert(0 if front else len(queue), block)
-        block.expires = None if block.duration is None else self.milliseconds + block.duration
+        runs_out = block.duration is not None and block.priority != DEFAULT_PRIORITY
+        block.expires = self.milliseconds + block.duration if runs_out else None
 
     def refresh(self) -> None:
         expired = [block for queue in self.queues.values() for block in queue
@@ -879,11 +880,10 @@ def divide(policy: str, unit: int, capacity: int | None, max_context_length: int
         used = 0
         for request in contexts:
             chunk = min(request.remaining, unit)
-            cost = max(0, chunk - credit_of(request))
-            if used + cost > room:
+            if used + chunk > room:
                 continue
             request.chunk = chunk
-            used += cost
+            used += chunk
     for request in contexts:
         if request.chunk and request.chunk == request.remaining and request.draft_len:
             space = min(-request.chunk % unit, limit - request.chunk, room - used)
@@ -989,6 +989,23 @@ def reused_blocks(engine: Engine) -> int | None:
     return None if engine.cache is None else engine.cache.reused_blocks
 
 
+def start_or_go_on(cache: Cache | None, request: Request) -> None:
+    """Before a chunk: with the first one come the blocks, and what is known of the prompt is skipped."""
+    if cache is None or not request.is_first_chunk:
+        return
+    reused = cache.add(request)
+    if reused == 0:
+        return
+    request.context_position = reused
+    if reused + request.chunk >= request.prompt_len:
+        request.chunk = request.remaining
+        return
+    size = cache.tokens_per_block
+    request.chunk = (reused + request.chunk) // size * size - reused
+    if request.chunk <= 0:
+        raise Undefined("nothing is left of a chunk behind what was reused")
+
+
 def step(engine: Engine) -> dict:
     config, cache, active = engine.config, engine.cache, list(engine.active)
     micro_batch = config.get("micro_batch")
@@ -1016,29 +1033,19 @@ def step(engine: Engine) -> dict:
         request.pause(config.get("max_input_len", NO_LIMIT))
 
     context_rows = []
-    for request in sorted(contexts, key=lambda request: request.id):
-        if cache is not None and request.is_first_chunk:
-            reused = cache.add(request)
-            if reused:
-                request.context_position = reused
-                if reused + request.chunk < request.prompt_len:
-                    size = cache.tokens_per_block
-                    request.chunk = (reused + request.chunk) // size * size - reused
-                    if request.chunk <= 0:
-                        raise Undefined("nothing is left of a chunk behind what was reused")
-                else:
-                    request.chunk = request.remaining
-        context_rows.append([request.id, request.context_position, request.chunk])
-    for request in sorted(generation, key=lambda request: request.id):
-        if cache is not None:
-            cache.append(cache.sequences[request.id], 0)
-        request.generated += 1
-    for request in contexts:
-        request.context_position += request.chunk
-        if request.remaining == 0:
+    for request in sorted(contexts + generation, key=lambda request: request.id):
+        if request.is_context:
+            start_or_go_on(cache, request)
+            context_rows.append([request.id, request.context_position, request.chunk])
+            request.context_position += request.chunk
+            if request.remaining == 0:
+                if cache is not None:
+                    cache.store_context(cache.sequences[request.id])
+                request.state, request.generated = "GENERATION_IN_PROGRESS", 1
+        else:
             if cache is not None:
-                cache.store_context(cache.sequences[request.id])
-            request.state, request.generated = "GENERATION_IN_PROGRESS", 1
+                cache.append(cache.sequences[request.id], 0)
+            request.generated += 1
 
     done = [request for request in engine.active if request.generated >= request.max_new_tokens]
     for request in done:
