@@ -98,6 +98,7 @@ class PrefixClaim:
             self._cache.host.pin(node.host_id)
             self._pinned.append(node.host_id)
             (block_id,) = self._take(1)
+            self._pool.set_priority(block_id, self._cache.host.priority(node.host_id))
             self._cache.copies.append(BlockCopy(node.host_id, block_id, num_tokens, from_host=True))
             return block_id
         if not self._cache.is_owned(node):
@@ -109,6 +110,7 @@ class PrefixClaim:
         self._pool.share(source)
         self._lent.append(source)
         (block_id,) = self._take(1)
+        self._pool.set_priority(block_id, self._pool.priority(source))
         self._cache.copies.append(BlockCopy(source, block_id, num_tokens))
         return block_id
 

@@ -440,12 +440,15 @@ class Tables:
     def needed_one_step(self, op: dict) -> dict:
         with self.as_asked(op["request"]) as request:
             return {"blocks": self.kv.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False)),
-                    "estimated_reusable_tokens": self.kv.estimated_reusable_tokens(request, to_completion=False)}
+                    "estimated_reusable_tokens": self.credit(request, to_completion=False)}
 
     def remaining_to_completion(self, op: dict) -> dict:
         with self.as_asked(op["request"]) as request:
             return {"blocks": self.kv.get_remaining_blocks_to_completion(request),
-                    "estimated_reusable_tokens": self.kv.estimated_reusable_tokens(request, to_completion=True)}
+                    "estimated_reusable_tokens": self.credit(request, to_completion=True)}
+
+    def credit(self, request: LlmRequest, to_completion: bool) -> int:
+        return self.kv.estimated_reusable_tokens(request, to_completion) if request.is_first_context_chunk else 0
 
     def probe_prefix(self, op: dict) -> dict:
         held, cached = self.kv.reusable_blocks(make_request(op.get("request", op) | {"id": NOBODY}))

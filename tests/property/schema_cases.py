@@ -175,7 +175,8 @@ def micro_batch_step(random: Random) -> dict:
     requests = make_states(random, random.randint(1, 10), longest, True)
     for request in requests:
         forced = config.get("chunking", {}).get("policy") == "FORCE_CHUNK"
-        if sometimes(random, 0.3) and request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT" and not forced:
+        bounded = "max_context_length" in config or forced
+        if sometimes(random, 0.3) and request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT" and not bounded:
             request["estimated_reusable_tokens"] = random.randint(0, request["prompt_len"] + 5)
     inflight = [request["id"] for request in requests if sometimes(random, 0.1)]
     return {"config": config, "requests": requests, "inflight": inflight}
@@ -330,10 +331,14 @@ class OpsMaker:
                                 self.rewind, self.time, self.probe])()
         return {"config": self.config, "ops": self.ops}
 
-    def do(self, op: dict) -> bool:
-        """Whether it went well."""
+    def do(self, op: dict) -> dict:
+        """What the model says to it. What the rules leave open is left out."""
+        try:
+            result = self.tables.run(op)
+        except schema_oracle.Undefined:
+            return {"error": "undefined"}
         self.ops.append(op)
-        return "error" not in self.tables.run(op)
+        return result
 
     def prompt(self) -> list[int]:
         if self.prompts and sometimes(self.random, 0.6):  # one seen before, cut or changed somewhere
@@ -388,8 +393,9 @@ class OpsMaker:
             self.do({"op": "add_sequence", "req": self.random.choice(sorted(self.records)), "prompt_len": 3})
             return
         record = self.describe()
-        if self.do({"op": "add_sequence", "req": self.next_id} | record):
-            self.records[self.next_id] = record | {"added": 0}
+        result = self.do({"op": "add_sequence", "req": self.next_id} | record)
+        if "error" not in result:
+            self.records[self.next_id] = record | {"added": 0, "shared": result["reused_tokens"] > 0}
         self.next_id += 1
 
     def live(self) -> int | None:
@@ -407,7 +413,7 @@ class OpsMaker:
         op = {"op": "append_tokens", "req": req, "count": count}
         if self.reuse or sometimes(self.random, 0.3):
             op = {"op": "append_tokens", "req": req, "tokens": [self.random.randint(0, 2) for _ in range(count)]}
-        if not self.do(op):
+        if "error" in self.do(op):
             self.do({"op": "remove_sequence", "req": req, "store_for_reuse": False})
             del self.records[req]
 
@@ -430,6 +436,7 @@ class OpsMaker:
         op = {"op": "store_context", "req": req}
         if sometimes(self.random, 0.3):
             op["materialized_tokens"] = self.random.randint(0, self.length(req))
+        self.records[req]["shared"] = True
         self.do(op)
 
     def remove(self) -> None:
@@ -437,7 +444,8 @@ class OpsMaker:
         if req is None:
             return
         op = {"op": "remove_sequence", "req": req, "store_for_reuse": self.reuse and sometimes(self.random, 0.8)}
-        if op["store_for_reuse"] and self.records[req]["added"] == 0 and sometimes(self.random, 0.2):
+        record = self.records[req]
+        if op["store_for_reuse"] and not record["added"] and not record["shared"] and sometimes(self.random, 0.2):
             op["materialized_tokens"] = self.random.randint(1, self.length(req))
         del self.records[req]
         self.do(op)

@@ -199,12 +199,12 @@ class FreeOrder:
         raise OutOfBlocks
 
     def claim(self, block: Block, priority: int | None = None, duration: float | None = None) -> None:
-        """Out of the free order, if it is in it. A claim without a priority leaves the one it has."""
+        """Out of the free order, if it is in it. A claim without a priority leaves the one it has, and how long."""
         if block in self.queues[block.priority]:
             self.queues[block.priority].remove(block)
         if priority is not None:
-            block.priority = priority
-        block.duration, block.expires = duration, None
+            block.priority, block.duration = priority, duration
+        block.expires = None
 
     def release(self, block: Block, front: bool = False) -> None:
         queue = self.queues[block.priority]
@@ -365,9 +365,13 @@ class Cache:
         return [(domain, content) for content in cut(pairs, self.tokens_per_block)]
 
     def best_partial_match(self, parent: Block, key: tuple) -> tuple[Block | None, int]:
+        """Which of several that are equally good is left open: the next one in lexical order, those before first."""
+        domain, content = key
+        before = [child for child in parent.children if child.key[0] == domain and child.key[1] < content]
+        behind = [child for child in parent.children if child.key[0] == domain and child.key[1] > content]
         best, longest = None, 0
-        for child in parent.children:
-            length = common_prefix(child.key[1], key[1]) if child.key[0] == key[0] else 0
+        for child in sorted(before, key=lambda block: block.key[1])[::-1] + sorted(behind, key=lambda block: block.key[1]):
+            length = common_prefix(child.key[1], content)
             if length > longest:
                 best, longest = child, length
         return best, longest
@@ -417,35 +421,35 @@ class Cache:
                         found.append((block, matched, True))
                 break
 
-        need = num_logical - len(found) + (beams - 1 if last_is_private else 0)
-        will_copy = [block for block, _, partial in found if partial and (block.refs or block.children)]
-        protected = {block for block, _, _ in found if block.refs == 0 and block not in will_copy}
-        if need + len(will_copy) > self.free_blocks - len(protected):
+        source = None  # what is copied: a partial match that somebody uses or that leads on to others
+        if found and found[-1][2] and (found[-1][0].refs or found[-1][0].children):
+            source = found[-1][0]
+        whole = [block for block, _, _ in found if block is not source]
+        need = num_logical - len(whole) + (beams - 1 if last_is_private else 0)
+        left = self.free_blocks - sum(block.refs == 0 for block in whole)
+        if need > left:
             raise OutOfBlocks
+        if source is not None and source.refs == 0 and need == left:
+            raise Undefined("the block to copy from is the only one to copy to")
 
         sequence = Sequence(request, list(request.prompt), length)
-        for number, (block, _, partial) in enumerate(found):
-            priority, duration = retention_of(ranges, number * size)
-            if partial and block in will_copy:
-                sequence.blocks.append([])  # filled below, when every matching block is protected
-                continue
-            self.order.claim(block, priority, duration)
-            if partial:
-                cut_off(block)
+        for number, block in enumerate(whole):
+            self.order.claim(block, *retention_of(ranges, number * size))
             block.refs += 1
+            if found[number][2]:
+                cut_off(block)
             sequence.blocks.append([block])
-        for number in range(num_logical):
-            if number < len(found) and sequence.blocks[number]:
-                continue
+        if source is not None:
+            self.order.claim(source)
+            source.refs += 1
+        for number in range(len(whole), num_logical):
             priority, duration = retention_of(ranges, number * size)
+            if source is not None and number == len(whole) and priority is None:
+                priority = source.priority
             copies = beams if last_is_private and number == num_logical - 1 else 1
-            if number < len(found):
-                priority, duration = found[number][0].priority, found[number][0].duration
-            blocks = [self.take_free(priority, duration) for _ in range(copies)]
-            if number < len(found):
-                sequence.blocks[number] = blocks
-            else:
-                sequence.blocks.append(blocks)
+            sequence.blocks.append([self.take_free(priority, duration) for _ in range(copies)])
+        if source is not None:
+            self.let_go(source)
         self.reused_blocks += len(found)
         self.sequences[request.id] = sequence
         return sum(matched for _, matched, _ in found)
@@ -502,9 +506,13 @@ class Cache:
         """`num_tokens`: of the request, the last one is not in the cache."""
         if store and sequence.request.beam_width == 1:
             self.store(sequence, num_tokens - 1, with_partial=True)
-        for blocks in reversed(sequence.held):
-            for block in reversed(blocks):
-                self.let_go(block)
+        # Beam by beam: what beams share goes with the last of them.
+        for beam in range(sequence.request.beam_width):
+            for blocks in reversed(sequence.held):
+                if len(blocks) > 1 or sequence.request.beam_width == 1:
+                    self.let_go(blocks[beam])
+                elif beam == sequence.request.beam_width - 1:
+                    self.let_go(blocks[0])
         del self.sequences[sequence.request.id]
 
     # questions
@@ -551,6 +559,8 @@ class Cache:
             known = min(sum(block.refs > 0 for block in self.matched_blocks(request)), context)
         if held < context - known:
             return context - known - held + (generation + extra) * beams
+        if total + extra < known + held:
+            raise Undefined("more blocks are held than will be needed")
         return (total - known - held + extra) * beams
 
     def reusable_tokens(self, request: Request, to_completion: bool) -> int:
