@@ -34,6 +34,28 @@ def trace_like_the_records(random: Random) -> dict:
                       drafts=random.choice([0, 0, 0, 4]), beam_widths=random.choice([[1], [1], [1], [2]]))
 
 
+def trace_of_chunks_and_priorities(random: Random) -> dict:
+    """Contexts between chunks, and others of higher priority that come and go ahead of them."""
+    size = random.choice([4, 8, 16])
+    longest_prompt, longest_output = random.choice([(24, 16), (40, 8), (64, 16)])
+    unit, most = size * random.choice([1, 1, 2]), random.choice([2, 4, 8, 16])
+    one = ceil_div(longest_prompt + longest_output, size)
+    micro = {"max_batch_size": random.choice([most, max(1, most // 2)]),
+             "chunking": {"policy": random.choice(POLICIES[:2]), "unit": unit},
+             "max_num_tokens": unit * random.choice([1, 2, 4]) + most * 5}
+    if sometimes(random, 0.3):
+        micro["max_context_length"] = unit * random.randint(1, 3)
+    config = {"capacity_policy": random.choice(["GUARANTEED_NO_EVICT", "GUARANTEED_NO_EVICT", "MAX_UTILIZATION"]),
+              "max_num_requests": most, "insert_order": "priority", "max_input_len": 100000, "micro_batch": micro,
+              "kv": {"tokens_per_block": size, "num_blocks": one + random.choice([0, 1, one // 2, one, 2 * one]),
+                     "max_seq_len": longest_prompt + longest_output + random.randint(2, 8)}}
+    requests = make_requests(random, random.randint(8, 40), longest_prompt, longest_output, random.choice([0, 0, 4]),
+                             [1])
+    for request in requests:
+        request["priority"] = random.choice([0.3, 0.5, 0.8])
+    return {"config": config, "requests": requests, "fixed_iterations": MOST_ITERATIONS}
+
+
 def trace_of_odd_sizes(random: Random) -> dict:
     """Everything at once: blocks of odd sizes, pools in which little fits, mixed beam widths, long drafts."""
     size = random.choice([1, 2, 3, 5, 7, 10])
@@ -290,8 +312,8 @@ def prefix_tree_ops(random: Random) -> dict:
 
 
 def kv_fill(random: Random) -> dict:
-    size, max_seq_len = random.choice([1, 4, 16, 64]), random.randint(20, 400)
-    config = {"tokens_per_block": size, "num_blocks": random.randint(max_seq_len // size + 2, 600),
+    size, max_seq_len = random.choice([1, 4, 16, 64]), random.randint(10, 90)
+    config = {"tokens_per_block": size, "num_blocks": random.randint(max_seq_len // size + 2, 120),
               "max_seq_len": max_seq_len}
     prompt_len = random.randint(1, max_seq_len - 1)
     if sometimes(random, 0.5):
@@ -503,6 +525,7 @@ def kv_reuse(random: Random) -> dict:
 
 KINDS = {
     "trace_like_the_records": trace_like_the_records,
+    "trace_of_chunks_and_priorities": trace_of_chunks_and_priorities,
     "trace_of_odd_sizes": trace_of_odd_sizes,
     "trace_with_reuse": trace_with_reuse,
     "trace_of_micro_batches": trace_of_micro_batches,

@@ -386,6 +386,19 @@ class Cache:
         block.refs = 1
         return block
 
+    def take_copy(self, source: Block, priority: int | None, duration: float | None) -> Block:
+        """A new block with what is in another one, which is protected until then; itself when no other is free."""
+        if source.refs == 0 and self.free_blocks == 1:
+            self.evicted += cut_off(source) - 1
+            self.order.claim(source, priority, duration)
+            source.refs = 1
+            return source
+        self.order.claim(source)
+        source.refs += 1
+        block = self.take_free(source.priority if priority is None else priority, duration)
+        self.let_go(source)
+        return block
+
     def let_go(self, block: Block, front: bool = False) -> None:
         block.refs -= 1
         if block.refs == 0:
@@ -429,8 +442,6 @@ class Cache:
         left = self.free_blocks - sum(block.refs == 0 for block in whole)
         if need > left:
             raise OutOfBlocks
-        if source is not None and source.refs == 0 and need == left:
-            raise Undefined("the block to copy from is the only one to copy to")
 
         sequence = Sequence(request, list(request.prompt), length)
         for number, block in enumerate(whole):
@@ -439,17 +450,13 @@ class Cache:
             if found[number][2]:
                 cut_off(block)
             sequence.blocks.append([block])
-        if source is not None:
-            self.order.claim(source)
-            source.refs += 1
         for number in range(len(whole), num_logical):
             priority, duration = retention_of(ranges, number * size)
-            if source is not None and number == len(whole) and priority is None:
-                priority = source.priority
             copies = beams if last_is_private and number == num_logical - 1 else 1
-            sequence.blocks.append([self.take_free(priority, duration) for _ in range(copies)])
-        if source is not None:
-            self.let_go(source)
+            if source is not None and number == len(whole):
+                sequence.blocks.append([self.take_copy(source, priority, duration)])
+            else:
+                sequence.blocks.append([self.take_free(priority, duration) for _ in range(copies)])
         self.reused_blocks += len(found)
         self.sequences[request.id] = sequence
         return sum(matched for _, matched, _ in found)
