@@ -69,7 +69,7 @@ def make_retention(record: dict | None) -> Retention | None:
     if record is None:
         return None
     return Retention(make_ranges(record["ranges"]), record.get("decode_priority", Retention().decode_priority),
-                     seconds(record.get("decode_duration")))
+                     seconds(record.get("decode_duration", record.get("decode_duration_ms"))))
 
 
 def make_ranges(ranges: list[list]) -> tuple[RetentionRange, ...]:
@@ -526,13 +526,13 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
                 block_id = named[op["block"]]
                 pool.share(block_id)
                 if op.get("priority") is not None:
-                    pool.set_priority(block_id, op["priority"], seconds(op.get("duration")))
+                    pool.set_priority(block_id, op["priority"], seconds(op.get("duration", op.get("duration_ms"))))
                 result = {"free_blocks": pool.num_free}
             case "claim_next":
                 pool.take(op["count"])
                 result = {"free_blocks": pool.num_free}
             case "release":
-                pool.give_back([named[op["block"]]], front=op.get("front", False))
+                pool.give_back([named[op["block"]]], front=op.get("front", op.get("to_front", False)))
                 result = {"free_blocks": pool.num_free}
             case "advance_time":
                 clock.milliseconds += op["ms"]
