@@ -93,7 +93,7 @@ def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, h
     shared = min(shared, context) if not held else 0
 
     tokens, extra = prompt_len + max_new_tokens, 0
-    if window.slides and tokens > window.size:
+    if tokens > window.size:
         last = ceil_div(tokens, unit)
         extra = int(last > ceil_div(prompt_len + generated, unit) and last > total)
     if held < context - shared:

@@ -91,7 +91,7 @@ class EvictionOrder:
             self._priorities.pop(block_id, None)
         else:
             self._priorities[block_id] = priority
-        if duration is None:
+        if duration is None or priority == DEFAULT_PRIORITY:    # it would fall back to where it is
             self._durations.pop(block_id, None)
         else:
             self._durations[block_id] = duration

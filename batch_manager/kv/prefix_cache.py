@@ -180,7 +180,7 @@ class PrefixCache:
         """A block nobody owns, with its content, for one owner who may write to it."""
         block_id = node.block_id
         self.pool.share(block_id)
-        self._lose(node)
+        self.evicted_blocks += self._lose(node) - 1
         return block_id
 
     def faults(self) -> Iterator[str]:

@@ -27,7 +27,7 @@ class PrefixClaim:
     """One claim for several first chunks; there must be enough free blocks for what `needed` says.
 
     Everything cached that any of them will use is protected before the first new block is taken, so that what was
-    found when the step was planned is still there. What blocks are copied from stays protected to the end.
+    found when the step was planned is still there. What is copied from is protected until there is a block to copy to.
     """
 
     def __init__(self, cache: PrefixCache, requests: Sequence[LlmRequest], taken_elsewhere: int) -> None:
@@ -38,7 +38,6 @@ class PrefixClaim:
         self._left = taken_elsewhere + sum(
             blocks_of_prompt(request.prompt_len, cache.tokens_per_block, request.beam_width, own_last=True) - len(nodes)
             for request, nodes in zip(requests, self._found, strict=True))
-        self._lent: list[int] = []
         self._pinned: list[int] = []
 
     @property
@@ -50,8 +49,6 @@ class PrefixClaim:
         """One for each request."""
         self._protect()
         starts = [self._start(request, nodes) for request, nodes in zip(self._requests, self._found, strict=True)]
-        for block_id in self._lent:
-            self._pool.give_back([block_id])
         for host_id in self._pinned:
             self._cache.host.unpin(host_id)
         return starts
@@ -98,18 +95,17 @@ class PrefixClaim:
             self._cache.host.pin(node.host_id)
             self._pinned.append(node.host_id)
             (block_id,) = self._take(1)
+            self._pool.set_priority(block_id, self._cache.host.priority(node.host_id))
             self._cache.copies.append(BlockCopy(node.host_id, block_id, num_tokens, from_host=True))
             return block_id
-        if not self._cache.is_owned(node):
-            if not node.children:
-                self._left -= 1
-                return self._cache.take_over(node)
-            if self._pool.num_free == self._left:
-                return None
+        if not self._cache.is_owned(node) and (not node.children or self._pool.num_free == 1):
+            self._left -= 1
+            return self._cache.take_over(node)
         self._pool.share(source)
-        self._lent.append(source)
         (block_id,) = self._take(1)
+        self._pool.set_priority(block_id, self._pool.priority(source))
         self._cache.copies.append(BlockCopy(source, block_id, num_tokens))
+        self._pool.give_back([source])     # copies are made in order, before the step writes to what was taken since
         return block_id
 
     def _take(self, count: int) -> list[int]:

@@ -60,11 +60,11 @@ class TokenBudgetScheduler(MicroBatchScheduler):
                 tokens += cost
             elif request.is_context:
                 if self.chunking is None:
-                    chunk = self._uncut(request, budget - tokens)
+                    chunk, cost = self._uncut(request, budget - tokens)
                     if chunk == 0:
                         break
                     chunks.append(chunk)
-                    tokens += max(chunk + request.draft_len - self._credit(request), 1)
+                    tokens += cost
                 contexts.append(request)
             else:
                 continue
@@ -94,15 +94,19 @@ class TokenBudgetScheduler(MicroBatchScheduler):
             return 0
         return min(self.credit_of(request), request.prompt_len)
 
-    def _uncut(self, request: LlmRequest, left: int | float) -> int:
-        """Tokens of the request's chunk when contexts are not cut: all of them, or 0 when they do not fit."""
-        whole = request.remaining_context
-        if max(whole + request.draft_len - self._credit(request), 1) <= left:
-            return whole
+    def _uncut(self, request: LlmRequest, left: int | float) -> tuple[int, int]:
+        """Tokens of the request's chunk when contexts are not cut, and what they cost: all of them, or 0.
+
+        The whole prompt is charged, also when some of it is computed already.
+        """
+        whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None
-                and request.prompt_len + request.draft_len > self.max_num_tokens):
-            return min(int(left), whole - 1) // self.tokens_per_block * self.tokens_per_block
-        return 0
+                and request.prompt_len + drafts > self.max_num_tokens):
+            chunk = whole if max(whole + drafts - credit, 1) <= left else (
+                min(int(left), whole - 1) // self.tokens_per_block * self.tokens_per_block)
+            return chunk, max(chunk + drafts - credit, 1)
+        cost = max(request.prompt_len + drafts - credit, 1)
+        return (whole if cost <= left else 0), cost
 
     def _cut(self, chunking: ContextChunking, contexts: RequestList, generation: RequestList,
              capacity: int | None) -> tuple:

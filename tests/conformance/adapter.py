@@ -69,7 +69,7 @@ def make_retention(record: dict | None) -> Retention | None:
     if record is None:
         return None
     return Retention(make_ranges(record["ranges"]), record.get("decode_priority", Retention().decode_priority),
-                     seconds(record.get("decode_duration")))
+                     seconds(record.get("decode_duration", record.get("decode_duration_ms"))))
 
 
 def make_ranges(ranges: list[list]) -> tuple[RetentionRange, ...]:
@@ -211,11 +211,15 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
 
 
 def micro_batch_step(config: dict, requests: list[dict], inflight: list[int]) -> dict:
+    """A record's chunk of EQUAL_PROGRESS begins at the front of the prompt, the scheduler's behind what is reused."""
     made = [make_request(record) for record in requests]
     credits = {record["id"]: record.get("estimated_reusable_tokens", 0) for record in requests}
     scheduler = make_micro_batch_scheduler(config, lambda request: credits[request.request_id])
     contexts, generation, *sizes = scheduler.schedule(made, set(inflight))
     chunks = sizes[0] if sizes else [request.remaining_context for request in contexts]
+    if sizes and config.get("chunking", {}).get("policy") == "EQUAL_PROGRESS":
+        chunks = [size if size == request.remaining_context or not request.is_first_context_chunk
+                  else credits[request.request_id] + size for request, size in zip(contexts, chunks, strict=True)]
     drafts = sizes[1] if len(sizes) > 1 else None
     kept = {str(request.request_id): request.draft_len for request in made}
     if drafts is not None:
@@ -257,6 +261,7 @@ class Engine:
     kv: KvCacheManager | None
     chunk_of: dict[int, int] = field(default_factory=dict)
     active: ActiveRequests = field(default_factory=ActiveRequests)
+    in_flight: list[set[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         micro_batch, policy = self.config.get("micro_batch"), SchedulerPolicy.MAX_UTILIZATION
@@ -291,7 +296,10 @@ def reused_blocks(engine: Engine) -> int | None:
 
 def step(engine: Engine) -> dict:
     kv, active = engine.kv, [request.request_id for request in engine.active]
-    plan = engine.scheduler.schedule_request(engine.active.in_order(), frozenset())
+    num_micro_batches = (engine.config.get("micro_batch") or {}).get("num_micro_batches", 1)
+    engine.in_flight = engine.in_flight[max(len(engine.in_flight) - num_micro_batches + 1, 0):]
+    plan = engine.scheduler.schedule_request(engine.active.in_order(), frozenset().union(*engine.in_flight))
+    engine.in_flight.append({request.request_id for request in plan.context_requests + plan.generation_requests})
 
     for request in plan.paused_requests:
         kv.release(request)
@@ -301,25 +309,26 @@ def step(engine: Engine) -> dict:
     if chunks is None:
         chunks = [request.remaining_context for request in plan.context_requests]
     chunks = dict(zip(plan.context_requests, chunks, strict=True))
-    if kv is not None:
-        first_chunks = [request for request in plan.context_requests if request.is_first_context_chunk]
-        kv.claim(first_chunks, plan.generation_requests)
-        for request in first_chunks:
-            reused = kv.reused_tokens(request)
-            if reused:
-                chunks[request] = chunk_behind_reuse(chunks[request], reused, request.prompt_len, kv.tokens_per_block)
-                request.skip_context(reused)
-
-    context_rows = [[request.request_id, request.context_position, size] for request, size in chunks.items()]
     for request, draft in zip(plan.context_requests, plan.draft_lengths or (), strict=False):
         request.draft_len = draft
-    for request, size in chunks.items():
-        request.advance_context(size)
-        if request.is_generating:
+
+    # One after the other, in the order of their ids: what one has computed the next may use.
+    context_rows = []
+    for request in sorted(plan.context_requests + plan.generation_requests, key=lambda each: each.request_id):
+        size = chunks.get(request)
+        if kv is not None and (size is None or request.is_first_context_chunk):
+            kv.claim(*(([], [request]) if size is None else ([request], [])))
+        if size is not None:
+            reused = 0 if kv is None or not request.is_first_context_chunk else kv.reused_tokens(request)
+            if reused:
+                size = chunk_behind_reuse(size, reused, request.prompt_len, kv.tokens_per_block)
+                request.skip_context(reused)
+            context_rows.append([request.request_id, request.context_position, size])
+            request.advance_context(size)
+            if request.is_context:
+                continue
             if kv is not None:
                 kv.publish_context(request, request.context_position)
-            request.add_token(0)
-    for request in plan.generation_requests:
         request.add_token(0)
 
     done = [request for request in engine.active if request.is_finished]
@@ -431,12 +440,15 @@ class Tables:
     def needed_one_step(self, op: dict) -> dict:
         with self.as_asked(op["request"]) as request:
             return {"blocks": self.kv.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False)),
-                    "estimated_reusable_tokens": self.kv.estimated_reusable_tokens(request, to_completion=False)}
+                    "estimated_reusable_tokens": self.credit(request, to_completion=False)}
 
     def remaining_to_completion(self, op: dict) -> dict:
         with self.as_asked(op["request"]) as request:
             return {"blocks": self.kv.get_remaining_blocks_to_completion(request),
-                    "estimated_reusable_tokens": self.kv.estimated_reusable_tokens(request, to_completion=True)}
+                    "estimated_reusable_tokens": self.credit(request, to_completion=True)}
+
+    def credit(self, request: LlmRequest, to_completion: bool) -> int:
+        return self.kv.estimated_reusable_tokens(request, to_completion) if request.is_first_context_chunk else 0
 
     def probe_prefix(self, op: dict) -> dict:
         held, cached = self.kv.reusable_blocks(make_request(op.get("request", op) | {"id": NOBODY}))
@@ -514,13 +526,13 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
                 block_id = named[op["block"]]
                 pool.share(block_id)
                 if op.get("priority") is not None:
-                    pool.set_priority(block_id, op["priority"], seconds(op.get("duration")))
+                    pool.set_priority(block_id, op["priority"], seconds(op.get("duration", op.get("duration_ms"))))
                 result = {"free_blocks": pool.num_free}
             case "claim_next":
                 pool.take(op["count"])
                 result = {"free_blocks": pool.num_free}
             case "release":
-                pool.give_back([named[op["block"]]], front=op.get("front", False))
+                pool.give_back([named[op["block"]]], front=op.get("front", op.get("to_front", False)))
                 result = {"free_blocks": pool.num_free}
             case "advance_time":
                 clock.milliseconds += op["ms"]

@@ -1,0 +1,207 @@
+"""Runs one case against the model and against the product's adapter, and says in words where they differ."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import schema_oracle
+
+ADAPTER = Path(__file__).parents[1] / "conformance" / "adapter.py"
+
+
+def load_adapter():
+    spec = importlib.util.spec_from_file_location("conformance_adapter", ADAPTER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class NotCompared(Exception):
+    """The rules do not say what has to happen in this case."""
+
+
+def differences(adapter, case: dict) -> list[str]:
+    """The first few differences; NotCompared where the model itself cannot say."""
+    if case["type"] == "scheduler_trace":
+        return compare_traces(adapter, case)
+    try:
+        expected = call(schema_oracle, case)
+    except schema_oracle.Undefined as reason:
+        raise NotCompared(str(reason)) from None
+    except ValueError as reason:
+        raise NotCompared(str(reason)) from None
+    found = call(adapter, case)
+    if case["type"] == "kv_ops" and not case["config"].get("enable_block_reuse"):
+        for result in expected["results"]:  # which blocks they are matters to nobody
+            result.pop("block_ids", None)
+    if case["type"] in ("kv_ops", "eviction_ops", "prefix_tree_ops"):
+        return compare_operations(expected["results"], found["results"])
+    if case["type"] == "micro_batch_step":
+        return compare_micro_batches(case, expected, found)
+    return [] if expected == found else [f"{found} came, {expected} was expected"]
+
+
+def call(module, case: dict) -> dict:
+    case = copy.deepcopy(case)
+    kind = case["type"]
+    if kind == "micro_batch_step":
+        return module.micro_batch_step(case["config"], case["requests"], case["inflight"])
+    if kind == "capacity_step":
+        return module.capacity_step(case["config"], case["requests"])
+    if kind == "chunking":
+        return module.chunk(case["config"], case["requests"], case["iterations"])
+    if kind == "request_order":
+        return module.request_order(case["requests"])
+    if kind == "request_pause":
+        return module.request_pause(case["request"], case["steps"])
+    if kind == "retention_map":
+        return module.retention_map(case["ranges"], case.get("tokens_per_block"), case.get("seq_len"))
+    if kind == "kv_fill":
+        return module.kv_fill(case["config"], case["prompt_len"], case["tokens_to_add"], case["mode"])
+    return getattr(module, kind)(case["config"], case["ops"])
+
+
+def compare_micro_batches(case: dict, expected: dict, found: dict) -> list[str]:
+    """A chunk of EQUAL_PROGRESS that ends where the credit does computes nothing; the product leaves it out."""
+    of = {request["id"]: request for request in case["requests"]}
+    if case["config"].get("chunking", {}).get("policy") == "EQUAL_PROGRESS":
+        expected["ctx"] = [[name, size] for name, size in expected["ctx"]
+                           if size == of[name]["prompt_len"] - of[name].get("context_position", 0)
+                           or of[name].get("context_position", 0) or size > of[name].get("estimated_reusable_tokens", 0)]
+    scheduled = {str(request_id) for request_id, _ in expected["ctx"]}
+    bad = [f"{key}: {found[key]} came, {expected[key]} was expected" for key in ("ctx", "gen")
+           if sorted(found[key]) != sorted(expected[key])]
+    return bad + [f"drafts of {name}: {found['draft'][name]} came, {kept} was expected"
+                  for name, kept in expected["draft"].items() if name in scheduled and found["draft"][name] != kept]
+
+
+def compare_operations(expected: list[dict], found: list[dict]) -> list[str]:
+    bad, ours, theirs = [], {}, {}
+    for number, (want, got) in enumerate(zip(expected, found, strict=True)):
+        for key, value in want.items():
+            if key not in ("block_ids", "block"):
+                if got.get(key) != value:
+                    bad.append(f"operation {number}: {key} {got.get(key)} came, {value} was expected")
+                continue
+            pairs = zip(value, got[key], strict=True) if isinstance(value, list) else [(value, got[key])]
+            for mine, other in pairs:
+                if ours.setdefault(mine, other) != other or theirs.setdefault(other, mine) != mine:
+                    bad.append(f"operation {number}: block {other} came where {ours[mine]} was expected")
+                    break
+        if bad:
+            break
+    return bad
+
+
+def compare_traces(adapter, case: dict) -> list[str]:
+    """Row by row, until they differ, nobody is left, or the iterations the case asks for are over."""
+    model, product = schema_oracle.build(case["config"]), adapter.build(copy.deepcopy(case["config"]))
+    to_come, known = sorted(case["requests"], key=lambda request: request["arrival"]), False
+    for iteration in range(case["fixed_iterations"]):
+        while to_come and to_come[0]["arrival"] <= iteration:
+            schema_oracle.submit(model, dict(to_come[0]))
+            adapter.submit(product, dict(to_come.pop(0)))
+        if not to_come and not schema_oracle.has_work(model):
+            break
+        known = known or counts_its_last_block_as_shared(model)
+        try:
+            expected = schema_oracle.step(model)
+        except (schema_oracle.OutOfBlocks, schema_oracle.Undefined, ValueError) as error:
+            raise NotCompared(repr(error)) from None
+        found = adapter.step(product)
+        bad = [f"iteration {iteration}: {key} {found[key]} came, {value} was expected"
+               for key, value in expected.items() if in_order(key, found[key]) != in_order(key, value)]
+        if bad and known:
+            raise NotCompared("a prompt's last full block is cached and counted as shared")
+        if bad and case["config"].get("kv") and not any(expected[key] for key in ("ctx", "gen", "paused", "done")):
+            raise NotCompared("nobody runs any more")
+        if bad:
+            return bad
+    if schema_oracle.has_work(model) != adapter.has_work(product):
+        return ["one of the two has work left, the other has not"]
+    wanted, reused = schema_oracle.reused_blocks(model), adapter.reused_blocks(product)
+    return [] if wanted == reused else [f"{reused} blocks were reused, {wanted} were expected"]
+
+
+def counts_its_last_block_as_shared(model) -> bool:
+    """The estimates do, and the last token has to be computed in a block of its own: the product adds that block."""
+    if model.cache is None or not model.cache.reuse:
+        return False
+    size = model.cache.tokens_per_block
+    for request in model.active:
+        if request.is_first_chunk and request.prompt_len % size == 0:
+            matched = model.cache.matched_blocks(request)
+            if len(matched) * size == request.prompt_len and matched[-1].refs:
+                return True
+    return False
+
+
+def in_order(key: str, value):
+    return value if key in ("active", "free_blocks") else sorted(value)
+
+
+def shrink(adapter, case: dict, tries: int = 3000) -> dict:
+    """A smaller case that still differs: fewer requests, operations or options, smaller numbers."""
+
+    def differs(candidate: dict) -> bool:
+        try:
+            return bool(differences(adapter, candidate))
+        except NotCompared:
+            return False
+        except Exception as error:
+            return type(error) is failure
+
+    failure = None
+    try:
+        differences(adapter, case)
+    except NotCompared:
+        return case
+    except Exception as error:
+        failure = type(error)
+    changed = True
+    while changed and tries > 0:
+        changed = False
+        for candidate in smaller(case):
+            tries -= 1
+            if tries <= 0:
+                break
+            if legal(candidate) and differs(candidate):
+                case, changed = candidate, True
+                break
+    return case
+
+
+def legal(case: dict) -> bool:
+    """Whether the model goes through without a lookup of something that is not there."""
+    try:
+        call(schema_oracle, case) if case["type"] != "scheduler_trace" else None
+    except (KeyError, IndexError, ZeroDivisionError, AttributeError):
+        return False
+    except Exception:
+        return True
+    return True
+
+
+def smaller(case: dict):
+    for name in ("ops", "requests", "steps", "ranges", "inflight"):
+        for place in reversed(range(len(case.get(name, ())))):
+            yield case | {name: case[name][:place] + case[name][place + 1:]}
+    for place, each in enumerate(case.get("requests", ())):
+        for key in each:
+            if key not in ("id", "prompt_len", "max_new_tokens", "arrival"):
+                less = {name: value for name, value in each.items() if name != key}
+                yield case | {"requests": case["requests"][:place] + [less] + case["requests"][place + 1:]}
+            elif key != "id" and each[key] > (1 if key != "arrival" else 0) and "prompt_tokens" not in each:
+                for value in (each[key] // 2, each[key] - 1):
+                    less = each | {key: max(value, 0 if key == "arrival" else 1)}
+                    yield case | {"requests": case["requests"][:place] + [less] + case["requests"][place + 1:]}
+    for place, each in enumerate(case.get("ops", ())):
+        for key in each:
+            if key in ("retention", "lora_task", "cache_salt", "token_extra_ids", "beam_width", "priority", "duration"):
+                less = {name: value for name, value in each.items() if name != key}
+                yield case | {"ops": case["ops"][:place] + [less] + case["ops"][place + 1:]}
+    config = case.get("config", {})
+    for key in config:
+        if key not in ("tokens_per_block", "num_blocks", "max_seq_len", "capacity_policy", "kv", "policy", "unit",
+                       "max_batch_size", "max_num_requests"):
+            yield case | {"config": {name: value for name, value in config.items() if name != key}}
