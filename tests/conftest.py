@@ -5,6 +5,8 @@ import os
 # The models of the tests are tiny: a second OpenMP thread costs more than it brings, most of all on busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import contextlib
+import gc
 import threading
 import time
 from collections import defaultdict
@@ -30,14 +32,28 @@ from batch_manager.runtime.scripted_backend import ScriptedBackend
 SECONDS_UNTIL_A_TEST_GIVES_UP = 60.0
 
 
+def open_files() -> set[str]:
+    """Files and sockets this process has open; not the devices, pipes and libraries that are opened once for all."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):                       # the listing itself is gone by now
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.startswith("socket:") or (target[0] == "/" and not target.startswith(("/dev", "/proc", "/sys"))):
+                found.add(f"{number} {target}")
+    return found
+
+
 @pytest.fixture(autouse=True)
-def no_thread_outlives_its_test():
-    before = set(threading.enumerate())
+def nothing_outlives_its_test():
+    """No thread of ours, no thread that would keep the interpreter alive, no file."""
+    threads, files = set(threading.enumerate()), open_files()
     yield
     deadline = time.monotonic() + 5
-    while leaked := [t for t in threading.enumerate() if t not in before and t.name.startswith("batch_manager")]:
+    while leaked := ([t for t in threading.enumerate() if t not in threads
+                      and (t.name.startswith("batch_manager") or not t.daemon)] or sorted(open_files() - files)):
         if time.monotonic() > deadline:
-            pytest.fail(f"threads left behind: {leaked}")
+            pytest.fail(f"left behind: {leaked}")
+        gc.collect()
         time.sleep(0.01)
 
 

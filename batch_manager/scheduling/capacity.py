@@ -77,10 +77,10 @@ class MaxUtilizationScheduler(CapacityScheduler):
     """Run whoever has room for one more step; when room runs out, pause from the back of the line.
 
     A request that does not fit looks for a victim: the last one in the line, itself included unless it is the first,
-    that has computed something. The victim's blocks count as free, the line now ends before it, and the request tries again. Requests
-    ahead of it are never touched, so the first in line always advances; a request that has not started makes nobody
-    pause who stands ahead of it. A context whose next block another one is computing is passed over, unless it is the
-    first in line.
+    that has computed something. The victim's blocks count as free, the line now ends before it, and the request tries
+    again. Requests ahead of it are never touched, so the first in line always advances; a request that has not started
+    makes nobody pause who stands ahead of it. A context whose next block another one is computing is passed over,
+    unless it is the first in line.
 
     two_step_lookahead   plan for two steps of each generating request, as two micro-batches in flight need
     """

@@ -2,8 +2,8 @@
 
     python -m tests.campaign --tier F [--suite T1] [--first-seed N] [--seconds S] [--jobs 2]
 
-Each suite goes on from its first seed until it has done what the tier asks for, or the time is up. Seeds are consecutive,
-so a campaign is resumed with --first-seed. The lines printed at the end belong in tests/CAMPAIGNS.md.
+Each suite goes on from its first seed until it has done what the tier asks for, or the time is up. Seeds are
+consecutive, so a campaign is resumed with --first-seed. The lines printed at the end belong in tests/CAMPAIGNS.md.
 Exit status 0: nothing is wrong, even if it was not enough; 1: something is.
 """
 

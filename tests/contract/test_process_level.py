@@ -57,7 +57,7 @@ def test_c17_two_managers_both_answer_at_interpreter_exit():
     result = run("""
         pending = [InferenceRequest(i + 10, {"input_ids": [1], "request_output_len": 900}) for i in range(2)]
         second = make()
-        while second.num_active_requests < 1:
+        while manager.num_active_requests + second.num_active_requests < 5:    # either may have asked first
             time.sleep(0.001)
         """)
     assert result.returncode == 0

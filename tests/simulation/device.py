@@ -199,7 +199,7 @@ class SimulatedDevice(ScriptedBackend):
         return Order(spoils=spoil)
 
     def _blocks_written(self, batch: ScheduledBatch, slot: int) -> list[int]:
-        """The blocks this batch writes to for a slot, in order. The tables are not up to date yet: it is a new batch."""
+        """The blocks a new batch writes to for a slot, in order."""
         size = self.info.tokens_per_block
         for work in batch.context:
             if work.slot == slot:
@@ -208,7 +208,7 @@ class SimulatedDevice(ScriptedBackend):
         else:
             start = int(batch.generation.kv_lengths[batch.generation.slots.tolist().index(slot)])
             end = start + 1
-        self._tables.update(batch)
+        self._tables.update(batch)                                 # the batch has not run yet
         return self._tables.rows[slot, start // size:(end - 1) // size + 1].tolist()
 
     def _blame_readers_of(self, blocks: list[int], batch: ScheduledBatch, victim: int) -> None:

@@ -29,7 +29,8 @@ MARKERS = (
     "cut into chunks", "cut into three chunks or more", "two prompts cut in one step", "chunk and last chunk together",
     "somebody waits who could not run", "two micro-batches in flight",
     # blocks
-    "pool exactly full", "pool full for five iterations", "pool emptied at once", "new block for a generated token", "slot reused in the iteration it came free",
+    "pool exactly full", "pool full for five iterations", "pool emptied at once", "new block for a generated token",
+    "slot reused in the iteration it came free",
     # ends
     "stopped while waiting", "stopped before its first token", "stopped between chunks", "stopped while streaming",
     "stopped while in flight", "stop on last token", "everybody stopped", "stop of somebody unknown",
@@ -46,7 +47,8 @@ MARKERS = (
 )
 NEEDS = {
     "prompt found in the cache": "reuse", "part of a block found in the cache": "reuse",
-    "found and evicted in one step": "reuse", "block left the window": "window", "block brought back from the host": "host blocks",
+    "found and evicted in one step": "reuse", "block left the window": "window",
+    "block brought back from the host": "host blocks",
 }
 KNOWN = frozenset(MARKERS)
 assert len(KNOWN) == len(MARKERS) and NEEDS.keys() <= KNOWN

@@ -316,6 +316,28 @@ def test_the_core_neither_loads_code_nor_starts_programs_nor_opens_connections()
     assert not wrong, report(wrong)
 
 
+def test_a_users_callback_is_called_behind_the_one_guard():
+    callbacks = {"get_inference_requests_cb", "send_response_cb", "poll_stop_signal_cb",
+                 "return_batch_manager_stats_cb"}
+    guard = "batch_manager/loop/callbacks.py"
+    wrong, guarded = [], set()
+    for source in CORE:
+        calls = [node for node in source.walk() if isinstance(node, ast.Call)]
+        wrong += [f"{source.where}:{call.lineno} calls a user's callback itself" for call in calls
+                  if ast.unparse(call.func).rpartition(".")[2] in callbacks]
+        if source.where == guard:
+            behind = {id(inner) for node in source.walk() if isinstance(node, ast.Try)
+                      and any(ast.unparse(handler.type) == "BaseException" for handler in node.handlers)
+                      for statement in node.body for inner in ast.walk(statement)}
+            own = [call for call in calls
+                   if ast.unparse(call.func) in ("self._get", "self._send", "self._poll", "self._stats")]
+            wrong += [f"{guard}:{call.lineno} calls a callback outside the guard" for call in own
+                      if id(call) not in behind]
+            guarded = {ast.unparse(call.func) for call in own}
+    assert not wrong, report(wrong)
+    assert len(guarded) == 4, "the guard calls each of the four"
+
+
 def test_every_exception_to_that_is_still_needed():
     used = {(source.where, root_of(imported.module)) for source in CORE for imported in source.imports()}
     assert set(ALLOWED_LOADERS) <= used
