@@ -120,6 +120,9 @@ def test_what_is_evicted_goes_to_the_host_comes_back_and_is_counted(make_world, 
 def test_a_host_cache_that_cannot_be_had_is_refused(make_world):
     with pytest.raises(ValueError, match="no blocks in host memory"):
         world_with(make_world, KvCacheConfig(enable_block_reuse=True, host_cache_size=1))
+    with pytest.raises(ValueError, match="a Old has no copy_blocks"):
+        world_with(make_world, backend=type("Old", (ScriptedBackend,), {"__getattribute__": lambda self, name: (
+            object.__getattribute__(self, name if name != "copy_blocks" else "not_there"))})())
     with pytest.raises(ValueError, match="enable_block_reuse is not set"):
         KvCacheConfig(host_cache_size=1)
 
