@@ -22,7 +22,7 @@ from .scheduling.interfaces import CapacityScheduler, RequestScheduler
 from .scheduling.policies import make_scheduler
 from .scheduling.simple import SimpleScheduler
 from .scheduling.static_batch import make_static_batch_scheduler
-from .seams import BackendInfo, Clock, ModelBackend
+from .seams import Clock, ModelBackend
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def build_loop(
         limits = resolve_limits(optional_params, backend.info, max_beam_width, scheduler_policy)
         if static_batch:    # a padded step is bounded by its sequences
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
-        kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend.info, clock)
+        kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
         callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
                                      return_batch_manager_stats_cb, clock, heartbeat)
         admission = Admission(
@@ -132,14 +132,15 @@ def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
             raise ConfigError(f"{name} was asked for", "it is not built yet in this version", "leave it out")
 
 
-def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, info: BackendInfo, clock: Clock) -> KvCacheManager:
+def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBackend, clock: Clock) -> KvCacheManager:
     """The books of the backend's pool.
 
     The window is the backend's: it may be narrower than the configured one, or be there without one being configured.
 
-    Raises ConfigError when the backend looks further back, or has less memory, than it was configured to.
+    Raises ConfigError when the backend looks further back than it was configured to, or lacks what reuse takes.
     """
-    window, asked = info.attention_window, kv.max_attention_window
+    info, asked = backend.info, kv.max_attention_window
+    window = info.attention_window
     if asked is not None and asked < limits.max_seq_len and (window is None or window > asked
                                                              or info.sink_tokens != kv.sink_token_length):
         raise ConfigError(f"max_attention_window is {asked} and sink_token_length {kv.sink_token_length}",
@@ -150,6 +151,9 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, info: BackendInfo, 
         window, sinks = None, 0
     if sinks:
         kv = without_block_reuse(kv, "with sink tokens every prompt is computed whole")
+    if kv.enable_block_reuse and not hasattr(backend, "copy_blocks"):
+        raise ConfigError("enable_block_reuse is set", f"a {type(backend).__name__} has no copy_blocks",
+                          "give it one, see ModelBackend, or leave enable_block_reuse out")
     if kv.host_cache_size and not info.host_blocks:
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
                           "construct it with some and say so in its BackendInfo, or leave host_cache_size out")

@@ -151,7 +151,8 @@ class Parts:
     """Replacements for parts of the engine: objects or factories, never names.
 
     scheduler   a RequestScheduler, a CapacityScheduler, or a factory (limits: Limits, kv_cache_manager) -> either
-    attention   a factory (spec, kv_pool) -> attention implementation of the device tower
+    attention   a factory (spec, kv_pool) -> attention implementation of the device tower; `spec.windows` are those in
+                force, and with sink tokens it is called with `sink=` too
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
     clock       a Clock
     trace       called with an IterationTrace after each iteration that had an active request, on the worker thread

@@ -1,6 +1,6 @@
 """Blocks that are free, in the order they will be handed out again, and how many owners the others have."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..errors import InternalError, OutOfResourceError
 from .eviction import EvictionOrder
@@ -22,6 +22,8 @@ class BlockPool:
     not torn.
 
     extra_owners   owners beyond the first, over all blocks
+    findable       blocks whose content a prefix cache can find; it says so when one that is free no longer is
+    num_cached     those of them that are free
     """
 
     def __init__(self, num_blocks: int, now: Callable[[], float] = lambda: 0.0) -> None:
@@ -29,6 +31,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = EvictionOrder(range(num_blocks), now)
         self.extra_owners = 0
+        self.findable: Collection[int] = ()
+        self.num_cached = 0
         self._owners = [0] * num_blocks
 
     @property
@@ -78,6 +82,8 @@ class BlockPool:
         taken = self._free.popitem(count)
         for block_id in taken:
             owners[block_id] = 1
+        if self.findable:
+            self.num_cached -= sum(block_id in self.findable for block_id in taken)
         return taken
 
     def share(self, block_id: int) -> None:
@@ -86,6 +92,7 @@ class BlockPool:
             self.extra_owners += 1
         else:
             self._free.remove(block_id)
+            self.num_cached -= block_id in self.findable
         self._owners[block_id] += 1
 
     def give_back(self, block_ids: Sequence[int], front: bool = False) -> None:
@@ -104,6 +111,7 @@ class BlockPool:
             owners[block_id] -= 1
             if owners[block_id] == 0:
                 self._free.append(block_id, front)
+                self.num_cached += block_id in self.findable
             else:
                 self.extra_owners -= 1
 
@@ -115,6 +123,9 @@ class BlockPool:
                 yield f"block {block_id} has {owners} owners and is {'' if block_id in self._free else 'not '}free"
         if any(not 0 <= block_id < self.num_blocks for block_id in free) or len(set(free)) != len(free):
             yield "the free order names a block that does not exist, or one twice"
+        cached = sum(block_id in self.findable for block_id in free)
+        if cached != self.num_cached:
+            yield f"{cached} free blocks can be found and {self.num_cached} were counted"
         extra = sum(owners - 1 for owners in self._owners if owners)
         if extra != self.extra_owners:
             yield f"{extra} owners are beyond the first and {self.extra_owners} were counted"

@@ -74,8 +74,18 @@ class KvCacheManager:
 
     @property
     def cached_blocks(self) -> int:
-        """Free blocks whose content may be used again, counted."""
-        return 0 if self.cache is None else self.cache.cached_blocks
+        """Free blocks whose content may be used again."""
+        return self.pool.num_cached
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of the host's pool."""
+        return 0 if self.cache is None else self.cache.host.num_blocks
+
+    @property
+    def used_host_blocks(self) -> int:
+        """Those of them that hold something."""
+        return 0 if self.cache is None else self.cache.host.num_blocks - self.cache.host.num_free
 
     @property
     def reused_blocks(self) -> int:

@@ -26,17 +26,13 @@ class PrefixCache:
         self.tokens_per_block = tokens_per_block
         self.enable_partial_reuse = enable_partial_reuse
         self.index = PrefixIndex(digest_bits)
+        pool.findable = self.index.nodes
         self.host = HostPool(host_blocks)
         self.copies: list[BlockCopy] = []
         self.reused_blocks = 0
         self.evicted_blocks = 0
         self._keys: dict[int, tuple[LlmRequest, list[BlockKey]]] = {}
         self._walks: dict[int, tuple[LlmRequest, int, list[PrefixNode]]] = {}
-
-    @property
-    def cached_blocks(self) -> int:
-        """Free blocks of the pool whose content can be found, counted."""
-        return sum(node.block_id is not None and not self.pool.owners(node.block_id) for node in self.index)
 
     # Looking up. What was hashed and found for a request is remembered until the request is released.
 
@@ -173,6 +169,8 @@ class PrefixCache:
         for below in gone:
             if below.host_id is not None:
                 self.host.drop(below.host_id)
+            else:
+                self.pool.num_cached -= not self.pool.owners(below.block_id)
             below.block_id = below.host_id = None
         return len(gone)
 

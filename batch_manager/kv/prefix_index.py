@@ -93,6 +93,7 @@ class PrefixIndex:
     """Trees of cached blocks, one per domain.
 
     digest_bits   fewer than 256 only to provoke collisions in tests
+    nodes         block id -> node, of those that are in the pool
     version       another number after every change
     """
 
@@ -102,7 +103,7 @@ class PrefixIndex:
         self._bits = digest_bits
         self._roots: dict[Domain, PrefixNode] = {}
         self._domains: dict[PrefixNode, Domain] = {}         # the other way round
-        self._nodes: dict[int, PrefixNode] = {}              # by block id
+        self.nodes: dict[int, PrefixNode] = {}
         self.num_nodes = 0
         self.version = 0
 
@@ -147,7 +148,7 @@ class PrefixIndex:
         return found
 
     def of_block(self, block_id: int) -> PrefixNode | None:
-        return self._nodes.get(block_id)
+        return self.nodes.get(block_id)
 
     def __iter__(self) -> Iterator[PrefixNode]:
         """Every node, parents before children."""
@@ -170,9 +171,9 @@ class PrefixIndex:
 
     def insert(self, parent: PrefixNode, key: BlockKey, block_id: int) -> PrefixNode | None:
         """A new node; None when its digest belongs to other content, or the block is found by another key already."""
-        if key.digest in parent.children or block_id in self._nodes:
+        if key.digest in parent.children or block_id in self.nodes:
             return None
-        node = self._nodes[block_id] = PrefixNode(key, parent, block_id)
+        node = self.nodes[block_id] = PrefixNode(key, parent, block_id)
         parent.attach(node)
         self.num_nodes += 1
         self.version += 1
@@ -181,10 +182,10 @@ class PrefixIndex:
     def move(self, node: PrefixNode, block_id: int | None, host_id: int | None) -> None:
         """Note that the content of a node is somewhere else now."""
         if node.block_id is not None:
-            del self._nodes[node.block_id]
+            del self.nodes[node.block_id]
         node.block_id, node.host_id = block_id, host_id
         if block_id is not None:
-            self._nodes[block_id] = node
+            self.nodes[block_id] = node
 
     def remove(self, node: PrefixNode) -> list[PrefixNode]:
         """Take out a node and all below it, which nobody could reach any more. Returns them."""
@@ -194,7 +195,7 @@ class PrefixIndex:
             gone.append(below)
             waiting.extend(below.children.values())
             if below.block_id is not None:
-                del self._nodes[below.block_id]
+                del self.nodes[below.block_id]
         self.num_nodes -= len(gone)
         self.version += 1
 
@@ -212,7 +213,7 @@ class PrefixIndex:
         nodes = list(self)
         if len(nodes) != self.num_nodes:
             yield f"{len(nodes)} prefix nodes are reachable and {self.num_nodes} were counted"
-        if {node.block_id: node for node in nodes if node.block_id is not None} != self._nodes:
+        if {node.block_id: node for node in nodes if node.block_id is not None} != self.nodes:
             yield "the prefix tree and its table of blocks differ"
         for node in nodes:
             if node.parent.children.get(node.key.digest) is not node:

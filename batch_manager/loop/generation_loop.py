@@ -180,7 +180,7 @@ class GenerationLoop:
         batch, output = flight.step.batch, flight.step.finish()
         outcome = advance(batch, output, flight.requests, self._responder)
         if batch.context:
-            self._resources.publish(batch, flight.requests, output.failures)
+            self._resources.publish(flight.requests[:len(batch.context)])
         return outcome
 
     # respond

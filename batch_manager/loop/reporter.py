@@ -128,4 +128,5 @@ class Reporter:
         kv = self._loop.kv
         cached = kv.cached_blocks
         return KvCacheStats(max_blocks=kv.num_blocks, free_blocks=kv.free_blocks - cached, live_blocks=kv.used_blocks,
-                            cached_blocks=cached, tokens_per_block=kv.tokens_per_block, reused_blocks=kv.reused_blocks)
+                            cached_blocks=cached, tokens_per_block=kv.tokens_per_block, reused_blocks=kv.reused_blocks,
+                            host_blocks=kv.host_blocks, used_host_blocks=kv.used_host_blocks)

@@ -1,6 +1,6 @@
 """What a request must hold to run: KV cache blocks, and what the device knows of its slot."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -137,12 +137,12 @@ class Resources:
         """What has to be copied before the batch of the last claim is started."""
         return self._kv.take_copies()
 
-    def publish(self, batch: ScheduledBatch, requests: Sequence[LlmRequest], failed_slots: Collection[int]) -> None:
-        """Let other prompts use what the contexts of a finished step have computed, those of failed rows excepted."""
-        if not self._kv.enable_block_reuse:
-            return
-        for work, request in zip(batch.context, requests):
-            if work.slot not in failed_slots:
+    def publish(self, contexts: Sequence[LlmRequest]) -> None:
+        """Let other prompts use what a finished step has computed of these. One whose row failed did not advance, so
+        nothing of that step is among it.
+        """
+        if self._kv.enable_block_reuse:
+            for request in contexts:
                 self._kv.publish_context(request, request.context_position)
 
     def refresh(self) -> None:

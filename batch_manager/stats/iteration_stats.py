@@ -10,7 +10,11 @@ from ..seams import MemoryUsage
 
 @dataclass(frozen=True, slots=True)
 class KvCacheStats:
-    """Blocks of the pool while the step ran: `free + live + cached == max`."""
+    """Blocks of the pool while the step ran: `free + live + cached == max`.
+
+    reused_blocks      that prompts did not have to compute, since construction
+    host_blocks, used_host_blocks   of the pool in host memory: all, and those that hold something
+    """
 
     max_blocks: int
     free_blocks: int
@@ -18,6 +22,8 @@ class KvCacheStats:
     cached_blocks: int
     tokens_per_block: int
     reused_blocks: int
+    host_blocks: int = 0
+    used_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ def to_json(stats: IterationStats) -> str:
         **(_in_flight(stats) if stats.static_batch is None else _static(stats.static_batch)),
 
         "Cached KV cache blocks": kv.cached_blocks,
+        "Host KV cache blocks": kv.host_blocks,
+        "Used Host KV cache blocks": kv.used_host_blocks,
         "Queued Requests": stats.queued_requests,
         "Generated Tokens": stats.generated_tokens,
         "Recomputed Tokens": stats.recomputed_tokens,

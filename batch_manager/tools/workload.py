@@ -3,7 +3,7 @@
     python -m batch_manager.tools.workload --out offline.json                              64 requests, all at once
     python -m batch_manager.tools.workload --out online.json --rate 2                      Poisson, 2 requests a second
     python -m batch_manager.tools.workload --out single.json --n 1 --prompt 128 --output 128
-    python -m batch_manager.tools.workload --out prefix.json --prompt 600 --shared-prefix 512    prompts that begin alike
+    python -m batch_manager.tools.workload --out prefix.json --prompt 600 --shared-prefix 512         that begin alike
 
 The file is one JSON object: what the workload is, and `requests`, each with `id`, `arrival_s` (seconds from the start),
 `max_tokens` (generated exactly: greedy, no end id) and `prompt`.

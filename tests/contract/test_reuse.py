@@ -106,6 +106,27 @@ def test_stats_tell_live_cached_and_free_blocks_apart(make_world, new_request):
     assert record["Cached KV cache blocks"] == 7 - 5, "the last token is computed in a block of its own"
 
 
+def test_what_is_evicted_goes_to_the_host_comes_back_and_is_counted(make_world, new_request):
+    world = world_with(make_world, KvCacheConfig(enable_block_reuse=True, host_cache_size=1), num_blocks=7,
+                       backend={"host_blocks": 9})
+    ask(world, new_request, 1, TRUNK)
+    for number in range(2, 4):                                     # each takes the whole pool
+        ask(world, new_request, number, [number] * 21)
+    record = json.loads(world.client.stats[-1])
+    assert record["Host KV cache blocks"] == record["Used Host KV cache blocks"] == 9
+    assert ask(world, new_request, 4, TRUNK)[0][0] > 0
+
+
+def test_a_host_cache_that_cannot_be_had_is_refused(make_world):
+    with pytest.raises(ValueError, match="no blocks in host memory"):
+        world_with(make_world, KvCacheConfig(enable_block_reuse=True, host_cache_size=1))
+    with pytest.raises(ValueError, match="a Old has no copy_blocks"):
+        world_with(make_world, backend=type("Old", (ScriptedBackend,), {"__getattribute__": lambda self, name: (
+            object.__getattribute__(self, name if name != "copy_blocks" else "not_there"))})())
+    with pytest.raises(ValueError, match="enable_block_reuse is not set"):
+        KvCacheConfig(host_cache_size=1)
+
+
 @pytest.mark.parametrize("salts", [("a", "b"), ("a", b"a"), (None, "a"), ("", None)])
 def test_prompts_with_different_salts_share_nothing(make_world, new_request, salts):
     world = world_with(make_world)
