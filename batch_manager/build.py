@@ -124,7 +124,6 @@ def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
     """Raise ConfigError, by name, for an option this version knows and does not have."""
     kv = params.kv_cache_config
     not_built = {
-        "deterministic": params.deterministic,
         "cuda_graphs": params.cuda_graphs is True,
         "KvCacheConfig.enable_block_reuse": kv.enable_block_reuse,
         "KvCacheConfig.max_attention_window": kv.max_attention_window is not None,
@@ -139,6 +138,9 @@ def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
 def _make_backend(model_path: Any, model_type: TrtGptModelType, params: TrtGptModelOptionalParams,
                   parts: Parts) -> ModelBackend:
     if parts.backend is not None:
+        if params.deterministic:
+            raise ConfigError("deterministic was asked for with Parts.backend",
+                              "a backend of your own decides what it computes", "leave one of them out")
         return parts.backend() if isinstance(parts.backend, type) or not hasattr(parts.backend, "start") \
             else parts.backend
     if model_path is None:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from ..weights.source import Weights
+from .row_products import RowProduct
 
 
 class Linear:
@@ -29,14 +30,22 @@ class Linear:
             weight = weights.stacked([(f"{name}.weight", (size, in_size)) for name, size in zip(names, sizes)])
         self.bias = weights.stacked([(f"{name}.bias", (size,)) for name, size in zip(names, sizes)]) if bias else None
         self.weight = pack(weight)
+        self._by_row = RowProduct(self.weight, self.bias) if weights.deterministic else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._by_row is not None:
+            return self._by_row(x)
         if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return functional.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + x W^T + b, the sum rounded once. May overwrite `residual`."""
+        """residual + x W^T + b, the sum rounded once (with deterministic weights the product is rounded before it too).
+
+        May overwrite `residual`.
+        """
+        if self._by_row is not None:
+            return residual.add_(self._by_row(x))
         if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
         if self.bias is not None:

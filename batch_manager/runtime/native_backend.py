@@ -28,6 +28,7 @@ from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel, load_model
 from ..names import ErrorCode
 from ..seams import BackendInfo, MemoryUsage
+from ..triton_kernels.dispatch import use_triton
 from . import layouts
 from .block_tables import BlockTables
 from .device import (
@@ -64,12 +65,14 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                         ones. With sink tokens also `sink=`, so that one who knows none fails here, not in the mask
     Raises      ConfigError and its subclasses; nothing is left behind then
     """
-    for name in ("cuda_graphs", "deterministic"):
-        if getattr(params, name):
-            raise ConfigError(f"{name} was asked for", "it is not built yet in this version", "leave it out")
+    if params.cuda_graphs:
+        raise ConfigError("cuda_graphs was asked for", "it is not built yet in this version", "leave it out")
     device = resolve_device(params.device)
+    if params.deterministic:
+        refuse_what_is_not_deterministic(device, attention_factory)
     try:
-        loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format)
+        loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
+                            deterministic=params.deterministic)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -99,11 +102,15 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
         windows, sink = effective_windows(spec.windows, kv.max_attention_window, kv.sink_token_length, max_seq_len)
         attention = (attention_factory or make_attention)(
-            dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}))
+            dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}),
+            **({"deterministic": True} if params.deterministic else {}))
     backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
-                            num_threads=params.num_threads)
+                            num_threads=params.num_threads, deterministic=params.deterministic)
     try:
         backend.warm_up()
+    except ConfigError:
+        backend.close()
+        raise
     except Exception as error:
         backend.close()
         if is_out_of_memory(error):
@@ -115,6 +122,16 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     return backend
 
 
+def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
+    """Raise ConfigError, by name, for what would not keep the promise of `deterministic`."""
+    if device.type != "cpu" and not use_triton(device):
+        raise ConfigError(f"deterministic was asked for on {device_name(device)} without triton",
+                          "on a GPU the products of fixed tiles are Triton kernels", "install triton, or use the CPU")
+    if attention_factory is not None:
+        raise ConfigError("deterministic was asked for with Parts.attention",
+                          "the engine cannot promise the bits of an attention of your own", "leave one of them out")
+
+
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_batch_size: int) -> int:
     """A generous estimate of what one step allocates: hidden states and one layer's work, then the logits twice."""
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
@@ -124,11 +141,12 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_bat
 class NativeBackend:
     """seams.ModelBackend over a loaded model, an attention and the pool that attention was built for.
 
-    num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is
+    num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is, and with
+                  `deterministic` what it is now
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
-                 max_seq_len: int, num_threads: int | None = None) -> None:
+                 max_seq_len: int, num_threads: int | None = None, deterministic: bool = False) -> None:
         spec, device = loaded.spec, loaded.device
         num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
         self.info = BackendInfo(
@@ -136,14 +154,15 @@ class NativeBackend:
             tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch=attention.dispatch,
             hidden_size=spec.hidden_size,
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."))
-        self._device, self._num_threads = device, num_threads
+        self._device = device
+        self._num_threads = torch.get_num_threads() if deterministic and num_threads is None else num_threads
         self._host_bytes = loaded.weight_bytes + pool.nbytes if device.type == "cpu" else 0
         self._layout: Layout | None = layout
         self._pool = pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads = Uploads(device)
         with torch.inference_mode():
-            self._decoder = GptDecoder(num_slots, device)
+            self._decoder = GptDecoder(num_slots, device, deterministic=deterministic)
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep":
