@@ -6,7 +6,7 @@ another run, where everything but the request is different.
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,8 +114,7 @@ class Outcome:
     context_logits: bytes
 
     def differences(self, other: "Outcome") -> list[str]:
-        return [name for name in self.__slots__ if getattr(self, name) != getattr(other, name)] if (
-            hasattr(self, "__slots__")) else [name for name in vars(self) if vars(self)[name] != vars(other)[name]]
+        return [name for name, value in vars(self).items() if value != vars(other)[name]]
 
 
 @dataclass
@@ -229,7 +228,7 @@ class Laboratory:
 
 
 def drive(params: TrtGptModelOptionalParams, parts: Parts, arrivals: list[tuple[int, InferenceRequest]], *,
-          static: bool = False) -> dict[int, Outcome]:
+          static: bool = False, stats: Callable[[str], None] | None = None) -> dict[int, Outcome]:
     """A loop without a thread, over a backend that outlives it; the final outcomes by request id."""
     outcomes, iteration, waiting = {}, 0, list(arrivals)
 
@@ -241,12 +240,12 @@ def drive(params: TrtGptModelOptionalParams, parts: Parts, arrivals: list[tuple[
 
     def send(request_id, tensors, final_response, error_message) -> None:
         assert final_response and not error_message, error_message
-        outcomes[request_id] = _outcome({tensor.name: np.asarray(tensor.tensor) for tensor in tensors})
+        outcomes[request_id] = outcome_of({tensor.name: np.asarray(tensor.tensor) for tensor in tensors})
 
     loop = build_loop(
         model_path=None, model_type=TrtGptModelType.V1 if static else TrtGptModelType.InflightFusedBatching,
         max_beam_width=1, scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, get_inference_requests_cb=get,
-        send_response_cb=send, poll_stop_signal_cb=None, return_batch_manager_stats_cb=None, optional_params=params,
+        send_response_cb=send, poll_stop_signal_cb=None, return_batch_manager_stats_cb=stats, optional_params=params,
         terminate_req_id=None, exclude_input_in_output=True, parts=parts)
     while len(outcomes) < len(arrivals):
         loop.step(accept_new=True)
@@ -255,10 +254,29 @@ def drive(params: TrtGptModelOptionalParams, parts: Parts, arrivals: list[tuple[
     return outcomes
 
 
-def _outcome(tensors: dict[str, np.ndarray]) -> Outcome:
+def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
+    """From the tensors of a final response without the prompt."""
     length = int(tensors["sequence_length"][0, 0])
     return Outcome(tuple(tensors["output_ids"][0, 0][:length].tolist()), tensors["output_log_probs"].tobytes(),
                    tensors["generation_logits"].tobytes(), tensors["context_logits"].tobytes())
+
+
+@dataclass(frozen=True)
+class Reused:
+    """Outcomes in the order of the asks, and how many blocks were found in the cache."""
+
+    outcomes: list[Outcome]
+    blocks: int
+
+
+def run_with_reuse(laboratory: Laboratory, params: TrtGptModelOptionalParams, asks: list[Ask]) -> Reused:
+    """One after the other through one engine, so that each finds what the ones before it left."""
+    stats = []
+    arrivals = [(100 * number, ask.request(number)) for number, ask in enumerate(asks)]
+    outcomes = drive(params, Parts(backend=laboratory.backend("fused"), clock=SystemClock()), arrivals,
+                     stats=stats.append)
+    return Reused([outcomes[number] for number in range(len(asks))],
+                  max(json.loads(record)["Reused KV cache blocks"] for record in stats))
 
 
 def reuse_is_built() -> bool:
@@ -273,9 +291,10 @@ SAMPLINGS = ({}, {"runtime_top_p": 0.9, "temperature": 0.8}, {"runtime_top_k": 4
              {"runtime_top_p": 1.0, "temperature": 1.5}, {"runtime_top_k": 100, "runtime_top_p": 0.7})
 
 
-def draw_ask(draw: random.Random, vocab: int, block: int, longest: int = 6) -> Ask:
-    """Greedy or sampled; a prompt of any length, or of one around a whole number of blocks."""
-    length = draw.choice([draw.randint(1, longest * block), block * draw.randint(1, longest) + draw.choice([-1, 0, 1])])
+def draw_ask(draw: random.Random, vocab: int, block: int, longest: int = 100) -> Ask:
+    """Greedy or sampled; a prompt of up to about `longest` tokens, every other one around a whole number of blocks."""
+    blocks = max(1, longest // block)
+    length = draw.choice([draw.randint(1, longest), block * draw.randint(1, blocks) + draw.choice([-1, 0, 1])])
     sampling = dict(draw.choice(SAMPLINGS))
     if sampling:
         sampling["random_seed"] = draw.getrandbits(63)
@@ -301,7 +320,3 @@ def draw_circumstances(draw: random.Random, asks: dict[int, Ask], block: int) ->
 
 def vocab_of(family: str) -> int:
     return 4096 if family == "austen-4m" else VOCAB
-
-
-def explain(found: Iterable) -> str:
-    return "\n".join(map(str, found))
