@@ -27,10 +27,10 @@ class Head:
 
     def __init__(self, weights: Weights, name: str, rows: int, size: int, tied_to: Embedding | None = None) -> None:
         if tied_to is None:
-            self.weight = pack(weights.tensor(name, (rows, size)))
+            self.weight = pack(weights.tensor(name, (rows, size)), weights.deterministic)
         else:
             weights.tied(name, tied_to.name)
-            self.weight = pack(tied_to.weight)
+            self.weight = pack(tied_to.weight, weights.deterministic)
             if self.weight is not tied_to.weight:
                 weights.num_bytes += tied_to.weight.nbytes
         self._by_row = RowProduct(self.weight) if weights.deterministic else None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from ..triton_kernels import dispatch
 from ..weights.source import Weights
 from .row_products import RowProduct
 
@@ -29,7 +30,7 @@ class Linear:
         else:
             weight = weights.stacked([(f"{name}.weight", (size, in_size)) for name, size in zip(names, sizes)])
         self.bias = weights.stacked([(f"{name}.bias", (size,)) for name, size in zip(names, sizes)]) if bias else None
-        self.weight = pack(weight)
+        self.weight = pack(weight, weights.deterministic)
         self._by_row = RowProduct(self.weight, self.bias) if weights.deterministic else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,8 +54,11 @@ class Linear:
         return residual.addmm_(x, self.weight.t())
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight packed for oneDNN where that is possible and pays, else the weight."""
+def pack(weight: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
+    """The weight packed for oneDNN where that is possible and pays, else the weight. So is that of deterministic products
+    where a Triton kernel makes them, which is on a CPU only when Triton is interpreted."""
+    if deterministic and dispatch.use_triton(weight.device):
+        return weight
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return weight
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -144,7 +144,6 @@ def drawing():
 def histories():
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
-    from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.token_penalties import token_penalties
 
     logits, numbers = tensor(8, 128256, dtype=torch.float32), tensor(8, dtype=torch.float32)
@@ -186,8 +185,8 @@ def variants_by_alignment():
     """{kernel: compiled variants} when the index tensors are slices that begin at their first, or second, entry."""
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
-    from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.deterministic_linear import deterministic_linear
+    from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
     from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
