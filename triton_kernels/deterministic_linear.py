@@ -11,10 +11,10 @@ Oracle      triton_kernels/reference/deterministic_linear.py
 Source      tiled matrix product; the reason for one tile of one size is told in "Defeating Nondeterminism in LLM
             Inference" (He et al. 2025); written for this project.
 
-A library picks tile, instruction and split of K by the number of rows, so that the same row comes out different beside
-others. Here the tile depends on the element size alone, one program walks all of K in steps of one size, and nothing is
-tuned: a step with one row runs the tile of a step with a thousand, most of it padding. A small step waits for the weights
-all the same; a large one is slower than a library's.
+A library picks tile, instruction and split of K by the number of rows, so that the same row comes out different
+beside others. Here the tile depends on the element size alone, one program walks all of K in steps of one size, and
+nothing is tuned: a step with one row runs the tile of a step with a thousand, most of it padding. A small step waits
+for the weights all the same; what a large one loses against a library has not been measured.
 """
 
 from typing import NamedTuple

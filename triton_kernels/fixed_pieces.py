@@ -21,7 +21,7 @@ SMALL = 8                    # products of up to this many rows take the time of
 
 
 def in_pieces(operation: Callable[..., torch.Tensor], *operands: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """operation(*operands), cut along the first dimension into pieces of `sizes`, ascending; the last padded with zeros.
+    """operation(*operands), cut along the first dimension into pieces of `sizes`, ascending; the last is padded.
 
     Row i of the result belongs to row i of every operand.
     """

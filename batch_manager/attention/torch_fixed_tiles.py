@@ -162,7 +162,8 @@ class FixedTileAttention(TorchPagedAttention):
         length = int(step.kv_lengths[index])
         start = length - (end - begin)
         tiles_read = self._tiles_read(np.array([start]), np.array([length]), window)[0]
-        pages = self._tile_pages(step, np.array([index]), np.array([start]), np.array([length]), tiles_read[None], window)
+        pages = self._tile_pages(step, np.array([index]), np.array([start]), np.array([length]), tiles_read[None],
+                                 window)
         tiles = []
         for first in range(start, length, self.tile_positions):
             last = min(first + self.tile_positions, length) - 1
@@ -189,10 +190,11 @@ class FixedTileAttention(TorchPagedAttention):
 
         rows = step.num_context_tokens + members
         whole = len(rows) == rows[-1] - rows[0] + 1
-        return _Group(slice(int(rows[0]), int(rows[-1]) + 1) if whole else self._upload(rows), pages, self._upload(mask))
+        return _Group(slice(int(rows[0]), int(rows[-1]) + 1) if whole else self._upload(rows), pages,
+                      self._upload(mask))
 
     def _tiles_read(self, first_position, length, window):
-        """[n, m] numbers of the key tiles that each sequence reads, rising; past its own, further ones it does not see."""
+        """[n, m] numbers of the key tiles that each sequence reads, rising; past its own, further ones, unseen."""
         last = (length - 1) // self.tile
         if not window:
             return np.broadcast_to(np.arange(last.max() + 1), (len(last), int(last.max()) + 1))
@@ -202,9 +204,9 @@ class FixedTileAttention(TorchPagedAttention):
         return place + ((first - sinks)[:, None] * (place >= sinks[:, None]))
 
     def _tile_pages(self, step, indices, first_position, length, tiles, window):
-        """Page numbers of layer 0 for tiles [n, m], in the order (key or value, tile, sequence, head, page of the tile).
+        """Page numbers of layer 0 for tiles [n, m], in the order (key or value, tile, sequence, head, page in tile).
 
-        A block that the sequence does not have, or that nobody sees and may be somebody else's, is read as its last one.
+        A block that the sequence does not have, or that nobody sees and may be somebody else's, is read as its last.
         """
         own_last = ((length - 1) // self.block)[:, None, None]
         column = tiles[:, :, None] * self.pages_per_tile + np.arange(self.pages_per_tile)

@@ -55,8 +55,10 @@ class Linear:
 
 
 def pack(weight: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
-    """The weight packed for oneDNN where that is possible and pays, else the weight. So is that of deterministic products
-    where a Triton kernel makes them, which is on a CPU only when Triton is interpreted."""
+    """The weight packed for oneDNN where that is possible and pays, else the weight.
+
+    Deterministic products are a kernel's where Triton runs, on a CPU too when it is interpreted: that takes it plain.
+    """
     if deterministic and dispatch.use_triton(weight.device):
         return weight
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():

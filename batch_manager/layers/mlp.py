@@ -20,7 +20,7 @@ ACTIVATIONS = {
 
 
 def activation_function(weights: Weights, activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """f of ACTIVATIONS; with deterministic weights in pieces of fixed shape, as a vector loop's tail rounds otherwise."""
+    """f of ACTIVATIONS; with deterministic weights in pieces of fixed shape: a vector loop's tail rounds otherwise."""
     function = ACTIVATIONS[activation]
     return partial(elementwise, function) if weights.deterministic else function
 

@@ -1,7 +1,7 @@
 """Products of rows with a weight whose bits depend on the row alone: `TrtGptModelOptionalParams.deterministic`.
 
-Where Triton runs, a kernel of fixed tiles does it. Elsewhere the rows go to torch's library in pieces of those sizes that
-were seen to give the same bits, with this weight's shape, on this machine, with this number of threads.
+Where Triton runs, a kernel of fixed tiles does it. Elsewhere the rows go to torch's library in pieces of those sizes
+that were seen to give the same bits, with this weight's shape, on this machine, with this number of threads.
 """
 
 import torch

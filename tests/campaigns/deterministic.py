@@ -1,11 +1,11 @@
 """Random models, random requests, random circumstances: is every outcome bit by bit the one alone?
 
     python tests/campaigns/deterministic.py --first-seed 0 --seconds 600
-    python tests/campaigns/deterministic.py --seconds 60 --normal        the same without the mode: it must find something
+    python tests/campaigns/deterministic.py --seconds 60 --normal        without the mode: it must find something
 
-Each seed takes a family, a dtype, a block size, a number of threads and now and then a window with sinks, and runs some
-batches of random requests under random circumstances; a pair is a request alone and in a batch. What was run is recorded
-in tests/CAMPAIGNS.md.
+Each seed takes a family, a dtype, a block size, a number of threads and now and then a window with sinks, and runs
+some batches of random requests under random circumstances; a pair is a request alone and in a batch. What was run is
+recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse

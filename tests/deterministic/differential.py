@@ -1,4 +1,4 @@
-"""A request's tokens, log-probabilities and logits, bit by bit, alone and in company. Used by the tests and the campaign.
+"""A request's tokens, log-probabilities and logits, bit by bit, alone and in company: for the tests and the campaign.
 
 A *pair* is one request's outcome alone (whole context, no pause, nobody beside it, nothing cached) and its outcome in
 another run, where everything but the request is different.

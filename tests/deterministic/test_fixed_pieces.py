@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.nn import functional
-
 from batch_manager.triton_kernels.fixed_pieces import ELEMENTS, agreeing_sizes, elementwise, in_pieces, row_by_row
+from torch.nn import functional
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 11, 12, 16, 40, 63, 64, 65, 200])

@@ -2,14 +2,13 @@
 
 import pytest
 
-from batch_manager import Parts, TrtGptModelOptionalParams
+from batch_manager import TrtGptModelOptionalParams
 from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.errors import ConfigError
 from batch_manager.models import registry
 from batch_manager.models.llama import Llama
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
-from batch_manager.runtime.scripted_backend import ScriptedBackend
 
 
 def build(folder, attention_factory=None):
@@ -45,9 +44,3 @@ def test_attention_on_a_machine_whose_products_depend_on_a_rows_place(differenti
     monkeypatch.setattr(torch_fixed_tiles, "agreeing_sizes", lambda *operands, sizes: ())
     with pytest.raises(ConfigError, match="attention's products of 64 rows on .* threads depend on a row's place"):
         build(differential.SHIPPED)
-
-
-def test_the_parts_that_are_there_work_with_it():
-    # What the messages above say to leave out is all there is to leave out.
-    assert {name for name in Parts.__dataclass_fields__} == {"scheduler", "attention", "backend", "clock", "trace"}
-    assert ScriptedBackend().info.dispatch

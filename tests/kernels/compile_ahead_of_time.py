@@ -96,7 +96,8 @@ def context(head_size, group, num_kv_heads=8, window=None, sink=0, uniform_rows=
 def linear(size, columns, dtype=torch.bfloat16):
     from batch_manager.triton_kernels.deterministic_linear import deterministic_linear
 
-    deterministic_linear(tensor(64, size, dtype=dtype), tensor(columns, size, dtype=dtype), tensor(columns, dtype=dtype))
+    weight = tensor(columns, size, dtype=dtype)
+    deterministic_linear(tensor(64, size, dtype=dtype), weight, tensor(columns, dtype=dtype))
 
 
 def rope(head_size, group, num_kv_heads=8):
@@ -144,6 +145,7 @@ def drawing():
 def histories():
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
+    from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.token_penalties import token_penalties
 
     logits, numbers = tensor(8, 128256, dtype=torch.float32), tensor(8, dtype=torch.float32)
