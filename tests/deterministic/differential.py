@@ -288,11 +288,17 @@ def reuse_is_built() -> bool:
 
 
 SAMPLINGS = ({}, {"runtime_top_p": 0.9, "temperature": 0.8}, {"runtime_top_k": 40}, {"runtime_top_k": 5},
-             {"runtime_top_p": 1.0, "temperature": 1.5}, {"runtime_top_k": 100, "runtime_top_p": 0.7})
+             {"runtime_top_p": 1.0, "temperature": 1.5}, {"runtime_top_k": 100, "runtime_top_p": 0.7},
+             {"runtime_top_p": 0.95, "runtime_min_p": 0.02, "repetition_penalty": 1.3},
+             {"runtime_top_p": 0.9, "runtime_top_p_decay": 0.9, "runtime_top_p_min": 0.3, "frequency_penalty": 0.4},
+             {"presence_penalty": 0.7, "no_repeat_ngram_size": 2, "min_length": 3})
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, longest: int = 100) -> Ask:
-    """Greedy or sampled; a prompt of up to about `longest` tokens, every other one around a whole number of blocks."""
+    """Greedy or sampled, with or without what changes logits; every other prompt around a whole number of blocks.
+
+    longest   tokens of a prompt, about
+    """
     blocks = max(1, longest // block)
     length = draw.choice([draw.randint(1, longest), block * draw.randint(1, blocks) + draw.choice([-1, 0, 1])])
     sampling = dict(draw.choice(SAMPLINGS))
