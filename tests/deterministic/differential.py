@@ -99,11 +99,12 @@ class Ask:
     prompt: tuple[int, ...]
     count: int
     sampling: tuple[tuple[str, float], ...] = ()
+    context_logits: bool = True
 
     def request(self, request_id: int) -> InferenceRequest:
         return InferenceRequest(request_id, {
             "input_ids": list(self.prompt), "request_output_len": self.count, "return_log_probs": True,
-            "return_context_logits": True, "return_generation_logits": True, **dict(self.sampling)})
+            "return_context_logits": self.context_logits, "return_generation_logits": True, **dict(self.sampling)})
 
 
 @dataclass(frozen=True)
