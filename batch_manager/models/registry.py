@@ -54,13 +54,14 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed."""
+    """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed; `deterministic` as asked."""
 
     spec: ModelSpec
     model: Model
     weight_bytes: int
     device: torch.device
     dtype: torch.dtype
+    deterministic: bool = False
 
 
 # Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
@@ -132,11 +133,11 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
         with torch.inference_mode():
             if load_format == "dummy":
                 weights = DummyWeights(seed, device, dtype, deterministic)
-                return LoadedModel(spec, model_class(spec, weights), weights.num_bytes, device, dtype)
+                return LoadedModel(spec, model_class(spec, weights), weights.num_bytes, device, dtype, deterministic)
             weights = SafetensorsWeights(opened, device, dtype, deterministic)
             model = model_class(spec, weights)
             weights.finish(model_class.harmless_tensors)
-            return LoadedModel(spec, model, weights.num_bytes, device, dtype)
+            return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic)
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
             raise

@@ -105,7 +105,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
             dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}),
             **({"deterministic": True} if params.deterministic else {}))
     backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
-                            num_threads=params.num_threads, deterministic=params.deterministic)
+                            num_threads=params.num_threads)
     try:
         backend.warm_up()
     except ConfigError:
@@ -141,12 +141,11 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_bat
 class NativeBackend:
     """seams.ModelBackend over a loaded model, an attention and the pool that attention was built for.
 
-    num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is, and with
-                  `deterministic` what it is now
+    num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
-                 max_seq_len: int, num_threads: int | None = None, deterministic: bool = False) -> None:
+                 max_seq_len: int, num_threads: int | None = None) -> None:
         spec, device = loaded.spec, loaded.device
         num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
         self.info = BackendInfo(
@@ -154,15 +153,16 @@ class NativeBackend:
             tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch=attention.dispatch,
             hidden_size=spec.hidden_size,
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."))
-        self._device = device
-        self._num_threads = torch.get_num_threads() if deterministic and num_threads is None else num_threads
+        self._device, self._num_threads = device, num_threads
         self._host_bytes = loaded.weight_bytes + pool.nbytes if device.type == "cpu" else 0
         self._layout: Layout | None = layout
         self._pool = pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads = Uploads(device)
         with torch.inference_mode():
-            self._decoder = GptDecoder(num_slots, device, deterministic=deterministic)
+            self._decoder = GptDecoder(num_slots, device, deterministic=loaded.deterministic)
+        if loaded.deterministic and num_threads is None:
+            self._num_threads = torch.get_num_threads()               # on others the bits might be others
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep":
