@@ -54,7 +54,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed; `deterministic` as asked."""
+    """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed."""
 
     spec: ModelSpec
     model: Model
