@@ -124,7 +124,6 @@ def without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
 def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
     """Raise ConfigError, by name, for an option this version knows and does not have."""
     not_built = {
-        "deterministic": params.deterministic,
         "cuda_graphs": params.cuda_graphs is True,
     }
     for name, asked_for in not_built.items():
@@ -166,6 +165,9 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
 def _make_backend(model_path: Any, model_type: TrtGptModelType, params: TrtGptModelOptionalParams,
                   parts: Parts) -> ModelBackend:
     if parts.backend is not None:
+        if params.deterministic:
+            raise ConfigError("deterministic was asked for with Parts.backend",
+                              "a backend of your own decides what it computes", "leave one of them out")
         return parts.backend() if isinstance(parts.backend, type) or not hasattr(parts.backend, "start") \
             else parts.backend
     if model_path is None:

@@ -81,7 +81,12 @@ class TrtGptModelOptionalParams:
     gather_context_logits, gather_generation_logits   whether requests may ask for logits
     num_threads                 threads of a CPU backend; None: torch's current setting
     cuda_graphs                 replay captured graphs for generation steps; None: where it can
-    deterministic               bitwise the same result alone or batched
+    deterministic               bit by bit the same tokens, log-probabilities and logits alone or batched, whole or
+                                chunked, paused or not, cached or not, in any layout. Holds for one machine, build of
+                                torch and number of threads; slower, see tools/deterministic_benchmark.py. Refused with
+                                an attention or a backend of one's own, with a model class that does not promise it, on
+                                a GPU without Triton, and on a CPU whose products turn out to depend on a row's place.
+                                Not covered: what a batched logits post-processor makes of a row's neighbours
     flush_stats_when_idle       one more statistics record when the last request has left
     max_queued_requests         requests waiting inside the manager; one more is refused with QUEUE_FULL
     max_queued_tokens           prompt tokens waiting inside the manager

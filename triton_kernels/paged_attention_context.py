@@ -19,6 +19,9 @@ Units       window in tokens, None or 0 = no limit; scale is the factor on the s
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
+            uniform_rows: rows of a tile, at least 16, and the tile heights of work_list; None = chosen from the shapes.
+            With it a row's bits depend on its query and keys alone: generation rows, as contexts of one token, come out
+            as they would in the middle of a prompt.
 Mutates     out, only rows below cu_seqlens[C]: rows after them (generation, padding) are neither read nor written.
 Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
 Oracle      triton_kernels/reference/paged_attention_context.py
@@ -28,6 +31,10 @@ One program is one tile of query rows of one head; it walks the keys in tiles of
 that every row sees are walked without a mask; the window's edge before them and the diagonal after them with one.
 The tiles of sinks are walked together with the edge: they take the numbers right below its first tile. `sink` is a
 compile-time constant, because an engine has one: 0 leaves no trace in the code.
+
+Tiles of keys count from position 0 and are added in that order, wherever a chunk begins. What is left to depend on the
+chunk is which loop a tile is walked by, and a compiler may fuse a product into a sum in one and not in the other: with
+uniform_rows there is one loop, with a mask, for all tiles.
 """
 
 from typing import NamedTuple
@@ -121,6 +128,7 @@ def _context_kernel(
     GROUP: tl.constexpr, B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr,
+    UNIFORM: tl.constexpr,                                # one loop for all tiles
 ):
     head = tl.program_id(0)                               # heads of one group run side by side and share their keys
     work = tl.program_id(1)
@@ -155,6 +163,12 @@ def _context_kernel(
         begin_full = tl.cdiv(tl.maximum(computed + row_tile * ROWS + ROWS - window, 0), KEYS)
         begin_full = tl.minimum(tl.maximum(begin_full, begin), end)
         begin_diagonal = tl.maximum(begin_diagonal, begin_full)
+    if UNIFORM:
+        if HAS_WINDOW:
+            begin_full = end
+            begin_diagonal = end
+        else:
+            begin_diagonal = 0
     window_tile = begin
     skipped = 0                                           # tiles between the sinks and the window
     if SINK > 0:
@@ -197,14 +211,15 @@ class ContextSettings(NamedTuple):
 
 
 def context_settings(
-    head_size_pow2: int, element_size_bytes: int, tokens_per_block: int, limits: DeviceLimits
+    head_size_pow2: int, element_size_bytes: int, tokens_per_block: int, limits: DeviceLimits,
+    uniform_rows: int | None = None,
 ) -> ContextSettings:
     """How to launch, from shapes alone.
 
     Shared memory holds a tile of keys and one of values per stage, and the queries where matrix instructions read
     them from there. Where they read registers, a tile of 64 keys of a large head does not fit them.
     """
-    rows = context_tile_rows(head_size_pow2, element_size_bytes)
+    rows = context_tile_rows(head_size_pow2, element_size_bytes) if uniform_rows is None else uniform_rows
     row_bytes = head_size_pow2 * element_size_bytes
     wide = row_bytes <= 128 or (limits.operands_in_shared and element_size_bytes < 4)
     keys = min(tokens_per_block, 64 if wide else 32)
@@ -213,11 +228,12 @@ def context_settings(
     num_stages = 3
     while num_stages > 1 and query_bytes + num_stages * 2 * keys * row_bytes + scratch_bytes > limits.shared_bytes:
         num_stages -= 1
-    return ContextSettings(rows, keys, num_warps=8, num_stages=num_stages)
+    return ContextSettings(rows, keys, num_warps=8 if uniform_rows is None else 4, num_stages=num_stages)
 
 
 def paged_attention_context(
-    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0
+    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
+    uniform_rows=None,
 ):
     """Several query tokens per sequence; see the module's docstring for shapes. Returns out."""
     num_heads, head_size = query.shape[1:]
@@ -231,7 +247,7 @@ def paged_attention_context(
     if len(work_list) == 0:
         return out
 
-    settings = context_settings(head_pow2, query.element_size(), tokens_per_block, device_limits())
+    settings = context_settings(head_pow2, query.element_size(), tokens_per_block, device_limits(), uniform_rows)
     _context_kernel[(num_heads, len(work_list))](
         query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, slots, out,
         scale * LOG2_E, window or 0,
@@ -239,6 +255,7 @@ def paged_attention_context(
         GROUP=group, B=tokens_per_block, D=head_size, D_POW2=head_pow2,
         ROWS=settings.rows, KEYS=settings.keys, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
+        UNIFORM=uniform_rows is not None,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     return out

@@ -9,9 +9,14 @@ from ..triton_kernels.paged_attention_decode import paged_attention_decode
 from ..triton_kernels.rope_kv_append import rope_kv_append
 from .interface import HeadLayout, PackedStep, RotaryTable
 
+UNIFORM_ROWS = 16      # of a tile when deterministic: the least a matrix instruction takes, as most rows stand alone
+
 
 class TritonPagedAttention:
     """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]; `sink` as in windows.py.
+
+    deterministic   a row's bits do not depend on its step: one kernel for all rows, a generation row is a context of
+                    one token
 
     A step's integers go to the device in one copy into one buffer that stays where it is: a step of the same numbers of
     tokens, sequences and table columns finds every array at the same address.
@@ -19,18 +24,20 @@ class TritonPagedAttention:
 
     dispatch = "triton"
 
-    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0) -> None:
+    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0, deterministic: bool = False) -> None:
         assert kv_pool.is_contiguous()
         assert (kv_pool.shape[1], kv_pool.shape[3], kv_pool.shape[5]) == (
             spec.num_layers, spec.num_kv_heads, spec.head_size)
         self.scale = spec.head_size**-0.5
         self.windows, self.sink = spec.windows, sink
         self.layer_pools = kv_pool.unbind(1)                       # [N, 2, kv heads, B, D] each
-        self.tile_rows = context_tile_rows(spec.head_size, kv_pool.element_size())
+        self.deterministic = deterministic
+        self.uniform_rows = UNIFORM_ROWS if deterministic else None
+        self.tile_rows = self.uniform_rows or context_tile_rows(spec.head_size, kv_pool.element_size())
         self._buffer = torch.empty(0, dtype=torch.int32, device=kv_pool.device)
 
     def plan(self, step: PackedStep) -> None:
-        contexts = step.num_contexts
+        contexts = len(step.slots) if self.deterministic else step.num_contexts
         work_list = context_work_list(np.diff(step.query_starts[: contexts + 1]), step.kv_lengths[:contexts],
                                       self.tile_rows).numpy() if contexts else np.empty((0, 2), np.int32)
         arrays = [step.pool_slots.astype(np.int64).view(np.int32), step.positions, step.kv_lengths,
@@ -39,7 +46,7 @@ class TritonPagedAttention:
         self._pool_slots = slots.view(torch.int64)
         self._block_tables = table.view(step.block_tables.shape)
         self._work_list = work.view(-1, 2)
-        self._contexts, self._context_tokens = contexts, step.num_context_tokens
+        self._contexts, self._context_tokens = contexts, int(step.query_starts[contexts])
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None) -> torch.Tensor:
@@ -52,7 +59,7 @@ class TritonPagedAttention:
         if contexts:
             paged_attention_context(query, pool, self._block_tables[:contexts], self._query_starts,
                                     self._kv_lengths[:contexts], self._work_list, self.scale, window, out=result,
-                                    sink=self.sink)
+                                    sink=self.sink, uniform_rows=self.uniform_rows)
         if split < len(query):
             paged_attention_decode(query[split:], pool, self._block_tables[contexts:], self._kv_lengths[contexts:],
                                    self.scale, window, out=result[split:], sink=self.sink)

@@ -42,12 +42,15 @@ class Drawn:
 class GptDecoder:
     """Draws one token per row. Work that no row of a step asks for is not done.
 
-    state     the per-slot state; the token drawn is kept there by `keep`, last of all
-    history   tokens of the sequences for which anything but the model depends on them
-    stages    what is done to logits; None: `stages.default_stages`
+    state           the per-slot state; the token drawn is kept there by `keep`, last of all
+    history         tokens of the sequences for which anything but the model depends on them
+    stages          what is done to logits; None: `stages.default_stages`
+    deterministic   a row's bits do not depend on the others: on a CPU, where torch shares work out by the number of
+                    rows, each row is staged and drawn alone. Kernels take rows alone anyhow, and so does plain argmax.
     """
 
-    def __init__(self, num_slots: int, device: torch.device, stages: Sequence[LogitsStage] | None = None) -> None:
+    def __init__(self, num_slots: int, device: torch.device, stages: Sequence[LogitsStage] | None = None,
+                 deterministic: bool = False) -> None:
         self.state = SlotState(num_slots, device)
         self._post_processors = LogitsPostProcessors()
         self.history = TokenHistory(num_slots, device)
@@ -55,6 +58,7 @@ class GptDecoder:
         self._stop_words = StopWords(num_slots, device, self.history)
         self._top_p_decay = TopPDecay(num_slots, device)
         self._kernel = dispatch.kernel("sample_token", device) if dispatch.use_triton(device) else None
+        self._one_by_one = deterministic and self._kernel is None
         self._zeros = torch.zeros(num_slots, dtype=torch.float32, device=device)
 
     def set_up(self, setups: Iterable[tuple[int, SlotSetup]]) -> None:
@@ -70,11 +74,10 @@ class GptDecoder:
         """Draw from `logits` [r, vocab] float32, which post-processors and stages may change. Keeps nothing."""
         returned = generation_logits(logits, rows, self.state)    # a copy, before anything is done to them
         post_processed = self._post_processors.apply(logits, rows.slots) if self._post_processors else None
-        apply_stages(self._stages, logits, rows)
-        if self._kernel is None:
-            tokens, finite, log_probs = self._draw_on_host(logits, rows)
+        if self._one_by_one and len(rows) > 1 and self._is_more_than_argmax(rows):
+            tokens, finite, log_probs = self._draw_one_by_one(logits, rows)
         else:
-            tokens, finite, log_probs = self._draw_in_kernel(logits, rows)
+            tokens, finite, log_probs = self._stage_and_draw(logits, rows)
         finish = self._stop_words.mark(finish_codes(tokens, self.state.column("end_id", rows)), tokens, rows)
         return Drawn(tokens, finish, finite, log_probs, post_processed, *returned)
 
@@ -83,6 +86,25 @@ class GptDecoder:
         self.history.append(rows, drawn.tokens)
         self._top_p_decay.keep(rows, drawn.tokens)
         self.state.keep_tokens(rows, drawn.tokens)
+
+    def _stage_and_draw(self, logits: torch.Tensor, rows: DrawRows):
+        apply_stages(self._stages, logits, rows)
+        return self._draw_on_host(logits, rows) if self._kernel is None else self._draw_in_kernel(logits, rows)
+
+    def _draw_one_by_one(self, logits: torch.Tensor, rows: DrawRows):
+        """Each row as if it were the step; log-probabilities are 0 for those who did not ask."""
+        drawn = [self._stage_and_draw(logits[row : row + 1].clone(), rows.one(row)) for row in range(len(rows))]
+        tokens, finite, log_probs = zip(*drawn)
+        if any(row is not None for row in log_probs):
+            log_probs = torch.cat([torch.zeros(1) if row is None else row for row in log_probs])
+        else:
+            log_probs = None
+        return torch.cat(tokens), torch.cat(finite), log_probs
+
+    def _is_more_than_argmax(self, rows: DrawRows) -> bool:
+        host = self.state.host
+        return bool(host["samples"][rows.slots].any() or host["log_probs"][rows.slots].any()
+                    or any(stage.is_wanted(rows) for stage in self._stages))
 
     def _draw_on_host(self, logits: torch.Tensor, rows: DrawRows):
         host, slots = self.state.host, rows.slots

@@ -32,6 +32,10 @@ class DrawRows:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def one(self, row: int) -> "DrawRows":
+        only = slice(row, row + 1)
+        return DrawRows(self.slots[only], self.positions[only], self.device_slots[only], self.device_positions[only])
+
 
 class SlotState:
     """Per slot: the sampling parameters, what is to be returned, and the tokens drawn last.

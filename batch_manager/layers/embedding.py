@@ -5,6 +5,7 @@ from torch.nn import functional
 
 from ..weights.source import Weights
 from .linear import pack
+from .row_products import RowProduct
 
 
 class Embedding:
@@ -26,14 +27,17 @@ class Head:
 
     def __init__(self, weights: Weights, name: str, rows: int, size: int, tied_to: Embedding | None = None) -> None:
         if tied_to is None:
-            self.weight = pack(weights.tensor(name, (rows, size)))
-            return
-        weights.tied(name, tied_to.name)
-        self.weight = pack(tied_to.weight)
-        if self.weight is not tied_to.weight:
-            weights.num_bytes += tied_to.weight.nbytes
+            self.weight = pack(weights.tensor(name, (rows, size)), weights.deterministic)
+        else:
+            weights.tied(name, tied_to.name)
+            self.weight = pack(tied_to.weight, weights.deterministic)
+            if self.weight is not tied_to.weight:
+                weights.num_bytes += tied_to.weight.nbytes
+        self._by_row = RowProduct(self.weight) if weights.deterministic else None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._by_row is not None:
+            return self._by_row(hidden).float()
         if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise(hidden, self.weight, None, "none", [], "").float()
         return functional.linear(hidden, self.weight).float()

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from ..triton_kernels import dispatch
 from ..weights.source import Weights
+from .row_products import RowProduct
 
 
 class Linear:
@@ -28,15 +30,23 @@ class Linear:
         else:
             weight = weights.stacked([(f"{name}.weight", (size, in_size)) for name, size in zip(names, sizes)])
         self.bias = weights.stacked([(f"{name}.bias", (size,)) for name, size in zip(names, sizes)]) if bias else None
-        self.weight = pack(weight)
+        self.weight = pack(weight, weights.deterministic)
+        self._by_row = RowProduct(self.weight, self.bias) if weights.deterministic else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._by_row is not None:
+            return self._by_row(x)
         if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return functional.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + x W^T + b, the sum rounded once. May overwrite `residual`."""
+        """residual + x W^T + b, the sum rounded once (with deterministic weights the product is rounded before it too).
+
+        May overwrite `residual`.
+        """
+        if self._by_row is not None:
+            return residual.add_(self._by_row(x))
         if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
         if self.bias is not None:
@@ -44,8 +54,13 @@ class Linear:
         return residual.addmm_(x, self.weight.t())
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight packed for oneDNN where that is possible and pays, else the weight."""
+def pack(weight: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
+    """The weight packed for oneDNN where that is possible and pays, else the weight.
+
+    Deterministic products are a kernel's where Triton runs, on a CPU too when it is interpreted: that takes it plain.
+    """
+    if deterministic and dispatch.use_triton(weight.device):
+        return weight
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return weight
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

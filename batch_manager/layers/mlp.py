@@ -1,9 +1,13 @@
 """Feed-forward networks."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch.nn import functional
 
 from ..triton_kernels import dispatch
+from ..triton_kernels.fixed_pieces import elementwise
 from ..weights.source import Weights
 from .linear import Linear
 
@@ -15,6 +19,12 @@ ACTIVATIONS = {
 }
 
 
+def activation_function(weights: Weights, activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """f of ACTIVATIONS; with deterministic weights in pieces of fixed shape: a vector loop's tail rounds otherwise."""
+    function = ACTIVATIONS[activation]
+    return partial(elementwise, function) if weights.deterministic else function
+
+
 class GatedMlp:
     """down(f(gate(x)) * up(x)), gate and up in one product."""
 
@@ -23,7 +33,7 @@ class GatedMlp:
         self.gate_up = Linear(weights, [f"{name}.gate_proj", f"{name}.up_proj"], hidden_size, [intermediate_size] * 2,
                               bias=bias)
         self.down = Linear(weights, [f"{name}.down_proj"], intermediate_size, [hidden_size], bias=bias)
-        self.activation, self._function = activation, ACTIVATIONS[activation]
+        self.activation, self._function = activation, activation_function(weights, activation)
         on_triton = dispatch.use_triton(weights.device)
         self._kernel = dispatch.kernel("gated_activation", weights.device) if on_triton else None
 
@@ -43,7 +53,7 @@ class Mlp:
                  activation: str, transposed: bool = False) -> None:
         self.expand = Linear(weights, [expand], hidden_size, [intermediate_size], bias=True, transposed=transposed)
         self.project = Linear(weights, [project], intermediate_size, [hidden_size], bias=True, transposed=transposed)
-        self.activation, self._function = activation, ACTIVATIONS[activation]
+        self.activation, self._function = activation, activation_function(weights, activation)
         on_triton = dispatch.use_triton(weights.device)
         self._kernel = dispatch.kernel("activation", weights.device) if on_triton else None
 

@@ -31,6 +31,7 @@ from .model_spec import (
 class Gpt2:
     """GPT2LMHeadModel."""
 
+    deterministic = True
     harmless_tensors = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
 
     @staticmethod

@@ -25,6 +25,10 @@ class Model(Protocol):
     # Patterns of tensor names that a checkpoint may hold and that the model does not need.
     harmless_tensors: tuple[str, ...]
 
+    # Optional: True where all that the class does is done by layers of ours, attention, and sums and products of single
+    # elements between them. Then a row's bits depend on that row alone when its weights are deterministic.
+    deterministic: bool
+
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
         """Parse and check config.json. Raises ModelLoadError naming file and field."""
@@ -57,6 +61,7 @@ class LoadedModel:
     weight_bytes: int
     device: torch.device
     dtype: torch.dtype
+    deterministic: bool = False
 
 
 # Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
@@ -105,11 +110,12 @@ def read_spec(folder: str | os.PathLike) -> ModelSpec:
 
 
 def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
-               load_format: str = "auto", seed: int = 0) -> LoadedModel:
+               load_format: str = "auto", seed: int = 0, deterministic: bool = False) -> LoadedModel:
     """Load the checkpoint in `folder`.
 
     dtype         a torch dtype or its name; "auto": the checkpoint's on a GPU, float32 on a CPU
     load_format   "auto": safetensors; "dummy": random weights from `seed`, config.json is enough
+    deterministic   a row's bits come from that row alone; ConfigError where the model's class does not promise it
     Raises ModelLoadError naming file and field, UnsupportedModelError, or InsufficientMemoryError.
     """
     device = torch.device(device)
@@ -118,16 +124,20 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
     opened = CheckpointFolder(folder)
     model_class, spec = _read_spec(opened)
     dtype = _resolve_dtype(dtype, spec, device)
+    if deterministic and not getattr(model_class, "deterministic", False):
+        raise ConfigError(f"deterministic was asked for with {model_class.__name__}, which does not promise it",
+                          "a class with deterministic = True: nothing but layers of batch_manager.layers and "
+                          "element-wise sums and products between them", "set it, or leave deterministic out")
 
     try:
         with torch.inference_mode():
             if load_format == "dummy":
-                weights = DummyWeights(seed, device, dtype)
-                return LoadedModel(spec, model_class(spec, weights), weights.num_bytes, device, dtype)
-            weights = SafetensorsWeights(opened, device, dtype)
+                weights = DummyWeights(seed, device, dtype, deterministic)
+                return LoadedModel(spec, model_class(spec, weights), weights.num_bytes, device, dtype, deterministic)
+            weights = SafetensorsWeights(opened, device, dtype, deterministic)
             model = model_class(spec, weights)
             weights.finish(model_class.harmless_tensors)
-            return LoadedModel(spec, model, weights.num_bytes, device, dtype)
+            return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic)
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
             raise

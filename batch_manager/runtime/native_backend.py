@@ -29,6 +29,7 @@ from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel, load_model
 from ..names import ErrorCode
 from ..seams import BackendInfo, MemoryUsage
+from ..triton_kernels.dispatch import use_triton
 from . import layouts
 from .block_tables import BlockTables
 from .device import (
@@ -65,12 +66,14 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                         ones. With sink tokens also `sink=`, so that one who knows none fails here, not in the mask
     Raises      ConfigError and its subclasses; nothing is left behind then
     """
-    for name in ("cuda_graphs", "deterministic"):
-        if getattr(params, name):
-            raise ConfigError(f"{name} was asked for", "it is not built yet in this version", "leave it out")
+    if params.cuda_graphs:
+        raise ConfigError("cuda_graphs was asked for", "it is not built yet in this version", "leave it out")
     device = resolve_device(params.device)
+    if params.deterministic:
+        refuse_what_is_not_deterministic(device, attention_factory)
     try:
-        loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format)
+        loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
+                            deterministic=params.deterministic)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -105,11 +108,15 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
         host_pool = make_host_pool(spec, host_blocks, kv.tokens_per_block, loaded.dtype, device)
         attention = (attention_factory or make_attention)(
-            dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}))
+            dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}),
+            **({"deterministic": True} if params.deterministic else {}))
     backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
                             windows=windows, sink_tokens=sink, host_pool=host_pool, num_threads=params.num_threads)
     try:
         backend.warm_up()
+    except ConfigError:
+        backend.close()
+        raise
     except Exception as error:
         backend.close()
         if is_out_of_memory(error):
@@ -119,6 +126,16 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         raise ConfigError(f"the model was loaded but its first step raised {first_line(error)}",
                           fix="the cause above says more") from error
     return backend
+
+
+def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
+    """Raise ConfigError, by name, for what would not keep the promise of `deterministic`."""
+    if device.type != "cpu" and not use_triton(device):
+        raise ConfigError(f"deterministic was asked for on {device_name(device)} without triton",
+                          "on a GPU the products of fixed tiles are Triton kernels", "install triton, or use the CPU")
+    if attention_factory is not None:
+        raise ConfigError("deterministic was asked for with Parts.attention",
+                          "the engine cannot promise the bits of an attention of your own", "leave one of them out")
 
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_batch_size: int) -> int:
@@ -157,7 +174,9 @@ class NativeBackend:
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads = Uploads(device)
         with torch.inference_mode():
-            self._decoder = GptDecoder(num_slots, device)
+            self._decoder = GptDecoder(num_slots, device, deterministic=loaded.deterministic)
+        if loaded.deterministic and num_threads is None:
+            self._num_threads = torch.get_num_threads()               # on others the bits might be others
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep":

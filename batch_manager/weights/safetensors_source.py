@@ -26,8 +26,9 @@ class SafetensorsWeights:
     another model.
     """
 
-    def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype) -> None:
-        self.folder, self.device, self.dtype = folder, device, dtype
+    def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype,
+                 deterministic: bool = False) -> None:
+        self.folder, self.device, self.dtype, self.deterministic = folder, device, dtype, deterministic
         self.num_bytes = 0
         self._files: dict[str, tuple[Path, object]] = {}       # tensor name -> file that holds it
         self._used: set[str] = set()

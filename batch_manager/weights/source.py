@@ -12,12 +12,14 @@ Shape = Sequence[int]
 class Weights(Protocol):
     """Tensors by name, on one device and in one dtype.
 
-    num_bytes   of everything handed out, and of the copies that layers made of it for speed
+    num_bytes       of everything handed out, and of the copies that layers made of it for speed
+    deterministic   layers compute a row's bits from that row alone, whatever else is in the step
     """
 
     device: torch.device
     dtype: torch.dtype
     num_bytes: int
+    deterministic: bool
 
     def has(self, name: str) -> bool:
         """Whether the tensor exists: for names that differ from checkpoint to checkpoint."""
@@ -42,8 +44,8 @@ class DummyWeights:
     The values are a function of (seed, name, shape) on one kind of device, in any order of asking.
     """
 
-    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.seed, self.device, self.dtype = seed, device, dtype
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> None:
+        self.seed, self.device, self.dtype, self.deterministic = seed, device, dtype, deterministic
         self.num_bytes = 0
 
     def has(self, name: str) -> bool:

@@ -340,7 +340,7 @@ def test_wrong_arguments_are_refused_in_the_caller_before_a_thread_exists(argume
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("option", [{"deterministic": True}, {"cuda_graphs": True}],
+@pytest.mark.parametrize("option", [{"cuda_graphs": True}],
                          ids=lambda option: next(iter(option)))
 def test_an_option_that_is_not_built_yet_is_refused_by_name(make_world, option):
     with pytest.raises(ConfigError, match=f"{next(iter(option))}.*not built yet"):

@@ -83,14 +83,21 @@ def decode(head_size, group, splits, num_kv_heads=8, window=None, tokens_per_blo
     )
 
 
-def context(head_size, group, num_kv_heads=8, window=None, sink=0):
+def context(head_size, group, num_kv_heads=8, window=None, sink=0, uniform_rows=None):
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
 
     paged_attention_context(
         tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size), integers(256, 64),
         integers(5), integers(4), integers(32, 2), 0.1, window=window, slots=integers(4),
-        sink=sink,
+        sink=sink, uniform_rows=uniform_rows,
     )
+
+
+def linear(size, columns, dtype=torch.bfloat16):
+    from batch_manager.triton_kernels.deterministic_linear import deterministic_linear
+
+    weight = tensor(columns, size, dtype=dtype)
+    deterministic_linear(tensor(64, size, dtype=dtype), weight, tensor(columns, dtype=dtype))
 
 
 def rope(head_size, group, num_kv_heads=8):
@@ -162,6 +169,11 @@ CASES = {
     "context D64 window": lambda: context(64, 4, window=4096),
     "context D128 window sinks": lambda: context(128, 4, window=4096, sink=4),
     "context D64 window sinks": lambda: context(64, 4, window=4096, sink=4),
+    "context D128 uniform": lambda: context(128, 4, uniform_rows=16),
+    "context D64 window sinks uniform": lambda: context(64, 4, window=4096, sink=4, uniform_rows=16),
+    "linear 4096": lambda: linear(4096, 14336),
+    "linear 100": lambda: linear(100, 70),
+    "linear 4096 float32": lambda: linear(4096, 14336, torch.float32),
     "rope D128": lambda: rope(128, 4),
     "norms 4096": lambda: norms(4096),
     "activations": activations,
@@ -175,6 +187,7 @@ def variants_by_alignment():
     """{kernel: compiled variants} when the index tensors are slices that begin at their first, or second, entry."""
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
+    from batch_manager.triton_kernels.deterministic_linear import deterministic_linear
     from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
@@ -208,6 +221,8 @@ def variants_by_alignment():
         ban_ngrams(logits, *of_rows, lengths)
         ban_words(logits, *of_rows, *word_lists, 7)
         match_stop_words(lengths, *of_rows, *word_lists)
+    for rows in (1, 16, 17):                               # a step may have any number of rows
+        deterministic_linear(tensor(rows, 64), tensor(96, 64))
     names = [kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values()]
     return {name: names.count(name) for name in names}
 

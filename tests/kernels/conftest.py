@@ -38,14 +38,14 @@ class Interpreter:
     def __init__(self):
         self.process = None
 
-    def __call__(self, module, function, args, kwargs):
+    def __call__(self, module, function, args, kwargs, dots_in_one_order=False):
         if self.process is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
             self.process = subprocess.Popen(
                 [sys.executable, HERE / "interpreter_worker.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 env=environment,
             )
-        worker_protocol.send(self.process.stdin, (module, function, args, kwargs))
+        worker_protocol.send(self.process.stdin, (module, function, args, kwargs, dots_in_one_order))
         answer = worker_protocol.receive(self.process.stdout)
         assert isinstance(answer, tuple), answer or "the interpreter's process died"
 
@@ -69,11 +69,14 @@ def interpreter():
 
 @pytest.fixture(scope="session")
 def run_kernel(interpreter):
-    """run_kernel(name, *args, function=None, **kwargs): the Triton side of `name`. Mutates its arguments."""
+    """run_kernel(name, *args, function=None, dots_in_one_order=False, **kwargs): the Triton side of `name`.
 
-    def run(module, *args, function=None, **kwargs):
+    Mutates its arguments. Where bits are compared, `dots_in_one_order` has the interpreter add up as a GPU does.
+    """
+
+    def run(module, *args, function=None, dots_in_one_order=False, **kwargs):
         if DEVICE == "cpu":
-            return interpreter(module, function or module, args, kwargs)
+            return interpreter(module, function or module, args, kwargs, dots_in_one_order)
         found = importlib.import_module(f"batch_manager.triton_kernels.{module}")
         return getattr(found, function or module)(*args, **kwargs)
 

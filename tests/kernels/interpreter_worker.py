@@ -1,9 +1,11 @@
 """Runs kernels through triton's interpreter, in a process of its own. Started by conftest.py.
 
-Reads requests (kernel name, function name, args, kwargs) from standard input and answers with (result, tensors after
-the call) or with the text of an exception. A message is eight bytes of length, then a torch.save.
+Reads requests (kernel name, function name, args, kwargs, whether dots go in one order) from standard input and answers
+with (result, tensors after the call) or with the text of an exception. A message is eight bytes of length, then a
+torch.save.
 """
 
+import contextlib
 import importlib
 import io
 import os
@@ -33,13 +35,35 @@ def tensors_of(args, kwargs):
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
 
 
+@contextlib.contextmanager
+def dots_in_one_order():
+    """Interpreted `tl.dot` adds up every element of a tile alike, as a matrix unit does.
+
+    numpy's product, which the interpreter takes, gives a row other bits in another place of the tile.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        total = d.data.copy()
+        for inner in range(a.data.shape[1]):
+            total += a.data[:, inner, None].astype(total.dtype) * b.data[inner].astype(total.dtype)
+        return TensorHandle(total, d.dtype.scalar)
+
+    before, InterpreterBuilder.create_dot = InterpreterBuilder.create_dot, create_dot
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_dot = before
+
+
 def serve(requests, answers):
     torch.set_num_threads(1)
     while (request := receive(requests)) is not None:
-        module, function, args, kwargs = request
+        module, function, args, kwargs, in_one_order = request
         try:
             found = importlib.import_module(f"batch_manager.triton_kernels.{module}")
-            result = getattr(found, function)(*args, **kwargs)
+            with dots_in_one_order() if in_one_order else contextlib.nullcontext():
+                result = getattr(found, function)(*args, **kwargs)
             send(answers, (result, tensors_of(args, kwargs)))
         except Exception:
             send(answers, traceback.format_exc())

@@ -128,3 +128,31 @@ def test_the_work_list_names_every_tile_once_and_the_longest_first():
     work_list = context_work_list([200, 1, 0, 5], [200, 300, 9, 5], 128, padded_to=6).tolist()
     assert work_list == [[1, 0], [0, 1], [0, 0], [3, 0], [-1, -1], [-1, -1]]
     assert context_work_list([], [], 128).shape == (0, 2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 20}, {"window": 20, "sink": 5}])
+def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, paged_cache, random, integers, dtype,
+                                                                  settings):
+    length, heads, head_size = 75, 4, 32
+    cache = paged_cache([length], 2, head_size, B, dtype)
+    query = random(length, heads, head_size, dtype=dtype)
+
+    def attend(start, stop):
+        work_list = context_work_list([stop - start], [stop], 16).to(query.device)
+        return run_kernel("paged_attention_context", query[start:stop], cache.pool, cache.block_table,
+                          integers([0, stop - start]), integers([stop]), work_list, head_size**-0.5,
+                          uniform_rows=16, dots_in_one_order=True, **settings)
+
+    whole = attend(0, length)
+    for start, stop in [(0, 16), (0, 1), (7, 40), (40, 75), (74, 75), (48, 49)]:
+        assert torch.equal(attend(start, stop), whole[start:stop])
+
+
+def test_uniform_rows_compute_what_the_others_do(run_kernel, run_oracle, paged_cache, random, integers, dtype):
+    cache = paged_cache([75], 2, 32, B, dtype)
+    query = random(40, 4, 32, dtype=dtype)
+    work_list = context_work_list([40], [75], 16).to(query.device)
+    arguments = (query, cache.pool, cache.block_table, integers([0, 40]), integers([75]), work_list, 32**-0.5)
+    got = run_kernel("paged_attention_context", *arguments, uniform_rows=16)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(got, run_oracle("paged_attention_context", *arguments), rtol=0, atol=tolerance)

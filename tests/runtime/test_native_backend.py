@@ -346,7 +346,6 @@ def test_the_pool_is_clean_after_the_warm_up_and_nobodys_random_state_moved(chec
 
 @pytest.mark.parametrize("changes, text", [
     ({"cuda_graphs": True}, "cuda_graphs was asked for; it is not built yet"),
-    ({"deterministic": True}, "deterministic was asked for; it is not built yet"),
     ({"max_seq_len": 65}, "the model has positions for 64 tokens"),
     ({"device": "tpu"}, "device is 'tpu'"),
     ({"device": "meta"}, "device is 'meta'"),

@@ -20,6 +20,7 @@ Units       window in tokens, None or 0 = no limit; scale is the factor on the s
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
+            uniform_rows: a matter of the kernel's bits.
 Mutates     out, only rows below cu_seqlens[C]: rows after them (generation, padding) are neither read nor written.
 Returns     out.
 Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
@@ -29,7 +30,8 @@ import torch
 
 
 def paged_attention_context(
-    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0
+    query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
+    uniform_rows=None,
 ):
     """Several query tokens per sequence; see the module's docstring for shapes."""
     num_heads, head_size = query.shape[1:]

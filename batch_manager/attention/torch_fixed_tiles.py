@@ -1,0 +1,285 @@
+"""Paged attention in torch whose bits, row by row, do not depend on the step: `deterministic` on a CPU.
+
+    keys      in tiles of fixed size, counted from position 0 of the sequence, whatever the chunk
+    scores    one product per tile; the row's maximum over all tiles, which no order changes
+    weights   exp, element by element, and their sum per tile, in pieces of fixed shape
+    values    one product per tile; the tiles' parts added one by one, from the first to the last
+
+A tile that a row does not see adds zeros, which changes nothing, so that rows of different lengths can share products.
+A generation row and a row in the middle of a prompt go through the same four steps. Everything is computed in float32.
+
+The products are torch's batched ones, in pieces of those heights (query rows) and numbers that were seen to give the
+same bits on this machine: see `fixed_pieces`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ..errors import ConfigError
+from ..triton_kernels.fixed_pieces import agreeing_sizes, elementwise, in_pieces, row_by_row
+from .interface import HeadLayout
+from .torch_paged import TorchPagedAttention
+from .windows import blocks_seen
+
+MIN_TILE_KEYS = 64                          # keys of a tile; a larger block is a tile
+CONTEXT_ROWS = 64                           # query rows of a context's product: positions times heads of a group
+PRODUCT_COUNTS = (1, 4, 16, 64, 256)        # products of one call
+
+# What `_find_counts` found, by what it depends on; once in a process.
+_found: dict[tuple, tuple[int, dict[int, tuple[int, ...]]]] = {}
+
+
+@dataclass(slots=True)
+class _RowTile:
+    """Some consecutive query rows of a context sequence.
+
+    rows    packed rows
+    keys    the key tiles of the context that they may see
+    mask    [n, 1, positions, 1, tile] float32 on the last n of these tiles, 0 where visible, -inf elsewhere
+    """
+
+    rows: slice
+    keys: slice
+    mask: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Context:
+    """pages in the order (key or value, tile, head, page of the tile); the positions' tiles."""
+
+    pages: torch.Tensor
+    tiles: list[_RowTile]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Generating sequences of about equal length.
+
+    rows    [n] int64 packed rows; a slice when they are consecutive
+    pages   in the order (key or value, tile, sequence, head, page of the tile)
+    mask    [tiles, n, 1, 1, tile] float32
+    """
+
+    rows: torch.Tensor | slice
+    pages: torch.Tensor
+    mask: torch.Tensor
+
+
+class FixedTileAttention(TorchPagedAttention):
+    """As TorchPagedAttention, at a higher price and with the promise above."""
+
+    deterministic = True
+
+    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0) -> None:
+        super().__init__(spec, kv_pool, sink)
+        self.tile = max(MIN_TILE_KEYS, self.block)
+        self.pages_per_tile = self.tile // self.block
+        # A power of two of positions, so that the rows of a product are about CONTEXT_ROWS.
+        self.tile_positions = 1 << max(CONTEXT_ROWS // self.group, 1).bit_length() - 1
+        self._counts: dict[int, tuple[int, ...]] | None = None
+
+    def plan(self, step) -> None:
+        if self._counts is None:
+            # In the engine's own first step, on the threads it computes with.
+            key = (self.group, self.head_size, self.tile, self.device, torch.get_num_threads())
+            if key not in _found:
+                _found[key] = self._find_counts()
+            self._fewest_rows, self._counts = _found[key]
+        super().plan(step)
+
+    # ------------------------------------------------------------------ per layer
+
+    def _rotate(self, query, key, rotary):
+        """Both rotated. One operation at a time: a product fused into a sum is rounded once in a vector, or twice."""
+        if self._rotary is not rotary:
+            cos, sin = rotary.cos[self._positions], rotary.sin[self._positions]
+            self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(self.dtype)
+            self._sin = torch.cat([-sin, sin], dim=-1)[:, None].to(self.dtype)
+            self._rotary = rotary
+        return tuple((rows * self._cos).add_(rows.roll(self.head_size // 2, -1).mul_(self._sin))
+                     for rows in (query, key))
+
+    def _generate(self, layer, group, query):
+        """One query row per sequence: [n, heads * head_size]."""
+        rows = query[group.rows].float()
+        count = len(rows)
+        key, value = self._gather(layer, group.pages, count * self.kv_heads)
+        queries = _padded_rows(rows.reshape(count * self.kv_heads, self.group, self.head_size), self._fewest_rows)
+        attended = self._attend_tiles(queries, key, value, group.mask, (count, self.kv_heads))
+        return attended[:, : self.group].reshape(count, -1).to(query.dtype)
+
+    def _attend(self, layer, context, query, key, value, result):
+        """The rows of one context sequence, into `result`."""
+        key, value = self._gather(layer, context.pages, self.kv_heads)
+        positions, height = self.tile_positions, self.tile_positions * self.group
+        for tile in context.tiles:
+            rows = query[tile.rows].float()
+            count = len(rows)
+            rows = functional.pad(rows, [0, 0, 0, 0, 0, positions - count])
+            queries = rows.view(positions, self.kv_heads, self.group, self.head_size).transpose(0, 1)
+            attended = self._attend_tiles(queries.reshape(self.kv_heads, height, self.head_size), key[tile.keys],
+                                          value[tile.keys], tile.mask, (1, self.kv_heads))
+            attended = attended.view(self.kv_heads, positions, self.group, self.head_size)[:, :count]
+            result[tile.rows].view(count, self.kv_heads, self.group, -1).copy_(attended.transpose(0, 1))
+
+    def _gather(self, layer, pages, per_tile):
+        """Keys and values [tiles, per_tile, tile, head_size] float32."""
+        gathered = self.layer_pages[layer].index_select(0, pages).float()
+        return gathered.view(2, -1, per_tile, self.tile, self.head_size)
+
+    def _attend_tiles(self, queries, key, value, mask, units):
+        """Attention of queries [u, rows, D] over key and value [n, u, tile, D]; mask as in _Group or _RowTile.
+
+        units   u as (sequences, kv heads)
+        """
+        num_tiles, (count, height, _) = len(key), queries.shape
+        counts = self._counts[height]
+        scores = in_pieces(_scores, queries.expand(num_tiles, -1, -1, -1).flatten(0, 1), key.flatten(0, 1),
+                           sizes=counts).mul_(self.scale)
+        by_tile = scores.view(num_tiles, count, height, self.tile)
+        masked = by_tile[num_tiles - len(mask) :]
+        positions = mask.shape[2]
+        masked.view(len(mask), *units, positions, -1, self.tile).add_(mask[:, :, None])
+        by_tile.sub_(by_tile.amax((0, 3), keepdim=True))
+
+        weights = elementwise(torch.exp, scores)
+        parts = in_pieces(torch.bmm, weights, value.flatten(0, 1), sizes=counts)
+        sums = row_by_row(_sum, weights.view(-1, self.tile))
+        parts, sums = parts.view(num_tiles, count, height, -1), sums.view(num_tiles, count, height, 1)
+        attended, total = parts[0], sums[0]
+        for part, its_sum in zip(parts[1:], sums[1:]):
+            attended.add_(part)
+            total.add_(its_sum)
+        return attended.div_(total)
+
+    # ------------------------------------------------------------------ per step
+
+    def _plan_context(self, step, index, window):
+        begin, end = int(step.query_starts[index]), int(step.query_starts[index + 1])
+        length = int(step.kv_lengths[index])
+        start = length - (end - begin)
+        tiles_read = self._tiles_read(np.array([start]), np.array([length]), window)[0]
+        pages = self._tile_pages(step, np.array([index]), np.array([start]), np.array([length]), tiles_read[None],
+                                 window)
+        tiles = []
+        for first in range(start, length, self.tile_positions):
+            last = min(first + self.tile_positions, length) - 1
+            # Tiles before the first position's own are seen whole where there is no window.
+            stop = int(np.searchsorted(tiles_read, last // self.tile, side="right"))
+            begin_mask = 0 if window else first // self.tile
+            begin_keys = 0
+            if window and not self.sink:
+                begin_keys = begin_mask = int(np.searchsorted(tiles_read, max(first - window + 1, 0) // self.tile))
+            position = np.minimum(first + np.arange(self.tile_positions), last)[None, :, None]
+            key = (tiles_read[begin_mask:stop, None] * self.tile + np.arange(self.tile))[:, None]
+            mask = _mask(key, position, window, self.sink)[:, None, :, None]
+            rows = slice(begin + first - start, begin + last + 1 - start)
+            tiles.append(_RowTile(rows, slice(begin_keys, stop), self._upload(mask)))
+        return _Context(pages, tiles)
+
+    def _plan_group(self, step, members, lengths, seen, window):
+        lengths = lengths[members]
+        tiles = self._tiles_read(lengths - 1, lengths, window)
+        indices = step.num_contexts + members
+        pages = self._tile_pages(step, indices, lengths - 1, lengths, tiles, window)
+        key = tiles[:, :, None] * self.tile + np.arange(self.tile)                             # [n, tiles, tile]
+        mask = _mask(key, lengths[:, None, None] - 1, window, self.sink).swapaxes(0, 1)[:, :, None, None]
+
+        rows = step.num_context_tokens + members
+        whole = len(rows) == rows[-1] - rows[0] + 1
+        return _Group(slice(int(rows[0]), int(rows[-1]) + 1) if whole else self._upload(rows), pages,
+                      self._upload(mask))
+
+    def _tiles_read(self, first_position, length, window):
+        """[n, m] numbers of the key tiles that each sequence reads, rising; past its own, further ones, unseen."""
+        last = (length - 1) // self.tile
+        if not window:
+            return np.broadcast_to(np.arange(last.max() + 1), (len(last), int(last.max()) + 1))
+        first = np.maximum(first_position - window + 1, 0) // self.tile
+        sinks = np.minimum(-(-self.sink // self.tile), first)
+        place = np.arange((last + 1 - first + sinks).max())
+        return place + ((first - sinks)[:, None] * (place >= sinks[:, None]))
+
+    def _tile_pages(self, step, indices, first_position, length, tiles, window):
+        """Page numbers of layer 0 for tiles [n, m], in the order (key or value, tile, sequence, head, page in tile).
+
+        A block that the sequence does not have, or that nobody sees and may be somebody else's, is read as its last.
+        """
+        own_last = ((length - 1) // self.block)[:, None, None]
+        column = tiles[:, :, None] * self.pages_per_tile + np.arange(self.pages_per_tile)
+        sinks, skipped, _ = (array[:, None, None] for array in blocks_seen(
+            first_position, length, self.block, window, self.sink))
+        unread = (column > own_last) | ((column >= sinks) & (column < sinks + skipped))
+        column = np.where(unread, own_last, column)
+        blocks = step.block_tables[indices[:, None, None], column].astype(np.int64)            # [n, m, pages]
+        kind = np.arange(2)[:, None, None, None, None] * self.kv_heads
+        head = np.arange(self.kv_heads)[:, None]
+        pages = blocks.swapaxes(0, 1)[:, :, None] * self.pages_per_block + kind + head
+        return self._upload(pages.reshape(-1))
+
+    # ------------------------------------------------------------------ once
+
+    def _find_counts(self) -> tuple[int, dict[int, tuple[int, ...]]]:
+        """(height of generation rows' products, for each height the numbers of products in one call): all of one bits.
+
+        Measured against context tiles in the largest number; the lowest height that agrees serves generation rows.
+        """
+        height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator).to(self.device)
+
+        queries, keys = draw(count, height, self.head_size), draw(count, self.tile, self.head_size)
+        weights, values = draw(count, height, self.tile).abs_(), draw(count, self.tile, self.head_size)
+        kinds = ((_scores, queries, keys), (torch.bmm, weights, values))
+        expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
+
+        def agreeing(rows_height):
+            """The counts for products of that many rows, which must give the rows of `expected`."""
+            found = set(PRODUCT_COUNTS)
+            for (product, rows, others), whole in zip(kinds, expected):
+                rows = rows[:, :rows_height]
+                if not torch.equal(in_pieces(product, rows, others, sizes=(count,)), whole[:, :rows_height]):
+                    return ()
+                found &= set(agreeing_sizes(product, rows, others, sizes=PRODUCT_COUNTS))
+            return tuple(sorted(found))
+
+        counts = {height: agreeing(height)}
+        order = torch.arange(height).roll(1)
+        places_agree = all(torch.equal(in_pieces(product, rows[:, order], others, sizes=(count,)), whole[:, order])
+                           for (product, rows, others), whole in zip(kinds, expected))
+        if not counts[height] or not places_agree:
+            raise ConfigError(
+                f"deterministic was asked for, and on this machine attention's products of {height} rows on "
+                f"{torch.get_num_threads()} threads depend on a row's place", "the same bits wherever a row stands",
+                "try another num_threads, or leave deterministic out")
+        lower = [1 << power for power in range(height.bit_length()) if self.group <= 1 << power < height]
+        for rows_height in [self.group, *lower]:
+            if found := agreeing(rows_height):
+                return rows_height, {**counts, rows_height: found}
+        return height, counts
+
+
+def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(queries, keys.transpose(1, 2))
+
+
+def _sum(rows: torch.Tensor) -> torch.Tensor:
+    return rows.sum(1)
+
+
+def _padded_rows(rows: torch.Tensor, height: int) -> torch.Tensor:
+    """[u, r, D] with r raised to `height`."""
+    return functional.pad(rows, [0, 0, 0, height - rows.shape[1]]) if rows.shape[1] < height else rows
+
+
+def _mask(key: np.ndarray, position: np.ndarray, window: int | None, sink: int) -> np.ndarray:
+    """float32: 0 where the query at `position` sees `key`, -inf elsewhere."""
+    visible = key <= position
+    if window:
+        visible &= (key > position - window) | (key < sink)
+    return np.where(visible, np.float32(0), np.float32(-np.inf))

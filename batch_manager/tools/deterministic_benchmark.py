@@ -1,0 +1,140 @@
+"""What `deterministic` costs: steps of one model with it and without it, in turn, in one process.
+
+    python -m batch_manager.tools.deterministic_benchmark --model FOLDER --threads 1
+
+Milliseconds of a backend's step, the loop left out: generation steps of some sequences that have --context tokens, and
+the whole context of one sequence. Steps with and without the mode take turns, so that a busy machine slows both; given
+are the median and the fastest of each, and their ratios. With --threads 1 it is the processor's time, which others on
+the machine do not count in, else the clock's. Greedy, without log-probabilities; with --sample every request draws with
+top-p and asks for log-probabilities, which the mode does row by row.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter, thread_time
+
+import numpy as np
+import torch
+
+from ..config import DTYPES, LOAD_FORMATS, KvCacheConfig, TrtGptModelOptionalParams
+from ..handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from ..runtime import layouts
+from ..runtime.native_backend import NativeBackend, build_native_backend
+from .workload import at_least
+
+WARM_UP_STEPS = 2
+
+
+class Sequences:
+    """Sequences 0 .. n - 1 in slots and blocks of their own, on one backend."""
+
+    def __init__(self, backend: NativeBackend, count: int, most_tokens: int, setup: SlotSetup) -> None:
+        self.backend, self.setup = backend, setup
+        per_sequence = -(-most_tokens // backend.info.tokens_per_block)
+        slots = np.repeat(np.arange(count, dtype=np.int32), per_sequence)
+        indices = np.tile(np.arange(per_sequence, dtype=np.int32), count)
+        self.tables = BlockTableUpdates(slots, indices, np.arange(count * per_sequence, dtype=np.int32))
+        self.slots = np.arange(count, dtype=np.int32)
+        self.length = 0
+
+    def run_context(self, length: int) -> None:
+        """The whole context of each."""
+        tokens = np.random.default_rng(0).integers(0, self.backend.info.vocab_size, length).astype(np.int32)
+        context = tuple(ContextWork(slot, tokens, 0, True, self.setup) for slot in self.slots.tolist())
+        self._run(ScheduledBatch(iteration=0, context=context, block_table_updates=self.tables))
+        self.length = length
+
+    def generate(self) -> None:
+        lengths = np.full(len(self.slots), self.length, np.int32)
+        self._run(ScheduledBatch(iteration=0, generation=GenerationWork(self.slots, lengths)))
+        self.length += 1
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        output = self.backend.start(batch).finish()
+        assert not output.failures, output.failures
+
+
+def in_turn(normal: Callable[[], None], deterministic: Callable[[], None], steps: int,
+            clock: Callable[[], float]) -> dict[str, float]:
+    """Milliseconds of either, medians and best, and the ratios."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for step in range(WARM_UP_STEPS + steps):
+        for run, taken in zip((normal, deterministic), seconds, strict=True):
+            began = clock()
+            run()
+            if step >= WARM_UP_STEPS:
+                taken.append(clock() - began)
+    before, after = seconds
+    return {"normal_ms": 1000 * median(before), "normal_best_ms": 1000 * min(before),
+            "deterministic_ms": 1000 * median(after), "deterministic_best_ms": 1000 * min(after),
+            "ratio": median(after) / median(before), "ratio_of_best": min(after) / min(before)}
+
+
+def measure(options: argparse.Namespace) -> list[dict]:
+    """One record per setting."""
+    most = max(options.context + WARM_UP_STEPS + options.steps, options.prefill) + 1
+    largest = max(*options.batch, 1)
+    blocks = largest * -(-most // options.tokens_per_block)
+    backends = [build_native_backend(options.model, TrtGptModelOptionalParams(
+        deterministic=deterministic, device="cpu", dtype=options.dtype, load_format=options.load_format,
+        num_threads=options.threads, max_batch_size=largest,
+        kv_cache_config=KvCacheConfig(tokens_per_block=options.tokens_per_block,
+                                      max_tokens=blocks * options.tokens_per_block)),
+        layout=layouts.fused, num_slots=largest) for deterministic in (False, True)]
+    setup = SlotSetup(temperature=0.8, top_p=0.9, return_log_probs=True) if options.sample else SlotSetup()
+    clock, results = thread_time if options.threads == 1 else perf_counter, []
+    try:
+        for batch in options.batch:
+            both = [Sequences(backend, batch, most, setup) for backend in backends]
+            for sequences in both:
+                sequences.run_context(options.context)
+            results.append({"what": "generation", "batch": batch, "context": options.context,
+                            **in_turn(both[0].generate, both[1].generate, options.steps, clock)})
+        both = [Sequences(backend, 1, most, setup) for backend in backends]
+        results.append({"what": "context", "batch": 1, "context": options.prefill, **in_turn(
+            *(lambda of=of: of.run_context(options.prefill) for of in both), max(3, options.steps // 4),
+            clock)})
+    finally:
+        for backend in backends:
+            backend.close()
+    return results
+
+
+def table(results: Sequence[dict]) -> str:
+    lines = ["| step | sequences | tokens before or in it | normal ms (best) | determ. ms (best) | ratio (best) |",
+             "|---|---|---|---|---|---|"]
+    lines += [f"| {row['what']} | {row['batch']} | {row['context']} "
+              f"| {row['normal_ms']:.2f} ({row['normal_best_ms']:.2f}) "
+              f"| {row['deterministic_ms']:.2f} ({row['deterministic_best_ms']:.2f}) "
+              f"| {row['ratio']:.2f} ({row['ratio_of_best']:.2f}) |" for row in results]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.deterministic_benchmark", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, help="folder of a checkpoint")
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights for a config.json (auto)")
+    add("--dtype", choices=DTYPES, default="auto", help="(auto)")
+    add("--threads", type=at_least(1), help="threads of a step (torch's setting)")
+    add("--batch", type=at_least(1), nargs="+", default=[1, 8, 32], help="sequences that generate (1 8 32)")
+    add("--context", type=at_least(1), default=128, help="tokens each of them has before the first measured step (128)")
+    add("--prefill", type=at_least(1), default=512, help="tokens of the context that is measured whole (512)")
+    add("--steps", type=at_least(1), default=20, help="measured, per setting and mode (20)")
+    add("--tokens-per-block", type=int, default=64, help="of the KV cache (64)")
+    add("--sample", action="store_true", help="top-p and log-probabilities instead of greedy")
+    options = parser.parse_args(argv)
+    results = measure(options)
+    print(table(results))
+    print(json.dumps({"tool": "deterministic_benchmark", "python": platform.python_version(),
+                      "torch": torch.__version__, "threads": options.threads, "dtype": options.dtype,
+                      "sample": options.sample, "results": results}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

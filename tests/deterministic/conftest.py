@@ -1,0 +1,34 @@
+"""The differential harness as a fixture, and laboratories that live as long as the session."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def differential():
+    """The module differential.py; the folder is no package and not on sys.path."""
+    spec = importlib.util.spec_from_file_location("deterministic_differential", HERE / "differential.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def laboratory(differential, tmp_path_factory):
+    """laboratory(family, **options of Laboratory); made once each."""
+    parent, made = tmp_path_factory.mktemp("checkpoints"), {}
+
+    def get(family, **options):
+        key = repr((family, sorted(options.items())))
+        if key not in made:
+            made[key] = differential.Laboratory(differential.make_checkpoint(family, parent), **options)
+        return made[key]
+
+    yield get
+    for laboratory in made.values():
+        laboratory.close()

@@ -1,0 +1,329 @@
+"""A request's tokens, log-probabilities and logits, bit by bit, alone and in company: for the tests and the campaign.
+
+A *pair* is one request's outcome alone (whole context, no pause, nobody beside it, nothing cached) and its outcome in
+another run, where everything but the request is different.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from batch_manager import (
+    InferenceRequest,
+    KvCacheConfig,
+    Parts,
+    RequestScheduler,
+    SchedulerPolicy,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+)
+from batch_manager.build import build_loop, refuse_what_is_not_built
+from batch_manager.clock import SystemClock
+from batch_manager.errors import ConfigError
+from batch_manager.models.registry import find_model
+from batch_manager.runtime import layouts
+from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.scheduling.interfaces import SchedulerOutput
+from batch_manager.weights.json_file import Fields
+from batch_manager.weights.source import DummyWeights
+
+VOCAB = 211
+SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
+LAYOUTS = {"fused": layouts.fused, "split": layouts.split, "padded": layouts.padded}
+
+# Widths that are no multiple of a vector, a long inner sum (where a single row's product differs from several rows'),
+# groups of one, two, three and four heads.
+CONFIGS = {
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB, "n_embd": 60, "n_layer": 2, "n_head": 4,
+             "n_inner": 1604, "n_positions": 512},
+    "llama": {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2,
+              "hidden_size": 96, "intermediate_size": 100},
+    "mistral": {"architectures": ["MistralForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 4,
+                "hidden_size": 96, "intermediate_size": 130, "sliding_window": 20},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 1,
+              "hidden_size": 64, "intermediate_size": 1600, "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2,
+              "hidden_size": 64, "head_dim": 32, "intermediate_size": 112},
+}
+DECODER = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512, "hidden_act": "silu",
+           "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+FAMILIES = [*CONFIGS, "austen-4m"]
+
+
+class _RecordedWeights(DummyWeights):
+    """Random weights that make every part matter, kept by name."""
+
+    def __init__(self) -> None:
+        super().__init__(0, torch.device("cpu"), torch.float32)
+        self.tensors = {}
+
+    def has(self, name: str) -> bool:
+        return "." in name and not name.startswith("transformer.")
+
+    def _fill(self, name: str, rows: torch.Tensor) -> None:
+        super()._fill(name + ".weight", rows) if rows.dim() > 1 else rows.normal_(0.0, 0.2)
+        if rows.dim() > 1:
+            rows.mul_(1.5 / 0.02 / rows.shape[1]**0.5)
+        elif not name.endswith("bias"):
+            rows.add_(1.0)
+        self.tensors[name] = rows.clone()
+
+
+def make_checkpoint(family: str, parent: Path) -> Path:
+    """A folder with a small model of the family and random weights; the shipped model's own folder."""
+    if family == "austen-4m":
+        return SHIPPED
+    folder = parent / family
+    if not folder.exists():
+        config = CONFIGS[family] if family == "gpt2" else {**DECODER, **CONFIGS[family]}
+        architecture = config["architectures"][0]
+        model_class, weights = find_model(architecture), _RecordedWeights()
+        torch.manual_seed(0)
+        model_class(model_class.read_spec(Fields(config, "config.json"), architecture), weights)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(weights.tensors, folder / "model.safetensors")
+    return folder
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request asks for, without an id."""
+
+    prompt: tuple[int, ...]
+    count: int
+    sampling: tuple[tuple[str, float], ...] = ()
+    context_logits: bool = True
+
+    def request(self, request_id: int) -> InferenceRequest:
+        return InferenceRequest(request_id, {
+            "input_ids": list(self.prompt), "request_output_len": self.count, "return_log_probs": True,
+            "return_context_logits": self.context_logits, "return_generation_logits": True, **dict(self.sampling)})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    tokens: tuple[int, ...]
+    log_probs: bytes
+    generation_logits: bytes
+    context_logits: bytes
+
+    def differences(self, other: "Outcome") -> list[str]:
+        return [name for name, value in vars(self).items() if value != vars(other)[name]]
+
+
+@dataclass
+class Circumstances:
+    """Everything about a run that must not matter.
+
+    chunk      tokens of a chunk that is not the last; None: whole contexts; 0: at random
+    pauses     request id -> numbers of generated tokens at which it is paused
+    arrivals   request id -> iteration in which it is handed over; 0 where missing
+    laziness   share of the times that a request that could run does not
+    """
+
+    layout: str = "fused"
+    overlap: bool = False
+    static: bool = False
+    chunk: int | None = None
+    pauses: dict[int, set[int]] = field(default_factory=dict)
+    arrivals: dict[int, int] = field(default_factory=dict)
+    laziness: float = 0.0
+    seed: int = 0
+
+
+class ScriptedScheduler(RequestScheduler):
+    """Runs, chunks and pauses as the circumstances say. The pool holds everybody."""
+
+    def __init__(self, circumstances: Circumstances, limits) -> None:
+        self.circumstances, self.limits = circumstances, limits
+        self.random = random.Random(circumstances.seed)
+        self.pauses = {request_id: set(at) for request_id, at in circumstances.pauses.items()}
+        self.num_pauses = 0
+
+    def schedule_request(self, active_requests, inflight_request_ids) -> SchedulerOutput:
+        ready = [request for request in active_requests if request.request_id not in inflight_request_ids]
+        paused = []
+        for request in ready:
+            left = self.pauses.get(request.request_id, set())
+            if request.is_generating and request.total_generated_tokens in left and (
+                    len(ready) - len(paused) > 1 or inflight_request_ids):
+                left.discard(request.total_generated_tokens)
+                paused.append(request)
+        runnable = [request for request in ready if request not in paused]
+        chosen = [request for request in runnable if self.random.random() >= self.circumstances.laziness]
+        if not chosen and not inflight_request_ids:
+            chosen = runnable[:1]
+        if self.circumstances.overlap:
+            chosen = chosen[: max(1, -(-len(active_requests) // 2))]
+        self.num_pauses += len(paused)
+        contexts = [request for request in chosen if request.is_context]
+        return SchedulerOutput(contexts, [request for request in chosen if not request.is_context], paused,
+                               [self.chunk_of(request.remaining_context) for request in contexts])
+
+    def chunk_of(self, left: int) -> int:
+        chunk, block = self.circumstances.chunk, self.limits.tokens_per_block
+        if chunk == 0:
+            chunk = block * self.random.randint(1, max(1, left // block))
+        return left if chunk is None else min(chunk, left)
+
+
+class Laboratory:
+    """Backends of one checkpoint, and outcomes alone, kept."""
+
+    def __init__(self, folder: Path, *, dtype: str = "float32", deterministic: bool = True, num_threads: int = 1,
+                 tokens_per_block: int = 8, kv_cache_options: dict | None = None) -> None:
+        self.folder = folder
+        self.kv = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=8192, **(kv_cache_options or {}))
+        self.params = TrtGptModelOptionalParams(
+            dtype=dtype, device="cpu", deterministic=deterministic, num_threads=num_threads, max_batch_size=32,
+            max_num_sequences=32, kv_cache_config=self.kv)
+        self._backends, self._alone = {}, {}
+        self.num_pauses = 0
+
+    def backend(self, layout: str):
+        if layout not in self._backends:
+            self._backends[layout] = build_native_backend(
+                self.folder, self.params, layout=LAYOUTS[layout], num_slots=32)
+        return self._backends[layout]
+
+    def alone(self, ask: Ask) -> Outcome:
+        if ask not in self._alone:
+            self._alone[ask] = self.run({0: ask}, Circumstances())[0]
+        return self._alone[ask]
+
+    def run(self, asks: dict[int, Ask], circumstances: Circumstances) -> dict[int, Outcome]:
+        """All of them through one engine, under these circumstances."""
+        schedulers = []
+
+        def scheduler(limits, kv_cache_manager):
+            schedulers.append(ScriptedScheduler(circumstances, limits))
+            return schedulers[0]
+
+        params = TrtGptModelOptionalParams(
+            max_batch_size=32, enable_trt_overlap=circumstances.overlap and not circumstances.static,
+            kv_cache_config=KvCacheConfig(tokens_per_block=self.kv.tokens_per_block))
+        parts = Parts(backend=self.backend(circumstances.layout), clock=SystemClock(),
+                      scheduler=None if circumstances.static else scheduler)
+        arrivals = [(circumstances.arrivals.get(request_id, 0), ask.request(request_id))
+                    for request_id, ask in asks.items()]
+        outcomes = drive(params, parts, arrivals, static=circumstances.static)
+        self.num_pauses += sum(scheduler.num_pauses for scheduler in schedulers)
+        return outcomes
+
+    def differences(self, asks: dict[int, Ask], circumstances: Circumstances) -> dict[int, list[str]]:
+        """Request id -> what is not, bit by bit, as it is alone; empty where nothing differs."""
+        outcomes = self.run(asks, circumstances)
+        found = {request_id: self.alone(ask).differences(outcomes[request_id]) for request_id, ask in asks.items()}
+        return {request_id: names for request_id, names in found.items() if names}
+
+    def close(self) -> None:
+        for backend in self._backends.values():
+            backend.close()
+
+
+def drive(params: TrtGptModelOptionalParams, parts: Parts, arrivals: list[tuple[int, InferenceRequest]], *,
+          static: bool = False, stats: Callable[[str], None] | None = None) -> dict[int, Outcome]:
+    """A loop without a thread, over a backend that outlives it; the final outcomes by request id."""
+    outcomes, iteration, waiting = {}, 0, list(arrivals)
+
+    def get(max_num_requests: int) -> list[InferenceRequest]:
+        due = [entry for entry in waiting if entry[0] <= iteration][:max_num_requests]
+        for entry in due:
+            waiting.remove(entry)
+        return [request for _, request in due]
+
+    def send(request_id, tensors, final_response, error_message) -> None:
+        assert final_response and not error_message, error_message
+        outcomes[request_id] = outcome_of({tensor.name: np.asarray(tensor.tensor) for tensor in tensors})
+
+    loop = build_loop(
+        model_path=None, model_type=TrtGptModelType.V1 if static else TrtGptModelType.InflightFusedBatching,
+        max_beam_width=1, scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, get_inference_requests_cb=get,
+        send_response_cb=send, poll_stop_signal_cb=None, return_batch_manager_stats_cb=stats, optional_params=params,
+        terminate_req_id=None, exclude_input_in_output=True, parts=parts)
+    while len(outcomes) < len(arrivals):
+        loop.step(accept_new=True)
+        iteration += 1
+        assert loop.failure is None and iteration < 10_000, loop.failure
+    return outcomes
+
+
+def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
+    """From the tensors of a final response without the prompt."""
+    length = int(tensors["sequence_length"][0, 0])
+    return Outcome(tuple(tensors["output_ids"][0, 0][:length].tolist()), tensors["output_log_probs"].tobytes(),
+                   tensors["generation_logits"].tobytes(), tensors["context_logits"].tobytes())
+
+
+@dataclass(frozen=True)
+class Reused:
+    """Outcomes in the order of the asks, and how many blocks were found in the cache."""
+
+    outcomes: list[Outcome]
+    blocks: int
+
+
+def run_with_reuse(laboratory: Laboratory, params: TrtGptModelOptionalParams, asks: list[Ask]) -> Reused:
+    """One after the other through one engine, so that each finds what the ones before it left."""
+    stats = []
+    arrivals = [(100 * number, ask.request(number)) for number, ask in enumerate(asks)]
+    outcomes = drive(params, Parts(backend=laboratory.backend("fused"), clock=SystemClock()), arrivals,
+                     stats=stats.append)
+    return Reused([outcomes[number] for number in range(len(asks))],
+                  max(json.loads(record)["Reused KV cache blocks"] for record in stats))
+
+
+def reuse_is_built() -> bool:
+    try:
+        refuse_what_is_not_built(TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(enable_block_reuse=True)))
+    except ConfigError:
+        return False
+    return True
+
+
+SAMPLINGS = ({}, {"runtime_top_p": 0.9, "temperature": 0.8}, {"runtime_top_k": 40}, {"runtime_top_k": 5},
+             {"runtime_top_p": 1.0, "temperature": 1.5}, {"runtime_top_k": 100, "runtime_top_p": 0.7},
+             {"runtime_top_p": 0.95, "runtime_min_p": 0.02, "repetition_penalty": 1.3},
+             {"runtime_top_p": 0.9, "runtime_top_p_decay": 0.9, "runtime_top_p_min": 0.3, "frequency_penalty": 0.4},
+             {"presence_penalty": 0.7, "no_repeat_ngram_size": 2, "min_length": 3})
+
+
+def draw_ask(draw: random.Random, vocab: int, block: int, longest: int = 100) -> Ask:
+    """Greedy or sampled, with or without what changes logits; every other prompt around a whole number of blocks.
+
+    longest   tokens of a prompt, about
+    """
+    blocks = max(1, longest // block)
+    length = draw.choice([draw.randint(1, longest), block * draw.randint(1, blocks) + draw.choice([-1, 0, 1])])
+    sampling = dict(draw.choice(SAMPLINGS))
+    if sampling:
+        sampling["random_seed"] = draw.getrandbits(63)
+    return Ask(tuple(draw.randrange(vocab) for _ in range(length)), draw.randint(1, 10), tuple(sampling.items()))
+
+
+def draw_circumstances(draw: random.Random, asks: dict[int, Ask], block: int) -> Circumstances:
+    static = draw.random() < 0.15
+    everywhere = draw.random() < 0.3
+    return Circumstances(
+        layout=draw.choice(list(LAYOUTS)),
+        static=static,
+        overlap=not static and draw.random() < 0.4,
+        chunk=None if static else draw.choice([None, 0, 0, block, 2 * block, 3 * block]),
+        pauses={} if static else {
+            request_id: set(range(1, ask.count)) if everywhere else
+            {number for number in range(1, ask.count) if draw.random() < 0.2}
+            for request_id, ask in asks.items() if draw.random() < 0.6},
+        arrivals={request_id: draw.choice([0, 0, draw.randint(0, 12)]) for request_id in asks},
+        laziness=draw.choice([0.0, 0.0, 0.25]),
+        seed=draw.getrandbits(32))
+
+
+def vocab_of(family: str) -> int:
+    return 4096 if family == "austen-4m" else VOCAB

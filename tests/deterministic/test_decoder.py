@@ -1,0 +1,60 @@
+"""Drawing: a row's token and log-probability are the same bits beside any others, on several threads too."""
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.decoding.slots import DrawRows
+from batch_manager.handover import SlotSetup
+
+VOCAB, ROWS = 40_000, 20             # so many that torch shares one row's sum among threads, and several rows' not
+SETUPS = [SlotSetup(temperature=0.7, top_p=0.9, random_seed=1, return_log_probs=True),
+          SlotSetup(temperature=1.3, top_p=1.0, random_seed=2, return_log_probs=True),
+          SlotSetup(top_k=50, random_seed=3, return_log_probs=True),
+          SlotSetup(return_log_probs=True),
+          SlotSetup(top_p=0.8, random_seed=4)] * 4
+ASKED = [row for row, setup in enumerate(SETUPS) if setup.return_log_probs]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def together_and_alone(deterministic):
+    decoder = GptDecoder(ROWS, torch.device("cpu"), deterministic=deterministic)
+    decoder.set_up(enumerate(SETUPS))
+    logits = 3 * torch.randn((ROWS, VOCAB), generator=torch.Generator().manual_seed(0))
+
+    def draw(slots):
+        slots = np.array(slots, np.int32)
+        positions = slots + 10
+        rows = DrawRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())
+        return decoder.draw(logits[slots].clone(), rows)
+
+    return draw(range(ROWS)), [draw([slot]) for slot in range(ROWS)]
+
+
+def test_rows_are_drawn_as_if_each_were_the_step(two_threads):
+    together, alone = together_and_alone(deterministic=True)
+    assert together.tokens.tolist() == [int(drawn.tokens) for drawn in alone]
+    assert together.finite.all() and together.finish.shape == (ROWS,)
+    assert torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
+    assert together.log_probs[4] == 0 and alone[4].log_probs is None
+
+
+def test_without_it_the_sums_of_several_rows_are_taken_otherwise(two_threads):
+    together, alone = together_and_alone(deterministic=False)
+    assert not torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
+
+
+def test_nobody_asks_for_log_probs(two_threads):
+    decoder = GptDecoder(2, torch.device("cpu"), deterministic=True)
+    decoder.set_up(enumerate([SlotSetup(top_k=3, random_seed=1), SlotSetup()]))
+    slots = np.arange(2, dtype=np.int32)
+    rows = DrawRows(slots, slots, torch.from_numpy(slots).long(), torch.from_numpy(slots).long())
+    assert decoder.draw(torch.randn(2, 30), rows).log_probs is None

@@ -1,0 +1,56 @@
+"""The same promise through the Triton kernels, in triton's interpreter, in a process of its own.
+
+Interpreted products are added up in one order for every element, as a matrix unit does: numpy's would not be.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = """
+import importlib.util, json, random, sys
+from pathlib import Path
+
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+differential = load("differential", sys.argv[1])
+worker = load("interpreter_worker", sys.argv[2])
+parent = Path(sys.argv[3])
+draw = random.Random(0)
+answers = []
+with worker.dots_in_one_order():
+    for family, dtype, small, circumstances in [
+        ("qwen3", "float32", {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 16},
+         differential.Circumstances(chunk=16, pauses={1: {1}}, overlap=True)),
+        ("gpt2", "float16", {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_inner": 40},
+         differential.Circumstances(layout="padded", static=True)),
+    ]:
+        differential.CONFIGS[family] |= {**small, "vocab_size": 40}
+        lab = differential.Laboratory(differential.make_checkpoint(family, parent), dtype=dtype)
+        assert lab.backend("fused").info.dispatch == "triton"
+        asks = {1: differential.Ask(tuple(draw.randrange(40) for _ in range(17)), 3),
+                2: differential.Ask(tuple(draw.randrange(40) for _ in range(8)), 4, (("runtime_top_k", 9),))}
+        answers.append([family, lab.differences(asks, circumstances), lab.num_pauses])
+print(json.dumps(answers))
+"""
+
+
+def test_company_chunks_pauses_and_layouts_do_not_show_in_the_kernels_either(tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed")
+    worker = HERE.parent / "kernels" / "interpreter_worker.py"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, HERE / "differential.py", worker, tmp_path],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
+        timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert answers == [["qwen3", {}, 1], ["gpt2", {}, 0]]

@@ -1,0 +1,23 @@
+"""A linear map whose bits, row by row, depend on that row alone.
+
+    out = x W^T + bias
+
+Shapes      x                        [T, K]   contiguous rows, any row stride
+            weight                   [N, K]   contiguous
+            bias                     [N]   may be None
+            out                      [T, N]   None: allocated
+Mutates     out.
+Returns     out.
+
+What the kernel computes, not its bits: torch chooses its product by the number of rows.
+"""
+
+import torch
+from torch.nn import functional
+
+
+def deterministic_linear(x, weight, bias=None, out=None):
+    """x W^T + bias; see the module's docstring for shapes."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    result = functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    return result.to(x.dtype) if out is None else out.copy_(result)
