@@ -97,7 +97,7 @@ class FakeEvent:
 
 
 def test_an_upload_in_one_copy_keeps_values_types_and_shapes(monkeypatch):
-    monkeypatch.setattr(device_module, "_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(device_module, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(device_module.torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(device_module.torch.cuda, "current_stream", lambda _: None)
     uploads = Uploads(CPU)
