@@ -30,12 +30,13 @@ class Estimates:
 
     def one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         """Blocks the request takes in its next step; with look-ahead, in its next two."""
-        if not self._sequences.has(request):
+        started = self._sequences.has(request)
+        if request.is_context and (started or not request.is_first_context_chunk):
+            return 0
+        if not started:
             return block_needs.blocks_for_first_chunk(
                 request.prompt_len, request.draft_len, request.max_new_tokens, self._window, request.beam_width,
                 self.held_by_others(request))
-        if request.is_context:
-            return 0
         kv_length = int(self._sequences.kv_lengths[request.seq_slot])
         return block_needs.blocks_for_generation_step(
             kv_length, request.prompt_len + request.max_new_tokens - kv_length, request.draft_len, self._window,

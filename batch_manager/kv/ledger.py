@@ -61,12 +61,13 @@ class KvLedger:
         return self._kv.reservations.to_start(request) - len(self._in_use(request))
 
     def blocks_for_next_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
-        """Free blocks the request takes in its next step, every draft counted as accepted."""
-        if self._kv.owns(request):
-            return self._kv.get_needed_blocks_one_step(request, two_step_lookahead)
-        drafts = min(request.draft_len, request.max_new_tokens)
-        return max(self._kv.reservations.to_start(request), self._kv.reservations.to_start(request, drafts)) - len(
-            self._in_use(request))
+        """Free blocks the request takes in its next step, every draft counted as accepted as far as the pool goes."""
+        kv = self._kv
+        if kv.owns(request):
+            return kv.get_needed_blocks_one_step(request, two_step_lookahead)
+        drafts = min(request.draft_len, max(kv.window.size + request.max_new_tokens - request.prompt_len, 0))
+        with_drafts = min(kv.reservations.to_start(request, drafts), kv.num_blocks)
+        return max(kv.reservations.to_start(request), with_drafts) - len(self._in_use(request))
 
     def blocks_for_next_step_of_generating(self, requests: Sequence[LlmRequest],
                                            two_step_lookahead: bool = False) -> int:

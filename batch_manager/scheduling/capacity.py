@@ -33,18 +33,24 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
     it. One whose adapter does not fit, or whose next block another one is computing, is passed over.
 
     Never pauses.
+
+    in_line   TensorRT-LLM's order: only generating requests go first. Those between chunks take their turn among the
+              contexts, so that a new one ahead of them may get what they wait for, and wait behind the door when it is
+              closed; with priorities all may then wait for one another.
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
-                 peft_cache_manager: PeftCacheManager | None = None) -> None:
+                 peft_cache_manager: PeftCacheManager | None = None, in_line: bool = False) -> None:
         self.max_num_requests = max_num_requests
         self.kv_cache_manager = kv_cache_manager
         self.peft_cache_manager = peft_cache_manager
+        self.in_line = in_line
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if contexts and len(fitting) < self.max_num_requests:
-            door = _Door(self.kv_cache_manager, self.peft_cache_manager, active_requests)
+            door = _Door(self.kv_cache_manager, self.peft_cache_manager, fitting if self.in_line else active_requests,
+                         self.in_line)
             delay = DuplicateDelay(self.kv_cache_manager, contexts)
             contexts = (request for request in contexts if not delay.holds_back(request))
             fitting += door.let_in(contexts, self.max_num_requests - len(fitting))
@@ -57,18 +63,22 @@ class StaticBatchScheduler(CapacityScheduler):
     Once one request generates, only generating requests run: a context between chunks waits for the next batch.
 
     Never pauses. Source: TensorRT-LLM's STATIC_BATCH, which serves the V1 batching scheme.
+
+    in_line   as GuaranteedNoEvictScheduler's
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
-                 peft_cache_manager: PeftCacheManager | None = None) -> None:
+                 peft_cache_manager: PeftCacheManager | None = None, in_line: bool = False) -> None:
         self.max_num_requests = max_num_requests
         self.kv_cache_manager = kv_cache_manager
         self.peft_cache_manager = peft_cache_manager
+        self.in_line = in_line
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if not fitting:
-            door = _Door(self.kv_cache_manager, self.peft_cache_manager, active_requests)
+            door = _Door(self.kv_cache_manager, self.peft_cache_manager, [] if self.in_line else active_requests,
+                         self.in_line)
             fitting = door.let_in(contexts, self.max_num_requests)
         return fitting, []
 
@@ -115,7 +125,9 @@ class MaxUtilizationScheduler(CapacityScheduler):
                     taken += 1
                     continue
 
-            victim = next((place for place in reversed(range(max(taken, 1), len(line)))
+            # While somebody is in flight the first in line waits for what he holds.
+            first = max(taken, 1) if self.kv_cache_manager.inflight_request_ids else taken
+            victim = next((place for place in reversed(range(first, len(line)))
                            if line[place].is_started and ledger.is_refundable(line[place])), None)
             if victim is None:
                 break
@@ -143,17 +155,23 @@ class MaxUtilizationScheduler(CapacityScheduler):
 
 
 class _Door:
-    """Lets contexts in that can run to their last token within the budgets."""
+    """Lets contexts in that can run to their last token within the budgets.
+
+    promised   those of them that hold blocks keep their adapters and what they still need
+    in_line    `promised` all hold blocks and are the only ones that do not have to fit
+    """
 
     def __init__(self, kv_cache_manager: KvCacheManager, peft_cache_manager: PeftCacheManager | None,
-                 active_requests: RequestList) -> None:
+                 promised: RequestList, in_line: bool) -> None:
         self._owns = kv_cache_manager.owns
+        self._in_line = in_line
         self._ledger = kv_cache_manager.start_scheduling()
-        self._ledger.spend(self._ledger.blocks_to_completion_of_started())
+        self._ledger.spend(sum(map(self._ledger.blocks_to_completion, promised)) if in_line
+                           else self._ledger.blocks_to_completion_of_started())
         self._pages = None
         if peft_cache_manager is not None:
             self._pages = peft_cache_manager.start_scheduling()
-            self._pages.spend(*filter(self._owns, active_requests))
+            self._pages.spend(*filter(self._owns, promised))
 
     def let_in(self, contexts: Iterable[LlmRequest], max_num_requests: int) -> RequestList:
         """Those of the contexts that get in, in order."""
@@ -162,7 +180,7 @@ class _Door:
         for request in contexts:
             if len(fitting) == max_num_requests:
                 break
-            if self._owns(request):
+            if self._owns(request) and not self._in_line:
                 fitting.append(request)
             elif is_open:
                 need = self._ledger.blocks_to_completion(request)

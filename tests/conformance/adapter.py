@@ -136,9 +136,9 @@ def make_capacity_scheduler(config: dict, kv):
     if policy == "MAX_UTILIZATION":
         return MaxUtilizationScheduler(most, kv, config.get("two_step_lookahead", False), peft)
     if policy == "GUARANTEED_NO_EVICT":
-        return GuaranteedNoEvictScheduler(most, kv, peft)
+        return GuaranteedNoEvictScheduler(most, kv, peft, in_line=True)
     if policy == "STATIC_BATCH":
-        return StaticBatchScheduler(most, kv, peft)
+        return StaticBatchScheduler(most, kv, peft, in_line=True)
     return MaxRequestsScheduler(most)
 
 
@@ -173,6 +173,7 @@ def capacity_step(config: dict, requests: list[dict]) -> dict:
         available_blocks: int = config.get("free_blocks", 0)
         need: int = config.get("blocks_per_request", 0)
         enable_block_reuse: bool = False
+        inflight_request_ids: tuple = ()
 
         def start_scheduling(self):
             return self

@@ -195,13 +195,22 @@ def micro_batch_step(random: Random) -> dict:
     longest = random.choice([5, 20, 100])
     config = micro_batch(random, random.choice([1, 2, 4, 8, 64]), longest + 6, 10)
     requests = make_states(random, random.randint(1, 10), longest, True)
-    for request in requests:
-        forced = config.get("chunking", {}).get("policy") == "FORCE_CHUNK"
-        bounded = "max_context_length" in config or forced
-        if sometimes(random, 0.3) and request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT" and not bounded:
-            request["estimated_reusable_tokens"] = random.randint(0, request["prompt_len"] + 5)
+    if "max_context_length" not in config and sometimes(random, 0.5):
+        give_credits(random, requests, config.get("chunking", {}).get("policy"))
     inflight = [request["id"] for request in requests if sometimes(random, 0.1)]
     return {"config": config, "requests": requests, "inflight": inflight}
+
+
+def give_credits(random: Random, requests: list[dict], policy: str | None) -> None:
+    """Tokens that are cached. FORCE_CHUNK knows none; EQUAL_PROGRESS gives those with as many as all others equal parts."""
+    contexts = [request for request in requests if request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT"]
+    everybodys = random.randint(0, 30)
+    for request in contexts:
+        if policy == "EQUAL_PROGRESS":
+            request["estimated_reusable_tokens"] = everybodys
+            request.pop("context_position", None)
+        elif policy != "FORCE_CHUNK" and sometimes(random, 0.4):
+            request["estimated_reusable_tokens"] = random.randint(0, request["prompt_len"] + 5)
 
 
 def chunking(random: Random) -> dict:
@@ -218,8 +227,6 @@ def chunking(random: Random) -> dict:
     for request in requests:
         if sometimes(random, 0.4):
             request["draft_len"] = random.randint(0, 20)
-        if sometimes(random, 0.1) and config["policy"] != "FORCE_CHUNK":
-            request["estimated_reusable_tokens"] = random.randint(0, request["prompt_len"])
     return {"config": config, "requests": requests, "iterations": random.randint(1, 6)}
 
 
