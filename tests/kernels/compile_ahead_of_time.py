@@ -150,6 +150,14 @@ def histories():
     match_stop_words(integers(8), *of_rows, *word_lists)
 
 
+def beams(width):
+    from batch_manager.triton_kernels.beam_topk import beam_topk
+
+    numbers = tensor(4 * width, dtype=torch.float32)
+    beam_topk(tensor(4 * width, 128256, dtype=torch.float32), numbers, numbers, tensor(4, dtype=torch.float32),
+              integers(5), 2 * width, width)
+
+
 CASES = {
     "decode D128 G4": lambda: decode(128, 4, splits=1),
     "decode D128 G4 split": lambda: decode(128, 4, splits=8),
@@ -168,6 +176,7 @@ CASES = {
     "drawing": drawing,
     "bitmask": bitmask,
     "histories": histories,
+    "beams 8": lambda: beams(8),
 }
 
 
@@ -176,6 +185,7 @@ def variants_by_alignment():
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
     from batch_manager.triton_kernels.match_stop_words import match_stop_words
+    from batch_manager.triton_kernels.beam_topk import beam_topk
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
     from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
@@ -208,6 +218,8 @@ def variants_by_alignment():
         ban_ngrams(logits, *of_rows, lengths)
         ban_words(logits, *of_rows, *word_lists, 7)
         match_stop_words(lengths, *of_rows, *word_lists)
+        for num_candidates in (7, 8):
+            beam_topk(tensor(4, 500), numbers, numbers, numbers, sliced(begin, 5), num_candidates, 1)
     names = [kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values()]
     return {name: names.count(name) for name in names}
 
