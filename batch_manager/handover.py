@@ -358,6 +358,21 @@ class StepOutput:
         )
 
 
+def with_beams(output: StepOutput, batch: ScheduledBatch, beams: dict[int, BeamOutput]) -> StepOutput:
+    """The output of a batch, from one with rows for its sequences without beams, and what those with beams yielded."""
+    last_chunks = np.array([work.slot for work in batch.context if work.is_last_chunk], np.int32)
+    slots = np.concatenate([last_chunks, batch.generation.slots])
+    rows = np.flatnonzero(np.isin(slots, output.slots))
+
+    def spread(column: np.ndarray) -> np.ndarray:
+        whole = np.zeros(len(slots), column.dtype)
+        whole[rows] = column
+        return whole
+
+    return replace(output, slots=slots, tokens=spread(output.tokens), finish=spread(output.finish), beams=beams,
+                   log_probs=None if output.log_probs is None else spread(output.log_probs))
+
+
 # The finish codes a backend may report, as plain integers for numpy comparisons on the hot path.
 NOT_FINISHED = int(FinishReason.NOT_FINISHED)
 END_ID = int(FinishReason.END_ID)

@@ -169,6 +169,13 @@ class BeamSearches:
     def __contains__(self, slot: int) -> bool:
         return slot in self._by_slot
 
+    def __len__(self) -> int:
+        return len(self._by_slot)
+
+    def width(self, slot: int) -> int:
+        """Beams of the sequence in the slot."""
+        return next(iter(self._by_slot[slot].values())).setup.width if slot in self._by_slot else 1
+
     def at(self, slot: int, position: int) -> BeamSearch:
         """The search that is to draw the tokens of this position."""
         searches = self._by_slot[slot]

@@ -7,6 +7,8 @@ import torch
 
 from ..handover import SlotSetup
 from ..triton_kernels import dispatch
+from .beam_draw import BeamRows, DrawnBeams, find_candidates
+from .beam_search import BeamSearches
 from .history import TokenHistory
 from .logits_post_processors import LogitsPostProcessors, PostProcessed
 from .logits_return import generation_logits
@@ -28,6 +30,7 @@ class Drawn:
     log_probs         [r] float32, or None when nobody asked; 0 in the rows of those who did not
     post_processed    the rows that users' functions changed; None when there are none
     logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when nobody asked
+    beams             what was drawn for beams, of which the first four say nothing; None when there are none
     """
 
     tokens: torch.Tensor
@@ -37,46 +40,59 @@ class Drawn:
     post_processed: PostProcessed | None
     logits_slots: list[int]
     logits: torch.Tensor | None
+    beams: DrawnBeams | None = None
 
 
 class GptDecoder:
-    """Draws one token per row. Work that no row of a step asks for is not done.
+    """Draws one token per row, and the next tokens of beams. Work that no row of a step asks for is not done.
 
-    state     the per-slot state; the token drawn is kept there by `keep`, last of all
-    history   tokens of the sequences for which anything but the model depends on them
-    stages    what is done to logits; None: `stages.default_stages`
+    state      the per-slot state; the token drawn is kept there by `keep`, last of all
+    searches   the slots that have beams; their tokens are kept there, when the host has judged them
+    history    tokens of the sequences for which anything but the model depends on them; not of beams
+    stages     what is done to logits; None: `stages.default_stages`
     """
 
     def __init__(self, num_slots: int, device: torch.device, stages: Sequence[LogitsStage] | None = None) -> None:
         self.state = SlotState(num_slots, device)
         self._post_processors = LogitsPostProcessors()
+        self.searches = BeamSearches()
         self.history = TokenHistory(num_slots, device)
         self._stages = default_stages(num_slots, device, self.history) if stages is None else tuple(stages)
         self._stop_words = StopWords(num_slots, device, self.history)
         self._top_p_decay = TopPDecay(num_slots, device)
         self._kernel = dispatch.kernel("sample_token", device) if dispatch.use_triton(device) else None
+        self._beam_kernel = dispatch.kernel("beam_topk", device)
         self._zeros = torch.zeros(num_slots, dtype=torch.float32, device=device)
 
     def set_up(self, setups: Iterable[tuple[int, SlotSetup]]) -> None:
         """Sequences take their slots. Doing so again is harmless."""
         setups = list(setups)
         self.state.set_up(setups)
-        parts = (self._post_processors, self.history, self._top_p_decay, self._stop_words, *self._stages)
+        parts = (self._post_processors, self.searches, self.history, self._top_p_decay, self._stop_words, *self._stages)
         for part in parts:
             for slot, setup in setups:
                 part.set_up(slot, setup)
 
-    def draw(self, logits: torch.Tensor, rows: DrawRows) -> Drawn:
-        """Draw from `logits` [r, vocab] float32, which post-processors and stages may change. Keeps nothing."""
+    def draw(self, logits: torch.Tensor, rows: DrawRows, beam_rows: BeamRows | None = None) -> Drawn:
+        """Draw from `logits` [r, vocab] float32, which post-processors and stages may change. Keeps nothing.
+
+        beam_rows   which of the rows belong to beams, if any
+        """
         returned = generation_logits(logits, rows, self.state)    # a copy, before anything is done to them
         post_processed = self._post_processors.apply(logits, rows.slots) if self._post_processors else None
         apply_stages(self._stages, logits, rows)
+        beams = None
+        if beam_rows is not None:
+            beams = DrawnBeams(beam_rows, self.searches, find_candidates(
+                self._beam_kernel, beam_rows.beam_logits(logits), self.state.column("temperature", beam_rows.beams),
+                beam_rows))
+            logits, rows = beam_rows.single_logits(logits), beam_rows.singles
         if self._kernel is None:
             tokens, finite, log_probs = self._draw_on_host(logits, rows)
         else:
             tokens, finite, log_probs = self._draw_in_kernel(logits, rows)
         finish = self._stop_words.mark(finish_codes(tokens, self.state.column("end_id", rows)), tokens, rows)
-        return Drawn(tokens, finish, finite, log_probs, post_processed, *returned)
+        return Drawn(tokens, finish, finite, log_probs, post_processed, *returned, beams)
 
     def keep(self, drawn: Drawn, rows: DrawRows) -> None:
         """The next step is fed what was drawn, and its draws know of it."""

@@ -74,7 +74,8 @@ KNOBS: dict[str, tuple[str, Range]] = {
 class SamplingConfig:
     """How one request's tokens are drawn. The defaults are neutral: greedy, no penalty, one beam.
 
-    beam_width                   sequences kept; 1: no beam search
+    beam_width                   sequences kept; 1: no beam search, and of what follows up to min_p only the temperature
+                                 counts otherwise
     temperature                  > 0 divides the logits; 0: greedy
     top_k, top_p                 0 and 0.0: greedy; k best, smallest set that holds p; p = 1 keeps everything
     top_p_decay, top_p_min, top_p_reset_ids   top_p shrinks by the factor at each token, down to the floor, and starts
