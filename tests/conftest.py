@@ -206,8 +206,8 @@ def build_world(*, policy=SchedulerPolicy.MAX_UTILIZATION, model_type=TrtGptMode
 
 @pytest.fixture
 def make_world():
-    """make_world(policy=..., model_type=..., backend={...}, max_beam_width=..., terminate_req_id=..., exclude_input=..., parts={...},
-    **optional params)"""
+    """make_world(policy=..., model_type=..., backend={...}, max_beam_width=..., terminate_req_id=...,
+    exclude_input=..., parts={...}, **optional params)"""
     return build_world
 
 

@@ -317,7 +317,7 @@ class Admission:
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
                 deadline_s=None if looked.deadline_s is None else float(looked.deadline_s),
-                pad_id=next((scalars[name] for name in ("pad_id", "end_id") if scalars.get(name, -1) >= 0), 0),
+                pad_id=_pad_id(scalars) if sampling.beam_width > 1 else 0,
             ),
             num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
@@ -488,6 +488,10 @@ class Admission:
                 f"together they may need {blocks:,} blocks of {limits.tokens_per_block} tokens{beams}, and the pool "
                 f"has {limits.num_blocks:,}: it would wait for ever",
                 f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
+
+
+def _pad_id(scalars: Mapping[str, Any]) -> int:
+    return next((scalars[name] for name in ("pad_id", "end_id") if scalars.get(name, -1) >= 0), 0)
 
 
 def _batch_key(looked: _Looked, sampling: SamplingConfig) -> Hashable:
