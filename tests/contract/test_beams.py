@@ -310,7 +310,7 @@ def test_values_that_are_not_finite_end_that_request_and_every_block_of_its_beam
     world.run()
     assert planted and world.client.final(0).code == "NON_FINITE_LOGITS"
     assert_right(world, {1: asked[1]})
-    asked = {i: ([i, i, i], 12, {"beam_width": 3}) for i in range(2, 6)}      # who gets the blocks finds nothing in them
+    asked = {i: ([i, i, i], 12, {"beam_width": 3}) for i in range(2, 6)}    # nothing is left in the blocks
     world.client.pending = [new_request(i, prompt, count, return_log_probs=True, **options)
                             for i, (prompt, count, options) in asked.items()]
     world.run()
