@@ -18,7 +18,7 @@ here, on the host, on a few numbers:
     diversity   a continuation competes with its log-probability less diversity_rate for every better continuation of
                 the same beam (Li, Monroe and Jurafsky, 2016); what is kept and reported of it is without that
 
-This is the beam search of transformers with early_stopping True, False and "never", whose tests are the oracle; in
+With early_stopping 1, 0 and another number this is the beam search of transformers with True, False and "never", in
 float32 as there. The results are the finished texts by worth, or fewer than `width` where the model allows no more.
 
 numpy only.

@@ -56,7 +56,6 @@ NOT_WITH_BEAMS: dict[str, str] = {
     "presence_penalty": "a presence penalty",
     "frequency_penalty": "a frequency penalty",
     "no_repeat_ngram_size": "banning repeated n-grams",
-    "min_length": "a minimum length",
     "bad_words_list": "bad words",
     "stop_words_list": "stop words",
     "draft_input_ids": "speculative decoding",
