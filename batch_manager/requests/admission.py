@@ -424,9 +424,6 @@ class Admission:
         SHARE.check("priority", looked.priority)
         if looked.deadline_s is not None:
             _DEADLINE_RANGE.check("deadline_s", looked.deadline_s)
-        if looked.logits_post_processor is not None and scalars.get("beam_width", 1) > 1:
-            raise InvalidRequestError(f"logits_post_processor is given and beam_width is {scalars['beam_width']}",
-                                      "this version calls post-processors for one beam only", "set beam_width to 1")
         for name, gathered in (("context", self.gather_context_logits), ("generation", self.gather_generation_logits)):
             if scalars.get(f"return_{name}_logits") and not gathered:
                 raise InvalidRequestError(f"return_{name}_logits is set and gather_{name}_logits is off",

@@ -81,7 +81,7 @@ class SamplingConfig:
     top_p_decay, top_p_min, top_p_reset_ids   top_p shrinks by the factor at each token, down to the floor, and starts
                                  anew when the id was drawn (-1: never)
     min_p                        of what these leave, drops tokens below this share of the best one's probability
-    len_penalty, early_stopping, beam_search_diversity_rate   how beams compete (decoding/beam_search.py says how); without
+    len_penalty, early_stopping, beam_search_diversity_rate   how beams compete, see decoding/beam_search.py; without
                                  effect at beam width 1
     repetition_penalty           divides the logits of tokens seen before; 1: off
     presence_penalty, frequency_penalty   subtracted once, and per occurrence; 0: off

@@ -169,6 +169,24 @@ def test_returned_logits_are_those_each_token_was_drawn_from(
             np.testing.assert_allclose(log_probs, of_all[range(count), everything[len(prompt):]], atol=1e-4, rtol=0)
 
 
+def test_no_beam_ends_before_the_minimum_length_and_a_bias_counts_for_all_of_them(
+        make_manager, new_client, new_request, llama):
+    prompt, width = questions(211, [4])[0][0], 4
+    end_id = llama(prompt, 5, 3, 0, 0.0, 2)[0][0][2]                           # a token that is likely
+    bias = np.zeros(211, np.float32)
+    bias[100:] = -100
+    client = new_client()
+    options = {"beam_width": width, "end_id": end_id, "return_log_probs": True}
+    client.pending = [new_request(0, prompt, 12, **options), new_request(1, prompt, 12, min_length=6, **options),
+                      new_request(2, prompt, 12, embedding_bias=bias, **options)]
+    make_manager(client, model_path=llama.folder, num_threads=1, max_beam_width=4,
+                 kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=2000))
+    client.wait_for_finals(0, 1, 2)
+    texts = [[client.final(i).tokens(beam)[len(prompt):] for beam in range(width)] for i in range(3)]
+    assert min(map(len, texts[0])) < 6 <= min(map(len, texts[1])) and end_id not in texts[1][0][:6]
+    assert all(token < 100 for text in texts[2] for token in text)
+
+
 def test_a_logits_post_processor_sees_every_beam(make_manager, new_client, new_request, llama):
     asked, seen = questions(211, [3, 1, 3]), []
 

@@ -184,8 +184,8 @@ def variants_by_alignment():
     """{kernel: compiled variants} when the index tensors are slices that begin at their first, or second, entry."""
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
-    from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.beam_topk import beam_topk
+    from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
     from batch_manager.triton_kernels.rope_kv_append import rope_kv_append

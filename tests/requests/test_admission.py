@@ -269,11 +269,6 @@ def test_the_batched_logits_post_processor_is_that_of_the_manager(admit):
     assert admit(limits={"logits_post_processor_batched": print}).setup.logits_post_processor is None
 
 
-def test_a_logits_post_processor_is_refused_with_beams(refusal):
-    text = refusal(beam_width=2, flags={"logits_post_processor": change_nothing})
-    assert "logits_post_processor is given and beam_width is 2" in text
-
-
 def test_a_builtin_that_does_not_say_what_it_takes_is_believed(admit):
     assert admit(flags={"logits_post_processor": max}).setup.logits_post_processor.function is max
 
