@@ -111,7 +111,7 @@ class LlmRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt plus generated tokens of the longest beam."""
+        """Prompt plus generated tokens; beams are of one length as long as they run."""
         return len(self.tokens[0])
 
     @property
