@@ -155,7 +155,8 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
         raise ConfigError("enable_block_reuse is set", f"a {type(backend).__name__} has no copy_blocks",
                           "give it one, see ModelBackend, or leave enable_block_reuse out")
     if limits.max_beam_width > 1 and not hasattr(backend, "copy_blocks"):
-        raise ConfigError(f"max_beam_width is {limits.max_beam_width}", f"a {type(backend).__name__} has no copy_blocks",
+        raise ConfigError(f"max_beam_width is {limits.max_beam_width}",
+                          f"a {type(backend).__name__} has no copy_blocks",
                           "give it one, see ModelBackend, or set max_beam_width to 1")
     if kv.host_cache_size and not info.host_blocks:
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",

@@ -260,8 +260,7 @@ class Admission:
         self._refuse_what_is_not_built(looked, values, sampling.beam_width)
 
         prompt, scalars = values["input_ids"], looked.scalars
-        max_new_tokens, warnings = self._fit(looked, len(prompt), scalars["request_output_len"],
-                                             sampling.beam_width)
+        max_new_tokens, warnings = self._fit(looked, len(prompt), scalars["request_output_len"])
         return_context_logits = scalars.get("return_context_logits", False)
         return_generation_logits = scalars.get("return_generation_logits", False)
         return_log_probs = scalars.get("return_log_probs", False)
@@ -447,7 +446,7 @@ class Admission:
                 raise InvalidRequestError(f"{name} asks for {NOT_BUILT[name]}", "this version cannot do that yet",
                                           f"leave {name} out")
 
-    def _fit(self, looked: _Looked, prompt_len: int, asked: int, beam_width: int) -> tuple[int, tuple[str, ...]]:
+    def _fit(self, looked: _Looked, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
         """The number of tokens that may be generated, and what there is to say about it.
 
         Raises for a request that would wait for ever.

@@ -7,7 +7,15 @@ import random
 import numpy as np
 import pytest
 
-from batch_manager import ContextChunkingPolicy, FinishReason, RequestScheduler, SchedulerPolicy, TrtGptModelType
+from batch_manager import (
+    ContextChunkingPolicy,
+    FinishReason,
+    KvCacheConfig,
+    RequestScheduler,
+    SchedulerPolicy,
+    TrtGptModelType,
+)
+from batch_manager.errors import ConfigError
 from batch_manager.handover import RowFailure
 from batch_manager.names import ErrorCode
 from batch_manager.runtime.scripted_backend import ScriptedBackend, expected_candidates
@@ -27,11 +35,11 @@ def live_beams(prompt, width, steps, rate=0.0):
     return beams
 
 
-def step(prompt, beams, width, rate=0.0):
+def step(prompt, beams, width, rate=0.0, window=None):
     """What may follow the beams, best first: [(sum, tokens)]."""
     found = []
     for total, text in beams:
-        follows = expected_candidates([*prompt, *text], 2 * width, vocab_size=VOCAB)
+        follows = expected_candidates([*prompt, *text], 2 * width, vocab_size=VOCAB, window=window)
         follows.sort(key=lambda candidate: (-candidate[1], candidate[0]))
         found += [(total + log_prob - rate * rank, total + log_prob, [*text, token])
                   for rank, (token, log_prob) in enumerate(follows)]
@@ -40,11 +48,11 @@ def step(prompt, beams, width, rate=0.0):
 
 
 def search(prompt, count, *, beam_width, end_id=-1, len_penalty=0.0, early_stopping=1,
-           beam_search_diversity_rate=0.0):
+           beam_search_diversity_rate=0.0, window=None):
     """Beam search as one would write it down: [(tokens, sum of log-probs, finish reason)], best first."""
     beams, finished = [(0.0, [])], []
     for length in range(1, count + 1):
-        candidates = step(prompt, beams, beam_width, beam_search_diversity_rate)
+        candidates = step(prompt, beams, beam_width, beam_search_diversity_rate, window)
         for total, text in candidates[:beam_width]:
             if text[-1] == end_id:
                 finished.append((total / length**len_penalty, text[:-1], total, END))
@@ -72,7 +80,7 @@ def random_requests(new_request, count, seed, widths=(1, 2, 3, 4), longest=16, *
                    for i, (prompt, new_tokens, options) in asked.items()]
 
 
-def assert_right(world, asked):
+def assert_right(world, asked, window=None):
     """Returns how many texts ended by themselves."""
     ended = 0
     for i, (prompt, count, options) in asked.items():
@@ -82,7 +90,7 @@ def assert_right(world, asked):
         if width == 1:
             assert final.tokens()[len(prompt):] == world.expected(prompt, count, end_id=options["end_id"])
             continue
-        expected = search(prompt, count, **options)
+        expected = search(prompt, count, window=window, **options)
         assert len(expected) == width
         assert final.tensors["output_ids"].shape[:2] == (1, width)
         assert [final.tokens(beam) for beam in range(width)] == [prompt + text for text, *_ in expected]
@@ -117,6 +125,43 @@ def test_requests_of_any_widths_get_what_each_would_get_alone(make_world, new_re
     assert assert_right(world, asked) > 0
     if options.get("model_type") is not V1:    # which pauses nobody
         assert (paused(world) > 0) == (policy is MAX)
+
+
+@pytest.mark.parametrize("policy", [MAX, GUARANTEED])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_beams_reuse_prompts_and_their_prompts_are_reused(make_world, new_request, policy, chunked):
+    world = make_world(policy=policy, backend={"num_blocks": 24, "tokens_per_block": 4, "vocab_size": VOCAB},
+                       max_beam_width=4, kv_cache_config=KvCacheConfig(enable_block_reuse=True), max_batch_size=3,
+                       enable_chunked_context=chunked, max_num_tokens=16 if chunked else 64)
+    asked, _ = random_requests(new_request, 16, 7)
+    asked = {i: ([3, 1, 4, 1, 5, 9, 2, 6][:8 - i % 3] + prompt[:i % 6], count, options)
+             for i, (prompt, count, options) in asked.items()}
+    world.client.pending = [new_request(i, prompt, count, return_log_probs=True, **options)
+                            for i, (prompt, count, options) in asked.items()]
+    world.run()
+    assert_right(world, asked)
+    assert json.loads(world.client.stats[-1])["Reused KV cache blocks"] > 5
+
+
+def test_beams_give_the_blocks_back_that_leave_the_window(make_world, new_request):
+    world = make_world(backend={"num_blocks": 40, "tokens_per_block": 4, "vocab_size": VOCAB, "window": 9},
+                       max_beam_width=3, kv_cache_config=KvCacheConfig(max_attention_window=9))
+    asked = {i: ([i + 1] * (3 + 4 * i), 30, {"beam_width": 3}) for i in range(3)}
+    world.client.pending = [new_request(i, prompt, count, return_log_probs=True, **options)
+                            for i, (prompt, count, options) in asked.items()]
+    world.run()
+    assert_right(world, asked, window=9)
+    assert max(json.loads(record)["Used KV cache blocks"] for record in world.client.stats) <= 3 * 3 * 4
+
+
+def test_a_backend_without_copies_is_refused_where_beams_are_allowed(make_world):
+    class WithoutCopies(ScriptedBackend):
+        @property
+        def copy_blocks(self):
+            raise AttributeError("copy_blocks")
+
+    with pytest.raises(ConfigError, match="max_beam_width is 2; a WithoutCopies has no copy_blocks"):
+        make_world(max_beam_width=2, backend=WithoutCopies())
 
 
 def test_plain_requests_of_a_manager_with_beams(make_world, new_request):
@@ -362,7 +407,7 @@ def test_beams_that_no_step_has_room_for_are_refused(make_world, new_request):
 
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])
-@pytest.mark.parametrize(("prompt", "new_tokens", "needed"), [(5, 6, 1 + 2 * 3), (8, 8, 1 + 3 * 3), (3, 1, 3)])
+@pytest.mark.parametrize(("prompt", "new_tokens", "needed"), [(5, 6, 1 + 2 * 3), (8, 8, 2 + 2 * 3), (3, 1, 3)])
 def test_c8_what_fits_the_pool_runs_and_what_never_could_is_refused_at_once(
         make_world, new_request, policy, prompt, new_tokens, needed):
     for num_blocks in (needed, needed - 1):
