@@ -58,7 +58,7 @@ def build_loop(
         scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # whoever starts has all it may need
     refuse_what_is_not_built(optional_params)
     clock = SystemClock() if parts.clock is None else parts.clock
-    backend = _make_backend(model_path, model_type, optional_params, parts)
+    backend = _make_backend(model_path, model_type, max_beam_width, optional_params, parts)
     try:
         limits = resolve_limits(optional_params, backend.info, max_beam_width, scheduler_policy)
         if static_batch:    # a padded step is bounded by its sequences
@@ -74,7 +74,7 @@ def build_loop(
             exclude_input_in_output=exclude_input_in_output,
             static_batching=static_batch,
             logits_post_processor_batched=parts.logits_post_processor_batched,
-            blocks_of=kv_cache_manager.get_needed_resource_to_completion)
+            blocks_of=kv_cache_manager.most_blocks)
         loop = GenerationLoop(
             limits=limits,
             callbacks=callbacks,
@@ -153,17 +153,22 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
     if kv.enable_block_reuse and not hasattr(backend, "copy_blocks"):
         raise ConfigError("enable_block_reuse is set", f"a {type(backend).__name__} has no copy_blocks",
                           "give it one, see ModelBackend, or leave enable_block_reuse out")
+    if limits.max_beam_width > 1 and not hasattr(backend, "copy_blocks"):
+        raise ConfigError(f"max_beam_width is {limits.max_beam_width}",
+                          f"a {type(backend).__name__} has no copy_blocks",
+                          "give it one, see ModelBackend, or set max_beam_width to 1")
     if kv.host_cache_size and not info.host_blocks:
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
                           "construct it with some and say so in its BackendInfo, or leave host_cache_size out")
     return KvCacheManager(
-        limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, window=window,
+        limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, max_beam_width=limits.max_beam_width,
+        window=window,
         sink_token_length=sinks, enable_block_reuse=kv.enable_block_reuse,
         host_blocks=info.host_blocks if kv.host_cache_size else 0, now=clock.monotonic)
 
 
-def _make_backend(model_path: Any, model_type: TrtGptModelType, params: TrtGptModelOptionalParams,
-                  parts: Parts) -> ModelBackend:
+def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: int,
+                  params: TrtGptModelOptionalParams, parts: Parts) -> ModelBackend:
     if parts.backend is not None:
         if params.deterministic:
             raise ConfigError("deterministic was asked for with Parts.backend",
@@ -179,7 +184,8 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, params: TrtGptMo
               TrtGptModelType.InflightFusedBatching: layouts.fused}[model_type]
     num_slots = params.max_num_sequences if (params.max_num_sequences or 0) > 0 else params.max_batch_size
     return build_native_backend(
-        model_path, params, layout=layout, num_slots=num_slots, attention_factory=parts.attention)
+        model_path, params, layout=layout, num_slots=num_slots, max_beam_width=max_beam_width,
+        attention_factory=parts.attention)
 
 
 def _make_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:

@@ -33,6 +33,24 @@ class LogitsPostProcessor:
     is_batched: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSetup:
+    """How the beams of one sequence compete; decoding/beam_search.py says what the numbers do.
+
+    width             beams, 2 or more
+    max_new_tokens    tokens at which the search ends
+    len_penalty       a finished beam is worth its log-probability / its length ** len_penalty
+    early_stopping    when to end before that: 1, 0, or any other number
+    diversity_rate    what a continuation loses, when candidates are chosen, for each better one of the same beam
+    """
+
+    width: int
+    max_new_tokens: int
+    len_penalty: float = 0.0
+    early_stopping: int = 1
+    diversity_rate: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotSetup:
     """What the device must know about a sequence before its first token, written once per admission or resume.
@@ -58,6 +76,8 @@ class SlotSetup:
     logits_post_processor   changes the logits before anything else does; None: nobody
     prompt_length           tokens of the user's prompt; whatever follows was generated, also after a resume
     history                 [n] int32, all tokens of the sequence so far; given where `wants_history`, else None
+    beams                   beam search with these numbers, which looks at the temperature but at no other number of
+                            sampling; None: one sequence
     """
 
     end_id: int = -1
@@ -83,6 +103,7 @@ class SlotSetup:
     logits_post_processor: LogitsPostProcessor | None = None
     prompt_length: int = 0
     history: np.ndarray | None = None
+    beams: BeamSetup | None = None
 
     @property
     def decays(self) -> bool:
@@ -144,10 +165,13 @@ class GenerationWork:
 
     slots        [g] int32, in batch order
     kv_lengths   [g] int32: tokens in the KV cache before the step = position of the token that is fed
+    beam_width   beams of each of these sequences: a step has one width. A sequence of several is several rows of
+                 tokens, one after the other, all of one length
     """
 
     slots: np.ndarray
     kv_lengths: np.ndarray
+    beam_width: int = 1
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -160,7 +184,8 @@ NO_GENERATION = GenerationWork(np.empty(0, np.int32), np.empty(0, np.int32))
 class BlockTableUpdates:
     """Entries of the block tables that changed since the last batch: `table[slots[i], indices[i]] = block_ids[i]`.
 
-    slots, indices, block_ids   [u] int32
+    slots, indices, block_ids   [u] int32. Where sequences may have beams, what is called a slot here is the row of one
+                                beam: slot * ScheduledBatch.max_beam_width + beam
     Applying an update twice is harmless. Entries past a sequence's length are stale and must not be read, and so are
     those of blocks that were given back because they left the window: -1, or a block that is somebody else's by now.
     """
@@ -193,8 +218,9 @@ class BlockCopy:
 class ScheduledBatch:
     """All work of one step: contexts before generation, in this order.
 
-    num_places   rows that a padded layout keeps for generation: one for each member of a static batch, those that are
-                 done included; 0: as many as there are sequences. Other layouts do not look at it.
+    num_places       sequences that a padded layout keeps rows for in generation: the members of a static batch, those
+                     that are done included; 0: as many as there are. Other layouts do not look at it.
+    max_beam_width   rows of the block tables that belong to a slot; the same in every batch
 
     A backend that raises from `start` or `finish` must have changed nothing that a second run of the same batch, or of
     any part of it, would notice: the loop narrows a failure down by running halves.
@@ -206,6 +232,7 @@ class ScheduledBatch:
     generation: GenerationWork = NO_GENERATION
     block_table_updates: BlockTableUpdates = NO_UPDATES
     num_places: int = 0
+    max_beam_width: int = 1
 
     @property
     def num_sequences(self) -> int:
@@ -227,8 +254,10 @@ class ScheduledBatch:
             iteration=self.iteration,
             micro_batch_id=self.micro_batch_id,
             context=self.context[start:stop],
-            generation=GenerationWork(self.generation.slots[rows], self.generation.kv_lengths[rows]),
+            generation=GenerationWork(self.generation.slots[rows], self.generation.kv_lengths[rows],
+                                      self.generation.beam_width),
             block_table_updates=self.block_table_updates,
+            max_beam_width=self.max_beam_width,
         )
 
 
@@ -241,18 +270,59 @@ class RowFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One of the texts that a beam search came to.
+
+    tokens          [n] int32, without the end id
+    cum_log_prob    sum of the log-probabilities of its tokens, the end id's included
+    log_probs       [n] float32, of `tokens`
+    rows            [n] int32: the beam that each token continued, so the row it was drawn from in its step
+    finish          FinishReason: END_ID or LENGTH
+    """
+
+    tokens: np.ndarray
+    cum_log_prob: float
+    log_probs: np.ndarray
+    rows: np.ndarray
+    finish: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOutput:
+    """What a step yielded for the beams of one sequence.
+
+    tokens          [width] int32: the token each beam goes on with
+    parents         [width] int32: the beam whose text it continues; 0 behind a context, when there is but one
+    cum_log_probs   [width] float32: the log-probability of each text, best first unless a diversity rate has its say.
+                    -inf: there are fewer texts than beams, this one is none
+    log_probs       [width] float32: of the tokens
+    hypotheses      the search is over, and these are its results, best first, `width` or fewer; nothing else of this
+                    matters then. None: it goes on
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    cum_log_probs: np.ndarray
+    log_probs: np.ndarray
+    hypotheses: tuple[Hypothesis, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step yielded: one row for each context whose last chunk ran, then one for each generation row.
+    """What a step yielded: one row for each context whose last chunk ran, then one for each generating sequence.
 
     slots               [r] int32, in batch order
-    tokens              [r] int32: the token chosen; meaningless where `failures` names the slot
+    tokens              [r] int32: the token chosen; meaningless where `failures` or `beams` names the slot, as are
+                        finish and log_probs
     finish              [r] uint8, FinishReason as decided on the device: END_ID (the token is the end id and is not
                         part of the output), STOP_WORDS or NOT_FINISHED; lengths are counted by the host
     log_probs           [r] float32, or None when nobody in the batch asked; under the distribution the token was drawn
                         from, after everything done to its logits and the temperature, before top-k and top-p
     context_logits      slot -> [chunk tokens, vocab] float32, for the slots that asked; as the model gave them
-    generation_logits   slot -> [vocab] float32, for the slots that asked and have a row; as the model gave them
+    generation_logits   slot -> [vocab] float32, for the slots that asked and have a row; as the model gave them. With
+                        beams [beams, vocab], a row for each beam that was continued
     failures            slot -> why its row is unusable
+    beams               slot -> what its beams yielded, for the slots that have several
     """
 
     micro_batch_id: int
@@ -263,6 +333,7 @@ class StepOutput:
     context_logits: dict[int, np.ndarray] = field(default_factory=dict)
     generation_logits: dict[int, np.ndarray] = field(default_factory=dict)
     failures: dict[int, RowFailure] = field(default_factory=dict)
+    beams: dict[int, BeamOutput] = field(default_factory=dict)
 
     @staticmethod
     def merge(parts: "list[StepOutput]", micro_batch_id: int) -> "StepOutput":
@@ -283,10 +354,27 @@ class StepOutput:
             context_logits={slot: logits for part in parts for slot, logits in part.context_logits.items()},
             generation_logits={slot: logits for part in parts for slot, logits in part.generation_logits.items()},
             failures={slot: failure for part in parts for slot, failure in part.failures.items()},
+            beams={slot: beams for part in parts for slot, beams in part.beams.items()},
         )
+
+
+def with_beams(output: StepOutput, batch: ScheduledBatch, beams: dict[int, BeamOutput]) -> StepOutput:
+    """The output of a batch, from one with rows for its sequences without beams, and what those with beams yielded."""
+    last_chunks = np.array([work.slot for work in batch.context if work.is_last_chunk], np.int32)
+    slots = np.concatenate([last_chunks, batch.generation.slots])
+    rows = np.flatnonzero(np.isin(slots, output.slots))
+
+    def spread(column: np.ndarray) -> np.ndarray:
+        whole = np.zeros(len(slots), column.dtype)
+        whole[rows] = column
+        return whole
+
+    return replace(output, slots=slots, tokens=spread(output.tokens), finish=spread(output.finish), beams=beams,
+                   log_probs=None if output.log_probs is None else spread(output.log_probs))
 
 
 # The finish codes a backend may report, as plain integers for numpy comparisons on the hot path.
 NOT_FINISHED = int(FinishReason.NOT_FINISHED)
 END_ID = int(FinishReason.END_ID)
 STOP_WORDS = int(FinishReason.STOP_WORDS)
+LENGTH = int(FinishReason.LENGTH)

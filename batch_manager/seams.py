@@ -72,8 +72,8 @@ class ModelBackend(Protocol):
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """Copy KV cache blocks, one after the other, behind the steps that were started before and ahead of the next.
 
-        Called when prompts are reused, at most once for each batch that is planned and never again when a part of it is
-        run again. There is no way back from a copy that fails: what it raises ends the engine.
+        Called at most once for each batch that is planned and never again when a part of it is run again. There is no
+        way back from a copy that fails: what it raises ends the engine.
         """
         ...
 

@@ -190,12 +190,13 @@ def _params(kv_cache_config: KvCacheConfig | None = None, **options) -> TrtGptMo
 
 
 def build_world(*, policy=SchedulerPolicy.MAX_UTILIZATION, model_type=TrtGptModelType.InflightFusedBatching,
-                backend=None, terminate_req_id=None, exclude_input=False, parts=None, **params) -> World:
+                backend=None, max_beam_width=1, terminate_req_id=None, exclude_input=False, parts=None,
+                **params) -> World:
     client, clock = Client(), VirtualClock()
     scripted = backend if isinstance(backend, ScriptedBackend) else ScriptedBackend(**(backend or {}))
     params.setdefault("max_batch_size", 8)
     loop = build_loop(
-        model_path=None, model_type=model_type, max_beam_width=1,
+        model_path=None, model_type=model_type, max_beam_width=max_beam_width,
         scheduler_policy=policy, get_inference_requests_cb=client.get, send_response_cb=client.send,
         poll_stop_signal_cb=client.poll, return_batch_manager_stats_cb=client.return_stats,
         optional_params=_params(**params), terminate_req_id=terminate_req_id,
@@ -205,8 +206,8 @@ def build_world(*, policy=SchedulerPolicy.MAX_UTILIZATION, model_type=TrtGptMode
 
 @pytest.fixture
 def make_world():
-    """make_world(policy=..., model_type=..., backend={...}, terminate_req_id=..., exclude_input=..., parts={...},
-    **optional params)"""
+    """make_world(policy=..., model_type=..., backend={...}, max_beam_width=..., terminate_req_id=...,
+    exclude_input=..., parts={...}, **optional params)"""
     return build_world
 
 

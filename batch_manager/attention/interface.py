@@ -13,10 +13,10 @@ class PackedStep:
 
     T tokens, n sequences of which the first c are contexts, r rows that need logits.
 
-    token_ids      [T] int32   a generation row holds 0: its token is on the device, in its slot
+    token_ids      [T] int32   a generation row holds 0: its token is known to who draws the tokens, by its slot
     positions      [T] int32   position of each token in its sequence
     pool_slots     [T] int64   where its key and value go: block id * tokens_per_block + offset
-    slots          [n] int32   sequence slots in batch order
+    slots          [n] int32   sequence slots in batch order; a slot with beams once for each, as a sequence of its own
     query_starts   [n + 1] int32   offsets of the sequences in the packed tokens
     kv_lengths     [n] int32   tokens in the KV cache once this step's are written
     block_tables   [n, m] int32   block ids in order, m the longest table of the step. Entries past a sequence's own,

@@ -7,6 +7,8 @@ import torch
 
 from ..handover import SlotSetup
 from ..triton_kernels import dispatch
+from .beam_draw import BeamRows, DrawnBeams, find_candidates
+from .beam_search import BeamSearches
 from .history import TokenHistory
 from .logits_post_processors import LogitsPostProcessors, PostProcessed
 from .logits_return import generation_logits
@@ -28,6 +30,7 @@ class Drawn:
     log_probs         [r] float32, or None when nobody asked; 0 in the rows of those who did not
     post_processed    the rows that users' functions changed; None when there are none
     logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when nobody asked
+    beams             what was drawn for beams, of which the first four say nothing; None when there are none
     """
 
     tokens: torch.Tensor
@@ -37,49 +40,65 @@ class Drawn:
     post_processed: PostProcessed | None
     logits_slots: list[int]
     logits: torch.Tensor | None
+    beams: DrawnBeams | None = None
 
 
 class GptDecoder:
-    """Draws one token per row. Work that no row of a step asks for is not done.
+    """Draws one token per row, and the next tokens of beams. Work that no row of a step asks for is not done.
 
     state           the per-slot state; the token drawn is kept there by `keep`, last of all
-    history         tokens of the sequences for which anything but the model depends on them
+    searches        the slots that have beams; their tokens are kept there, when the host has judged them
+    history         tokens of the sequences for which anything but the model depends on them; not of beams
     stages          what is done to logits; None: `stages.default_stages`
     deterministic   a row's bits do not depend on the others: on a CPU, where torch shares work out by the number of
                     rows, each row is staged and drawn alone. Kernels take rows alone anyhow, and so does plain argmax.
+                    Not of beams
     """
 
     def __init__(self, num_slots: int, device: torch.device, stages: Sequence[LogitsStage] | None = None,
                  deterministic: bool = False) -> None:
         self.state = SlotState(num_slots, device)
         self._post_processors = LogitsPostProcessors()
+        self.searches = BeamSearches()
         self.history = TokenHistory(num_slots, device)
         self._stages = default_stages(num_slots, device, self.history) if stages is None else tuple(stages)
         self._stop_words = StopWords(num_slots, device, self.history)
         self._top_p_decay = TopPDecay(num_slots, device)
         self._kernel = dispatch.kernel("sample_token", device) if dispatch.use_triton(device) else None
         self._one_by_one = deterministic and self._kernel is None
+        self._beam_kernel = dispatch.kernel("beam_topk", device)
         self._zeros = torch.zeros(num_slots, dtype=torch.float32, device=device)
 
     def set_up(self, setups: Iterable[tuple[int, SlotSetup]]) -> None:
         """Sequences take their slots. Doing so again is harmless."""
         setups = list(setups)
         self.state.set_up(setups)
-        parts = (self._post_processors, self.history, self._top_p_decay, self._stop_words, *self._stages)
+        parts = (self._post_processors, self.searches, self.history, self._top_p_decay, self._stop_words, *self._stages)
         for part in parts:
             for slot, setup in setups:
                 part.set_up(slot, setup)
 
-    def draw(self, logits: torch.Tensor, rows: DrawRows) -> Drawn:
-        """Draw from `logits` [r, vocab] float32, which post-processors and stages may change. Keeps nothing."""
+    def draw(self, logits: torch.Tensor, rows: DrawRows, beam_rows: BeamRows | None = None) -> Drawn:
+        """Draw from `logits` [r, vocab] float32, which post-processors and stages may change. Keeps nothing.
+
+        beam_rows   which of the rows belong to beams, if any
+        """
         returned = generation_logits(logits, rows, self.state)    # a copy, before anything is done to them
         post_processed = self._post_processors.apply(logits, rows.slots) if self._post_processors else None
         if self._one_by_one and len(rows) > 1 and self._is_more_than_argmax(rows):
             tokens, finite, log_probs = self._draw_one_by_one(logits, rows)
+            beams = None
         else:
-            tokens, finite, log_probs = self._stage_and_draw(logits, rows)
+            apply_stages(self._stages, logits, rows)
+            beams = None
+            if beam_rows is not None:
+                beams = DrawnBeams(beam_rows, self.searches, find_candidates(
+                    self._beam_kernel, beam_rows.beam_logits(logits),
+                    self.state.column("temperature", beam_rows.beams), beam_rows))
+                logits, rows = beam_rows.single_logits(logits), beam_rows.singles
+            tokens, finite, log_probs = self._draw_rows(logits, rows)
         finish = self._stop_words.mark(finish_codes(tokens, self.state.column("end_id", rows)), tokens, rows)
-        return Drawn(tokens, finish, finite, log_probs, post_processed, *returned)
+        return Drawn(tokens, finish, finite, log_probs, post_processed, *returned, beams)
 
     def keep(self, drawn: Drawn, rows: DrawRows) -> None:
         """The next step is fed what was drawn, and its draws know of it."""
@@ -87,13 +106,16 @@ class GptDecoder:
         self._top_p_decay.keep(rows, drawn.tokens)
         self.state.keep_tokens(rows, drawn.tokens)
 
-    def _stage_and_draw(self, logits: torch.Tensor, rows: DrawRows):
-        apply_stages(self._stages, logits, rows)
+    def _draw_rows(self, logits: torch.Tensor, rows: DrawRows):
         return self._draw_on_host(logits, rows) if self._kernel is None else self._draw_in_kernel(logits, rows)
 
     def _draw_one_by_one(self, logits: torch.Tensor, rows: DrawRows):
         """Each row as if it were the step; log-probabilities are 0 for those who did not ask."""
-        drawn = [self._stage_and_draw(logits[row : row + 1].clone(), rows.one(row)) for row in range(len(rows))]
+        drawn = []
+        for row in range(len(rows)):
+            alone, row_of = logits[row : row + 1].clone(), rows.one(row)
+            apply_stages(self._stages, alone, row_of)
+            drawn.append(self._draw_rows(alone, row_of))
         tokens, finite, log_probs = zip(*drawn)
         if any(row is not None for row in log_probs):
             log_probs = torch.cat([torch.zeros(1) if row is None else row for row in log_probs])

@@ -11,7 +11,8 @@ called. Logits are float32 tensors on the engine's device; on a GPU the current 
                     one call for all requests of a step that asked for it; changes the tensor in place. Indexed or
                     iterated over, the tensor is a list of the requests' [1, beams, vocab]
 
-token_ids holds, per beam, the prompt and what was generated so far; the lists are the function's to keep.
+token_ids holds, per beam, the prompt and what was generated so far; the lists are the function's to keep. Behind the
+prompt there is one beam, however many a request asked for.
 
 A function that raises, returns something else, or leaves NaN, +inf or no token at all in a row ends its own request.
 One that has something to tell whoever waits for the response raises InvalidRequestError with it.
@@ -62,6 +63,10 @@ class _Rows:
     first: int
     end: int
     processor: LogitsPostProcessor
+
+    def token_ids(self) -> list[list[int]]:
+        """Behind a context there is one row still, whatever the beams."""
+        return self.processor.token_ids()[: self.end - self.first]
 
 
 class LogitsPostProcessors:
@@ -115,7 +120,7 @@ class LogitsPostProcessors:
 def _run_one(of: _Rows, logits: torch.Tensor) -> RowFailure | None:
     given = logits[None, of.first : of.end]
     try:
-        result = of.processor.function(of.processor.request_id, given, of.processor.token_ids())
+        result = of.processor.function(of.processor.request_id, given, of.token_ids())
     except BaseException as error:
         return _raised(error)
     if result is given:
@@ -138,7 +143,7 @@ def _run_batched(batch: list[_Rows], logits: torch.Tensor) -> dict[int, RowFailu
     given = picked.view(len(batch), 1, width, logits.shape[1])
     try:
         result = batch[0].processor.function(
-            [of.processor.request_id for of in batch], given, [of.processor.token_ids() for of in batch])
+            [of.processor.request_id for of in batch], given, [of.token_ids() for of in batch])
     except BaseException as error:
         if len(batch) > 1:
             raise                                                  # the loop runs the step again in halves

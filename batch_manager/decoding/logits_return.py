@@ -1,6 +1,6 @@
 """Logits that go back to whoever asked for them: as the model gave them, before any stage, float32 on the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -25,3 +25,13 @@ def generation_logits(logits: torch.Tensor, rows: DrawRows, state: SlotState) ->
     if not len(asked):
         return [], None
     return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]
+
+
+def logits_by_slot(slots: list[int], logits: np.ndarray | Sequence,
+                   beam_slots: Collection[int]) -> dict[int, np.ndarray]:
+    """slot -> its row [vocab] of `logits` [q, vocab], or where it has beams, all of them [beams, vocab]."""
+    by_slot = dict(zip(slots, logits))
+    for slot in by_slot.keys() & set(beam_slots):
+        first = slots.index(slot)
+        by_slot[slot] = logits[first : first + slots.count(slot)]
+    return by_slot

@@ -150,6 +150,13 @@ class KvCacheManager:
         """Blocks the request has and may take until its last token, all together, if it shares none."""
         return self.reservations.in_all(request)
 
+    def most_blocks(self, request: LlmRequest) -> int:
+        """`get_needed_resource_to_completion`, and where prompts are reused what that leaves out: each beam has its own
+        block for the last token of the prompt then.
+        """
+        own_last = self.cache is not None and request.prompt_len % self.tokens_per_block == 0
+        return self.get_needed_resource_to_completion(request) + (request.beam_width - 1 if own_last else 0)
+
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
         """Blocks the request may still take until its last token, estimated."""
         return self.estimates.to_completion(request)

@@ -1,12 +1,15 @@
 """Give every sequence of a step what it yielded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..handover import END_ID, NOT_FINISHED, RowFailure, ScheduledBatch, StepOutput
 from ..names import FinishReason, LlmRequestState
 from ..requests.llm_request import LlmRequest
+from .resources import Resources
 from .responder import Responder
+
+Row = tuple[int, tuple[LlmRequest, int, int]]    # its number, and whose it is, token and finish code
 
 COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
@@ -27,9 +30,10 @@ class Outcome:
     generated_tokens: int = 0
 
 
-def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest],
-            responder: Responder) -> Outcome:
-    """Move contexts on, append tokens, hand what was asked for to the responder.
+def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest], responder: Responder,
+            resources: Resources) -> Outcome:
+    """Move contexts on, append tokens, hand what was asked for to the responder, let beams go on with their parents'
+    blocks.
 
     requests   of the batch, in its order, as they were when it was launched: one that has ended since is passed over,
                whoever owns its slot now
@@ -50,9 +54,12 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
                 responder.note_context_logits(request, work.start, output.context_logits[work.slot])
 
     listeners = responder.listeners
-    rows = zip(_requests_of_rows(batch, output, requests), output.tokens.tolist(), output.finish.tolist(), strict=True)
+    rows = enumerate(zip(_requests_of_rows(batch, output, requests), output.tokens.tolist(), output.finish.tolist(),
+                         strict=True))
+    if output.beams:
+        rows = _advance_beams(rows, output, outcome, responder, resources)
     passed_over = 0
-    for row, (request, token, finish) in enumerate(rows):    # 256 rows an iteration: no call that can be spared
+    for row, (request, token, finish) in rows:    # 256 rows an iteration: no call that can be spared
         if request.state is COMPLETE or (failed and request.seq_slot in failed):
             passed_over += 1
         elif finish == END_ID:    # the end id is not part of the output
@@ -65,8 +72,30 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
                 outcome.ended.append((request, FinishReason(finish) if finish else FinishReason.LENGTH))
             elif streams:
                 outcome.to_send.append(request)
-    outcome.generated_tokens = len(output.tokens) - passed_over
+    outcome.generated_tokens += len(output.tokens) - passed_over
     return outcome
+
+
+def _advance_beams(rows: Iterable[Row], output: StepOutput, outcome: Outcome, responder: Responder,
+                   resources: Resources) -> Iterator[Row]:
+    """Deal with the rows that stand for several beams; yields the others."""
+    for row in rows:
+        request = row[1][0]
+        beams = output.beams.get(request.seq_slot)
+        if beams is None or request.state is COMPLETE or request.seq_slot in output.failures:
+            yield row
+            continue
+        outcome.generated_tokens -= 1    # the caller counts one for every row
+        if beams.hypotheses is None:
+            resources.follow(request, beams.parents.tolist())
+            request.add_to_beams(beams.parents.tolist(), beams.tokens.tolist())
+            responder.note_beams(request, beams, output.generation_logits.get(request.seq_slot))
+            outcome.generated_tokens += request.beam_width
+        else:
+            responder.note_hypotheses(request, beams.hypotheses, output.generation_logits.get(request.seq_slot))
+            request.set_beams([hypothesis.tokens.tolist() for hypothesis in beams.hypotheses])
+            outcome.generated_tokens += len(beams.hypotheses)
+            outcome.ended.append((request, FinishReason(beams.hypotheses[0].finish)))
 
 
 def _requests_of_rows(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest]) -> list[LlmRequest]:

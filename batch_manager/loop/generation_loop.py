@@ -178,7 +178,7 @@ class GenerationLoop:
     def _finish_oldest(self) -> Outcome:
         flight = self._window.popleft()
         batch, output = flight.step.batch, flight.step.finish()
-        outcome = advance(batch, output, flight.requests, self._responder)
+        outcome = advance(batch, output, flight.requests, self._responder, self._resources)
         if batch.context:
             self._resources.publish(flight.requests[:len(batch.context)])
         return outcome

@@ -55,6 +55,7 @@ class Resources:
         self._static_batch = static_batch
         self._setups: dict[int, SlotSetup] = {}
         self._prompt_tables: dict[int, PromptTable] = {}
+        self._copies: list[BlockCopy] = []
 
     def admit(self, admitted: Admitted) -> None:
         """Remember what the device must be told when the request starts."""
@@ -93,13 +94,30 @@ class Resources:
         if plan.generation_requests:
             slots = self._kv.slots(plan.generation_requests)
             # The step feeds the newest token, for which the claim has just made room.
-            generation = GenerationWork(slots, self._kv.kv_lengths(slots) - 1)
+            generation = GenerationWork(slots, self._kv.kv_lengths(slots) - 1, plan.generation_requests[0].beam_width)
         num_places = 0
         if self._static_batch is not None:
             if plan.context_requests:
                 self._static_batch.form(plan.context_requests)
             num_places = self._static_batch.num_places
-        return ScheduledBatch(iteration, micro_batch_id, context, generation, updates, num_places)
+        return ScheduledBatch(iteration, micro_batch_id, context, generation, updates, num_places,
+                              self._kv.sequences.max_beam_width)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """What has to be copied before the batch of the last claim is started."""
+        claimed = self._kv.take_copies()
+        if not self._copies:
+            return claimed
+        # What the beams of a step became comes first: a claim may have given away what they have left since.
+        copies, self._copies = self._copies, []
+        return copies + claimed
+
+    def follow(self, request: LlmRequest, parents: Sequence[int]) -> None:
+        """Make each beam of the request hold what its parent does; behind the context that is the first one for all."""
+        if request.num_generated_tokens:
+            self._copies += self._kv.reorder(request, parents)
+        else:
+            self._copies += self._kv.fork(request)
 
     def _claim_all(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> BlockTableUpdates:
         claimed: list[Resource] = []
@@ -133,9 +151,6 @@ class Resources:
             embeddings=None if table is None else table.embeddings(token_ids),
         )
 
-    def take_copies(self) -> list[BlockCopy]:
-        """What has to be copied before the batch of the last claim is started."""
-        return self._kv.take_copies()
 
     def publish(self, contexts: Sequence[LlmRequest]) -> None:
         """Let other prompts use what a finished step has computed of these. One whose row failed did not advance, so

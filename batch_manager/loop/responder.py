@@ -1,15 +1,16 @@
 """What each request has not been told yet, and the final response exactly once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..handover import StepOutput
+from ..handover import BeamOutput, Hypothesis, StepOutput
 from ..names import FinishReason
 from ..requests.admission import Admitted, ResponseOptions
 from ..requests.llm_request import LlmRequest
-from ..requests.response import build_response
+from ..requests.response import build_beam_response, build_response
+from .beam_delivery import BeamDelivery
 from .callbacks import GuardedCallbacks
 
 
@@ -24,6 +25,7 @@ class Delivery:
     context_logits      [prompt, vocab], filled chunk by chunk, when asked; None once it was sent
     context_rows        rows of it that are filled, from the first; all of them are needed before it is sent
     is_plain            nothing but tokens was asked for
+    beams               where there are several; what is said above of tokens is kept there then
     """
 
     options: ResponseOptions
@@ -34,6 +36,7 @@ class Delivery:
     generation_logits: list[np.ndarray] = field(default_factory=list)
     context_logits: np.ndarray | None = None
     context_rows: int = 0
+    beams: BeamDelivery | None = None
 
 
 class Responder:
@@ -62,6 +65,9 @@ class Responder:
         asks = options.return_log_probs or options.return_context_logits or options.return_generation_logits
         request_id = admitted.request.request_id
         self._deliveries[request_id] = delivery = Delivery(options, is_plain=not asks)
+        if admitted.request.beam_width > 1:
+            delivery.beams = BeamDelivery(admitted.request.beam_width, keeps_log_probs=options.return_log_probs,
+                                          keeps_logits=options.return_generation_logits)
         if asks or options.is_streaming:
             self.listeners[request_id] = delivery
 
@@ -92,6 +98,14 @@ class Responder:
                 delivery.generation_logits.append(output.generation_logits[request.seq_slot].copy())
         return options.is_streaming
 
+    def note_beams(self, request: LlmRequest, beams: BeamOutput, logits: np.ndarray | None) -> None:
+        """Keep what belongs to the tokens that were just added to the beams of a request."""
+        self._deliveries[request.request_id].beams.follow(beams, logits, is_first=request.num_generated_tokens == 1)
+
+    def note_hypotheses(self, request: LlmRequest, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None) -> None:
+        """Keep what belongs to the final texts of a request, which has the live ones still."""
+        self._deliveries[request.request_id].beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
+
     def send_new_tokens(self, request: LlmRequest) -> None:
         delivery = self._deliveries[request.request_id]
         tensors = self._build(request, delivery, FinishReason.NOT_FINISHED)
@@ -115,11 +129,17 @@ class Responder:
             if options.is_streaming:
                 return build_response(options, (), tokens[prompt_len + delivery.num_sent:], reason,
                                       to_tensor=self._to_tensor)
-            return build_response(options, tokens[:prompt_len], tokens[prompt_len:], reason, to_tensor=self._to_tensor)
+            if delivery.beams is None:
+                return build_response(options, tokens[:prompt_len], tokens[prompt_len:], reason,
+                                      to_tensor=self._to_tensor)
 
         # A response takes what was kept for it along: nothing is held twice, nothing is sent twice.
         first = delivery.num_sent if options.is_streaming else 0
         context_logits = delivery.context_logits if delivery.context_rows == prompt_len else None
+        if delivery.beams is not None:
+            return build_beam_response(options, tokens[:prompt_len], delivery.beams.texts(request, reason),
+                                       vocab_size=self._no_rows.shape[1], context_logits=context_logits,
+                                       to_tensor=self._to_tensor)
         log_probs, generation_logits = delivery.log_probs, delivery.generation_logits
         delivery.context_logits, delivery.log_probs, delivery.generation_logits = None, [], []
         return build_response(

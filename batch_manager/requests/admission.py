@@ -15,7 +15,7 @@ import numpy as np
 
 from ..config import Limits
 from ..errors import InvalidRequestError, RequestError, RequestTooLargeError
-from ..handover import LogitsPostProcessor, SlotSetup
+from ..handover import BeamSetup, LogitsPostProcessor, SlotSetup
 from ..names import SchedulerPolicy
 from .inference_request import (
     TENSORS,
@@ -36,7 +36,6 @@ from .sampling_config import FLOAT32_MAX, INT32_MAX, KNOBS, MAX_TOP_K, SHARE, UI
 # What is documented and checked but does not run yet, and what it would be. A value other than the neutral one is
 # refused by name; building a feature means deleting its rows.
 NOT_BUILT: dict[str, str] = {
-    "beam_width": "beam search",
     "lora_task_id": "a LoRA adapter",
     "lora_weights": "a LoRA adapter",
     "lora_config": "a LoRA adapter",
@@ -47,6 +46,18 @@ NOT_BUILT: dict[str, str] = {
 # Refused by name where batches are static, built or not: the padded batch of the original has no place for them.
 NOT_IN_STATIC_BATCHES: dict[str, str] = {
     "embedding_bias": "a bias on the logits",
+    "draft_input_ids": "speculative decoding",
+    "draft_logits": "speculative decoding",
+}
+
+# Refused by name with several beams, built or not: they look at what one sequence has generated so far.
+NOT_WITH_BEAMS: dict[str, str] = {
+    "repetition_penalty": "a repetition penalty",
+    "presence_penalty": "a presence penalty",
+    "frequency_penalty": "a frequency penalty",
+    "no_repeat_ngram_size": "banning repeated n-grams",
+    "bad_words_list": "bad words",
+    "stop_words_list": "stop words",
     "draft_input_ids": "speculative decoding",
     "draft_logits": "speculative decoding",
 }
@@ -246,7 +257,7 @@ class Admission:
         values = self._values(looked)
         self._check_companions(looked, values)
         self._check_options(looked, values)
-        self._refuse_what_is_not_built(looked, values)
+        self._refuse_what_is_not_built(looked, values, sampling.beam_width)
 
         prompt, scalars = values["input_ids"], looked.scalars
         max_new_tokens, warnings = self._fit(looked, len(prompt), scalars["request_output_len"])
@@ -257,7 +268,8 @@ class Admission:
         if "prompt_embedding_table" in values:
             prompt_table = PromptTable(self.limits.vocab_size, values["prompt_embedding_table"])
             num_bytes += prompt_table.rows.nbytes - looked.tensors["prompt_embedding_table"].num_bytes
-        returned_rows = return_context_logits * len(prompt) + return_generation_logits * max_new_tokens
+        returned_rows = (return_context_logits * len(prompt)
+                         + return_generation_logits * max_new_tokens * sampling.beam_width)
         request = LlmRequest(
             request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
             draft_len=len(values.get("draft_input_ids", ())), lora_task_id=scalars.get("lora_task_id"),
@@ -292,6 +304,9 @@ class Admission:
                 return_generation_logits=return_generation_logits,
                 logits_post_processor=self._post_processor_for(request, looked),
                 prompt_length=len(prompt),
+                beams=None if sampling.beam_width == 1 else BeamSetup(
+                    sampling.beam_width, max_new_tokens, float(sampling.len_penalty), sampling.early_stopping,
+                    float(sampling.beam_search_diversity_rate)),
             ),
             response=ResponseOptions(
                 is_streaming=looked.is_streaming and not self.static_batching,
@@ -300,6 +315,7 @@ class Admission:
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
                 deadline_s=None if looked.deadline_s is None else float(looked.deadline_s),
+                pad_id=_pad_id(scalars) if sampling.beam_width > 1 else 0,
             ),
             num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
@@ -327,6 +343,11 @@ class Admission:
             raise InvalidRequestError(f"beam_width is {sampling.beam_width}",
                                       f"max_beam_width is {self.limits.max_beam_width}",
                                       "lower it, or construct the GptManager with a larger max_beam_width")
+        if sampling.beam_width > self.limits.max_num_tokens:
+            raise InvalidRequestError(f"beam_width is {sampling.beam_width} and one step runs max_num_tokens = "
+                                      f"{self.limits.max_num_tokens:,}",
+                                      "a step runs one token of each beam, so it would wait for ever",
+                                      "lower beam_width, or raise max_num_tokens")
         self._top_k.check("runtime_top_k", sampling.top_k)
         self._id_or_none.check("runtime_top_p_reset_ids", sampling.top_p_reset_ids)
         return sampling
@@ -402,16 +423,13 @@ class Admission:
         SHARE.check("priority", looked.priority)
         if looked.deadline_s is not None:
             _DEADLINE_RANGE.check("deadline_s", looked.deadline_s)
-        if looked.logits_post_processor is not None and scalars.get("beam_width", 1) > 1:
-            raise InvalidRequestError(f"logits_post_processor is given and beam_width is {scalars['beam_width']}",
-                                      "this version calls post-processors for one beam only", "set beam_width to 1")
         for name, gathered in (("context", self.gather_context_logits), ("generation", self.gather_generation_logits)):
             if scalars.get(f"return_{name}_logits") and not gathered:
                 raise InvalidRequestError(f"return_{name}_logits is set and gather_{name}_logits is off",
                                           f"gather_{name}_logits must be enabled to return them",
                                           f"enable gather_{name}_logits in TrtGptModelOptionalParams")
 
-    def _refuse_what_is_not_built(self, looked: _Looked, values: Mapping[str, Any]) -> None:
+    def _refuse_what_is_not_built(self, looked: _Looked, values: Mapping[str, Any], beam_width: int) -> None:
         asked = [name for name, value in looked.scalars.items() if value != TENSORS[name].default]
         asked += [name for name, value in values.items()
                   if (value.any() if isinstance(value, np.ndarray) else value)]
@@ -420,6 +438,10 @@ class Admission:
                 raise InvalidRequestError(f"{name} asks for {NOT_IN_STATIC_BATCHES[name]}",
                                           "static batching (TrtGptModelType.V1) does not do that",
                                           f"leave {name} out, or use InflightFusedBatching")
+            if beam_width > 1 and name in NOT_WITH_BEAMS:
+                raise InvalidRequestError(f"{name} asks for {NOT_WITH_BEAMS[name]} and beam_width is {beam_width}",
+                                          "this version can do that with one beam only, if at all",
+                                          f"leave {name} out, or ask for one beam")
             if name in NOT_BUILT:
                 raise InvalidRequestError(f"{name} asks for {NOT_BUILT[name]}", "this version cannot do that yet",
                                           f"leave {name} out")
@@ -454,12 +476,17 @@ class Admission:
 
     def _check_blocks(self, request: LlmRequest) -> None:
         limits, blocks = self.limits, self._blocks_of(request)
+        beams = f" for {request.beam_width} beams" if request.beam_width > 1 else ""
         if blocks > limits.num_blocks:
             raise RequestTooLargeError(
                 f"input_ids has {request.prompt_len:,} tokens and request_output_len is {request.max_new_tokens:,}",
-                f"together they may need {blocks:,} blocks of {limits.tokens_per_block} tokens, and the pool has "
-                f"{limits.num_blocks:,}: it would wait for ever",
+                f"together they may need {blocks:,} blocks of {limits.tokens_per_block} tokens{beams}, and the pool "
+                f"has {limits.num_blocks:,}: it would wait for ever",
                 f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
+
+
+def _pad_id(scalars: Mapping[str, Any]) -> int:
+    return next((scalars[name] for name in ("pad_id", "end_id") if scalars.get(name, -1) >= 0), 0)
 
 
 def _batch_key(looked: _Looked, sampling: SamplingConfig) -> Hashable:

@@ -12,6 +12,10 @@ Logits are the model's own: row i of context_logits follows token i of the promp
 token i was drawn from, before penalties, temperature or anything else was done to it. Log-probs are of the distribution
 after all of that, before top-k and top-p (decoding/logprobs.py).
 
+With beams, best first, the end id counts in cum_log_probs, which is then what the beams were ranked by before
+len_penalty, though it has no place in the other tensors. A beam for which the model allows no text has finish_reason 0,
+no tokens and cum_log_probs -inf.
+
 In a streamed response *generated* is the number of its new tokens, everywhere but in cum_log_probs, which sums from
 the start of the request; so pieces of a tensor put behind one another are the tensor of a response that is not
 streamed. Context logits go with the first streamed response; later ones carry the dummy, and so does a request that
@@ -43,6 +47,7 @@ class ResponseOptions:
     is_streaming     a response for each new token
     exclude_input    output_ids of a response that is not streamed leaves the prompt out
     deadline_s       seconds from admission; None: no deadline
+    pad_id           what fills the rows of output_ids behind shorter beams
     """
 
     is_streaming: bool = False
@@ -51,6 +56,25 @@ class ResponseOptions:
     return_context_logits: bool = False
     return_generation_logits: bool = False
     deadline_s: float | None = None
+    pad_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamText:
+    """What one beam came to.
+
+    generated           [n] tokens, without the end id
+    finish_reason       FinishReason
+    cum_log_prob        of the whole text, the end id included if it ended so
+    log_probs           [n], or None when nobody asked
+    generation_logits   [n, vocab], or None when nobody asked or n = 0
+    """
+
+    generated: Sequence[int]
+    finish_reason: int
+    cum_log_prob: float
+    log_probs: Sequence[float] | np.ndarray | None = None
+    generation_logits: np.ndarray | None = None
 
 
 def build_response(
@@ -127,6 +151,54 @@ def build_response(
         NamedTensor("cum_log_probs", cum_log_probs, to_tensor),
         NamedTensor("finish_reason", finish, to_tensor),
     ]
+
+
+def build_beam_response(
+    options: ResponseOptions,
+    prompt: Sequence[int],
+    texts: Sequence[BeamText],
+    *,
+    vocab_size: int,
+    context_logits: np.ndarray | None = None,
+    to_tensor: Callable[[np.ndarray], Any] | None = None,
+) -> list[NamedTensor]:
+    """The tensors of the response of a request with beams.
+
+    prompt              the user's prompt
+    texts               [beam], best first
+    vocab_size          columns of generation_logits
+    context_logits      [prompt, vocab], or None for the dummy
+    to_tensor           as in `build_response`
+
+    Every row is as long as the longest text: behind shorter ones, output_ids holds pad_id and the others zeros. What
+    the options do not ask for is not sent, even if it is given. Everything that is sent is a copy.
+    """
+    num_beams, longest = len(texts), max(len(text.generated) for text in texts)
+    start = 0 if options.exclude_input else len(prompt)
+    output_ids = np.full((1, num_beams, start + longest), options.pad_id, INT32)
+    output_ids[0, :, :start] = prompt if start else ()
+    output_log_probs, cum_log_probs = zeros((1, num_beams, longest), FLOAT32), zeros((1, num_beams), FLOAT32)
+    for beam, text in enumerate(texts):
+        count = len(text.generated)
+        output_ids[0, beam, start:start + count] = text.generated
+        if options.return_log_probs:
+            cum_log_probs[0, beam] = text.cum_log_prob
+            if count:
+                output_log_probs[0, beam, :count] = text.log_probs
+
+    context, generation = zeros((1, 1, 1), FLOAT32), zeros((1, 1, 1, 1), FLOAT32)
+    if options.return_context_logits and context_logits is not None:
+        context = np.array(context_logits[None], FLOAT32)
+    if options.return_generation_logits:
+        generation = zeros((1, num_beams, longest, vocab_size), FLOAT32)
+        for beam, text in enumerate(texts):
+            if text.generation_logits is not None:
+                generation[0, beam, :len(text.generated)] = text.generation_logits
+
+    lengths = np.array([[start + len(text.generated) for text in texts]], INT32)
+    finish = np.array([[text.finish_reason for text in texts]], INT32)
+    return [NamedTensor(name, array, to_tensor) for name, array in zip(RESPONSE_TENSORS, (
+        output_ids, lengths, context, generation, output_log_probs, cum_log_probs, finish), strict=True)]
 
 
 def _sum(log_probs: Sequence[float] | np.ndarray | None) -> float:

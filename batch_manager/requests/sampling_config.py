@@ -74,13 +74,15 @@ KNOBS: dict[str, tuple[str, Range]] = {
 class SamplingConfig:
     """How one request's tokens are drawn. The defaults are neutral: greedy, no penalty, one beam.
 
-    beam_width                   sequences kept; 1: no beam search
+    beam_width                   sequences kept; 1: no beam search. With several, of what follows up to min_p only the
+                                 temperature counts, and the seed does not
     temperature                  > 0 divides the logits; 0: greedy
     top_k, top_p                 0 and 0.0: greedy; k best, smallest set that holds p; p = 1 keeps everything
     top_p_decay, top_p_min, top_p_reset_ids   top_p shrinks by the factor at each token, down to the floor, and starts
                                  anew when the id was drawn (-1: never)
     min_p                        of what these leave, drops tokens below this share of the best one's probability
-    len_penalty, early_stopping, beam_search_diversity_rate   how beams compete; without effect at beam width 1
+    len_penalty, early_stopping, beam_search_diversity_rate   how beams compete, see decoding/beam_search.py; without
+                                 effect at beam width 1
     repetition_penalty           divides the logits of tokens seen before; 1: off
     presence_penalty, frequency_penalty   subtracted once, and per occurrence; 0: off
     no_repeat_ngram_size         no n-gram of this length twice; 0: off

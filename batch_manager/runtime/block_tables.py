@@ -5,12 +5,26 @@ import numpy as np
 from ..handover import BlockTableUpdates, ScheduledBatch
 
 
-class BlockTables:
-    """Block ids in order, one row per slot; grows by doubling when a larger slot or a longer table arrives.
+def generation_rows(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each row of the generation part, one for each beam: slot, tokens in the KV cache before it, row of the tables.
 
-    rows     [slots, max_blocks] int32; entries past a sequence's own are stale, and so are those of blocks that it gave
-             back because they left its window: any id, or -1
-    mapped   [slots] int32: leading entries of each row that belong, or did, to the sequence in the slot
+    All [g * beam width] int32.
+    """
+    generation, per_slot = batch.generation, np.int32(batch.max_beam_width)
+    slots, kv_lengths, width = generation.slots, generation.kv_lengths, generation.beam_width
+    if width == 1:
+        return slots, kv_lengths, slots if per_slot == 1 else slots * per_slot
+    rows = (slots * per_slot)[:, None] + np.arange(width, dtype=np.int32)
+    return np.repeat(slots, width), np.repeat(kv_lengths, width), rows.ravel()
+
+
+class BlockTables:
+    """Block ids in order, one row per slot, or per beam of each slot; grows by doubling when a larger slot or a longer
+    table arrives.
+
+    rows     [slots * beams, max_blocks] int32; entries past a sequence's own are stale, and so are those of blocks that
+             it gave back because they left its window: any id, or -1
+    mapped   [slots * beams] int32: leading entries of each row that belong, or did, to the sequence in the slot
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
@@ -21,9 +35,11 @@ class BlockTables:
         """Take over what changed since the last batch. Doing so again is harmless."""
         for work in batch.context:
             if work.setup is not None:                            # somebody new in the slot, nothing mapped yet
-                if work.slot >= len(self.rows):
-                    self._grow(work.slot + 1, 0)
-                self.mapped[work.slot] = 0
+                first = work.slot * batch.max_beam_width
+                stop = first + batch.max_beam_width
+                if stop > len(self.rows):
+                    self._grow(stop, 0)
+                self.mapped[first:stop] = 0
         if len(batch.block_table_updates.slots):
             self._apply(batch.block_table_updates)
 

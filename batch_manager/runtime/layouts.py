@@ -51,5 +51,5 @@ def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> 
 
 def padded(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
     """As `split`, each call padded."""
-    return [replace(call, padding=padding(call.step, batch.num_places))
+    return [replace(call, padding=padding(call.step, batch.num_places * batch.generation.beam_width))
             for call in split(batch, tables, tokens_per_block)]

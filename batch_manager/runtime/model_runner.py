@@ -37,12 +37,19 @@ class ModelRunner:
         self._model, self._attention, self._uploads = model, attention, uploads
         self._vocab_size = vocab_size
 
-    def run(self, call: ModelCall, state: SlotState) -> CallResult:
-        """Changes nothing but the pages that the step's tokens belong to."""
+    def run(self, call: ModelCall, state: SlotState, fed_tokens: np.ndarray | None = None) -> CallResult:
+        """Changes nothing but the pages that the step's tokens belong to.
+
+        fed_tokens   [g] int32, of the generation rows if there are any; None: they are the ones that `state` drew last
+        """
         step, padding = call.step, call.padding
         drawing = np.searchsorted(step.query_starts, step.logits_rows, side="right") - 1
         slots, drawn_at = step.slots[drawing], step.kv_lengths[drawing]
-        arrays = [step.token_ids.astype(np.int64), step.positions.astype(np.int64), step.logits_rows,
+        all_token_ids = step.token_ids.astype(np.int64)
+        num_context_tokens, generates = step.num_context_tokens, step.num_tokens > step.num_context_tokens
+        if generates and fed_tokens is not None:
+            all_token_ids[num_context_tokens:] = fed_tokens
+        arrays = [all_token_ids, step.positions.astype(np.int64), step.logits_rows,
                   step.slots.astype(np.int64), slots.astype(np.int64), drawn_at.astype(np.int64)]
         if call.embeddings is not None:
             virtual = np.nonzero(step.token_ids >= self._vocab_size)[0]
@@ -52,8 +59,7 @@ class ModelRunner:
             arrays.append(padding.rows)
         token_ids, positions, logits_rows, all_slots, device_slots, device_drawn_at, *more = self._uploads.send(arrays)
 
-        num_context_tokens = step.num_context_tokens
-        if step.num_tokens > num_context_tokens:
+        if generates and fed_tokens is None:
             token_ids[num_context_tokens:] = state.fed_tokens(
                 all_slots[step.num_contexts :], positions[num_context_tokens:])
 

@@ -12,10 +12,13 @@ from ..attention.interface import Attention
 from ..attention.registry import make_attention
 from ..attention.windows import effective_windows
 from ..config import TrtGptModelOptionalParams
+from ..decoding.beam_draw import BeamRows, DrawnBeams
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_post_processors import NO_TOKEN, PostProcessed
+from ..decoding.logits_return import logits_by_slot
 from ..errors import ConfigError, InsufficientMemoryError
 from ..handover import (
+    BeamSetup,
     BlockCopy,
     BlockTableUpdates,
     ContextWork,
@@ -24,6 +27,7 @@ from ..handover import (
     ScheduledBatch,
     SlotSetup,
     StepOutput,
+    with_beams,
 )
 from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel, load_model
@@ -57,11 +61,13 @@ NOT_FINITE = ("the model computed values that are not finite for this request, o
 
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
-                         num_slots: int, attention_factory: Callable[..., Attention] | None = None) -> "NativeBackend":
+                         num_slots: int, max_beam_width: int = 1,
+                         attention_factory: Callable[..., Attention] | None = None) -> "NativeBackend":
     """Load a checkpoint, size and allocate the pool, and run one step to see that it works.
 
     layout      how a step is cut into calls of the model, one of layouts.py
     num_slots   sequences to hold state for; more are taken as they come
+    max_beam_width   beams a sequence may have
     attention_factory   (spec, kv_pool) -> Attention; spec.windows are those in force, the model's or the configured
                         ones. With sink tokens also `sink=`, so that one who knows none fails here, not in the mask
     Raises      ConfigError and its subclasses; nothing is left behind then
@@ -70,7 +76,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         raise ConfigError("cuda_graphs was asked for", "it is not built yet in this version", "leave it out")
     device = resolve_device(params.device)
     if params.deterministic:
-        refuse_what_is_not_deterministic(device, attention_factory)
+        refuse_what_is_not_deterministic(device, attention_factory, max_beam_width)
     try:
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
                             deterministic=params.deterministic)
@@ -98,10 +104,10 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         kv,
         block_bytes=one_block,
         free_bytes=free_memory(device) - (host_blocks * one_block if on_cpu else 0),
-        step_bytes=step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size),
+        step_bytes=step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width),
         on_gpu=not on_cpu,
         max_seq_len=max_seq_len,
-        max_num_sequences=None if params.max_num_sequences == -1 else num_slots)
+        max_num_sequences=None if params.max_num_sequences == -1 else num_slots * max_beam_width)
     log.info("weights of %s bytes on %s; %s", f"{loaded.weight_bytes:,}", device_name(device), plan.reason)
 
     with torch.inference_mode():
@@ -113,7 +119,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
                             windows=windows, sink_tokens=sink, host_pool=host_pool, num_threads=params.num_threads)
     try:
-        backend.warm_up()
+        backend.warm_up(max_beam_width)
     except ConfigError:
         backend.close()
         raise
@@ -128,7 +134,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     return backend
 
 
-def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
+def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Callable[..., Attention] | None,
+                                     max_beam_width: int) -> None:
     """Raise ConfigError, by name, for what would not keep the promise of `deterministic`."""
     if device.type != "cpu" and not use_triton(device):
         raise ConfigError(f"deterministic was asked for on {device_name(device)} without triton",
@@ -136,12 +143,18 @@ def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Ca
     if attention_factory is not None:
         raise ConfigError("deterministic was asked for with Parts.attention",
                           "the engine cannot promise the bits of an attention of your own", "leave one of them out")
+    if max_beam_width > 1:
+        raise ConfigError(f"deterministic was asked for with max_beam_width {max_beam_width}",
+                          "how beams are chosen is not bit by bit the same in every batch", "set max_beam_width to 1")
 
 
-def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_batch_size: int) -> int:
-    """A generous estimate of what one step allocates: hidden states and one layer's work, then the logits twice."""
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int) -> int:
+    """A generous estimate of what one step allocates: hidden states and one layer's work, then the logits twice.
+
+    max_rows   tokens a step draws: one for each sequence, or for each of its beams
+    """
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
-    return per_token * dtype.itemsize * max_num_tokens + 2 * 4 * spec.vocab_size * max_batch_size
+    return per_token * dtype.itemsize * max_num_tokens + 2 * 4 * spec.vocab_size * min(max_rows, max_num_tokens)
 
 
 class NativeBackend:
@@ -185,7 +198,10 @@ class NativeBackend:
         with on_device(self._device), torch.inference_mode(), compute_threads(self._device, self._num_threads):
             self._tables.update(batch)
             self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
-            calls = [self._runner.run(call, self._decoder.state)
+            fed_tokens = None
+            if batch.generation.beam_width > 1:
+                fed_tokens = self._decoder.searches.fed_tokens(batch.generation)
+            calls = [self._runner.run(call, self._decoder.state, fed_tokens)
                      for call in self._layout(batch, self._tables, self.info.tokens_per_block)]
             return self._draw(batch, calls)
 
@@ -211,26 +227,39 @@ class NativeBackend:
             self._uploads, self._host_bytes, self._pinned_bytes = Uploads(self._device), 0, 0
             release_memory(self._device)
 
-    def warm_up(self) -> None:
-        """Run a context and a generation step of one sequence in block 0, and leave the block as it was."""
+    def warm_up(self, max_beam_width: int = 1) -> None:
+        """Run a context and a generation step of one sequence in block 0, then of one with as many beams as there may
+        be, and leave the block as it was."""
         zero = np.zeros(1, np.int32)
         # With every feature that has a kernel, so that none is compiled while requests wait.
-        setup = SlotSetup(temperature=0.5, top_k=2, return_log_probs=True, repetition_penalty=1.5,
-                          no_repeat_ngram_size=2, bad_words=((0, 0),), stop_words=((0, 0),)).continuing([0])
-        self.start(ScheduledBatch(iteration=0, context=(ContextWork(0, zero, 0, True, setup),),
-                                  block_table_updates=BlockTableUpdates(zero, zero, zero))).finish()
-        self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1), num_places=2)).finish()
+        setups = {1: SlotSetup(temperature=0.5, top_k=2, return_log_probs=True, repetition_penalty=1.5,
+                               no_repeat_ngram_size=2, bad_words=((0, 0),), stop_words=((0, 0),)).continuing([0])}
+        if max_beam_width > 1:
+            setups[max_beam_width] = SlotSetup(beams=BeamSetup(max_beam_width, max_new_tokens=2))
+        for width, setup in setups.items():
+            rows = np.arange(width, dtype=np.int32)
+            self.start(ScheduledBatch(
+                iteration=0, context=(ContextWork(0, zero, 0, True, setup),), max_beam_width=max_beam_width,
+                block_table_updates=BlockTableUpdates(rows, 0 * rows, 0 * rows))).finish()
+            self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1, width), num_places=2,
+                                      max_beam_width=max_beam_width)).finish()
         self.clear_blocks([0])
 
     def _draw(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
         """Logits, tokens, and their way back to the host."""
         rows = join_rows([call.rows for call in calls])
         hidden = calls[0].hidden if len(calls) == 1 else torch.cat([call.hidden for call in calls])
-        back, logits_slots, post_processed = {}, [], None
+        back, logits_slots, post_processed, beams = {}, [], None, None
         if batch.context:                                         # in the first call, whatever the layout
             back["context_finite"] = calls[0].context_finite
         if len(rows):
-            drawn = self._decoder.draw(self._runner.logits(hidden), rows)
+            beam_rows = None
+            if self._has_beams(batch):
+                beam_rows = BeamRows.of(rows, self._decoder.searches, self._uploads.send)
+            drawn = self._decoder.draw(self._runner.logits(hidden), rows, beam_rows)
+            if beam_rows is not None:
+                rows, beams = beam_rows.singles, drawn.beams
+                back |= beams.tensors
             back |= {"tokens": drawn.tokens, "finish": drawn.finish, "finite": drawn.finite}
             if drawn.log_probs is not None:
                 back["log_probs"] = drawn.log_probs
@@ -245,17 +274,27 @@ class NativeBackend:
             readback = Readback(self._device, back)
         context_logits = {slot: logits for call in calls for slot, logits in call.context_logits.items()}
         return NativeStep(batch, self._device, self.info.vocab_size, rows.slots, readback, context_logits, logits_slots,
-                          post_processed)
+                          post_processed, beams)
+
+    def _has_beams(self, batch: ScheduledBatch) -> bool:
+        """Whether anybody who draws has beams."""
+        searches = self._decoder.searches
+        return batch.generation.beam_width > 1 or any(
+            work.is_last_chunk and work.slot in searches for work in batch.context)
 
 
 class NativeStep:
-    """A step that was launched."""
+    """A step that was launched.
+
+    slots   of the rows that drew one token each
+    beams   what the others drew; None: there are no others
+    """
 
     def __init__(self, batch: ScheduledBatch, device: torch.device, vocab_size: int, slots: np.ndarray,
                  readback: Readback, context_logits: dict[int, np.ndarray], logits_slots: list[int],
-                 post_processed: PostProcessed | None) -> None:
+                 post_processed: PostProcessed | None, beams: DrawnBeams | None) -> None:
         self._batch, self._device, self._vocab_size = batch, device, vocab_size
-        self._slots, self._readback = slots, readback
+        self._slots, self._readback, self._beams = slots, readback, beams
         self._context_logits, self._logits_slots = context_logits, logits_slots
         self._post_processed = post_processed
 
@@ -268,16 +307,20 @@ class NativeStep:
         else:
             tokens, finish = np.empty(0, np.int32), np.empty(0, np.uint8)
         logits = arrays.get("logits", ())
-        return StepOutput(
+        output = StepOutput(
             micro_batch_id=self._batch.micro_batch_id,
             slots=self._slots,
             tokens=tokens,
             finish=finish,
             log_probs=arrays.get("log_probs"),
             context_logits=self._context_logits,
-            generation_logits=dict(zip(self._logits_slots, logits)),
+            generation_logits=logits_by_slot(self._logits_slots, logits,
+                                             () if self._beams is None else self._beams.slots.tolist()),
             failures=self._failures(arrays, tokens),
         )
+        if self._beams is None:
+            return output
+        return with_beams(output, self._batch, self._beams.finish(arrays, output.failures))
 
     def _failures(self, arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[int, RowFailure]:
         failures = {}
@@ -301,9 +344,12 @@ class NativeStep:
         return failures
 
     def _rows_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:
-        if "finite" not in arrays or arrays["finite"].all():
-            return []
-        return self._slots[~arrays["finite"]].tolist()
+        slots = []
+        if "finite" in arrays and not arrays["finite"].all():
+            slots = self._slots[~arrays["finite"]].tolist()
+        if self._beams is not None and not arrays["beam_finite"].all():
+            slots += self._beams.slots[~arrays["beam_finite"]].tolist()
+        return slots
 
     def _contexts_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:
         slots = []

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..attention.interface import PackedStep
-from ..handover import ContextWork, GenerationWork, ScheduledBatch
-from .block_tables import BlockTables
+from ..handover import ContextWork, ScheduledBatch
+from .block_tables import BlockTables, generation_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +43,31 @@ def padding(step: PackedStep, num_places: int) -> Padding | None:
 
 
 def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
-    """Where every token of the batch belongs. `tables` must have been updated with the batch.
+    """Where every token of the batch belongs; each beam is packed as a sequence. `tables` must have been updated with
+    the batch.
 
     Raises   AssertionError where a token has no block. The blocks of tokens written before may be gone.
     """
     if not batch.context:
-        return _pack_generation(batch.generation, tables, tokens_per_block)
+        return _pack_generation(batch, tables, tokens_per_block)
 
-    context, generation = batch.context, batch.generation
+    context = batch.context
+    generation_slots, generation_starts, generation_table_rows = generation_rows(batch)
     context_lengths = np.array([len(work.token_ids) for work in context], np.int32)
-    num_contexts, num_sequences = len(context), len(context) + len(generation)
+    num_contexts, num_sequences = len(context), len(context) + len(generation_slots)
     num_context_tokens = int(context_lengths.sum())
-    num_tokens = num_context_tokens + len(generation)
+    num_tokens = num_context_tokens + len(generation_slots)
 
     slots = np.empty(num_sequences, np.int32)
     slots[:num_contexts] = [work.slot for work in context]
-    slots[num_contexts:] = generation.slots
+    slots[num_contexts:] = generation_slots
+    table_rows = slots
+    if batch.max_beam_width > 1:
+        table_rows = slots * np.int32(batch.max_beam_width)
+        table_rows[num_contexts:] = generation_table_rows
     starts = np.empty(num_sequences, np.int32)
     starts[:num_contexts] = [work.start for work in context]
-    starts[num_contexts:] = generation.kv_lengths
+    starts[num_contexts:] = generation_starts
 
     query_lengths = np.ones(num_sequences, np.int32)
     query_lengths[:num_contexts] = context_lengths
@@ -74,15 +80,15 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
     positions = np.arange(num_tokens, dtype=np.int32)
     positions += np.repeat(starts - query_starts[:-1], query_lengths)
 
-    max_blocks = _check(slots, kv_lengths, tables, tokens_per_block)
+    max_blocks = _check(table_rows, kv_lengths, tables, tokens_per_block)
     return PackedStep(
         token_ids=token_ids,
         positions=positions,
-        pool_slots=_pool_slots(tables, np.repeat(slots, query_lengths), positions, tokens_per_block),
+        pool_slots=_pool_slots(tables, np.repeat(table_rows, query_lengths), positions, tokens_per_block),
         slots=slots,
         query_starts=query_starts,
         kv_lengths=kv_lengths,
-        block_tables=tables.rows[slots, :max_blocks],
+        block_tables=tables.rows[table_rows, :max_blocks],
         num_contexts=num_contexts,
         logits_rows=_logits_rows(context, query_starts),
     )
@@ -94,26 +100,27 @@ def virtual_embeddings(batch: ScheduledBatch) -> np.ndarray | None:
     return np.concatenate(given) if given else None
 
 
-def _pack_generation(generation: GenerationWork, tables: BlockTables, tokens_per_block: int) -> PackedStep:
-    """One token per sequence: nothing to repeat, nothing to concatenate."""
-    slots, positions = generation.slots, generation.kv_lengths
+def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
+    """One token per row: nothing to repeat, nothing to concatenate."""
+    slots, positions, table_rows = generation_rows(batch)
     kv_lengths = positions + np.int32(1)
-    max_blocks = _check(slots, kv_lengths, tables, tokens_per_block)
+    max_blocks = _check(table_rows, kv_lengths, tables, tokens_per_block)
     return PackedStep(
         token_ids=np.zeros(len(slots), np.int32),
         positions=positions,
-        pool_slots=_pool_slots(tables, slots, positions, tokens_per_block),
+        pool_slots=_pool_slots(tables, table_rows, positions, tokens_per_block),
         slots=slots,
         query_starts=np.arange(len(slots) + 1, dtype=np.int32),
         kv_lengths=kv_lengths,
-        block_tables=tables.rows[slots, :max_blocks],
+        block_tables=tables.rows[table_rows, :max_blocks],
         num_contexts=0,
         logits_rows=np.arange(len(slots)),
     )
 
 
-def _pool_slots(tables: BlockTables, slots: np.ndarray, positions: np.ndarray, tokens_per_block: int) -> np.ndarray:
-    pool_slots = tables.rows[slots, positions // tokens_per_block].astype(np.int64)
+def _pool_slots(tables: BlockTables, table_rows: np.ndarray, positions: np.ndarray,
+                tokens_per_block: int) -> np.ndarray:
+    pool_slots = tables.rows[table_rows, positions // tokens_per_block].astype(np.int64)
     pool_slots *= tokens_per_block
     pool_slots += positions % tokens_per_block
     assert pool_slots.min() >= 0, "a token's block was given back before the token was written"
@@ -127,12 +134,12 @@ def _logits_rows(context: tuple[ContextWork, ...], query_starts: np.ndarray) -> 
     return query_starts[1:][yields].astype(np.int64) - 1
 
 
-def _check(slots: np.ndarray, kv_lengths: np.ndarray, tables: BlockTables, tokens_per_block: int) -> int:
+def _check(table_rows: np.ndarray, kv_lengths: np.ndarray, tables: BlockTables, tokens_per_block: int) -> int:
     """Blocks of the longest sequence."""
-    assert len(slots), "an empty batch"
-    mapped = tables.mapped[slots]
+    assert len(table_rows), "an empty batch"
+    mapped = tables.mapped[table_rows]
     outside = kv_lengths > mapped * tokens_per_block
     assert not outside.any(), (
-        f"slots {slots[outside].tolist()} of lengths {kv_lengths[outside].tolist()} do not fit their "
+        f"rows {table_rows[outside].tolist()} of lengths {kv_lengths[outside].tolist()} do not fit their "
         f"{mapped[outside].tolist()} blocks of {tokens_per_block} tokens")
     return -(-int(kv_lengths.max()) // tokens_per_block)

@@ -8,8 +8,13 @@ early or a lost token changes the text from there on; `expected_tokens` says, in
     next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
     draw            = 0 for a greedy sequence, mix(random_seed ^ A) for one that samples
 
+A sequence with beams has 2 * width candidates for what follows each of them, and looks for the best as a model would:
+
+    candidate j     = (next token + j) % vocab_size, with the log-prob of word_j: of the word for j = 0, of
+                      mix(word + j * A) further on; as many as there are tokens, if those are fewer
+
 numpy only: tests, demonstrations and dry runs of the host side need no torch. A logits post-processor gets logits that
-are 1 at that token and 0 elsewhere; torch is imported for the first one.
+are 1 at that token and 0 elsewhere; torch is imported for the first one. None with beams.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +24,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..attention.windows import blocks_seen
+from ..decoding.beam_search import BeamSearch, BeamSearches
 from ..errors import InternalError
-from ..handover import END_ID, BlockCopy, RowFailure, ScheduledBatch, SlotSetup, StepOutput
+from ..handover import END_ID, BlockCopy, RowFailure, ScheduledBatch, SlotSetup, StepOutput, with_beams
 from ..names import ErrorCode
 from ..seams import BackendInfo, MemoryUsage
-from .block_tables import BlockTables
+from .block_tables import BlockTables, generation_rows
 
 if TYPE_CHECKING:
     from ..decoding.logits_post_processors import LogitsPostProcessors
@@ -40,7 +46,8 @@ StepHook = Callable[[ScheduledBatch], Mapping[int, RowFailure] | None]
 class ScriptedBackend:
     """Generates from a hash or from a script, and watches that it is driven by the rules of the handover.
 
-    script      (history) -> the next token, or None for the hash's; the history is prompt and generated tokens
+    script      (history) -> the next token, or None for the hash's; the history is prompt and generated tokens. Not for
+                sequences with beams
     on_step     (batch) called once a step after the cache was written and before anything else changed; may raise, or
                 return failures to plant. A planted NON_FINITE_LOGITS also leaves the blocks the step wrote poisoned:
                 whoever has one of them in his table fails too, until `clear_blocks`
@@ -73,13 +80,16 @@ class ScriptedBackend:
         self._any_poisoned = False
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
+        self._searches = BeamSearches()
         self._extras_wanted = False                               # log-probs or logits, by anybody so far
+        self._rows_per_slot = 1                                   # of the tables, as the batches say
         self._post_processors: LogitsPostProcessors | None = None
 
     # the backend
 
     def start(self, batch: ScheduledBatch) -> "ScriptedStep":
         """Run the step; see seams.ModelBackend."""
+        self._rows_per_slot = batch.max_beam_width
         self._tables.update(batch)
         self._set_up(batch)
         step = self._lay_out(batch)
@@ -130,9 +140,9 @@ class ScriptedBackend:
         self._any_poisoned = bool(self._poisoned.any())
 
     def history(self, slot: int, length: int) -> list[int]:
-        """The first `length` tokens of the sequence in a slot, read back through its block table."""
-        positions, size = np.arange(length), self.info.tokens_per_block
-        return self._pool[self._tables.rows[slot, positions // size] * size + positions % size].tolist()
+        """The first `length` tokens of the sequence in a slot, its first beam's, read back through its block table."""
+        positions, size, row = np.arange(length), self.info.tokens_per_block, slot * self._rows_per_slot
+        return self._pool[self._tables.rows[row, positions // size] * size + positions % size].tolist()
 
     def expected(self, prompt: Sequence[int], count: int, *, end_id: int = -1,
                  random_seed: int | None = None) -> list[int]:
@@ -161,6 +171,9 @@ class ScriptedBackend:
                 grown[: len(self._state)] = self._state
                 self._state = grown
             setup, state = work.setup, self._state
+            if setup.beams is not None:
+                assert self.script is None and setup.logits_post_processor is None, "not with beams"
+            self._searches.set_up(work.slot, setup)
             state[work.slot] = (work.start, 0, (0, 0), setup.end_id, _draw(setup), setup.return_log_probs,
                                 setup.return_generation_logits, setup.return_context_logits, True)
             self._extras_wanted |= setup.return_log_probs or setup.return_generation_logits
@@ -173,51 +186,56 @@ class ScriptedBackend:
 
     def _lay_out(self, batch: ScheduledBatch) -> "_Layout":
         """Where the tokens of the step belong; contexts first."""
-        generation, size = batch.generation, self.info.tokens_per_block
-        fed = self._state["last_tokens"][generation.slots, generation.kv_lengths & 1]
-        if not batch.context:
-            slots, starts, positions, owners = generation.slots, generation.kv_lengths, generation.kv_lengths, None
-            counts, tokens = np.ones(len(slots), np.int32), fed
-            row_slots = slots
+        size, (generation_slots, kv_lengths, table_rows) = self.info.tokens_per_block, generation_rows(batch)
+        if batch.generation.beam_width == 1:
+            fed = self._state["last_tokens"][generation_slots, kv_lengths & 1]
         else:
-            slots = np.concatenate([[work.slot for work in batch.context], generation.slots]).astype(np.int32)
-            starts = np.concatenate([[work.start for work in batch.context], generation.kv_lengths]).astype(np.int32)
+            fed = self._searches.fed_tokens(batch.generation)
+        if not batch.context:
+            slots, starts, positions, owners = generation_slots, kv_lengths, kv_lengths, None
+            counts, tokens = np.ones(len(slots), np.int32), fed
+            token_rows = table_rows
+        else:
+            context_slots = np.array([work.slot for work in batch.context], np.int32)
+            slots = np.concatenate([context_slots, generation_slots])
+            table_rows = np.concatenate([context_slots * np.int32(batch.max_beam_width), table_rows])
+            starts = np.concatenate([[work.start for work in batch.context], kv_lengths]).astype(np.int32)
             counts = np.ones(len(slots), np.int32)
             counts[: len(batch.context)] = [len(work.token_ids) for work in batch.context]
             tokens = np.concatenate([*(work.token_ids for work in batch.context), fed])
             owners = np.repeat(np.arange(len(slots)), counts)
             positions = np.arange(len(tokens)) + (starts - np.cumsum(counts) + counts)[owners]
-            row_slots = slots[owners]
-        pool_slots = self._tables.rows[row_slots, positions // size] * size + positions % size
-        return _Layout(slots, starts, counts, tokens, positions, owners, pool_slots)
+            token_rows = table_rows[owners]
+        pool_slots = self._tables.rows[token_rows, positions // size] * size + positions % size
+        return _Layout(slots, table_rows, starts, counts, tokens, positions, owners, pool_slots)
 
     def _sums(self, batch: ScheduledBatch, step: "_Layout") -> np.ndarray:
         """Per sequence, the sum of the terms of what its last token sees, that token included."""
-        if self.verify or self.window is not None:
-            return self._read_back(step.slots, step.starts + step.counts)
+        if self.verify or self.window is not None or batch.generation.beam_width > 1:
+            return self._read_back(step.table_rows, step.starts + step.counts)
         terms = self._terms(step.positions, step.tokens)
         if step.owners is not None:
             terms = np.add.reduceat(terms, np.cumsum(step.counts) - step.counts)
         before = self._state["sum"][step.slots]
         for row, work in enumerate(batch.context):
             if work.setup is not None and work.start:             # its first tokens were computed by somebody else
-                before[row] = self._read_back(step.slots[row: row + 1], step.starts[row: row + 1])[0]
+                before[row] = self._read_back(step.table_rows[row: row + 1], step.starts[row: row + 1])[0]
         return before + terms
 
-    def _read_back(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Sum of the terms of what the last of `lengths` tokens of each slot sees, as they stand in the pool."""
-        if not len(slots):
+    def _read_back(self, table_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Sum of the terms of what the last of `lengths` tokens of each row sees, as they stand in the pool."""
+        if not len(table_rows):
             return np.empty(0, np.uint64)
         size = self.info.tokens_per_block
         starts = np.cumsum(lengths) - lengths
-        owners = np.repeat(np.arange(len(slots)), lengths)
+        owners = np.repeat(np.arange(len(table_rows)), lengths)
         positions = np.arange(len(owners)) - starts[owners]
         if self.window is not None:
             seen = (positions >= lengths[owners] - self.window) | (positions < self.sink)
             owners, positions = owners[seen], positions[seen]
             counts = np.bincount(owners)
             starts = np.cumsum(counts) - counts
-        tokens = self._pool[self._tables.rows[slots[owners], positions // size] * size + positions % size]
+        tokens = self._pool[self._tables.rows[table_rows[owners], positions // size] * size + positions % size]
         return np.add.reduceat(self._terms(positions, tokens), starts)
 
     def _terms(self, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -239,16 +257,21 @@ class ScriptedBackend:
 
     def _decode(self, batch: ScheduledBatch, step: "_Layout", sums: np.ndarray,
                 failures: dict[int, RowFailure]) -> StepOutput:
-        slots, context_logits = step.slots, {}
+        slots, lengths, context_logits = step.slots, step.starts + step.counts, {}
         if batch.context:
             context_logits = self._context_logits(batch, step, sums)
             yields = np.ones(len(slots), bool)
             yields[: len(batch.context)] = [work.is_last_chunk for work in batch.context]
-            slots, sums = slots[yields], sums[yields]
+            slots, sums, lengths = slots[yields], sums[yields], lengths[yields]
+        beams = None
+        if self._searches:
+            is_beam = np.array([slot in self._searches for slot in slots.tolist()], bool)
+        if self._searches and is_beam.any():
+            beams, beam_logits = self._search(slots[is_beam], sums[is_beam], lengths[is_beam])
+            slots, sums, lengths = slots[~is_beam], sums[~is_beam], lengths[~is_beam]
         words = self._words(sums, self._state["draw"][slots])
         tokens = self._next_tokens(words)
         if self.script is not None:
-            lengths = (step.starts + step.counts)[yields] if batch.context else step.starts + step.counts
             self._follow_script(slots, lengths, tokens, failures)
         if self._post_processors:
             tokens = self._post_process(slots, tokens, failures)
@@ -259,16 +282,32 @@ class ScriptedBackend:
             log_probs = np.where(asked, _log_probs(words), np.float32(0)) if asked.any() else None
             generation_logits = {int(slots[row]): self._logits(tokens[row: row + 1])[0]
                                  for row in np.nonzero(self._state["generation_logits"][slots])[0]}
-        return StepOutput(
+        output = StepOutput(
             micro_batch_id=batch.micro_batch_id,
             slots=slots,
             tokens=tokens,
             finish=(tokens == self._state["end_id"][slots]).astype(np.uint8) * np.uint8(END_ID),
             log_probs=log_probs,
             context_logits=context_logits,
-            generation_logits=generation_logits,
+            generation_logits=generation_logits if beams is None else generation_logits | beam_logits,
             failures=failures,
         )
+        return output if beams is None else with_beams(output, batch, beams)
+
+    def _search(self, slots: np.ndarray, sums: np.ndarray, lengths: np.ndarray) -> tuple[dict, dict]:
+        """(what the beams of each slot yielded, slot -> logits). The rows of a slot lie together."""
+        words = self._words(sums, np.zeros(len(sums), np.uint64))
+        outputs, logits = {}, {}
+        for slot, first, count in zip(*(column.tolist() for column in np.unique(
+                slots, return_index=True, return_counts=True))):
+            position, rows = int(lengths[first]), slice(first, first + count)
+            before = self._searches.at(slot, position)
+            after, outputs[slot] = before.advance(*_best_candidates(before, words[rows], self.info.vocab_size))
+            # Whoever runs this step again asks for the same position, and finds the same search.
+            self._searches.keep(slot, position, before, after)
+            if self._state["generation_logits"][slot]:
+                logits[slot] = self._logits(self._next_tokens(words[rows]))
+        return outputs, logits
 
     def _follow_script(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray,
                        failures: dict[int, RowFailure]) -> None:
@@ -312,7 +351,8 @@ class ScriptedBackend:
                     before = sums[row: row + 1] - terms.sum(keepdims=True)
                     prefixes = before + np.cumsum(terms)
                 else:
-                    prefixes = self._read_back(np.full(len(positions), work.slot), positions + 1)
+                    row = work.slot * batch.max_beam_width
+                    prefixes = self._read_back(np.full(len(positions), row), positions + 1)
                 draws = np.full(len(prefixes), self._state["draw"][work.slot])
                 logits[work.slot] = self._logits(self._next_tokens(self._words(prefixes, draws)))
         return logits
@@ -325,17 +365,17 @@ class ScriptedBackend:
     def _poison(self, failures: dict[int, RowFailure], step: "_Layout") -> None:
         for slot, failure in failures.items():
             if failure.code is ErrorCode.NON_FINITE_LOGITS:
-                owner = int(np.nonzero(step.slots == slot)[0][0])
-                written = step.pool_slots[[owner] if step.owners is None else step.owners == owner]
+                owners = np.nonzero(step.slots == slot)[0]
+                written = step.pool_slots[owners if step.owners is None else np.isin(step.owners, owners)]
                 self.poison_blocks(np.unique(written // self.info.tokens_per_block).tolist())
 
     def _poisoned_rows(self, step: "_Layout") -> dict[int, RowFailure]:
         failures = {}
         seen = blocks_seen(step.starts, step.starts + step.counts, self.info.tokens_per_block, self.window, self.sink)
-        for slot, sinks, skipped, count in zip(step.slots.tolist(), *seen):
+        for slot, row, sinks, skipped, count in zip(step.slots.tolist(), step.table_rows.tolist(), *seen):
             columns = np.arange(count)
             columns[sinks:] += skipped
-            if self._poisoned[self._tables.rows[slot, columns]].any():
+            if self._poisoned[self._tables.rows[row, columns]].any():
                 failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, "a KV cache block holds non-finite values")
         return failures
 
@@ -343,15 +383,20 @@ class ScriptedBackend:
         """The rules of the handover; who breaks one has a bug."""
         state, size = self._state, self.info.tokens_per_block
         ends = step.starts + step.counts
-        _require(len(np.unique(step.slots)) == len(step.slots), "slots repeat", step.slots)
+        _require(len(np.unique(step.table_rows)) == len(step.slots), "slots repeat", step.slots)
         _require(int(step.slots.max(initial=0)) < len(state) and bool(state["set_up"][step.slots].all()),
                  "a slot was never set up", step.slots)
         _require(bool((step.counts > 0).all()), "an empty context chunk", step.slots)
         lengths = state["length"][step.slots]                     # before the step, or after it when it is run again
         _require(bool(((step.starts == lengths) | (ends == lengths)).all()),
                  "tokens in the cache differ: here, and in the batch", lengths, step.starts)
-        _require(bool((ends <= self._tables.mapped[step.slots] * size).all()),
-                 "lengths exceed the mapped blocks", ends, self._tables.mapped[step.slots])
+        _require(bool((ends <= self._tables.mapped[step.table_rows] * size).all()),
+                 "lengths exceed the mapped blocks", ends, self._tables.mapped[step.table_rows])
+        width = batch.generation.beam_width
+        _require(width <= batch.max_beam_width, "more beams than rows of the tables")
+        for slot in batch.generation.slots.tolist() if self._searches or width > 1 else ():
+            search_width = self._searches.width(slot)
+            _require(search_width == width, "a slot has another beam width than its step", np.array([search_width]))
         _require(bool((ends <= self.info.max_seq_len).all()), "lengths exceed max_seq_len", ends)
         _require(batch.num_places in (0, max(batch.num_places, batch.num_sequences)), "more sequences than places",
                  batch.num_places, batch.num_sequences)
@@ -380,12 +425,13 @@ class ScriptedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """n sequences, T tokens: slots, starts, counts [n]; tokens, positions, pool_slots, owners [T].
+    """n sequences, T tokens: slots, table_rows, starts, counts [n]; tokens, positions, pool_slots, owners [T].
 
-    owners is each token's sequence, None where every sequence has one token.
+    A beam is a sequence here. owners is each token's sequence, None where every sequence has one token.
     """
 
     slots: np.ndarray
+    table_rows: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     tokens: np.ndarray
@@ -425,6 +471,36 @@ def expected_draws(prompt: Sequence[int], count: int, *, vocab_size: int = 1000,
         draws.append((token, -(word & 0xFFFF) / 4096))
         history_sum += seen_with(token)
     return draws
+
+
+def expected_candidates(history: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
+                        window: int | None = None, sink: int = 0) -> list[tuple[int, float]]:
+    """What may follow a history where there are beams: up to `count` pairs (token, log-prob), in plain integers."""
+    length = len(history)
+    seen = [i for i in range(length) if window is None or i >= length - window or i < sink]
+    terms = [_mix(key + (i + 1) * POSITION_FACTOR + (history[i] + 1) * TOKEN_FACTOR) for i in seen]
+    word = _mix(key ^ (sum(terms) & WORD))
+    words = [word] + [_mix(word + j * POSITION_FACTOR) for j in range(1, min(count, vocab_size))]
+    return [(((word >> 16) + j) % vocab_size, -(words[j] & 0xFFFF) / 4096) for j in range(len(words))]
+
+
+def _best_candidates(search: BeamSearch, words: np.ndarray, vocab_size: int) -> tuple[np.ndarray, ...]:
+    """What `beam_topk` would give: log-probs, parents, tokens of the best candidates, best first."""
+    count, wanted = min(search.num_candidates, vocab_size), search.num_candidates
+    steps = np.arange(count, dtype=np.uint64)
+    tokens = ((((words >> np.uint64(16)) % np.uint64(vocab_size))[:, None] + steps) % np.uint64(vocab_size)).astype(int)
+    numbers = _mix_array(words[:, None] + steps * np.uint64(POSITION_FACTOR))
+    numbers[:, 0] = words
+    log_probs = _log_probs(numbers)
+
+    order = np.lexsort((tokens, -log_probs), axis=1)
+    tokens, log_probs = np.take_along_axis(tokens, order, 1), np.take_along_axis(log_probs, order, 1)
+    scores = search.cum_log_probs[:, None] + log_probs - np.float32(search.setup.diversity_rate) * steps.astype(int)
+    best = np.argsort(-scores, axis=None, kind="stable")[:wanted]
+    best = best[scores.ravel()[best] > -np.inf]
+    padding = (0, wanted - len(best))
+    return (np.pad(log_probs.ravel()[best], padding, constant_values=-np.inf),
+            np.pad((best // count).astype(np.int32), padding), np.pad(tokens.ravel()[best].astype(np.int32), padding))
 
 
 def _draw(setup: SlotSetup) -> int:

@@ -49,6 +49,10 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     if len([request for request in generation if request.state in GENERATING]) != len(generation):
         request = next(request for request in generation if request.state not in GENERATING)
         return f"{request} is a generation request of the plan and is not generating"
+    if limits.max_beam_width > 1:
+        widths = sorted({request.beam_width for request in generation})
+        if len(widths) > 1:
+            return f"generation requests of beam widths {', '.join(map(str, widths))} are to run in one step"
     for request in paused:
         if request.is_finished:
             return f"{request} is to be paused and has finished"
@@ -65,8 +69,8 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
         return f"{tokens} tokens are to run and max_num_tokens is {limits.max_num_tokens}"
 
     kv = kv_cache_manager
-    if not contexts and len(generation) <= kv.free_blocks:
-        return None                                             # a step needs no more than a block of each
+    if not contexts and tokens <= kv.free_blocks:
+        return None                                             # a step needs no more than a block for each token
     first_chunks = [request for request in contexts if not kv.owns(request)]
     free = kv.free_blocks + kv.blocks_freed_by(paused)
     needed = kv.blocks_to_claim(first_chunks, generation, paused)

@@ -157,6 +157,14 @@ def histories():
     match_stop_words(integers(8), *of_rows, *word_lists)
 
 
+def beams(width):
+    from batch_manager.triton_kernels.beam_topk import beam_topk
+
+    numbers = tensor(4 * width, dtype=torch.float32)
+    beam_topk(tensor(4 * width, 128256, dtype=torch.float32), numbers, numbers, tensor(4, dtype=torch.float32),
+              integers(5), 2 * width, width)
+
+
 CASES = {
     "decode D128 G4": lambda: decode(128, 4, splits=1),
     "decode D128 G4 split": lambda: decode(128, 4, splits=8),
@@ -180,6 +188,7 @@ CASES = {
     "drawing": drawing,
     "bitmask": bitmask,
     "histories": histories,
+    "beams 8": lambda: beams(8),
 }
 
 
@@ -187,6 +196,7 @@ def variants_by_alignment():
     """{kernel: compiled variants} when the index tensors are slices that begin at their first, or second, entry."""
     from batch_manager.triton_kernels.ban_ngrams import ban_ngrams
     from batch_manager.triton_kernels.ban_words import ban_words
+    from batch_manager.triton_kernels.beam_topk import beam_topk
     from batch_manager.triton_kernels.deterministic_linear import deterministic_linear
     from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
@@ -223,6 +233,8 @@ def variants_by_alignment():
         match_stop_words(lengths, *of_rows, *word_lists)
     for rows in (1, 16, 17):                               # a step may have any number of rows
         deterministic_linear(tensor(rows, 64), tensor(96, 64))
+        for num_candidates in (7, 8):
+            beam_topk(tensor(4, 500), numbers, numbers, numbers, sliced(begin, 5), num_candidates, 1)
     names = [kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values()]
     return {name: names.count(name) for name in names}
 

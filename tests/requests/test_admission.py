@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from batch_manager.errors import InvalidRequestError, RequestTooLargeError
-from batch_manager.handover import SlotSetup
+from batch_manager.handover import BeamSetup, SlotSetup
 from batch_manager.names import LlmRequestState, SchedulerPolicy
-from batch_manager.requests.admission import NOT_BUILT, usable_id
+from batch_manager.requests.admission import NOT_BUILT, NOT_WITH_BEAMS, usable_id
 from batch_manager.requests.inference_request import TENSORS, Content, InferenceRequest, Shape
 from batch_manager.requests.response import ResponseOptions
 from batch_manager.requests.sampling_config import KNOBS
@@ -269,11 +269,6 @@ def test_the_batched_logits_post_processor_is_that_of_the_manager(admit):
     assert admit(limits={"logits_post_processor_batched": print}).setup.logits_post_processor is None
 
 
-def test_a_logits_post_processor_is_refused_with_beams(refusal):
-    text = refusal(beam_width=2, flags={"logits_post_processor": change_nothing})
-    assert "logits_post_processor is given and beam_width is 2" in text
-
-
 def test_a_builtin_that_does_not_say_what_it_takes_is_believed(admit):
     assert admit(flags={"logits_post_processor": max}).setup.logits_post_processor.function is max
 
@@ -323,6 +318,28 @@ def test_a_beam_width_below_one_is_refused(width, refusal):
 def test_a_beam_width_above_the_managers_is_refused_with_both_numbers(refusal):
     text = refusal(beam_width=5)
     assert "beam_width is 5" in text and "max_beam_width is 4" in text
+
+
+@pytest.mark.parametrize("name", sorted(NOT_WITH_BEAMS))
+def test_what_looks_at_one_sequence_is_refused_by_name_with_several(name, refusal):
+    for value in VALID[name]:
+        text = refusal(beam_width=2, **({name: value} | COMPANIONS.get(name, {})))
+        assert "beam_width is 2" in text and (name in text or name in COMPANIONS) and "one beam" in text
+
+
+def test_beams_reach_the_device_with_their_numbers(admit):
+    admitted = admit(beam_width=3, request_output_len=7, len_penalty=0.5, early_stopping=-2,
+                     beam_search_diversity_rate=0.25, end_id=9)
+    assert admitted.setup.beams == BeamSetup(3, 7, 0.5, -2, 0.25)
+    assert admitted.response.pad_id == 9 and len(admitted.request.tokens) == admitted.request.beam_width == 3
+    assert admit(beam_width=3, end_id=9, pad_id=4).response.pad_id == 4
+    assert admit(beam_width=3).response.pad_id == 0 and admit().setup.beams is None
+
+
+def test_beams_have_logits_each(admit):
+    one, three = (admit(beam_width=width, request_output_len=7, return_generation_logits=True).num_bytes
+                  for width in (1, 3))
+    assert three - one == 2 * 7 * VOCAB * 4
 
 
 def test_streaming_needs_one_beam(refusal):

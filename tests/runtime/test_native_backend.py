@@ -268,8 +268,8 @@ def test_a_token_outside_the_vocabulary_fails_its_row(backend):
     run(backend, [(0, [1, 2, 3], 0, True, GREEDY), (1, [4, 5], 0, True, GREEDY)])
     draw = backend._decoder.draw
 
-    def draw_too_large(logits, rows):
-        drawn = draw(logits, rows)
+    def draw_too_large(*step):
+        drawn = draw(*step)
         drawn.tokens[1] = VOCAB
         return drawn
 

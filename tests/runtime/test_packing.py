@@ -48,6 +48,27 @@ def test_two_contexts_and_two_generation_rows_by_hand():
     assert (step.num_tokens, step.num_context_tokens) == (9, 7)
 
 
+def test_beams_by_hand():
+    """Three rows of the tables for a slot; slot 2 has a context, slots 1 and 0 two beams each."""
+    tables = BlockTables(1, 1)
+    batch = ScheduledBatch(
+        iteration=0, max_beam_width=3, context=(context(2, [21, 22], 0, True, SlotSetup()),),
+        generation=GenerationWork(np.array([1, 0], np.int32), np.array([5, 2], np.int32), 2),
+        block_table_updates=updates({6: [9], 7: [9], 3: [1, 2], 4: [1, 7], 0: [4], 1: [5]}))
+    tables.update(batch)
+    assert tables.mapped[:9].tolist() == [1, 1, 0, 2, 2, 0, 1, 1, 0]
+    step = pack(batch, tables, 4)
+    assert step.slots.tolist() == [2, 1, 1, 0, 0]
+    assert step.positions.tolist() == [0, 1, 5, 5, 2, 2]
+    assert step.pool_slots.tolist() == [36, 37, 9, 29, 18, 22]
+    assert step.kv_lengths.tolist() == [2, 6, 6, 3, 3]
+    assert step.block_tables[1:3].tolist() == [[1, 2], [1, 7]]
+    assert step.logits_rows.tolist() == [1, 2, 3, 4, 5]
+
+    alone = pack(batch.part(1, 2), tables, 4)                 # a part of a batch is as wide
+    assert alone.slots.tolist() == [1, 1] and alone.pool_slots.tolist() == [9, 29]
+
+
 def test_a_generation_only_step_by_hand():
     tables = BlockTables(4, 2)
     batch = ScheduledBatch(iteration=0, generation=generation([(3, 7), (1, 8)]),

@@ -1,0 +1,198 @@
+"""Beam search: which continuations a sequence goes on with, which texts are finished, and when the search is over.
+
+In each step the operation `beam_topk` gives the 2 * width best continuations of a sequence's beams, best first. So
+many, because at most one continuation of each beam is its end, and `width` are left to go on with. The rest is done
+here, on the host, on a few numbers:
+
+    finished    a continuation by the end id, if it is among the first `width`; at `max_new_tokens` each of the first
+                `width`. Worth cum_log_prob / length ** len_penalty, where the end id counts in both. The `width` most
+                worth are kept
+    live        the first `width` that did not end
+    over        at max_new_tokens, when nothing is live, or when `width` texts are finished and
+
+        early_stopping 1      at once
+        early_stopping 0      the best live text, at its present length, is worth no more than the least finished one
+        another number        the same, but at the length at which it would be worth most: max_new_tokens if len_penalty
+                              is above 0. So nothing that could get better is given up
+
+    diversity   a continuation competes with its log-probability less diversity_rate for every better continuation of
+                the same beam (Li, Monroe and Jurafsky, 2016); what is kept and reported of it is without that
+
+With early_stopping 1, 0 and another number this is the beam search of transformers with True, False and "never", in
+float32 as there. The results are the finished texts by worth, or fewer than `width` where the model allows no more.
+
+numpy only.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..handover import END_ID, LENGTH, BeamOutput, BeamSetup, GenerationWork, Hypothesis, SlotSetup
+
+NOWHERE = np.float32(-np.inf)
+START = -1                     # the position of a search that has not drawn yet
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trail:
+    """The tokens a step added to the live texts, and which texts of the step before they continue. All [width]."""
+
+    before: "_Trail | None"
+    tokens: np.ndarray
+    parents: np.ndarray
+    log_probs: np.ndarray
+
+    def walk_back(self, beam: int) -> tuple[list[int], list[float], list[int]]:
+        """Tokens, log-probs and rows of the text that is in `beam`, from its first token on."""
+        tokens, log_probs, rows = [], [], []
+        trail: _Trail | None = self
+        while trail is not None:
+            tokens.append(int(trail.tokens[beam]))
+            log_probs.append(float(trail.log_probs[beam]))
+            beam = int(trail.parents[beam])
+            rows.append(beam)
+            trail = trail.before
+        return tokens[::-1], log_probs[::-1], rows[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Finished:
+    """A finished text. worth is what it is compared by; its last token, which may be the end id, is held apart."""
+
+    worth: np.float32
+    cum_log_prob: np.float32
+    before: _Trail | None
+    row: int
+    token: int
+    log_prob: np.float32
+    is_ended: bool
+
+    def hypothesis(self) -> Hypothesis:
+        tokens, log_probs, rows = ([], [], []) if self.before is None else self.before.walk_back(self.row)
+        if not self.is_ended:
+            tokens.append(self.token)
+            log_probs.append(float(self.log_prob))
+            rows.append(self.row)
+        return Hypothesis(np.array(tokens, np.int32), float(self.cum_log_prob), np.array(log_probs, np.float32),
+                          np.array(rows, np.int32), END_ID if self.is_ended else LENGTH)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamSearch:
+    """The search of one sequence between two steps. Never changed: a step makes a new one, so a step can be run again.
+
+    cum_log_probs   [beams] float32 of the live texts: one, empty, before the first step, then `width`; -inf: none
+    last_tokens     [width] int32: what the live texts end with, and what the next step is fed
+    """
+
+    setup: BeamSetup
+    end_id: int = -1
+    cum_log_probs: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
+    last_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    _num_generated: int = 0
+    _trail: _Trail | None = None
+    _finished: tuple[_Finished, ...] = ()
+
+    @property
+    def num_candidates(self) -> int:
+        """Continuations that `advance` wants to see."""
+        return 2 * self.setup.width
+
+    def advance(self, log_probs: np.ndarray, parents: np.ndarray,
+                tokens: np.ndarray) -> tuple["BeamSearch", BeamOutput]:
+        """One step on.
+
+        log_probs, parents, tokens   [num_candidates] the best continuations, best first, as `beam_topk` gives them
+        """
+        width, length = self.setup.width, self._num_generated + 1
+        sums = self.cum_log_probs[parents] + log_probs
+        exists, ends = sums > NOWHERE, tokens == self.end_id
+        is_last = length == self.setup.max_new_tokens
+
+        finishing = exists & (ends | is_last)
+        finished = self._finished
+        if finishing[:width].any():
+            divisor = _power(length, self.setup.len_penalty)
+            finished += tuple(
+                _Finished(sums[i] / divisor, sums[i], self._trail, int(parents[i]), int(tokens[i]), log_probs[i],
+                          bool(ends[i])) for i in np.flatnonzero(finishing[:width]).tolist())
+            finished = tuple(sorted(finished, key=lambda text: -text.worth)[:width])
+
+        live = np.flatnonzero(exists & ~ends)[:width]
+        output = self._go_on(sums[live], log_probs[live], parents[live], tokens[live])
+        if is_last or not len(live) or self._is_over(finished, sums[live].max(), length):
+            hypotheses = tuple(text.hypothesis() for text in finished)
+            output = BeamOutput(output.tokens, output.parents, output.cum_log_probs, output.log_probs, hypotheses)
+        trail = _Trail(self._trail, output.tokens, output.parents, output.log_probs)
+        return BeamSearch(self.setup, self.end_id, output.cum_log_probs, output.tokens, length, trail, finished), output
+
+    def _go_on(self, sums: np.ndarray, log_probs: np.ndarray, parents: np.ndarray, tokens: np.ndarray) -> BeamOutput:
+        """The live texts; beams for which there is none go on with anything, worth nothing."""
+        width, count = self.setup.width, len(sums)
+        if count == width:
+            return BeamOutput(tokens, parents, sums, log_probs)
+        anywhere = np.arange(count, width, dtype=np.int32)
+        if len(self.cum_log_probs) == 1:
+            anywhere[:] = 0
+        nothing, none = np.full(width - count, NOWHERE), np.zeros(width - count, np.int32)
+        return BeamOutput(*(np.concatenate(pair) for pair in (
+            (tokens, none), (parents, anywhere), (sums, nothing), (log_probs, nothing))))
+
+    def _is_over(self, finished: tuple[_Finished, ...], best: np.float32, length: int) -> bool:
+        setup = self.setup
+        if len(finished) < setup.width:
+            return False
+        if setup.early_stopping == 1:
+            return True
+        if setup.early_stopping != 0 and setup.len_penalty > 0:
+            length = setup.max_new_tokens
+        return not best / _power(length, setup.len_penalty) > finished[-1].worth
+
+
+class BeamSearches:
+    """The searches of the slots.
+
+    Each slot's last two are kept, so that a step that is run again finds the one it started from.
+    """
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, dict[int, BeamSearch]] = {}
+
+    def set_up(self, slot: int, setup: SlotSetup) -> None:
+        """A sequence takes the slot, with beams or without, and starts afresh. Doing so again is harmless."""
+        if setup.beams is not None:
+            self._by_slot[slot] = {START: BeamSearch(setup.beams, setup.end_id)}
+        elif self._by_slot:
+            self._by_slot.pop(slot, None)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._by_slot
+
+    def __len__(self) -> int:
+        return len(self._by_slot)
+
+    def width(self, slot: int) -> int:
+        """Beams of the sequence in the slot."""
+        return next(iter(self._by_slot[slot].values())).setup.width if slot in self._by_slot else 1
+
+    def at(self, slot: int, position: int) -> BeamSearch:
+        """The search that is to draw the tokens of this position."""
+        searches = self._by_slot[slot]
+        found = searches.get(position)
+        return searches[START] if found is None else found
+
+    def keep(self, slot: int, position: int, before: BeamSearch, after: BeamSearch) -> None:
+        """`before` drew the tokens of this position and is now `after`."""
+        self._by_slot[slot] = {position: before, position + 1: after}
+
+    def fed_tokens(self, generation: GenerationWork) -> np.ndarray:
+        """[g * beam width] int32: the tokens a generation step is fed."""
+        return np.concatenate([self.at(slot, kv_length + 1).last_tokens for slot, kv_length in zip(
+            generation.slots.tolist(), generation.kv_lengths.tolist())])
+
+
+def _power(length: int, exponent: float) -> np.float32:
+    """length ** exponent, infinite where that is too large."""
+    with np.errstate(over="ignore"):
+        return np.float32(np.float64(length) ** exponent)

@@ -1,0 +1,83 @@
+"""What a receiver will be told about the beams of a request, besides their tokens."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..handover import BeamOutput, Hypothesis
+from ..names import FinishReason
+from ..requests.llm_request import LlmRequest
+from ..requests.response import BeamText
+
+NO_TEXT = -np.inf
+
+
+class BeamDelivery:
+    """The log-probabilities of the texts of a request, live ones until its search is over, then the final ones.
+
+    Of each beam, in the order of `LlmRequest.tokens`. Log-probs of tokens, and the rows of logits they were drawn from,
+    are kept when somebody asked for them. A request that starts again after a pause starts here again, too.
+    """
+
+    def __init__(self, beam_width: int, *, keeps_log_probs: bool, keeps_logits: bool) -> None:
+        self._width = beam_width
+        self._keeps_log_probs, self._keeps_logits = keeps_log_probs, keeps_logits
+        self._finishes: list[FinishReason] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._cum_log_probs = [0.0] * self._width
+        self._log_probs: list[Sequence[float]] = [[] for _ in range(self._width)]
+        self._rows: list[Sequence[int]] = [[] for _ in range(self._width)]
+        self._logits: list[np.ndarray] = []
+
+    def follow(self, beams: BeamOutput, logits: np.ndarray | None, *, is_first: bool) -> None:
+        """Every beam went on with its parent's text and a token.
+
+        logits   [beams before the step, vocab], when asked for
+        """
+        if is_first:
+            self._start()
+        parents = beams.parents.tolist()
+        self._cum_log_probs = beams.cum_log_probs.tolist()
+        if self._keeps_log_probs:
+            self._log_probs = [[*self._log_probs[parent], log_prob]
+                               for parent, log_prob in zip(parents, beams.log_probs.tolist())]
+        if self._keeps_logits:
+            self._rows = [[*self._rows[parent], parent] for parent in parents]
+            self._logits.append(logits)
+
+    def end(self, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None, *, is_first: bool) -> None:
+        """The search is over. Beams for which it has no text stand last."""
+        if is_first:
+            self._start()
+        missing = self._width - len(hypotheses)
+        self._finishes = [FinishReason(text.finish) for text in hypotheses] + [FinishReason.NOT_FINISHED] * missing
+        self._cum_log_probs = [text.cum_log_prob for text in hypotheses] + [NO_TEXT] * missing
+        self._log_probs = [text.log_probs for text in hypotheses] + [[]] * missing
+        self._rows = [text.rows for text in hypotheses] + [[]] * missing
+        if self._keeps_logits:
+            self._logits.append(logits)
+
+    def texts(self, request: LlmRequest, reason: FinishReason) -> list[BeamText]:
+        """What there is of each beam, best first.
+
+        reason   why the request ended; the beams of a search that is over have reasons of their own
+        """
+        generated = [tokens[request.orig_prompt_len:] for tokens in request.tokens]
+        if not generated[0] and self._finishes is None:    # it was paused, or has not begun
+            self._start()
+        best_first = sorted(range(self._width), key=lambda beam: -self._cum_log_probs[beam])
+        return [self._text(beam, generated[beam], reason)
+                for beam in (range(self._width) if self._finishes else best_first)]
+
+    def _text(self, beam: int, generated: list[int], reason: FinishReason) -> BeamText:
+        if self._finishes is not None:
+            reason = self._finishes[beam]
+        if self._cum_log_probs[beam] == NO_TEXT:
+            return BeamText([], FinishReason.NOT_FINISHED, NO_TEXT)
+        logits = None
+        if self._keeps_logits and generated:
+            logits = np.stack([step[row] for step, row in zip(self._logits, self._rows[beam])])
+        return BeamText(generated, reason, self._cum_log_probs[beam],
+                        self._log_probs[beam] if self._keeps_log_probs else None, logits)

@@ -1,0 +1,244 @@
+"""The search itself, on tables of log-probs: against transformers, against all texts there are, and by hand."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from batch_manager.decoding.beam_search import BeamSearch, BeamSearches
+from batch_manager.handover import END_ID, LENGTH, BeamSetup, GenerationWork, SlotSetup
+
+EARLY_STOPPING = {1: True, 0: False, 2: "never"}
+
+
+def candidates(search, rows):
+    """`beam_topk`, one at a time. rows: [beams, vocab] float32 log-probs of what follows each text."""
+    found = []
+    for beam, row in enumerate(rows):
+        if search.cum_log_probs[beam] > -np.inf:
+            ranks = np.argsort(-row, kind="stable")
+            found += [(np.float32(search.cum_log_probs[beam] + row[token]) - search.setup.diversity_rate * rank, beam,
+                       token) for rank, token in enumerate(ranks.tolist()) if row[token] > -np.inf]
+    found = sorted(found, key=lambda candidate: -candidate[0])[:search.num_candidates]
+    found += [(None, 0, 0)] * (search.num_candidates - len(found))
+    log_probs = [-np.inf if score is None else rows[beam][token] for score, beam, token in found]
+    return (np.array(log_probs, np.float32), np.array([beam for _, beam, _ in found], np.int32),
+            np.array([token for *_, token in found], np.int32))
+
+
+def run(setup, end_id, follows):
+    """Hypotheses, and the outputs of all steps. follows(texts) -> [len(texts), vocab] log-probs of the next token."""
+    search, texts, outputs = BeamSearch(setup, end_id), [()], []
+    while not outputs or outputs[-1].hypotheses is None:
+        search, output = search.advance(*candidates(search, follows(texts)))
+        texts = [(*texts[parent], token) for parent, token in zip(output.parents.tolist(), output.tokens.tolist())]
+        assert search.last_tokens.tolist() == [text[-1] for text in texts]
+        outputs.append(output)
+        assert len(outputs) <= setup.max_new_tokens
+    return outputs[-1].hypotheses, outputs
+
+
+def worth(hypothesis, setup):
+    length = len(hypothesis.tokens) + (hypothesis.finish == END_ID)
+    return hypothesis.cum_log_prob / length**setup.len_penalty
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    """A model of transformers with eleven tokens and strong opinions."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(vocab_size=11, n_embd=16, n_layer=1, n_head=2, n_positions=64,
+                                     initializer_range=0.6, bos_token_id=None, eos_token_id=None)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module")
+def follows_in(tiny_model):
+    """follows_in(prompt): the function `follows` of `run`, computed without a cache."""
+    import torch
+
+    known = {}
+
+    def of_prompt(prompt):
+        def follows(texts):
+            missing = [text for text in dict.fromkeys(texts) if (prompt, text) not in known]
+            if missing:
+                with torch.inference_mode():
+                    logits = tiny_model(torch.tensor([[*prompt, *text] for text in missing])).logits[:, -1]
+                known.update({(prompt, text): row.numpy()
+                              for text, row in zip(missing, logits.float().log_softmax(-1), strict=True)})
+            return np.stack([known[prompt, text] for text in texts])
+
+        return follows
+
+    return of_prompt
+
+
+@pytest.mark.parametrize("early_stopping", list(EARLY_STOPPING))
+@pytest.mark.parametrize("len_penalty", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("width", [2, 3, 4, 8])
+def test_the_beams_of_transformers_all_of_them_in_order(tiny_model, follows_in, width, len_penalty, early_stopping):
+    import torch
+
+    finishes = set()
+    for prompt, end_id, count in [((1, 2, 3), 6, 14), ((5,), 4, 9), ((7, 1), 2, 12), ((9, 9), 4, 1), ((4, 8), None, 6)]:
+        with torch.inference_mode():
+            expected = tiny_model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), num_beams=width,
+                num_return_sequences=width, do_sample=False, max_new_tokens=count, length_penalty=len_penalty,
+                early_stopping=EARLY_STOPPING[early_stopping], eos_token_id=end_id, pad_token_id=end_id or 0,
+                return_dict_in_generate=True, output_scores=True)
+        setup = BeamSetup(width, count, len_penalty, early_stopping)
+        hypotheses, _ = run(setup, -1 if end_id is None else end_id, follows_in(prompt))
+
+        texts = [sequence[len(prompt):] for sequence in expected.sequences.tolist()]
+        if end_id is not None:
+            texts = [text[:text.index(end_id)] if end_id in text else text for text in texts]
+        assert [hypothesis.tokens.tolist() for hypothesis in hypotheses] == texts
+        np.testing.assert_allclose([worth(hypothesis, setup) for hypothesis in hypotheses],
+                                   expected.sequences_scores.numpy(), atol=1e-5, rtol=0)
+        finishes.update(hypothesis.finish for hypothesis in hypotheses)
+    assert finishes == {END_ID, LENGTH}
+
+
+@pytest.mark.parametrize("len_penalty", [0.0, 1.0, 3.0])
+def test_with_beams_enough_nothing_better_exists(len_penalty):
+    """Every text of up to four of three tokens is looked at, so the best one is found."""
+    random = np.random.default_rng(1)
+    table = {}
+
+    def follows(texts):
+        for text in texts:
+            if text not in table:
+                logits = random.normal(size=3) * 2
+                table[text] = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        return np.stack([table[text] for text in texts])
+
+    setup = BeamSetup(40, 4, len_penalty, early_stopping=2)
+    hypotheses, _ = run(setup, 2, follows)
+    scores = {}
+    for length in range(1, 5):
+        for text in itertools.product(range(3), repeat=length):
+            if 2 not in text[:-1] and (text[-1] == 2 or length == 4):
+                follows([text[:i] for i in range(length)])
+                scores[text] = sum(table[text[:i]][text[i]] for i in range(length)) / length**len_penalty
+    best = max(scores, key=scores.get)
+    found = tuple(hypotheses[0].tokens.tolist()) + (2,) * (hypotheses[0].finish == END_ID)
+    assert found == best
+    assert worth(hypotheses[0], setup) == pytest.approx(scores[best], abs=1e-5)
+    assert len(hypotheses) == len(scores)        # fewer than beams: there are no more texts
+
+
+def constant(*probabilities):
+    row = np.log(np.array(probabilities, np.float64)).astype(np.float32)
+    return lambda texts: np.tile(row, (len(texts), 1))
+
+
+def test_the_end_id_is_in_the_sum_and_the_length_but_not_in_the_text():
+    (best, _), outputs = run(BeamSetup(2, 5, 1.0), 1, constant(0.2, 0.7, 0.1))
+    assert best.tokens.tolist() == [] and best.finish == END_ID
+    assert best.cum_log_prob == pytest.approx(np.log(0.7)) and len(best.log_probs) == len(best.rows) == 0
+    assert len(outputs) == 2                     # the second text ends in the second step
+
+
+@pytest.mark.parametrize(("early_stopping", "steps"), [(1, 2), (0, 3), (7, 6), (-1, 6)])
+def test_when_the_search_is_over(early_stopping, steps):
+    """Two texts end soon. The third token makes the live ones worth less than both, unless they get long."""
+    likely = {0: 0.5, 1: 0.5, 2: 0.04}                       # of token 0, by position; 0.9 further on
+    end = {0: 0.3, 1: 0.3, 2: 0.01}
+
+    def follows(texts):
+        rows = []
+        for text in texts:
+            token, ending = likely.get(len(text), 0.9), end.get(len(text), 0.001)
+            rows.append([token, ending] + [(1 - token - ending) / 23] * 23)
+        return np.log(rows).astype(np.float32)
+
+    _, outputs = run(BeamSetup(2, 6, 1.0, early_stopping), 1, follows)
+    assert len(outputs) == steps
+
+
+def test_diversity_makes_beams_leave_different_parents():
+    random = np.random.default_rng(5)
+
+    def follows(texts):
+        return np.stack([np.log(random.dirichlet(np.ones(50))).astype(np.float32) for _ in texts])
+
+    _, outputs = run(BeamSetup(4, 8, diversity_rate=1000.0), -1, follows)
+    assert outputs[0].parents.tolist() == [0] * 4
+    assert all(sorted(output.parents.tolist()) == [0, 1, 2, 3] for output in outputs[1:-1])
+    _, outputs = run(BeamSetup(4, 8), -1, follows)
+    assert any(sorted(output.parents.tolist()) != [0, 1, 2, 3] for output in outputs[1:-1])
+
+
+def test_what_is_kept_of_a_penalised_candidate_is_its_log_probability():
+    hypotheses, outputs = run(BeamSetup(2, 3, diversity_rate=0.5), -1, constant(0.6, 0.4))
+    for hypothesis in hypotheses:
+        chosen = np.log([(0.6, 0.4)[token] for token in hypothesis.tokens])
+        np.testing.assert_allclose(hypothesis.log_probs, chosen, atol=1e-6)
+        assert hypothesis.cum_log_prob == pytest.approx(chosen.sum(), abs=1e-6)
+    assert outputs[0].cum_log_probs.tolist() == pytest.approx(np.log([0.6, 0.4]).tolist())
+
+
+def test_fewer_texts_than_beams():
+    def follows(texts):                          # a single text is possible: 0 0 0 ...
+        return np.where(np.arange(5) == 0, np.float32(0), np.float32(-np.inf))[None].repeat(len(texts), 0)
+
+    hypotheses, outputs = run(BeamSetup(3, 4), 4, follows)
+    assert [hypothesis.tokens.tolist() for hypothesis in hypotheses] == [[0, 0, 0, 0]]
+    for output in outputs:
+        assert output.cum_log_probs.tolist() == [0, -np.inf, -np.inf]
+        assert output.tokens.tolist() == [0, 0, 0] and (output.parents < 3).all()
+    assert outputs[0].parents.tolist() == [0, 0, 0]
+
+
+def test_a_search_ends_where_nothing_can_follow():
+    only_the_end = np.array([-np.inf, 0], np.float32)
+    hypotheses, outputs = run(BeamSetup(2, 9), 1, lambda texts: np.tile(only_the_end, (len(texts), 1)))
+    assert len(outputs) == 1 and [hypothesis.tokens.tolist() for hypothesis in hypotheses] == [[]]
+
+
+def test_a_length_penalty_that_overflows_makes_all_texts_equal():
+    hypotheses, _ = run(BeamSetup(2, 3, 1e30), -1, constant(0.6, 0.4))
+    assert len(hypotheses) == 2 and all(len(hypothesis.tokens) == 3 for hypothesis in hypotheses)
+
+
+def test_rows_say_which_beam_each_token_was_drawn_from():
+    random = np.random.default_rng(7)
+
+    def follows(texts):
+        return np.stack([np.log(random.dirichlet(np.ones(6))).astype(np.float32) for _ in texts])
+
+    seen = []
+
+    def recorded(texts):
+        seen.append((list(texts), follows(texts)))
+        return seen[-1][1]
+
+    hypotheses, _ = run(BeamSetup(3, 7), 5, recorded)
+    for hypothesis in hypotheses:
+        text = tuple(hypothesis.tokens.tolist())
+        for step, (token, row, log_prob) in enumerate(zip(text, hypothesis.rows, hypothesis.log_probs)):
+            texts, rows = seen[step]
+            assert texts[row] == text[:step] and rows[row, token] == log_prob
+        assert hypothesis.finish in (END_ID, LENGTH)
+
+
+def test_a_step_that_is_run_again_starts_from_the_same_search():
+    searches, setup = BeamSearches(), SlotSetup(beams=BeamSetup(2, 9))
+    searches.set_up(3, setup)
+    assert 3 in searches and 2 not in searches
+    first = searches.at(3, 10)
+    second, _ = first.advance(*candidates(first, constant(0.5, 0.3, 0.2)([()])))
+    searches.keep(3, 10, first, second)
+    assert searches.at(3, 10) is first and searches.at(3, 11) is second
+    fed = searches.fed_tokens(GenerationWork(np.array([3], np.int32), np.array([10], np.int32), 2))
+    assert fed.tolist() == [0, 1]
+    third, _ = second.advance(*candidates(second, constant(0.5, 0.3, 0.2)([(), ()])))
+    searches.keep(3, 11, second, third)
+    assert searches.at(3, 11) is second and searches.at(3, 12) is third
+    searches.set_up(3, setup)
+    assert len(searches.at(3, 10).cum_log_probs) == 1
+    searches.set_up(3, SlotSetup())
+    assert 3 not in searches
