@@ -71,7 +71,7 @@ def test_a_pool_so_small_that_requests_are_paused_again_and_again(
     records = run(make_manager, new_client, new_request, reference, prompts, lambda i: 60, policy=MAX,
                   model_type=model_type, enable_chunked_context=chunked, max_num_tokens=128, max_batch_size=8,
                   kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=12 * 8), arrive_at_once=True)
-    assert sum(record["Paused Requests"] for record in records) >= 2 * len(prompts)
+    assert sum(record["Paused Requests"] for record in records) > len(prompts)    # a window gives some blocks back
     assert records[-1]["Max KV cache blocks"] == 12
 
 
