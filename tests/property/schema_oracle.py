@@ -370,7 +370,9 @@ class Cache:
         before = [child for child in parent.children if child.key[0] == domain and child.key[1] < content]
         behind = [child for child in parent.children if child.key[0] == domain and child.key[1] > content]
         best, longest = None, 0
-        for child in sorted(before, key=lambda block: block.key[1])[::-1] + sorted(behind, key=lambda block: block.key[1]):
+        before.sort(key=lambda block: block.key[1], reverse=True)
+        behind.sort(key=lambda block: block.key[1])
+        for child in before + behind:
             length = common_prefix(child.key[1], content)
             if length > longest:
                 best, longest = child, length
@@ -704,9 +706,11 @@ class AdapterPages:
         self.tasks: set[int] = set()
 
     def fits(self, request: Request) -> bool:
-        if self.config is None or request.lora_task is None or request.lora_task in self.tasks:
+        """Also who has no adapter does not fit when too many pages are taken."""
+        if self.config is None:
             return True
-        return (len(self.tasks) + 1) * self.config["pages_per_task"] <= self.config["max_device_pages"]
+        tasks = self.tasks | ({request.lora_task} - {None})
+        return len(tasks) * self.config["pages_per_task"] <= self.config["max_device_pages"]
 
     def take(self, request: Request) -> None:
         if request.lora_task is not None:

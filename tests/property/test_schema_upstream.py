@@ -1,9 +1,9 @@
-"""What public unit tests of TensorRT-LLM assert, unrolled from their inputs: the product and the model both say it.
+"""What public unit tests of TensorRT-LLM assert, unrolled from their inputs. Product and model both say it.
 
-Sources: cpp/tests/unit_tests/batch_manager/capacitySchedulerTest.cpp, microBatchSchedulerTest.cpp, kvCacheManagerTest.cpp,
-evictionPolicyTest.cpp, llmRequestTest.cpp and tests/unittest/_torch/executor/test_py_scheduler.py (Apache-2.0); each
-case has the name its test has there. Cases of cross attention and of disaggregated serving are left out: neither is in
-the product.
+Sources, Apache-2.0: capacitySchedulerTest, microBatchSchedulerTest, kvCacheManagerTest, evictionPolicyTest and
+llmRequestTest in cpp/tests/unit_tests/batch_manager, and tests/unittest/_torch/executor/test_py_scheduler.py. Each case
+has the name its test has there. Cases of cross attention and of disaggregated serving are left out: neither is in the
+product.
 """
 
 import pytest
@@ -89,7 +89,8 @@ TRACES |= {
         capacity(GNE, 10, 4), alike(4, 30, 60, arrivals=[0, 0, 10, 10], context_chunk=20), 244, None,
         {(0, 61): {0}, (61, 122): {1}, (122, 183): {2}, (183, 244): {3}}),
     "SimpleFitsStaticBatch": (
-        capacity(STATIC, 20, 2), [each | {"max_new_tokens": 40 if each["id"] == 1 else 80} for each in alike(3, 10, 80)],
+        capacity(STATIC, 20, 2),
+        [each | {"max_new_tokens": 40 if each["id"] == 1 else 80} for each in alike(3, 10, 80)],
         160, None, {(0, 40): {0, 1}, (41, 79): {0}, (80, 160): {2}}),
     "ReuseAwareSchedulingWithPartialPrefixMatch": (
         capacity(GNE, 20, 3, 50, reuse=True), prompts(5, range(30), [*range(20), *[999] * 10]), 6, 2,
@@ -189,7 +190,8 @@ def test_drafts_are_cut_to_the_unit(module):
     assert module.micro_batch_step(config, alike(3, 3, 21, draft_len=17), [])["draft"] == {"0": 13, "1": 13, "2": 5}
 
 
-# name: unit, capacity, longest chunk, prompts, drafts, positions with EQUAL_PROGRESS, with FIRST_COME_FIRST_SERVED, drafts
+# name: unit, capacity, longest chunk, prompts, drafts, positions with EQUAL_PROGRESS and with FIRST_COME_FIRST_SERVED,
+# drafts that are kept
 
 CHUNKS = {
     "ContextLengthNeverSatisfied": (100, None, 20, (25, 25), (0, 0), [[0, 0]], [[0, 0]], [0, 0]),
