@@ -96,11 +96,23 @@ class DrawnBeams:
         return {group.slot: output for group, _, output in advanced}
 
 
-def find_candidates(kernel: Callable, logits: torch.Tensor, temperature: torch.Tensor,
-                    rows: BeamRows) -> Sequence[torch.Tensor]:
-    """`beam_topk` of a step. logits [b, vocab] float32 and temperature [b], of the rows of beams."""
-    return kernel(logits, temperature, rows.sums, rows.rates, rows.starts,
-                  max(group.search.num_candidates for group in rows.groups), max(group.count for group in rows.groups))
+def find_candidates(kernel: Callable, logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows, *,
+                    one_by_one: bool = False) -> Sequence[torch.Tensor]:
+    """`beam_topk` of a step. logits [b, vocab] float32 and temperature [b], of the rows of beams.
+
+    one_by_one   each group as if it were the step
+    """
+    count = max(group.search.num_candidates for group in rows.groups)
+    if not one_by_one:
+        return kernel(logits, temperature, rows.sums, rows.rates, rows.starts, count,
+                      max(group.count for group in rows.groups))
+    found = []
+    for place, group in enumerate(rows.groups):
+        of = slice(group.first, group.first + group.count)
+        starts = torch.tensor([0, group.count], dtype=torch.int32, device=logits.device)
+        found.append(kernel(logits[of].clone(), temperature[of], rows.sums[of], rows.rates[place : place + 1], starts,
+                            count, group.count))
+    return [torch.cat(column) for column in zip(*found)]
 
 
 def _groups_of(slots: np.ndarray, positions: np.ndarray, searches: BeamSearches) -> list[BeamGroup]:

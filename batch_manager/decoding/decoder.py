@@ -51,8 +51,8 @@ class GptDecoder:
     history         tokens of the sequences for which anything but the model depends on them; not of beams
     stages          what is done to logits; None: `stages.default_stages`
     deterministic   a row's bits do not depend on the others: on a CPU, where torch shares work out by the number of
-                    rows, each row is staged and drawn alone. Kernels take rows alone anyhow, and so does plain argmax.
-                    Not of beams
+                    rows, each row is staged and drawn alone, and so are the beams of each sequence. Kernels take rows
+                    alone anyhow, and so does plain argmax.
     """
 
     def __init__(self, num_slots: int, device: torch.device, stages: Sequence[LogitsStage] | None = None,
@@ -85,20 +85,21 @@ class GptDecoder:
         """
         returned = generation_logits(logits, rows, self.state)    # a copy, before anything is done to them
         post_processed = self._post_processors.apply(logits, rows.slots) if self._post_processors else None
+        beams = None
+        if beam_rows is not None:
+            beams = DrawnBeams(beam_rows, self.searches, self._find_candidates(beam_rows.beam_logits(logits), beam_rows))
+            logits, rows = beam_rows.single_logits(logits), beam_rows.singles
         if self._one_by_one and len(rows) > 1 and self._is_more_than_argmax(rows):
             tokens, finite, log_probs = self._draw_one_by_one(logits, rows)
-            beams = None
         else:
-            apply_stages(self._stages, logits, rows)
-            beams = None
-            if beam_rows is not None:
-                beams = DrawnBeams(beam_rows, self.searches, find_candidates(
-                    self._beam_kernel, beam_rows.beam_logits(logits),
-                    self.state.column("temperature", beam_rows.beams), beam_rows))
-                logits, rows = beam_rows.single_logits(logits), beam_rows.singles
-            tokens, finite, log_probs = self._draw_rows(logits, rows)
+            tokens, finite, log_probs = self._stage_and_draw(logits, rows)
         finish = self._stop_words.mark(finish_codes(tokens, self.state.column("end_id", rows)), tokens, rows)
         return Drawn(tokens, finish, finite, log_probs, post_processed, *returned, beams)
+
+    def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:
+        apply_stages(self._stages, logits, rows.beams)
+        return find_candidates(self._beam_kernel, logits, self.state.column("temperature", rows.beams), rows,
+                               one_by_one=self._one_by_one)
 
     def keep(self, drawn: Drawn, rows: DrawRows) -> None:
         """The next step is fed what was drawn, and its draws know of it."""
@@ -106,16 +107,13 @@ class GptDecoder:
         self._top_p_decay.keep(rows, drawn.tokens)
         self.state.keep_tokens(rows, drawn.tokens)
 
-    def _draw_rows(self, logits: torch.Tensor, rows: DrawRows):
+    def _stage_and_draw(self, logits: torch.Tensor, rows: DrawRows):
+        apply_stages(self._stages, logits, rows)
         return self._draw_on_host(logits, rows) if self._kernel is None else self._draw_in_kernel(logits, rows)
 
     def _draw_one_by_one(self, logits: torch.Tensor, rows: DrawRows):
         """Each row as if it were the step; log-probabilities are 0 for those who did not ask."""
-        drawn = []
-        for row in range(len(rows)):
-            alone, row_of = logits[row : row + 1].clone(), rows.one(row)
-            apply_stages(self._stages, alone, row_of)
-            drawn.append(self._draw_rows(alone, row_of))
+        drawn = [self._stage_and_draw(logits[row : row + 1].clone(), rows.one(row)) for row in range(len(rows))]
         tokens, finite, log_probs = zip(*drawn)
         if any(row is not None for row in log_probs):
             log_probs = torch.cat([torch.zeros(1) if row is None else row for row in log_probs])

@@ -76,7 +76,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         raise ConfigError("cuda_graphs was asked for", "it is not built yet in this version", "leave it out")
     device = resolve_device(params.device)
     if params.deterministic:
-        refuse_what_is_not_deterministic(device, attention_factory, max_beam_width)
+        refuse_what_is_not_deterministic(device, attention_factory)
     try:
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
                             deterministic=params.deterministic)
@@ -134,8 +134,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     return backend
 
 
-def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Callable[..., Attention] | None,
-                                     max_beam_width: int) -> None:
+def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
     """Raise ConfigError, by name, for what would not keep the promise of `deterministic`."""
     if device.type != "cpu" and not use_triton(device):
         raise ConfigError(f"deterministic was asked for on {device_name(device)} without triton",
@@ -143,9 +142,6 @@ def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Ca
     if attention_factory is not None:
         raise ConfigError("deterministic was asked for with Parts.attention",
                           "the engine cannot promise the bits of an attention of your own", "leave one of them out")
-    if max_beam_width > 1:
-        raise ConfigError(f"deterministic was asked for with max_beam_width {max_beam_width}",
-                          "how beams are chosen is not bit by bit the same in every batch", "set max_beam_width to 1")
 
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int) -> int:

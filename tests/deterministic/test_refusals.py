@@ -11,15 +11,9 @@ from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 
 
-def build(folder, attention_factory=None, max_beam_width=1):
+def build(folder, attention_factory=None):
     params = TrtGptModelOptionalParams(deterministic=True, device="cpu")
-    return build_native_backend(folder, params, layout=layouts.fused, num_slots=4, max_beam_width=max_beam_width,
-                                attention_factory=attention_factory)
-
-
-def test_beams(differential):
-    with pytest.raises(ConfigError, match="deterministic was asked for with max_beam_width 2"):
-        build(differential.SHIPPED, max_beam_width=2)
+    return build_native_backend(folder, params, layout=layouts.fused, num_slots=4, attention_factory=attention_factory)
 
 
 def test_an_attention_of_ones_own(differential):
