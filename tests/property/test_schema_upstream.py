@@ -2,8 +2,8 @@
 
 Sources, Apache-2.0: capacitySchedulerTest, microBatchSchedulerTest, kvCacheManagerTest, evictionPolicyTest and
 llmRequestTest in cpp/tests/unit_tests/batch_manager, and tests/unittest/_torch/executor/test_py_scheduler.py. Each case
-has the name its test has there. Cases of cross attention and of disaggregated serving are left out: neither is in the
-product.
+has the name its test has there. Left out are cases of cross attention and of disaggregated serving, which the product
+does not have, and two of eviction from older versions, which gave back leaves of the prefix tree only.
 """
 
 import pytest
@@ -368,22 +368,11 @@ def test_block_manager_reuse_with_adapters(module):
     assert [results[place]["reused_tokens"] for place in (0, 3, 6, 7, 10, 11)] == [0, 8, 8, 10, 0, 0]
 
 
-def test_decode_block_priority(module):
-    """KVCacheManagerDecodeBlockPriorityTest: generated blocks have their own priority."""
+def test_leaf_block(module):
+    """KVCacheManagerLeafBlockTest."""
     results = run_ops(
-        module, 8, add(0, range(12), retention={"ranges": [[0, None, 5]], "decode_priority": 90}), grow(0, 0),
-        add(1, range(12, 24), retention={"ranges": [[0, None, 90]], "decode_priority": 5}), grow(1, 0), remove(0),
-        remove(1), add(2, range(24, 36)), remove(2), add(3, range(12)))
-    assert [result["free_blocks"] for result in results[:6]] == [5, 4, 1, 0, 4, 8]
-    assert results[8]["reused_tokens"] == 8
-
-
-def test_decode_timed_eviction(module):
-    """KVCacheManagerDecodeTimedEvictionTest: the priority of generated blocks ends, and they go before the prompt's."""
-    results = run_ops(
-        module, 8, add(0, [1, *range(1, 12)], retention={"ranges": [[0, None, 50]], "decode_priority": 50}),
-        {"op": "store_context", "req": 0}, grow(0, 0, 0, 0), remove(0),
-        add(1, range(12), retention={"ranges": [], "decode_priority": 100, "decode_duration": 20}),
-        {"op": "store_context", "req": 1}, grow(1, 0, 0, 0), remove(1), {"op": "advance_time", "ms": 50},
-        {"op": "refresh"}, add(2, [0] * 8), remove(2), add(3, range(12)))
-    assert results[12]["reused_tokens"] == 8
+        module, 4, add(0, range(4)), {"op": "store_context", "req": 0}, grow(0, 0), remove(0), add(1, [1, 1, 2, 3]),
+        add(2, [2, *range(1, 12)]), remove(1), remove(2), add(3, [2, *range(1, 12)]), grow(3, 0), add(4, [42]))
+    assert results[4]["reused_tokens"] == 0 and results[4]["block_ids"] != results[0]["block_ids"]
+    assert (results[8]["reused_tokens"], results[8]["free_blocks"], results[9]["free_blocks"]) == (11, 1, 0)
+    assert results[10] == {"error": "out_of_blocks"}
