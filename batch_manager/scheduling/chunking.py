@@ -39,19 +39,29 @@ def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
                    max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
     """Round after round each gets one more block, until nobody can take another.
 
-    Whoever cannot is passed over: a later, shorter one may still take its last few tokens. A chunk includes what the KV
-    cache has of it, which comes first, costs nothing and does not count against the longest chunk.
+    Whoever cannot is passed over: a later, shorter one may still take its last few tokens. A chunk begins at the front;
+    what the KV cache has of it costs nothing. Should the rounds end before the first in line has come to what it must
+    compute, they begin anew behind what is cached of each, and that does not count against the longest chunk then.
     """
-    left = inf if capacity is None else capacity
-    longest = inf if max_context_length is None else max_context_length
     credits = _none(remaining) if credits is None else credits
-    chunks = [min(credit // unit * unit, wanted) for wanted, credit in zip(remaining, credits, strict=True)]
+    chunks = _rounds([0] * len(remaining), remaining, unit, capacity, [max_context_length] * len(remaining), credits)
+    if capacity != 0 and remaining and 0 < credits[0] >= chunks[0] < remaining[0]:
+        starts = [min(credit // unit * unit, wanted) for wanted, credit in zip(remaining, credits, strict=True)]
+        longest = [None if max_context_length is None else max_context_length + credit for credit in credits]
+        chunks = _rounds(starts, remaining, unit, capacity, longest, credits)
+    return chunks
+
+
+def _rounds(chunks: list[int], remaining: Sequence[int], unit: int, capacity: int | None,
+            longest: Sequence[int | None], credits: Sequence[int]) -> list[int]:
+    left = inf if capacity is None else capacity
     moved = True
     while moved and left > 0:
         moved = False
         for place, wanted in enumerate(remaining):
             step, credit = min(unit, wanted - chunks[place]), credits[place]
-            if step <= 0 or chunks[place] + step > longest + credit:
+            bound = inf if longest[place] is None else longest[place]
+            if step <= 0 or chunks[place] + step > bound:
                 continue
             cost = cost_with_credit(chunks[place] + step, wanted, credit) - cost_with_credit(
                 chunks[place], wanted, credit)

@@ -202,14 +202,10 @@ def micro_batch_step(random: Random) -> dict:
 
 
 def give_credits(random: Random, requests: list[dict], policy: str | None) -> None:
-    """Tokens that are cached. FORCE_CHUNK knows none; with EQUAL_PROGRESS everybody has as many as all others."""
-    contexts = [request for request in requests if request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT"]
-    everybodys = random.randint(0, 30)
-    for request in contexts:
-        if policy == "EQUAL_PROGRESS":
-            request["estimated_reusable_tokens"] = everybodys
-            request.pop("context_position", None)
-        elif policy != "FORCE_CHUNK" and sometimes(random, 0.4):
+    """Tokens that are cached. FORCE_CHUNK knows none."""
+    for request in requests:
+        is_context = request.get("state", "CONTEXT_INIT") == "CONTEXT_INIT"
+        if is_context and policy != "FORCE_CHUNK" and sometimes(random, 0.4):
             request["estimated_reusable_tokens"] = random.randint(0, request["prompt_len"] + 5)
 
 
@@ -227,6 +223,8 @@ def chunking(random: Random) -> dict:
     for request in requests:
         if sometimes(random, 0.4):
             request["draft_len"] = random.randint(0, 20)
+    if "max_context_length" not in config and sometimes(random, 0.2):
+        give_credits(random, requests, config["policy"])
     return {"config": config, "requests": requests, "iterations": random.randint(1, 6)}
 
 

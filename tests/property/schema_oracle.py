@@ -882,6 +882,8 @@ def divide(policy: str, unit: int, capacity: int | None, max_context_length: int
                 request.chunk = chunk
                 used += cost
         used = sum(max(0, request.chunk - credit_of(request)) for request in contexts)
+        if contexts and contexts[0].chunk < contexts[0].remaining and 0 < contexts[0].chunk <= credit_of(contexts[0]):
+            raise Undefined("a chunk of the first in line that computes nothing")
     elif policy == "FIRST_COME_FIRST_SERVED":
         left = room
         for request in contexts:

@@ -2,8 +2,8 @@
 
 Sources, Apache-2.0: capacitySchedulerTest, microBatchSchedulerTest, kvCacheManagerTest, evictionPolicyTest and
 llmRequestTest in cpp/tests/unit_tests/batch_manager, and tests/unittest/_torch/executor/test_py_scheduler.py. Each case
-has the name its test has there. Cases of cross attention and of disaggregated serving are left out: neither is in the
-product.
+has the name its test has there. Left out are cases of cross attention and of disaggregated serving, which the product
+does not have, and two of eviction from older versions, which gave back leaves of the prefix tree only.
 """
 
 import pytest
@@ -154,6 +154,10 @@ STEPS = {
         (7, FCFS, 1), [(20, 0, 15)] * 3, [[0, 20], [1, 2]], []),
     "ReusableTokensWithChunkedContextEqualProgress": (
         (3, EP, 1), [(15, 0, 10)] * 2, [[0, 12], [1, 11]], []),
+    "test_reusable_tokens_fcfs_over_budget_multi_request": (
+        (20, FCFS, 1), [(15, 0, 8)] * 3, [[0, 15], [1, 15], [2, 6]], []),
+    "test_fcfs_fills_first_request": ((25, FCFS, 5), [(10, 0, 0), (20, 0, 0)], [[0, 10], [1, 15]], []),
+    "test_equal_progress_basic": ((10, EP, 5), [(20, 0, 0)] * 2, [[0, 5], [1, 5]], []),
     "ReusableTokensZeroHasNoEffect": ((12, None, 0), [(10, 0, 0)] * 2, [[0, 10]], []),
     "ReusableTokensNoChunkingMinCostIsOne": ((10, None, 0), [(10, 0, 15), (10, 0, 0)], [[0, 10]], []),
     "ChunkSizeZeroNotScheduled": ((5, EP, 5), [(20, 0, 0)] * 2, [[0, 5]], []),
@@ -181,6 +185,27 @@ def test_micro_batch_steps(module, name):
         requests.append(request | ({"state": state[0], "generated": 1} if state else {}))
     found = module.micro_batch_step(config, requests, [])
     assert (sorted(found["ctx"]), sorted(found["gen"])) == (chunks, generating)
+
+
+def test_requests_of_one_adapter_stand_together(module):
+    """test_sort_by_lora_task_id: those without an adapter first."""
+    requests = [{"id": number, "arrival": 0, "prompt_len": 10, "max_new_tokens": 5, "state": "GENERATION_IN_PROGRESS",
+                 "generated": 1} for number in range(3)]
+    requests[0]["lora_task"], requests[2]["lora_task"] = 5, 3
+    assert module.micro_batch_step({"max_batch_size": 4}, requests, [])["gen"] == [1, 2, 0]
+
+
+def test_credit_only_on_the_first_chunk(module):
+    """test_reusable_tokens_only_on_first_chunk; a later chunk is charged the whole prompt."""
+    def scheduled(*requests):
+        config = {"max_batch_size": 4, "max_num_tokens": 30}
+        found = module.micro_batch_step(config, [each | {"max_new_tokens": 5} for each in requests], [])
+        return [request_id for request_id, _ in found["ctx"]]
+
+    later = {"id": 0, "prompt_len": 30, "context_position": 10, "estimated_reusable_tokens": 20}
+    fresh = {"id": 2, "prompt_len": 30, "estimated_reusable_tokens": 20}
+    other = {"id": 3, "prompt_len": 20}
+    assert scheduled(later) == [0] and scheduled(later, other) == [0] and scheduled(fresh, other) == [2, 3]
 
 
 def test_drafts_are_cut_to_the_unit(module):
@@ -341,3 +366,13 @@ def test_block_manager_reuse_with_adapters(module):
         grow(1, 9, 10), remove(1), add(10, range(9), lora_task=0), add(11, range(11), lora_task=0), remove(10),
         remove(11), add(2, range(9), lora_task=1), add(3, range(9)))
     assert [results[place]["reused_tokens"] for place in (0, 3, 6, 7, 10, 11)] == [0, 8, 8, 10, 0, 0]
+
+
+def test_leaf_block(module):
+    """KVCacheManagerLeafBlockTest."""
+    results = run_ops(
+        module, 4, add(0, range(4)), {"op": "store_context", "req": 0}, grow(0, 0), remove(0), add(1, [1, 1, 2, 3]),
+        add(2, [2, *range(1, 12)]), remove(1), remove(2), add(3, [2, *range(1, 12)]), grow(3, 0), add(4, [42]))
+    assert results[4]["reused_tokens"] == 0 and results[4]["block_ids"] != results[0]["block_ids"]
+    assert (results[8]["reused_tokens"], results[8]["free_blocks"], results[9]["free_blocks"]) == (11, 1, 0)
+    assert results[10] == {"error": "out_of_blocks"}
