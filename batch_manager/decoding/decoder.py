@@ -87,8 +87,8 @@ class GptDecoder:
         post_processed = self._post_processors.apply(logits, rows.slots) if self._post_processors else None
         beams = None
         if beam_rows is not None:
-            candidates = self._find_candidates(beam_rows.beam_logits(logits), beam_rows)
-            beams = DrawnBeams(beam_rows, self.searches, candidates)
+            found = self._find_candidates(beam_rows.beam_logits(logits), beam_rows)
+            beams = DrawnBeams(beam_rows, self.searches, found)
             logits, rows = beam_rows.single_logits(logits), beam_rows.singles
         if self._one_by_one and len(rows) > 1 and self._is_more_than_argmax(rows):
             tokens, finite, log_probs = self._draw_one_by_one(logits, rows)
