@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .world import World
 
 FLOOD, LARGE_FLOOD = 2_000, 100_000
+MOST_ALIVE = 80                       # more say nothing new, and take long
 CANCELLED = int(FinishReason.CANCELLED)
 
 
@@ -95,7 +96,8 @@ class Client:
                 return self._faulty_get(fault, max_num_requests)
             if self.pending:
                 return self._hand_over(self._items(len(self.pending)))
-            if not world.has_traffic or self.rng.random() >= self.swarm.traffic.arrival:
+            if (not world.has_traffic or len(world.history.open) > MOST_ALIVE
+                    or self.rng.random() >= self.swarm.traffic.arrival):
                 return ()
             count = self.rng.randint(1, self.swarm.traffic.burst)
             if 0 <= max_num_requests < count:
@@ -186,7 +188,7 @@ class Client:
             self.faults.hit(fault)
             return self._hand_over([self._fair(rng.choice(alive))])
         assert kind == "flood"
-        if self.swarm.max_admissions < 4096 or rng.random() < 0.9:
+        if self.swarm.max_admissions < 4096 or rng.random() < 0.7:
             return ()
         self.faults.hit(fault)
         (item,) = self._items(1)
@@ -360,7 +362,7 @@ class Client:
         if kind == "raises" and not final or kind == "raises_on_final" and final:
             self._fail("send", fault, self.rng.choice([Planted, SystemExit, PlantedInterrupt]))
         elif kind == "shuts_down":
-            if self.world.step_number > self.swarm.iterations * 3 // 4:
+            if self.world.step_number > self.swarm.iterations // 2:
                 self.faults.hit(fault)
                 self.world.ask_to_drain()
         elif kind == "hands_over_again" and final and request_id not in self.pending:

@@ -78,7 +78,7 @@ MENU: dict[str, Fault] = _menu(
     (Place.ALLOCATOR, "fails_once", "has fewer blocks than the plan counted on"),
     (Place.ALLOCATOR, "fails_for_a_while", "the same, several times in a row"),
     (Place.ALLOCATOR, "smallest_pool", "a pool that just holds the longest request, and it comes"),
-    (Place.ALLOCATOR, "full_of_shared", "no free block, and none with a single owner", "reuse"),
+    (Place.ALLOCATOR, "full_of_shared", "no free block, and some with several owners", "reuse"),
 
     (Place.CLOCK, "forward", "jumps ahead by an hour"),
     (Place.CLOCK, "backward", "goes back by a moment"),

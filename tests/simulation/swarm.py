@@ -4,7 +4,7 @@ A test that switches everything on hides what only shows when something is off (
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy, TrtGptModelType
@@ -153,6 +153,8 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     endings = _endings(rng, iterations, share)
     if "allocator.smallest_pool" in faults:
         num_blocks = max(tightest, 2)
+    if not static and policy is SchedulerPolicy.MAX_UTILIZATION and one_in(3):
+        tokens_per_block, max_batch_size, max_num_tokens, num_blocks, traffic = _pressure(rng, max_seq_len, traffic)
     return Swarm(
         seed=seed,
         iterations=iterations,
@@ -185,6 +187,16 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         endings=endings)
 
 
+def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int, int, int, Traffic]:
+    """A pool that a few long outputs outgrow together, so that they pause one another."""
+    tokens_per_block = rng.choice([1, 2, 4])
+    num_blocks = -(-max_seq_len // tokens_per_block) + rng.randrange(4)
+    max_num_tokens = rng.choice([max_seq_len, max(max_seq_len // 2, tokens_per_block)])
+    prompt = max(min(traffic.prompt, max_num_tokens, max_seq_len // 3), 1)
+    return tokens_per_block, rng.choice([3, 4, 8]), max_num_tokens, num_blocks, replace(
+        traffic, prompt=prompt, output=max_seq_len, arrival=0.2, ends_early=0.0, deadline=0.0)
+
+
 def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str], ...]:
     """A drain at the end at the latest, and often something rougher before or after it."""
     endings = [(iterations, "drain")]
@@ -192,7 +204,7 @@ def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str
         endings = [(iterations, "terminate request")]
     names = [fault.name for fault in menu_of(Place.LIFE) if fault.name in ENDINGS]
     for name in names:
-        if rng.random() < 0.6 * share:
+        if rng.random() < 0.8 * share:
             endings.append((max(iterations + rng.randint(-iterations // 4, 6), 1), name))
     return tuple(sorted(endings))
 

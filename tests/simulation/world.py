@@ -482,7 +482,7 @@ class World:
 
         def watched(first_chunks, generation):
             needed = kv.blocks_to_claim(first_chunks, generation)
-            if kv.free_blocks == 0 and kv.pool.extra_owners and not needed:
+            if kv.free_blocks == 0 and kv.pool.extra_owners:
                 self.faults.hit("allocator.full_of_shared")
             stolen = self._steal(kv, needed)
             before = (kv.free_blocks, kv.pool.extra_owners, kv.sequences.num_mentions(),
