@@ -164,6 +164,19 @@ def test_c21_a_lost_device_fails_the_engine_and_answers_everybody_until_shutdown
     assert manager.health()["state"] == "STOPPED"
 
 
+def test_c2_who_was_refused_in_the_iteration_that_loses_the_device_is_told_why(make_world, new_request):
+    def lost(batch):
+        raise DeviceLostError("gone")
+
+    world = make_world(backend=ScriptedBackend(on_step=lost))
+    world.client.pending = [new_request(1, [1], 4), new_request(2, [], 4), new_request(1, [1], 4)]
+    with pytest.raises(DeviceLostError):
+        world.step()
+    world.loop.fail(DeviceLostError("gone"))
+    assert world.client.final(2).code == "INVALID_REQUEST"
+    assert [final.code for final in world.client.finals(1)] == ["DUPLICATE_REQUEST_ID", "ENGINE_FAILED"]
+
+
 def test_a_bug_in_the_loop_fails_the_engine_and_answers_everybody(make_manager, new_client, new_request):
     client = new_client()
     client.pending = [new_request(i, prompt, 600) for i, prompt in PROMPTS.items()]

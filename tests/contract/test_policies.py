@@ -137,6 +137,13 @@ def test_a_scheduler_that_breaks_a_rule_is_named_to_every_active_request_and_the
     assert world.loop.failure is None and world.loop.kv.used_blocks == 0
 
 
+def test_a_double_is_refused_before_the_request_it_is_a_double_of_is_answered(make_world, new_request):
+    world = make_world(parts={"scheduler": Raises()})
+    world.client.pending = [new_request(1, [1], 4), new_request(1, [1], 4)]
+    world.step()
+    assert [final.code for final in world.client.finals(1)] == ["DUPLICATE_REQUEST_ID", "ENGINE_FAILED"]
+
+
 def test_a_custom_scheduler_may_be_a_class_or_a_factory(make_world, new_request):
     class FirstOnly(CapacityScheduler):
         def __init__(self, limits, kv_cache_manager):
