@@ -81,6 +81,9 @@ class SimulatedDevice(ScriptedBackend):
             self._orders[batch.iteration] = self._order(name, batch) if name else NO_ORDER
         else:
             self.num_bisected += 1
+            order = self.order_of(batch)
+            self._check_rule(order.raises is not NO_ORDER.raises or order.spoils is not None,
+                             "I29: a step failed, and is run again, to which nothing had happened")
         if self.is_lost:
             raise DeviceLostError("the device is lost")
         return SimulatedStep(self, batch, super().start(batch))
