@@ -10,7 +10,7 @@ VOCAB, HIDDEN = 211, 64
 DRAWN = ...                                         # to be taken from what the base request got
 SAMPLED = dict(runtime_top_p=1.0, temperature=1.5)
 LOG_PROBS = dict(return_log_probs=True)
-BEAMS = dict(beam_width=3, end_id=DRAWN, return_log_probs=True)
+BEAMS = dict(input_ids=[116, 121, 167], beam_width=3, end_id=DRAWN, return_log_probs=True)
 
 # tensor -> (what else the request has, a value that is not neutral)
 CRAFTED = {
@@ -27,7 +27,7 @@ CRAFTED = {
     "runtime_top_p_reset_ids": (SAMPLED | dict(runtime_top_p_decay=0.1), DRAWN),
     "runtime_min_p": (SAMPLED, 0.5),
     "len_penalty": (BEAMS, 5.0),
-    "early_stopping": (BEAMS, 0),
+    "early_stopping": (BEAMS | dict(len_penalty=2.0, request_output_len=24), 0),
     "beam_search_diversity_rate": (BEAMS, 2.0),
     "repetition_penalty": (LOG_PROBS, 2.0),
     "presence_penalty": (LOG_PROBS, 2.0),
@@ -56,7 +56,7 @@ NO_EFFECT = {"input_lengths": "obsolete: accepted and not looked at"}
 COMPANION = {"prompt_vocab_size": "prompt_embedding_table", "prompt_embedding_table": "prompt_vocab_size",
              "lora_config": "lora_weights", "lora_weights": "lora_config", "draft_logits": "draft_input_ids",
              **dict.fromkeys(["len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"], "beam_width")}
-TAKEN = {"end_id": lambda drawn: drawn[4], "runtime_top_p_reset_ids": lambda drawn: drawn[2],
+TAKEN = {"end_id": lambda drawn: drawn[1], "runtime_top_p_reset_ids": lambda drawn: drawn[2],
          "bad_words_list": lambda drawn: [drawn[3:5]], "stop_words_list": lambda drawn: [drawn[3:5]]}
 
 

@@ -143,7 +143,7 @@ def estimates_decide(model) -> bool:
 
 
 def longer_than_a_step(model) -> bool:
-    """By the rules such a context never runs again when contexts are not cut. The product computes it in whole blocks."""
+    """By the rules such a context never runs again when nothing is cut. The product computes it in whole blocks."""
     micro_batch = model.config.get("micro_batch") or {}
     budget = micro_batch.get("max_num_tokens")
     return budget is not None and micro_batch.get("chunking") is None and any(
