@@ -53,9 +53,15 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
             if work.slot in output.context_logits:
                 responder.note_context_logits(request, work.start, output.context_logits[work.slot])
 
-    listeners = responder.listeners
-    rows = enumerate(zip(_requests_of_rows(batch, output, requests), output.tokens.tolist(), output.finish.tolist(),
-                         strict=True))
+    listeners, tokens = responder.listeners, output.tokens.tolist()
+    drawing = _requests_of_rows(batch, output, requests)
+    if _is_plain(output, drawing) and not listeners:    # so it is most of the time; 256 rows take half as long then
+        outcome.ended = [(request, FinishReason.LENGTH) for request, token in zip(drawing, tokens, strict=True)
+                         if request.add_token(token)]
+        outcome.generated_tokens = len(tokens)
+        return outcome
+
+    rows = enumerate(zip(drawing, tokens, output.finish.tolist(), strict=True))
     if output.beams:
         rows = _advance_beams(rows, output, outcome, responder, resources)
     passed_over = 0
@@ -74,6 +80,12 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
                 outcome.to_send.append(request)
     outcome.generated_tokens += len(output.tokens) - passed_over
     return outcome
+
+
+def _is_plain(output: StepOutput, drawing: Sequence[LlmRequest]) -> bool:
+    """Whether every row is a token for a request that is alive, and only a length may end any of them."""
+    return not (output.beams or output.failures or output.finish.any()
+                or [request for request in drawing if request.state is COMPLETE])
 
 
 def _advance_beams(rows: Iterable[Row], output: StepOutput, outcome: Outcome, responder: Responder,
