@@ -4,9 +4,9 @@
 
 As same_tokens_as_transformers.py, with beam search of random widths, length penalties and ways to stop beside requests
 of one beam. Where texts differ, and the scores of both lists agree within 1e-5 place by place, two ways of summing
-broke a tie differently; that is counted apart. So are scores of equal texts that are more than 1e-4 apart: random models
-may be that sensitive to rounding, and both are compared with the same model in float64. Beyond 1e-3 they are wrong. What
-was run is recorded in tests/CAMPAIGNS.md.
+broke a tie differently; that is counted apart. So are scores of equal texts that are more than 1e-4 apart: random
+models may be that sensitive to rounding, and both are compared with the same model in float64. Beyond 1e-3 they are
+wrong. What was run is recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse
