@@ -188,7 +188,7 @@ class Client:
             self.faults.hit(fault)
             return self._hand_over([self._fair(rng.choice(alive))])
         assert kind == "flood"
-        if self.swarm.max_admissions < 4096 or rng.random() < 0.7:
+        if self.swarm.max_admissions < 4096 or rng.random() < 0.3:
             return ()
         self.faults.hit(fault)
         (item,) = self._items(1)

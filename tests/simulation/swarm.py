@@ -123,7 +123,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         window = max(window, 2)
         if "sinks" in features and one_in(2):
             sinks = rng.randint(1, max(window - 1, 1))
-    reuse = "reuse" in features and not static and not sinks and one_in(2)
+    reuse = "reuse" in features and not static and not sinks and not one_in(3)
     host_blocks = rng.choice([0, 4, 32]) if reuse and "host blocks" in features else 0
 
     prompt = min(rng.choice([3, tokens_per_block, 2 * tokens_per_block, max_seq_len]), max_seq_len - 1)
@@ -194,7 +194,8 @@ def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int
     max_num_tokens = rng.choice([max_seq_len, max(max_seq_len // 2, tokens_per_block)])
     prompt = max(min(traffic.prompt, max_num_tokens, max_seq_len // 3), 1)
     return tokens_per_block, rng.choice([3, 4, 8]), max_num_tokens, num_blocks, replace(
-        traffic, prompt=prompt, output=max_seq_len, arrival=0.2, ends_early=0.0, deadline=0.0)
+        traffic, prompt=prompt, output=max_seq_len, arrival=0.2, ends_early=0.0, deadline=0.0,
+        shares_prefix=max(traffic.shares_prefix, 0.5), salted=0.0)
 
 
 def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str], ...]:
