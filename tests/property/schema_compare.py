@@ -104,6 +104,7 @@ def compare_traces(adapter, case: dict) -> list[str]:
         if not to_come and not schema_oracle.has_work(model):
             break
         known = known or estimates_decide(model)
+        waits = first_in_line_waits(model)
         try:
             expected = schema_oracle.step(model)
         except (schema_oracle.OutOfBlocks, schema_oracle.Undefined, ValueError) as error:
@@ -111,6 +112,8 @@ def compare_traces(adapter, case: dict) -> list[str]:
         found = adapter.step(product)
         bad = [f"iteration {iteration}: {key} {found[key]} came, {value} was expected"
                for key, value in expected.items() if in_order(key, found[key]) != in_order(key, value)]
+        if bad and waits:
+            raise NotCompared("the first in line waits for another's prefix")
         if bad and longer_than_a_step(model):
             raise NotCompared("a pause made a context longer than a step")
         if bad and known:
@@ -148,6 +151,13 @@ def longer_than_a_step(model) -> bool:
     budget = micro_batch.get("max_num_tokens")
     return budget is not None and micro_batch.get("chunking") is None and any(
         request.prompt_len + request.draft_len > budget for request in model.active)
+
+
+def first_in_line_waits(model) -> bool:
+    """Under MAX_UTILIZATION, with priorities, for a context between chunks behind it. The product lets it go."""
+    if model.cache is None or model.config["capacity_policy"] != "MAX_UTILIZATION" or not model.active:
+        return False
+    return schema_oracle.Duplicates(model.cache, model.cache.reuse, model.active).delay(model.active[0])
 
 
 def in_order(key: str, value):
