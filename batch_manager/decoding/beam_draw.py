@@ -132,7 +132,7 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
         heat = temperature[of].where(temperature[of] != 0, 1)
         changed = logits[of]
         # What is divided is at most 0, so that a small temperature makes no infinity of it.
-        log_probs = ((changed - changed.amax(1, keepdim=True)) / heat[:, None]).log_softmax(1)
+        log_probs = changed.sub_(changed.amax(1, keepdim=True)).div_(heat[:, None]).log_softmax(1)
         logits[of], finite[of] = log_probs, log_probs.amax(1).isfinite()
     return finite
 

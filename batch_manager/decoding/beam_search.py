@@ -22,8 +22,9 @@ than `width` may be left. The rest is done here, on the host, on a few numbers:
 
 With early_stopping 1, 0 and another number this is the beam search of transformers with True, False and "never", in
 float32 as there. A stop word is what a stopping criterion is there: one of a single token is one more end id that stays
-in the text. What transformers calls logits processors acts on log-probabilities there, and so do biases, penalties and
-bans here (stages.py); `log_prob` is then what they made of it. The results are the finished texts by worth, or fewer than `width` where the model allows no more.
+in the text. Logits processors of transformers act on log-probabilities when there are beams, and so do biases,
+penalties and bans here (stages.py); `log_prob` is what they made of it. The results are the finished texts by worth, or
+fewer than `width` where the model allows no more.
 
 numpy only.
 """

@@ -13,9 +13,10 @@ class BeamStopWords:
     """
 
     def __init__(self, words: Sequence[Sequence[int]], prompt: np.ndarray) -> None:
-        self._others: dict[int, list[np.ndarray]] = {}         # last token -> what stands before it, of each word
+        # last token -> number of tokens before it -> these tokens, of each such word
+        self._others: dict[int, dict[int, set[tuple[int, ...]]]] = {}
         for *others, last in words:
-            self._others.setdefault(last, []).append(np.array(others, np.int32))
+            self._others.setdefault(last, {}).setdefault(len(others), set()).add(tuple(others))
         self._last_tokens = np.array(list(self._others), np.int32)
         longest = max(len(word) for word in words) - 1
         self._prompt_end = prompt[max(len(prompt) - longest, 0) :]
@@ -32,10 +33,12 @@ class BeamStopWords:
         ended = np.zeros(len(tokens), np.bool_)
         for place in np.flatnonzero(np.isin(tokens, self._last_tokens)).tolist():
             text = texts[parents[place]]
-            ended[place] = any(self._is_end(others, text) for others in self._others[int(tokens[place])])
+            ended[place] = any(self._end(text, length) in others
+                               for length, others in self._others[int(tokens[place])].items())
         return ended
 
-    def _is_end(self, others: np.ndarray, text: np.ndarray) -> bool:
-        if len(others) > len(text):
+    def _end(self, text: np.ndarray, length: int) -> tuple[int, ...]:
+        """The last tokens of the prompt and the text, or all of them where there are fewer."""
+        if length > len(text):
             text = np.concatenate([self._prompt_end, text])
-        return len(others) <= len(text) and bool((text[len(text) - len(others) :] == others).all())
+        return tuple(text[max(len(text) - length, 0) :].tolist())

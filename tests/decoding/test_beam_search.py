@@ -174,8 +174,8 @@ def random_table(seed, vocab_size):
 
 
 @pytest.mark.parametrize("early_stopping", [0, 1])
-@pytest.mark.parametrize("stop_words", [((3,),), ((3,), (4,), (5,), (0, 1)), ((1, 2), (6, 0), (2, 5, 2)), ((9, 6, 1), (4, 4))],
-                         ids=str)
+@pytest.mark.parametrize("stop_words", [
+    ((3,),), ((3,), (4,), (5,), (0, 1)), ((1, 2), (6, 0), (2, 5, 2)), ((9, 6, 1), (4, 4))], ids=str)
 def test_texts_that_end_in_a_stop_word_are_finished_with_it(stop_words, early_stopping):
     """A word may begin in the prompt, which ends in 9 6; single tokens are so likely that they fill all candidates."""
     finishes = []

@@ -118,7 +118,8 @@ def test_rows_without_a_past_and_forbidden_tokens_yield_nothing(assert_same_cand
 @pytest.mark.parametrize("num_candidates", [4, 9])
 def test_rows_that_are_log_probs_are_taken_as_they_are(run_kernel, run_oracle, random, integers, groups,
                                                        num_candidates):
-    logits, temperature, cum_log_probs = 2 * random(5, 5000), integers([0.5, 2.0, 0.0, 3.0, 1.0], torch.float32), random(5)
+    logits, cum_log_probs = 2 * random(5, 5000), random(5)
+    temperature = integers([0.5, 2.0, 0.0, 3.0, 1.0], torch.float32)
     logits[4, 2:] = -torch.inf
     starts, rates, max_rows = groups([2, 3], [0.0, 0.3])
     given = integers([0, 1, 1, 0, 1], torch.bool)
