@@ -116,6 +116,12 @@ class SlotSetup:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether a stage of decoding/stages.py may change its logits."""
+        return bool(self.penalizes or self.no_repeat_ngram_size or self.bad_words or self.embedding_bias is not None
+                    or (self.min_length > 0 and self.end_id >= 0))
+
+    @property
     def wants_history(self) -> bool:
         """Whether what is drawn depends on the tokens before it other than through the model."""
         return bool(self.penalizes or self.decays or self.no_repeat_ngram_size
@@ -273,11 +279,11 @@ class RowFailure:
 class Hypothesis:
     """One of the texts that a beam search came to.
 
-    tokens          [n] int32, without the end id
+    tokens          [n] int32, without the end id; a stop word is part of it
     cum_log_prob    sum of the log-probabilities of its tokens, the end id's included
     log_probs       [n] float32, of `tokens`
     rows            [n] int32: the beam that each token continued, so the row it was drawn from in its step
-    finish          FinishReason: END_ID or LENGTH
+    finish          FinishReason: END_ID, STOP_WORDS or LENGTH
     """
 
     tokens: np.ndarray
@@ -295,7 +301,7 @@ class BeamOutput:
     parents         [width] int32: the beam whose text it continues; 0 behind a context, when there is but one
     cum_log_probs   [width] float32: the log-probability of each text, best first unless a diversity rate has its say.
                     -inf: there are fewer texts than beams, this one is none
-    log_probs       [width] float32: of the tokens
+    log_probs       [width] float32: of the tokens, with what biases, penalties and bans made of them
     hypotheses      the search is over, and these are its results, best first, `width` or fewer; nothing else of this
                     matters then. None: it goes on
     """

@@ -1,6 +1,7 @@
 """The best continuations of groups of beams.
 
     log_prob = log_softmax(logits / temperature)                      temperature 0 counts as 1
+             = logits, in the rows where these are log-probs
     rank     = how many tokens of the same row come before it         larger log_prob first, then the lower id
     score    = cum_log_probs of the row + log_prob - diversity_rate of the group * rank
     the num_candidates largest scores of each group, best first; among equals the first row, then the lower rank
@@ -12,6 +13,8 @@ Shapes      logits          [R, V]   any float dtype, contiguous rows, any row s
             group_starts    [G + 1] int32   group g is the rows group_starts[g] .. group_starts[g + 1] - 1
             num_candidates  K >= 1
             max_rows        rows of the largest group, at least
+            are_log_probs   [R] bool: the row was made log-probs already, and whatever was done to them since counts:
+                            they are taken as they are, and may be any numbers; None: no row
 Returns     log_probs       [G, K] float32   of the token, without what came before; -inf where there are fewer than K
             parents         [G, K] int32   the row within its group; 0 where there are fewer
             tokens          [G, K] int32   0 where there are fewer
@@ -76,10 +79,10 @@ def _beam_block_kernel(
 
 @triton.jit(
     do_not_specialize=["num_candidates", "num_blocks"],
-    do_not_specialize_on_alignment=["temperature_ptr", "cum_log_prob_ptr"],
+    do_not_specialize_on_alignment=["temperature_ptr", "cum_log_prob_ptr", "are_log_probs_ptr"],
 )
 def _beam_row_kernel(
-    temperature_ptr, cum_log_prob_ptr, value_ptr, token_ptr, top_ptr, total_ptr, broken_ptr,
+    temperature_ptr, cum_log_prob_ptr, are_log_probs_ptr, value_ptr, token_ptr, top_ptr, total_ptr, broken_ptr,
     row_log_prob_ptr, row_token_ptr,    # [R, K]: the largest of the row, falling; -inf where there are none
     finite_ptr,
     num_candidates, num_blocks,
@@ -97,6 +100,7 @@ def _beam_row_kernel(
     total = tl.sum(totals * tl.exp2((tops - top) * heat_log2), 0)
     finite = (broken == 0) & (total > 0.0)
     tl.store(finite_ptr + row, finite.to(finite_ptr.dtype.element_ty))
+    are_log_probs = tl.load(are_log_probs_ptr + row) != 0
     usable = finite & (tl.load(cum_log_prob_ptr + row) > -float("inf"))
 
     lane = tl.arange(0, CANDIDATES)
@@ -108,7 +112,7 @@ def _beam_row_kernel(
         value = tl.max(values, 0)
         chosen = tl.min(tl.where(values == value, lane, CANDIDATES), 0)         # blocks lie in the order of ids
         token = tl.sum(tl.where(lane == chosen, tokens, 0), 0)
-        log_prob = ((value - top) * heat_log2 - tl.log2(total)) * LN_2
+        log_prob = tl.where(are_log_probs, value, ((value - top) * heat_log2 - tl.log2(total)) * LN_2)
         tl.store(row_log_prob_ptr + row * num_candidates + candidate, tl.where(usable, log_prob, -float("inf")))
         tl.store(row_token_ptr + row * num_candidates + candidate, token)
         values = tl.where(lane == chosen, -float("inf"), values)
@@ -150,7 +154,8 @@ def _beam_group_kernel(
         scores = tl.where(lane == chosen, -float("inf"), scores)
 
 
-def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, num_candidates, max_rows):
+def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, num_candidates, max_rows,
+              are_log_probs=None):
     """The best continuations of each group; see the module's docstring for shapes."""
     (num_rows, vocabulary), num_groups, device = logits.shape, len(diversity_rate), logits.device
     log_probs = torch.empty((num_groups, num_candidates), dtype=torch.float32, device=device)
@@ -160,6 +165,8 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
     assert logits.stride(1) == 1
     if num_groups == 0:
         return log_probs, parents, tokens, finite
+    if are_log_probs is None:
+        are_log_probs = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     block = min(MAX_BLOCK, triton.next_power_of_2(vocabulary))
     num_blocks = triton.cdiv(vocabulary, block)
@@ -174,7 +181,7 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
     row_log_probs = torch.empty((num_rows, num_candidates), dtype=torch.float32, device=device)
     row_tokens = torch.empty((num_rows, num_candidates), dtype=torch.int32, device=device)
     _beam_row_kernel[(num_rows,)](
-        temperature, cum_log_probs, values, ids, tops, totals, broken, row_log_probs, row_tokens, finite,
+        temperature, cum_log_probs, are_log_probs, values, ids, tops, totals, broken, row_log_probs, row_tokens, finite,
         num_candidates, num_blocks,
         BLOCKS=triton.next_power_of_2(num_blocks), CANDIDATES=triton.next_power_of_2(num_blocks * num_candidates),
         num_warps=4,

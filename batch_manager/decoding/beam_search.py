@@ -1,12 +1,14 @@
 """Beam search: which continuations a sequence goes on with, which texts are finished, and when the search is over.
 
 In each step the operation `beam_topk` gives the 2 * width best continuations of a sequence's beams, best first. So
-many, because at most one continuation of each beam is its end, and `width` are left to go on with. The rest is done
-here, on the host, on a few numbers:
+many, because at most one continuation of each beam is its end, and `width` are left to go on with. With stop words a
+beam may end in more ways: then (1 + ways) * width are looked at, where that is not more than MOST_CANDIDATES, and fewer
+than `width` may be left. The rest is done here, on the host, on a few numbers:
 
-    finished    a continuation by the end id, if it is among the first `width`; at `max_new_tokens` each of the first
-                `width`. Worth cum_log_prob / length ** len_penalty, where the end id counts in both. The `width` most
-                worth are kept
+    finished    a continuation by the end id or by the last token of a stop word, if it is among the first `width`; at
+                `max_new_tokens` each of the first `width`. Worth cum_log_prob / length ** len_penalty, where the token
+                that ends the text counts in both, though an end id is not part of it, and a stop word is. The `width`
+                most worth are kept
     live        the first `width` that did not end
     over        at max_new_tokens, when nothing is live, or when `width` texts are finished and
 
@@ -19,18 +21,33 @@ here, on the host, on a few numbers:
                 the same beam (Li, Monroe and Jurafsky, 2016); what is kept and reported of it is without that
 
 With early_stopping 1, 0 and another number this is the beam search of transformers with True, False and "never", in
-float32 as there. The results are the finished texts by worth, or fewer than `width` where the model allows no more.
+float32 as there. A stop word is what a stopping criterion is there: one of a single token is one more end id that stays
+in the text. Logits processors of transformers act on log-probabilities when there are beams, and so do biases,
+penalties and bans here (stages.py); `log_prob` is what they made of it. The results are the finished texts by worth, or
+fewer than `width` where the model allows no more.
 
 numpy only.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..handover import END_ID, LENGTH, BeamOutput, BeamSetup, GenerationWork, Hypothesis, SlotSetup
+from ..handover import (
+    END_ID,
+    LENGTH,
+    NOT_FINISHED,
+    STOP_WORDS,
+    BeamOutput,
+    BeamSetup,
+    GenerationWork,
+    Hypothesis,
+    SlotSetup,
+)
+from .beam_stop_words import BeamStopWords
 
 NOWHERE = np.float32(-np.inf)
+MOST_CANDIDATES = 64           # of a sequence with stop words; those without have 2 * width, however many that are
 START = -1                     # the position of a search that has not drawn yet
 
 
@@ -66,16 +83,16 @@ class _Finished:
     row: int
     token: int
     log_prob: np.float32
-    is_ended: bool
+    finish: int
 
     def hypothesis(self) -> Hypothesis:
         tokens, log_probs, rows = ([], [], []) if self.before is None else self.before.walk_back(self.row)
-        if not self.is_ended:
+        if self.finish != END_ID:
             tokens.append(self.token)
             log_probs.append(float(self.log_prob))
             rows.append(self.row)
         return Hypothesis(np.array(tokens, np.int32), float(self.cum_log_prob), np.array(log_probs, np.float32),
-                          np.array(rows, np.int32), END_ID if self.is_ended else LENGTH)
+                          np.array(rows, np.int32), self.finish)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,20 +101,48 @@ class BeamSearch:
 
     cum_log_probs   [beams] float32 of the live texts: one, empty, before the first step, then `width`; -inf: none
     last_tokens     [width] int32: what the live texts end with, and what the next step is fed
+    texts           [beams, n] int32: what was generated of the live texts; None where nothing depends on it
+    stop_words      those of the sequence; None: it has none, else it has texts
+    is_changed      biases, penalties or bans act on its log-probabilities
+    is_told         they look at the texts, so the device must know these
     """
 
     setup: BeamSetup
     end_id: int = -1
     cum_log_probs: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
     last_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    texts: np.ndarray | None = None
+    stop_words: BeamStopWords | None = None
+    is_changed: bool = False
+    is_told: bool = False
     _num_generated: int = 0
     _trail: _Trail | None = None
     _finished: tuple[_Finished, ...] = ()
 
+    @staticmethod
+    def of(setup: SlotSetup) -> "BeamSearch":
+        """The search of a sequence with beams that has generated nothing."""
+        prompt, stop_words = setup.history, None
+        if setup.stop_words:
+            stop_words = BeamStopWords(setup.stop_words, np.empty(0, np.int32) if prompt is None else prompt)
+        is_told = setup.changes_logits and prompt is not None
+        texts = np.empty((1, 0), np.int32) if is_told or stop_words is not None else None
+        return BeamSearch(setup.beams, setup.end_id, texts=texts, stop_words=stop_words,
+                          is_changed=setup.changes_logits, is_told=is_told)
+
     @property
     def num_candidates(self) -> int:
         """Continuations that `advance` wants to see."""
-        return 2 * self.setup.width
+        width = self.setup.width
+        if self.stop_words is None:
+            return 2 * width
+        ways = len(self.stop_words.last_tokens | {self.end_id} - {-1})
+        return max(2 * width, min((1 + ways) * width, MOST_CANDIDATES))
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether there is a text to end with, should no beam go on."""
+        return bool(self._finished)
 
     def advance(self, log_probs: np.ndarray, parents: np.ndarray,
                 tokens: np.ndarray) -> tuple["BeamSearch", BeamOutput]:
@@ -107,25 +152,32 @@ class BeamSearch:
         """
         width, length = self.setup.width, self._num_generated + 1
         sums = self.cum_log_probs[parents] + log_probs
-        exists, ends = sums > NOWHERE, tokens == self.end_id
-        is_last = length == self.setup.max_new_tokens
+        exists, is_last = sums > NOWHERE, length == self.setup.max_new_tokens
+        finish = np.full(len(tokens), LENGTH if is_last else NOT_FINISHED)
+        if self.stop_words is not None:
+            finish[self.stop_words.ended(self.texts, parents, tokens)] = STOP_WORDS
+        finish[tokens == self.end_id] = END_ID
 
-        finishing = exists & (ends | is_last)
+        finishing = exists & (finish != NOT_FINISHED)
         finished = self._finished
         if finishing[:width].any():
             divisor = _power(length, self.setup.len_penalty)
             finished += tuple(
                 _Finished(sums[i] / divisor, sums[i], self._trail, int(parents[i]), int(tokens[i]), log_probs[i],
-                          bool(ends[i])) for i in np.flatnonzero(finishing[:width]).tolist())
+                          int(finish[i])) for i in np.flatnonzero(finishing[:width]).tolist())
             finished = tuple(sorted(finished, key=lambda text: -text.worth)[:width])
 
-        live = np.flatnonzero(exists & ~ends)[:width]
+        live = np.flatnonzero(exists & (finish != END_ID) & (finish != STOP_WORDS))[:width]
         output = self._go_on(sums[live], log_probs[live], parents[live], tokens[live])
         if is_last or not len(live) or self._is_over(finished, sums[live].max(), length):
             hypotheses = tuple(text.hypothesis() for text in finished)
             output = BeamOutput(output.tokens, output.parents, output.cum_log_probs, output.log_probs, hypotheses)
         trail = _Trail(self._trail, output.tokens, output.parents, output.log_probs)
-        return BeamSearch(self.setup, self.end_id, output.cum_log_probs, output.tokens, length, trail, finished), output
+        texts = self.texts
+        if texts is not None:
+            texts = np.concatenate([texts[output.parents], output.tokens[:, None]], axis=1, dtype=np.int32)
+        return replace(self, cum_log_probs=output.cum_log_probs, last_tokens=output.tokens, texts=texts,
+                       _num_generated=length, _trail=trail, _finished=finished), output
 
     def _go_on(self, sums: np.ndarray, log_probs: np.ndarray, parents: np.ndarray, tokens: np.ndarray) -> BeamOutput:
         """The live texts; beams for which there is none go on with anything, worth nothing."""
@@ -162,7 +214,7 @@ class BeamSearches:
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         """A sequence takes the slot, with beams or without, and starts afresh. Doing so again is harmless."""
         if setup.beams is not None:
-            self._by_slot[slot] = {START: BeamSearch(setup.beams, setup.end_id)}
+            self._by_slot[slot] = {START: BeamSearch.of(setup)}
         elif self._by_slot:
             self._by_slot.pop(slot, None)
 

@@ -7,7 +7,7 @@ import torch
 
 from ..handover import SlotSetup
 from ..triton_kernels import dispatch
-from .beam_draw import BeamRows, DrawnBeams, find_candidates
+from .beam_draw import BeamRows, DrawnBeams, find_candidates, to_log_probs
 from .beam_search import BeamSearches
 from .history import TokenHistory
 from .logits_post_processors import LogitsPostProcessors, PostProcessed
@@ -48,7 +48,8 @@ class GptDecoder:
 
     state           the per-slot state; the token drawn is kept there by `keep`, last of all
     searches        the slots that have beams; their tokens are kept there, when the host has judged them
-    history         tokens of the sequences for which anything but the model depends on them; not of beams
+    history         tokens of the sequences for which anything but the model depends on them; those of beams are
+                    written before each step, from the search that the step starts from
     stages          what is done to logits; None: `stages.default_stages`
     deterministic   a row's bits do not depend on the others: on a CPU, where torch shares work out by the number of
                     rows, each row is staged and drawn alone, and so are the beams of each sequence. Kernels take rows
@@ -98,9 +99,15 @@ class GptDecoder:
         return Drawn(tokens, finish, finite, log_probs, post_processed, *returned, beams)
 
     def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:
+        temperature, finite = self.state.column("temperature", rows.beams), None
+        if rows.is_changed.any():
+            for group, texts in rows.texts:
+                self.history.put_texts(group.slot, group.position - texts.shape[1], texts)
+            finite = to_log_probs(logits, temperature, rows, one_by_one=self._one_by_one)
         apply_stages(self._stages, logits, rows.beams)
-        return find_candidates(self._beam_kernel, logits, self.state.column("temperature", rows.beams), rows,
-                               one_by_one=self._one_by_one)
+        *found, drawable = find_candidates(self._beam_kernel, logits, temperature, rows, one_by_one=self._one_by_one)
+        # A beam whose every continuation is banned yields nothing, and the others go on.
+        return *found, drawable if finite is None else finite.where(rows.device_is_changed, drawable)
 
     def keep(self, drawn: Drawn, rows: DrawRows) -> None:
         """The next step is fed what was drawn, and its draws know of it."""

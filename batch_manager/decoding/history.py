@@ -13,33 +13,54 @@ COLUMNS_AT_ONCE = 64               # a width that is a multiple of it: one that 
 class TokenHistory:
     """Prompt and generated tokens of the slots that want them kept, on the device; nothing where none does.
 
-    tokens   [rows, capacity] int32: the token of position p in column p. A slot's row is the slot; with beams it will
-             be slot * width + beam, and `rows_of` and `device_rows_of` are where that is decided. Columns at and
-             behind the position that is drawn, and rows of slots without a history, hold anything.
+    tokens   [rows, capacity] int32: the token of position p in column p. A slot's row is the slot; where beams want
+             a history, slot * most beams + beam. `rows_of` and `device_rows_of` are where that is decided. Columns at
+             and behind the position that is drawn, and rows of slots without a history, hold anything.
 
-    The token drawn is written at its position, so a step may run twice. Grows by doubling, to the longest sequence.
+    The token drawn is written at its position, so a step may run twice. What beams hold changes with their parents: it
+    is written whole, before each step, by whoever knows where that step began. Grows by doubling, to the longest
+    sequence, and to the most beams.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.tokens = torch.zeros((0, COLUMNS_AT_ONCE), dtype=torch.int32, device=device)
         self._table = SlotTable(num_slots, device)
+        self._rows_per_slot = 1
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         """A sequence takes the slot, with what it holds so far."""
         assert setup.history is not None or not setup.wants_history, "a setup without the tokens it depends on"
         self._table.put(slot, setup.history is not None)
         if setup.history is not None:
-            length = len(setup.history)
-            self._reserve(slot + 1, length + 1)
-            self.tokens[slot, :length] = torch.from_numpy(setup.history)
+            length, width = len(setup.history), 1 if setup.beams is None else setup.beams.width
+            if width > self._rows_per_slot:
+                self._make_room_for_beams(width)
+            first = slot * self._rows_per_slot
+            self._reserve(first + self._rows_per_slot, length + 1)
+            self.tokens[first : first + width, :length] = torch.from_numpy(setup.history)
+
+    def put_texts(self, slot: int, start: int, texts: torch.Tensor) -> None:
+        """The beams of a slot that keeps a history hold these tokens from position `start` on.
+
+        texts   [beams, n] int32, on the device
+        """
+        self._reserve(0, start + texts.shape[1])
+        first = slot * self._rows_per_slot
+        self.tokens[first : first + len(texts), start : start + texts.shape[1]] = texts
 
     def rows_of(self, rows: DrawRows) -> np.ndarray:
         """[r] on the host: where the rows' tokens stand."""
-        return rows.slots
+        if self._rows_per_slot == 1:
+            return rows.slots
+        first = rows.slots * self._rows_per_slot
+        return first if rows.beams is None else first + rows.beams
 
     def device_rows_of(self, rows: DrawRows) -> torch.Tensor:
         """[r] int64 on the device: the same."""
-        return rows.device_slots
+        if self._rows_per_slot == 1:
+            return rows.device_slots
+        first = rows.device_slots * self._rows_per_slot
+        return first if rows.device_beams is None else first + rows.device_beams
 
     def of_row(self, row: int, length: int) -> np.ndarray:
         """[length] int32: the first tokens of a row, on a CPU. Empty where nothing is kept."""
@@ -61,6 +82,12 @@ class TokenHistory:
             chosen = torch.from_numpy(kept).to(drawn.device)
             at, positions, drawn = at[chosen], positions[chosen], drawn[chosen]
         self.tokens[at, positions] = drawn.int()
+
+    def _make_room_for_beams(self, width: int) -> None:
+        before, (num_rows, num_columns) = self._rows_per_slot, self.tokens.shape
+        tokens = self.tokens.new_zeros((num_rows // before, width, num_columns))
+        tokens[:, :before] = self.tokens.view(num_rows // before, before, num_columns)
+        self.tokens, self._rows_per_slot = tokens.view(num_rows // before * width, num_columns), width
 
     def _reserve(self, num_rows: int, num_columns: int) -> None:
         before = self.tokens

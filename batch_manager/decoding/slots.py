@@ -22,17 +22,21 @@ class DrawRows:
 
     slots       [r]   host int32, device int64
     positions   [r]   position of the token to be drawn, in its sequence; host int32, device int64
+    beams       [r]   which beam of its sequence a row is, likewise; None: each is the only one
     """
 
     slots: np.ndarray
     positions: np.ndarray
     device_slots: torch.Tensor
     device_positions: torch.Tensor
+    beams: np.ndarray | None = None
+    device_beams: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def one(self, row: int) -> "DrawRows":
+        """A row alone, of those without beams."""
         only = slice(row, row + 1)
         return DrawRows(self.slots[only], self.positions[only], self.device_slots[only], self.device_positions[only])
 

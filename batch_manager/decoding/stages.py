@@ -13,6 +13,11 @@
 The order is that of transformers. TensorRT-LLM divides by the temperature before the penalties; the two agree where the
 temperature is 1. Log-probs are those of 0 to 4; logits that are returned are the model's own, before 0.
 
+With beams 1 to 3 act on log-probabilities: 4 comes before them, then log_softmax, and what they leave is not made to
+sum to one again before it is added to what came before. That is where transformers has its processors in beam search.
+So a ban makes no other token more likely. Rows of those who ask for none of it are drawn from as they are;
+`SlotSetup.changes_logits` says who asks, and a stage of your own has its say there.
+
 4 to 6 are one operation, `sampling.sample` on a CPU and the kernel `sample_token` on a GPU, because a greedy row needs
 none of the passes over the vocabulary that a sampled one does. 1 to 3 are objects of the protocol below; one that no
 row of a step needs is skipped.

@@ -19,6 +19,7 @@ class StopWords:
 
     The word's last token is one that was drawn; the others may be of the prompt, as in TensorRT-LLM. An end id that is
     also the last token of a word ends the sequence as an end id. The meaning is that of the kernel `match_stop_words`.
+    Those of beams are beam_stop_words.py's: the search wants to know of every candidate.
     """
 
     def __init__(self, num_slots: int, device: torch.device, history: TokenHistory) -> None:
@@ -27,7 +28,7 @@ class StopWords:
         self._words = WordLists(num_slots, device, in_kernel=self._kernel is not None)
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        self._words.put(slot, setup.stop_words)
+        self._words.put(slot, setup.stop_words if setup.beams is None else ())
 
     def mark(self, finish: torch.Tensor, tokens: torch.Tensor, rows: DrawRows) -> torch.Tensor:
         """`finish` [r] uint8, with STOP_WORDS where `tokens` [r] end a word and nothing else ended the sequence."""

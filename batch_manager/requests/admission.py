@@ -50,14 +50,8 @@ NOT_IN_STATIC_BATCHES: dict[str, str] = {
     "draft_logits": "speculative decoding",
 }
 
-# Refused by name with several beams, built or not: they look at what one sequence has generated so far.
+# Refused by name with several beams, built or not: a draft is of one text.
 NOT_WITH_BEAMS: dict[str, str] = {
-    "repetition_penalty": "a repetition penalty",
-    "presence_penalty": "a presence penalty",
-    "frequency_penalty": "a frequency penalty",
-    "no_repeat_ngram_size": "banning repeated n-grams",
-    "bad_words_list": "bad words",
-    "stop_words_list": "stop words",
     "draft_input_ids": "speculative decoding",
     "draft_logits": "speculative decoding",
 }

@@ -12,9 +12,10 @@ Logits are the model's own: row i of context_logits follows token i of the promp
 token i was drawn from, before penalties, temperature or anything else was done to it. Log-probs are of the distribution
 after all of that, before top-k and top-p (decoding/logprobs.py).
 
-With beams, best first, the end id counts in cum_log_probs, which is then what the beams were ranked by before
-len_penalty, though it has no place in the other tensors. A beam for which the model allows no text has finish_reason 0,
-no tokens and cum_log_probs -inf.
+With beams log-probs are what biases, penalties and bans made of those that the temperature left, so they need not sum
+to one over the vocabulary (decoding/stages.py). Beams come best first. The end id counts in cum_log_probs, which is
+then what the beams were ranked by before len_penalty, though it has no place in the other tensors. A beam for which the
+model allows no text has finish_reason 0, no tokens and cum_log_probs -inf.
 
 In a streamed response *generated* is the number of its new tokens, everywhere but in cum_log_probs, which sums from
 the start of the request; so pieces of a tensor put behind one another are the tensor of a response that is not

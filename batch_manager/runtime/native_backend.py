@@ -343,8 +343,10 @@ class NativeStep:
         slots = []
         if "finite" in arrays and not arrays["finite"].all():
             slots = self._slots[~arrays["finite"]].tolist()
-        if self._beams is not None and not arrays["beam_finite"].all():
-            slots += self._beams.slots[~arrays["beam_finite"]].tolist()
+        if self._beams is not None:
+            slots += self._beams.slots_without_a_text(arrays)
+            if not arrays["beam_finite"].all():
+                slots += self._beams.slots[~arrays["beam_finite"]].tolist()
         return slots
 
     def _contexts_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from batch_manager.decoding.beam_search import BeamSearch, BeamSearches
-from batch_manager.handover import END_ID, LENGTH, BeamSetup, GenerationWork, SlotSetup
+from batch_manager.decoding.beam_stop_words import BeamStopWords
+from batch_manager.handover import END_ID, LENGTH, STOP_WORDS, BeamSetup, GenerationWork, SlotSetup
 
 EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 
@@ -26,13 +27,15 @@ def candidates(search, rows):
             np.array([token for *_, token in found], np.int32))
 
 
-def run(setup, end_id, follows):
+def run(setup, end_id, follows, stop_words=(), prompt=(0,)):
     """Hypotheses, and the outputs of all steps. follows(texts) -> [len(texts), vocab] log-probs of the next token."""
-    search, texts, outputs = BeamSearch(setup, end_id), [()], []
+    search, texts, outputs = BeamSearch.of(
+        SlotSetup(end_id=end_id, beams=setup, stop_words=stop_words).continuing(prompt)), [()], []
     while not outputs or outputs[-1].hypotheses is None:
         search, output = search.advance(*candidates(search, follows(texts)))
         texts = [(*texts[parent], token) for parent, token in zip(output.parents.tolist(), output.tokens.tolist())]
         assert search.last_tokens.tolist() == [text[-1] for text in texts]
+        assert search.texts is None if not stop_words else [tuple(text) for text in search.texts.tolist()] == texts
         outputs.append(output)
         assert len(outputs) <= setup.max_new_tokens
     return outputs[-1].hypotheses, outputs
@@ -128,6 +131,101 @@ def test_with_beams_enough_nothing_better_exists(len_penalty):
     assert found == best
     assert worth(hypotheses[0], setup) == pytest.approx(scores[best], abs=1e-5)
     assert len(hypotheses) == len(scores)        # fewer than beams: there are no more texts
+
+
+def by_the_book(setup, end_id, follows, stop_words, prompt):
+    """The definition, in lists and floats: [(text without the end id, finish, worth)]."""
+    live, finished = [((), 0.0)], []
+
+    def ends(text):
+        if text[-1] == end_id:
+            return END_ID
+        whole = (*prompt, *text)
+        return STOP_WORDS if any(whole[-len(word):] == word for word in stop_words) else None
+
+    ways = len({word[-1] for word in stop_words} | {end_id} - {-1})
+    for length in range(1, setup.max_new_tokens + 1):
+        rows = follows([text for text, _ in live])
+        found = sorted(((*text, token), total + float(log_prob)) for (text, total), row in zip(live, rows)
+                       for token, log_prob in enumerate(row))
+        found = sorted(found, key=lambda one: -one[1])[:max(2 * setup.width, min((1 + ways) * setup.width, 64))]
+        for text, total in found[:setup.width]:
+            finish = ends(text) or (LENGTH if length == setup.max_new_tokens else None)
+            if finish is not None:
+                finished.append((text[:-1] if finish == END_ID else text, finish, total / length**setup.len_penalty))
+        finished = sorted(finished, key=lambda one: -one[2])[:setup.width]
+        live = [one for one in found if ends(one[0]) is None][:setup.width]
+        if not live or (len(finished) == setup.width and (
+                setup.early_stopping == 1 or live[0][1] / length**setup.len_penalty <= finished[-1][2])):
+            break
+    return finished
+
+
+def random_table(seed, vocab_size):
+    random, table = np.random.default_rng(seed), {}
+
+    def follows(texts):
+        for text in texts:
+            if text not in table:
+                table[text] = np.log(random.dirichlet(np.ones(vocab_size))).astype(np.float32)
+        return np.stack([table[text] for text in texts])
+
+    return follows
+
+
+@pytest.mark.parametrize("early_stopping", [0, 1])
+@pytest.mark.parametrize("stop_words", [
+    ((3,),), ((3,), (4,), (5,), (0, 1)), ((1, 2), (6, 0), (2, 5, 2)), ((9, 6, 1), (4, 4))], ids=str)
+def test_texts_that_end_in_a_stop_word_are_finished_with_it(stop_words, early_stopping):
+    """A word may begin in the prompt, which ends in 9 6; single tokens are so likely that they fill all candidates."""
+    finishes = []
+    for seed, width in itertools.product(range(12), (2, 3, 4)):
+        setup, follows = BeamSetup(width, 7, 1.0, early_stopping), random_table(seed, 7)
+        hypotheses, _ = run(setup, 2, follows, stop_words, prompt=(9, 6))
+        expected = by_the_book(setup, 2, follows, stop_words, (9, 6))
+        assert [(tuple(one.tokens.tolist()), one.finish) for one in hypotheses] == [one[:2] for one in expected]
+        np.testing.assert_allclose([worth(one, setup) for one in hypotheses], [one[2] for one in expected], atol=1e-5)
+        assert all(len(one.log_probs) == len(one.rows) == len(one.tokens) for one in hypotheses)
+        finishes += [one.finish for one in hypotheses]
+    assert STOP_WORDS in finishes and END_ID in finishes
+
+
+def test_single_stop_words_are_more_end_ids_of_transformers(tiny_model, follows_in):
+    import torch
+
+    stopped = 0
+    for prompt, ids, width in [((1, 2, 3), [6, 4, 9], 3), ((5,), [4, 0], 2), ((7, 1), [2, 3, 8, 5], 4)]:
+        with torch.inference_mode():
+            expected = tiny_model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), num_beams=width,
+                num_return_sequences=width, do_sample=False, max_new_tokens=9, length_penalty=1.0, early_stopping=False,
+                eos_token_id=ids, pad_token_id=11, return_dict_in_generate=True, output_scores=True)
+        setup = BeamSetup(width, 9, 1.0, early_stopping=0)
+        hypotheses, _ = run(setup, -1, follows_in(prompt), tuple((token,) for token in ids))
+        assert [hypothesis.tokens.tolist() for hypothesis in hypotheses] == [
+            [token for token in sequence[len(prompt):] if token != 11] for sequence in expected.sequences.tolist()]
+        np.testing.assert_allclose([worth(hypothesis, setup) for hypothesis in hypotheses],
+                                   expected.sequences_scores.numpy(), atol=1e-5, rtol=0)
+        stopped += sum(hypothesis.finish == STOP_WORDS for hypothesis in hypotheses)
+    assert stopped > 3
+
+
+def test_as_many_candidates_as_there_are_ways_to_end():
+    def of(width, words, end_id=-1):
+        setup = SlotSetup(end_id=end_id, beams=BeamSetup(width, 5), stop_words=words).continuing([1])
+        return BeamSearch.of(setup).num_candidates
+
+    assert of(4, ()) == of(4, (), 3) == of(4, ((3,),), 3) == of(4, ((1, 3), (3,))) == 8
+    assert of(4, ((5,), (6, 7)), 3) == 16 and of(2, tuple((token,) for token in range(100))) == 64
+    assert of(40, ((5,), (6,), (7,))) == 80
+
+
+def test_a_word_longer_than_the_text_and_the_prompt_is_not_there():
+    words = BeamStopWords([(1, 2, 3)], np.array([2], np.int32))
+    texts = np.empty((1, 0), np.int32)
+    assert not words.ended(texts, np.array([0]), np.array([3])).any()
+    texts = np.array([[1, 2], [2, 2]], np.int32)
+    assert words.ended(texts, np.array([0, 1, 0]), np.array([3, 3, 2])).tolist() == [True, False, False]
 
 
 def constant(*probabilities):

@@ -115,6 +115,29 @@ def test_rows_without_a_past_and_forbidden_tokens_yield_nothing(assert_same_cand
     assert log_probs.isfinite().sum(1).tolist() == [12, 9] and tokens[1].max() <= 2
 
 
+@pytest.mark.parametrize("num_candidates", [4, 9])
+def test_rows_that_are_log_probs_are_taken_as_they_are(run_kernel, run_oracle, random, integers, groups,
+                                                       num_candidates):
+    logits, cum_log_probs = 2 * random(5, 5000), random(5)
+    temperature = integers([0.5, 2.0, 0.0, 3.0, 1.0], torch.float32)
+    logits[4, 2:] = -torch.inf
+    starts, rates, max_rows = groups([2, 3], [0.0, 0.3])
+    given = integers([0, 1, 1, 0, 1], torch.bool)
+    found = [run("beam_topk", logits.clone(), temperature, cum_log_probs, rates, starts, num_candidates, max_rows,
+                 are_log_probs=given) for run in (run_kernel, run_oracle)]
+    for one, other in zip(*(results[1:] for results in found)):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-4)
+    log_probs, parents, tokens, _ = found[0]
+    taken = 0
+    for group, first in enumerate((0, 2)):
+        for log_prob, parent, token in zip(log_probs[group], parents[group].tolist(), tokens[group].tolist()):
+            if given[first + parent]:
+                assert log_prob == logits[first + parent, token]
+                taken += 1
+    assert taken > 2
+
+
 def test_rows_that_are_not_numbers_are_flagged(run_kernel, run_oracle, random, integers, groups):
     logits = random(8, 4200)
     logits[0, 4199] = torch.nan

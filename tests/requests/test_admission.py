@@ -321,10 +321,20 @@ def test_a_beam_width_above_the_managers_is_refused_with_both_numbers(refusal):
 
 
 @pytest.mark.parametrize("name", sorted(NOT_WITH_BEAMS))
-def test_what_looks_at_one_sequence_is_refused_by_name_with_several(name, refusal):
+def test_what_is_of_one_text_is_refused_by_name_with_several(name, refusal):
     for value in VALID[name]:
         text = refusal(beam_width=2, **({name: value} | COMPANIONS.get(name, {})))
         assert "beam_width is 2" in text and (name in text or name in COMPANIONS) and "one beam" in text
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size",
+                                  "bad_words_list", "stop_words_list", "embedding_bias"])
+def test_what_changes_logits_reaches_the_device_with_several_beams_too(name, admit):
+    for value in VALID[name]:
+        setup = admit(beam_width=2, **{name: value}).setup
+        assert setup.beams is not None and setup.changes_logits == (name != "stop_words_list")
+    assert not admit(beam_width=2, min_length=2).setup.changes_logits                 # there is no end id
+    assert admit(beam_width=2, min_length=2, end_id=1).setup.changes_logits
 
 
 def test_beams_reach_the_device_with_their_numbers(admit):

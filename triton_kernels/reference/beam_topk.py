@@ -1,6 +1,7 @@
 """The best continuations of groups of beams.
 
     log_prob = log_softmax(logits / temperature)                      temperature 0 counts as 1
+             = logits, in the rows where these are log-probs
     rank     = how many tokens of the same row come before it         larger log_prob first, then the lower id
     score    = cum_log_probs of the row + log_prob - diversity_rate of the group * rank
     the num_candidates largest scores of each group, best first; among equals the first row, then the lower rank
@@ -12,6 +13,8 @@ Shapes      logits          [R, V]   any float dtype, contiguous rows, any row s
             group_starts    [G + 1] int32   group g is the rows group_starts[g] .. group_starts[g + 1] - 1
             num_candidates  K >= 1
             max_rows        rows of the largest group, at least
+            are_log_probs   [R] bool: the row was made log-probs already, and whatever was done to them since counts:
+                            they are taken as they are, and may be any numbers; None: no row
 Returns     log_probs       [G, K] float32   of the token, without what came before; -inf where there are fewer than K
             parents         [G, K] int32   the row within its group; 0 where there are fewer
             tokens          [G, K] int32   0 where there are fewer
@@ -23,7 +26,8 @@ A group's result depends on nothing but that group, and its first k candidates d
 import torch
 
 
-def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, num_candidates, max_rows):
+def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, num_candidates, max_rows,
+              are_log_probs=None):
     """The best continuations of each group; see the module's docstring for shapes."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     num_groups, vocabulary, device = len(diversity_rate), x.shape[1], x.device
@@ -31,6 +35,8 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
     x = x.masked_fill(~finite[:, None], 0)                                     # rows whose result is thrown away
     heat = temperature.to(x.dtype).where(temperature != 0, 1)
     log_p = (x / heat[:, None]).log_softmax(1)
+    if are_log_probs is not None:
+        log_p = x.where(are_log_probs[:, None], log_p)
 
     # Equals of the last one that is kept: which of them `topk` takes depends on K. So everything from there on is
     # looked at, and there are few of them.

@@ -1,0 +1,152 @@
+"""What stages see of beams: each its own text, wherever the beams of others stand; and beams that may not go on."""
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager.decoding.beam_draw import BeamRows
+from batch_manager.decoding.history import TokenHistory
+from batch_manager.decoding.slots import DrawRows
+from batch_manager.handover import LENGTH, BeamSetup, SlotSetup
+
+CPU, VOCAB = torch.device("cpu"), 12
+
+
+def upload(arrays):
+    return [torch.from_numpy(array) for array in arrays]
+
+
+class Recorder:
+    """A stage behind all others: what they made of the rows of beams."""
+
+    def set_up(self, slot, setup):
+        pass
+
+    def is_wanted(self, rows):
+        return rows.beams is not None
+
+    def apply(self, logits, rows):
+        self.seen = {slot: logits[torch.from_numpy(rows.slots == slot)] for slot in set(rows.slots.tolist())}
+
+
+class Engine:
+    """A decoder, and steps of all of its sequences; sequence i is in slot i."""
+
+    def __init__(self, decoder_with, setups, prompts):
+        self.setups = [setup.continuing(prompt) for setup, prompt in zip(setups, prompts)]
+        self.decoder, self.prompts, self.recorder = decoder_with(*self.setups), prompts, Recorder()
+        self.decoder._stages += (self.recorder,)
+        self.texts = [[()] for _ in setups]                # of each sequence's beams
+        self.ended = {}
+
+    def step(self, logits_of, times=1):
+        """logits_of(text) -> [vocab]. Returns what stages made of the rows of beams, {slot: [beams, vocab]}, and what
+        came of them."""
+        going = [slot for slot in range(len(self.setups)) if slot not in self.ended]
+        owners = np.array([slot for slot in going for _ in self.texts[slot]], np.int32)
+        positions = np.array([len(self.prompts[slot]) + len(self.texts[slot][0]) for slot in owners], np.int32)
+        rows = DrawRows(owners, positions, *(torch.from_numpy(array).long() for array in (owners, positions)))
+        for _ in range(times):                             # a step that is run again
+            logits = torch.stack([logits_of((*self.prompts[slot], *text))
+                                  for slot in going for text in self.texts[slot]])
+            beam_rows = BeamRows.of(rows, self.decoder.searches, upload)
+            drawn = self.decoder.draw(logits, rows, beam_rows)
+            arrays = {name: tensor.numpy() for name, tensor in drawn.beams.tensors.items()}
+            failed = drawn.beams.slots_without_a_text(arrays)
+            outputs = drawn.beams.finish(arrays, failed)
+            self.decoder.keep(drawn, beam_rows.singles)
+        for slot, token in zip(beam_rows.singles.slots.tolist(), drawn.tokens.tolist()):
+            self.texts[slot] = [(*self.texts[slot][0], token)]
+        for slot, output in outputs.items():
+            self.texts[slot] = [(*self.texts[slot][parent], token)
+                                for parent, token in zip(output.parents.tolist(), output.tokens.tolist())]
+        self.ended |= {slot: output.hypotheses for slot, output in outputs.items() if output.hypotheses is not None}
+        self.ended |= dict.fromkeys(failed)
+        return self.recorder.seen, outputs
+
+
+def strange_logits(text):
+    return 2 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(hash(text) % 2**31))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_each_beam_has_the_bans_and_penalties_of_its_own_text(decoder_with, times):
+    """By definition: unigrams of the whole text, prompt included, cannot come again; presence counts them once."""
+    setups = [SlotSetup(no_repeat_ngram_size=1, beams=BeamSetup(3, 6)),
+              SlotSetup(no_repeat_ngram_size=1, temperature=0),
+              SlotSetup(presence_penalty=3.0, beams=BeamSetup(2, 6)), SlotSetup(beams=BeamSetup(4, 6)),
+              SlotSetup(no_repeat_ngram_size=1, beams=BeamSetup(4, 6), temperature=0.5)]
+    prompts = [[1], [2, 3], [4, 5, 6], [7], [8, 9]]
+    engine, reordered = Engine(decoder_with, setups, prompts), False
+    for _ in range(5):
+        before = {slot: list(texts) for slot, texts in enumerate(engine.texts)}
+        seen, outputs = engine.step(strange_logits, times)
+        reordered |= any(output.parents.tolist() != list(range(len(output.parents))) for output in outputs.values())
+        assert all(len(texts[0]) == len(before[0][0]) + 1 for texts in engine.texts)
+        for slot in (0, 4):
+            for text, row in zip(before[slot], seen[slot], strict=True):
+                assert set(row.isneginf().nonzero()[:, 0].tolist()) == {*prompts[slot], *text}
+        for slot in (0, 1, 4):
+            assert all(len({*prompts[slot], *text}) == len(prompts[slot]) + len(text) for text in engine.texts[slot])
+        for text, row in zip(before[2], seen[2], strict=True):
+            expected = strange_logits((*prompts[2], *text)).log_softmax(0)
+            expected[list({*prompts[2], *text})] -= 3
+            torch.testing.assert_close(row, expected, rtol=0, atol=1e-5)
+    assert reordered
+
+
+def test_who_has_no_beams_keeps_their_history_when_somebody_with_beams_comes(decoder_with):
+    def history_of(slot, length):
+        rows = DrawRows(np.array([slot], np.int32), np.array([length], np.int32), torch.tensor([slot]),
+                        torch.tensor([length]))
+        assert engine.decoder.history.rows_of(rows).tolist() == engine.decoder.history.device_rows_of(rows).tolist()
+        return engine.decoder.history.of_row(int(engine.decoder.history.rows_of(rows)[0]), length).tolist()
+
+    engine = Engine(decoder_with, [SlotSetup(no_repeat_ngram_size=2)] * 3, [[1, 2], [3], [4, 5, 6]])
+    tokens, rows = engine.decoder.history.tokens, len(engine.decoder.history.tokens)
+    for width in (2, 4, 3):
+        setup = SlotSetup(no_repeat_ngram_size=2, beams=BeamSetup(width, 5)).continuing([7, 8])
+        engine.decoder.set_up([(1, setup)])
+        assert history_of(0, 2) == [1, 2] and history_of(2, 3) == [4, 5, 6] and history_of(1, 2) == [7, 8]
+    assert rows <= 4 and tokens is not engine.decoder.history.tokens
+
+
+def test_beams_that_want_no_history_cost_none(decoder_with):
+    history = TokenHistory(4, CPU)
+    history.set_up(2, SlotSetup(beams=BeamSetup(4, 9), embedding_bias=np.ones(VOCAB, np.float32), bad_words=((3,),)))
+    assert len(history.tokens) == 0
+
+
+def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):
+    """Behind 1 and 2 nothing may follow but what is banned: their beams are gone, and that of 3 goes on."""
+    table = {1: {1: 0.0}, 2: {2: 0.0}, 3: {4: 0.0, 5: -1.0}, 0: {1: 0.0, 2: -0.1, 3: -2.0}}
+
+    def logits_of(text):
+        logits = torch.full((VOCAB,), -torch.inf)
+        for token, value in table.get(text[-1], {6: 0.0, 7: -0.5}).items():
+            logits[token] = value
+        return logits
+
+    setup = SlotSetup(no_repeat_ngram_size=1, beams=BeamSetup(3, 4))
+    engine = Engine(decoder_with, [setup], [[0]])
+    engine.step(logits_of)
+    assert engine.texts[0] == [(1,), (2,), (3,)]
+    _, outputs = engine.step(logits_of)
+    assert engine.texts[0][:2] == [(3, 4), (3, 5)] and outputs[0].cum_log_probs[2] == -np.inf
+    for _ in range(2):
+        engine.step(logits_of)
+    texts = [tuple(text.tokens.tolist()) for text in engine.ended[0]]
+    assert texts[0][:2] in [(3, 4), (3, 5)] and all(text.finish == LENGTH for text in engine.ended[0])
+
+
+def test_a_search_in_which_nothing_may_go_on_fails_unless_a_text_is_finished(decoder_with):
+    """One token and the end id; the token is banned the second time. One of the two searches may not end there."""
+    logits = torch.full((VOCAB,), -torch.inf)
+    logits[[3, 4]] = torch.tensor([0.0, -1.0])
+    setups = [SlotSetup(no_repeat_ngram_size=1, beams=BeamSetup(2, 5), end_id=end_id, min_length=min_length)
+              for end_id, min_length in ((4, 0), (4, 5))]
+    engine = Engine(decoder_with, setups, [[0], [0]])
+    engine.step(lambda text: logits.clone())
+    engine.step(lambda text: logits.clone())
+    assert engine.ended[1] is None                                     # as a row without a token fails
+    assert sorted(tuple(text.tokens.tolist()) for text in engine.ended[0]) == [(), (3,)]
