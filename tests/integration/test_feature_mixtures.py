@@ -41,8 +41,15 @@ def random_tensors(random) -> dict:
     if random.random() < 0.6:
         features["runtime_top_p"] = lambda: 1.0
     chosen = {name: draw() for name, draw in features.items() if random.random() < 0.35}
+    if random.random() < 0.25:
+        chosen |= {"beam_width": int(random.integers(2, 5)), "len_penalty": float(random.choice([0, 0.5, 1])),
+                   "early_stopping": int(random.integers(3))}
     return {"input_ids": tokens(50), "request_output_len": int(random.integers(1, 25)), "return_log_probs": True,
             **chosen}
+
+
+def streams(i: int, tensors: dict) -> bool:
+    return i % 5 == 0 and "beam_width" not in tensors
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +60,13 @@ def mixture():
 
 @pytest.fixture
 def serve(make_manager, new_client, llama_reference):
-    """serve(mixture, **options) -> ({number: (tokens, log-probs, why it ended)}, pauses)"""
+    """serve(mixture, **options) -> ({number: (tokens, log-probs, why it ended), of every beam}, pauses)"""
     def run(mixture, *, pool=300, chunked=False, tokens=512, overlap=False, **options):
         client = new_client()
-        client.pending = [InferenceRequest(i, tensors, is_streaming=i % 5 == 0) for i, tensors in mixture.items()]
+        client.pending = [InferenceRequest(i, tensors, is_streaming=streams(i, tensors))
+                          for i, tensors in mixture.items()]
         manager = make_manager(
-            client, model_path=llama_reference.folder, num_threads=1, enable_chunked_context=chunked,
+            client, model_path=llama_reference.folder, num_threads=1, enable_chunked_context=chunked, max_beam_width=4,
             max_num_tokens=tokens, enable_trt_overlap=overlap,
             kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=8 * pool), **options)
         client.wait_for_finals(*mixture)
@@ -68,9 +76,11 @@ def serve(make_manager, new_client, llama_reference):
             final = client.final(i)
             assert final.error == "", tensors
             streamed = [response for response in client.responses[i] if response.tokens()]
-            new = client.streamed(i) if i % 5 == 0 else final.tokens()[len(tensors["input_ids"]):]
-            log_probs = [response.tensors["output_log_probs"][0, 0] for response in streamed]
-            results[i] = new, np.concatenate([*log_probs, []])[:len(new)], final.finish_reason
+            start, beams = len(tensors["input_ids"]), range(tensors.get("beam_width", 1))
+            new = [client.streamed(i)] if streams(i, tensors) else [final.tokens(beam)[start:] for beam in beams]
+            log_probs = [np.concatenate([*(response.tensors["output_log_probs"][0, beam] for response in streamed), []])
+                         [:len(new[beam])] for beam in beams]
+            results[i] = new, np.concatenate(log_probs), final.tensors["finish_reason"][0].tolist()
         return results, sum(json.loads(record).get("Paused Requests", 0) for record in client.stats)
 
     return run
@@ -98,5 +108,5 @@ def test_every_request_gets_what_it_gets_alone(serve, mixture, alone, options):
 def test_the_mixture_reaches_every_end(mixture, alone, serve):
     if not alone:
         alone |= serve(mixture, policy=GUARANTEED, max_batch_size=1)[0]
-    reasons = [reason for _, _, reason in alone.values()]
+    reasons = [reason for _, _, of_beams in alone.values() for reason in of_beams]
     assert min(reasons.count(reason) for reason in (1, 2, 3)) >= 5
