@@ -17,6 +17,7 @@ from ..config import Limits
 from ..errors import InvalidRequestError, RequestError, RequestTooLargeError
 from ..handover import BeamSetup, LogitsPostProcessor, SlotSetup
 from ..names import SchedulerPolicy
+from .companions import check_companions
 from .inference_request import (
     TENSORS,
     Content,
@@ -249,7 +250,8 @@ class Admission:
                                           f"set {name}")
         sampling = self._sampling(looked)
         values = self._values(looked)
-        self._check_companions(looked, values)
+        shapes = {name: given.shape for name, given in looked.tensors.items()}
+        check_companions(looked.scalars, shapes, values, self.limits)
         self._check_options(looked, values)
         self._refuse_what_is_not_built(looked, values, sampling.beam_width)
 
@@ -374,44 +376,6 @@ class Admission:
                 values[name] = floats(given)
         return values
 
-    def _check_companions(self, looked: _Looked, values: Mapping[str, Any]) -> None:
-        """Tensors that mean something only together, or must agree in size."""
-        vocab, shapes = self.limits.vocab_size, {name: given.shape for name, given in looked.tensors.items()}
-        if "embedding_bias" in shapes and shapes["embedding_bias"] != (vocab,):
-            raise InvalidRequestError(f"embedding_bias has {shapes['embedding_bias'][0]:,} elements",
-                                      self._max_sizes["embedding_bias"][1], "pad it with zeros")
-
-        _require_both("prompt_embedding_table", "prompt_vocab_size", shapes.keys() | looked.scalars.keys())
-        if "prompt_embedding_table" in shapes:
-            rows, columns = shapes["prompt_embedding_table"]
-            _require_equal("rows of prompt_embedding_table", rows, "prompt_vocab_size",
-                           looked.scalars["prompt_vocab_size"])
-            if not self.limits.hidden_size:
-                raise InvalidRequestError("prompt_embedding_table is given and the backend takes no embeddings",
-                                          "prompt tuning needs a backend that says its hidden_size",
-                                          "leave prompt_embedding_table out")
-            _require_equal("columns of prompt_embedding_table", columns, "hidden_size of the model",
-                           self.limits.hidden_size)
-
-        _require_both("lora_weights", "lora_config", shapes.keys())
-        if "lora_config" in shapes:
-            _require_equal("columns of lora_config", shapes["lora_config"][1], "module, layer and adapter size", 3)
-            _require_equal("rows of lora_weights", shapes["lora_weights"][0], "rows of lora_config",
-                           shapes["lora_config"][0])
-
-        num_drafts = len(values.get("draft_input_ids", ()))
-        if "draft_logits" in shapes:
-            if not num_drafts:
-                raise InvalidRequestError("draft_logits is given without draft_input_ids",
-                                          "Draft tokens must be specified when draft logits are given",
-                                          "set draft_input_ids, or leave draft_logits out")
-            _require_equal("rows of draft_logits", shapes["draft_logits"][0], "draft tokens", num_drafts)
-            _require_equal("columns of draft_logits", shapes["draft_logits"][1], "ids of the vocabulary", vocab)
-        if num_drafts + len(values["input_ids"]) > self.limits.max_seq_len - 1:
-            raise InvalidRequestError(
-                f"input_ids has {len(values['input_ids']):,} tokens and draft_input_ids {num_drafts:,}",
-                f"together they may have max_seq_len - 1 = {self.limits.max_seq_len - 1:,}", "shorten one of them")
-
     def _check_options(self, looked: _Looked, values: Mapping[str, Any]) -> None:
         scalars = looked.scalars
         SHARE.check("priority", looked.priority)
@@ -512,16 +476,3 @@ def usable_id(item: object) -> int | None:
 
 def _unless_zero(bias: np.ndarray | None) -> np.ndarray | None:
     return bias if bias is not None and bias.any() else None
-
-
-def _require_both(first: str, second: str, given: set[str]) -> None:
-    if (first in given) != (second in given):
-        there, missing = (first, second) if first in given else (second, first)
-        raise InvalidRequestError(f"{there} is given without {missing}", "they are given together or not at all",
-                                  f"set {missing}, or leave {there} out")
-
-
-def _require_equal(what: str, count: int, whose: str, expected: int) -> None:
-    if count != expected:
-        raise InvalidRequestError(f"there are {count:,} {what}", f"there must be {expected:,}: {whose}",
-                                  "send tensors that belong together")
