@@ -1,15 +1,16 @@
 """Composition root: from what the user passed to a wired loop. The only file that knows every concrete class."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .clock import SystemClock
 from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams, resolve_limits
-from .errors import ConfigError
+from .contained_log import log
+from .errors import ConfigError, type_name
 from .kv.kv_cache_manager import KvCacheManager
 from .loop.callbacks import GuardedCallbacks
 from .loop.generation_loop import GenerationLoop
@@ -26,8 +27,6 @@ from .seams import Clock, ModelBackend
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger("batch_manager")
 
 
 def build_loop(
@@ -56,7 +55,6 @@ def build_loop(
         optional_params = replace(optional_params, kv_cache_config=without_block_reuse(
             optional_params.kv_cache_config, "TrtGptModelType.V1 computes every prompt whole"))
         scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # whoever starts has all it may need
-    refuse_what_is_not_built(optional_params)
     clock = SystemClock() if parts.clock is None else parts.clock
     backend = _make_backend(model_path, model_type, max_beam_width, optional_params, parts)
     try:
@@ -74,7 +72,8 @@ def build_loop(
             exclude_input_in_output=exclude_input_in_output,
             static_batching=static_batch,
             logits_post_processor_batched=parts.logits_post_processor_batched,
-            blocks_of=kv_cache_manager.most_blocks)
+            blocks_of=partial(kv_cache_manager.most_blocks,
+                              with_pauses=scheduler_policy is SchedulerPolicy.MAX_UTILIZATION))
         loop = GenerationLoop(
             limits=limits,
             callbacks=callbacks,
@@ -121,16 +120,6 @@ def without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
     return replace(kv, enable_block_reuse=False, host_cache_size=0)
 
 
-def refuse_what_is_not_built(params: TrtGptModelOptionalParams) -> None:
-    """Raise ConfigError, by name, for an option this version knows and does not have."""
-    not_built = {
-        "cuda_graphs": params.cuda_graphs is True,
-    }
-    for name, asked_for in not_built.items():
-        if asked_for:
-            raise ConfigError(f"{name} was asked for", "it is not built yet in this version", "leave it out")
-
-
 def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBackend, clock: Clock) -> KvCacheManager:
     """The books of the backend's pool.
 
@@ -150,31 +139,35 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
         window, sinks = None, 0
     if sinks:
         kv = without_block_reuse(kv, "with sink tokens every prompt is computed whole")
-    if kv.enable_block_reuse and not hasattr(backend, "copy_blocks"):
-        raise ConfigError("enable_block_reuse is set", f"a {type(backend).__name__} has no copy_blocks",
-                          "give it one, see ModelBackend, or leave enable_block_reuse out")
-    if limits.max_beam_width > 1 and not hasattr(backend, "copy_blocks"):
-        raise ConfigError(f"max_beam_width is {limits.max_beam_width}",
-                          f"a {type(backend).__name__} has no copy_blocks",
-                          "give it one, see ModelBackend, or set max_beam_width to 1")
+    if not hasattr(backend, "copy_blocks"):
+        for asked_for, fact, without in (
+                (kv.enable_block_reuse, "enable_block_reuse is set", "leave enable_block_reuse out"),
+                (limits.max_beam_width > 1, f"max_beam_width is {limits.max_beam_width}", "set max_beam_width to 1")):
+            if asked_for:
+                raise ConfigError(fact, f"a {type(backend).__name__} has no copy_blocks",
+                                  f"give it one, see ModelBackend, or {without}")
     if kv.host_cache_size and not info.host_blocks:
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
                           "construct it with some and say so in its BackendInfo, or leave host_cache_size out")
     return KvCacheManager(
         limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, max_beam_width=limits.max_beam_width,
-        window=window,
-        sink_token_length=sinks, enable_block_reuse=kv.enable_block_reuse,
+        window=window, sink_token_length=sinks, enable_block_reuse=kv.enable_block_reuse,
         host_blocks=info.host_blocks if kv.host_cache_size else 0, now=clock.monotonic)
 
 
 def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: int,
                   params: TrtGptModelOptionalParams, parts: Parts) -> ModelBackend:
     if parts.backend is not None:
-        if params.deterministic:
-            raise ConfigError("deterministic was asked for with Parts.backend",
-                              "a backend of your own decides what it computes", "leave one of them out")
-        return parts.backend() if isinstance(parts.backend, type) or not hasattr(parts.backend, "start") \
-            else parts.backend
+        for name in ("deterministic", "cuda_graphs"):
+            if getattr(params, name):
+                raise ConfigError(f"{name} was asked for with Parts.backend",
+                                  "a backend of your own decides how it computes", "leave one of them out")
+        if not isinstance(parts.backend, type) and hasattr(parts.backend, "start"):
+            return parts.backend
+        backend = parts.backend()
+        if not hasattr(backend, "start"):
+            raise ConfigError(f"the factory in Parts.backend returned a {type_name(backend)}", "a ModelBackend")
+        return backend
     if model_path is None:
         raise ConfigError("model_path is None", "the folder of a Hugging Face checkpoint, or parts=Parts(backend=...)")
     from .runtime import layouts

@@ -16,6 +16,7 @@ from .seams import BackendInfo
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+LONGEST_WAIT_S = 1_000_000    # eleven days: what a thread waits for has a limit, and it is not the same everywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class KvCacheConfig:
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise ConfigError(f"KvCacheConfig.free_gpu_memory_fraction is {fraction!r}", "it must be in (0, 1]",
                               "0.9 leaves a tenth of the free memory to others")
-        if self.tokens_per_block not in BLOCK_SIZES:
+        if type(self.tokens_per_block) is not int or self.tokens_per_block not in BLOCK_SIZES:
             raise ConfigError(f"KvCacheConfig.tokens_per_block is {self.tokens_per_block!r}",
                               f"it must be one of {', '.join(map(str, BLOCK_SIZES))}", "64 is the default")
         if self.sink_token_length and self.max_attention_window is None:
@@ -141,12 +142,14 @@ class TrtGptModelOptionalParams:
             _require_count(name, getattr(self, name), minimum=0)
         _require_count("max_seq_len", self.max_seq_len, minimum=2, optional=True)
         _require_count("num_threads", self.num_threads, optional=True)
-        if self.max_num_sequences != -1:
+        if type(self.max_num_sequences) is not int or self.max_num_sequences != -1:
             _require_count("max_num_sequences", self.max_num_sequences, optional=True)
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}", f"one of {', '.join(DTYPES)}")
-        if self.load_format not in LOAD_FORMATS:
-            raise ConfigError(f"load_format is {self.load_format!r}", f"one of {', '.join(LOAD_FORMATS)}")
+        if self.device is not None and not isinstance(self.device, str):
+            raise ConfigError(f"device is {self.device!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None')
+        for name, allowed in (("dtype", DTYPES), ("load_format", LOAD_FORMATS)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise ConfigError(f"{name} is {value!r}", f"one of {', '.join(allowed)}")
         _require_seconds("idle_poll_interval_s", self.idle_poll_interval_s, positive=True)
         _require_seconds("hang_warning_s", self.hang_warning_s, positive=False)
 
@@ -160,7 +163,8 @@ class Parts:
                 force, and with sink tokens it is called with `sink=` too
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
     clock       a Clock
-    trace       called with an IterationTrace after each iteration that had an active request, on the worker thread
+    trace       called with an IterationTrace after each iteration that had an active request, on the worker thread;
+                what it raises is contained as a callback's is
     logits_post_processor_batched   called once a step with the logits of all requests whose logits_post_processor is
                 "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None, which changes the logits in
                 place; decoding/logits_post_processors.py says more
@@ -174,10 +178,18 @@ class Parts:
     logits_post_processor_batched: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
-        batched = self.logits_post_processor_batched
-        if batched is not None and not callable(batched):
-            raise ConfigError(f"Parts.logits_post_processor_batched is a {type(batched).__name__}",
-                              "a callable of (request_ids, logits, token_ids), or None")
+        for name, takes in (("attention", "spec, kv_pool"), ("trace", "iteration_trace"),
+                            ("logits_post_processor_batched", "request_ids, logits, token_ids")):
+            part = getattr(self, name)
+            if part is not None and not callable(part):
+                raise ConfigError(f"Parts.{name} is a {type(part).__name__}", f"a callable of ({takes}), or None")
+        if self.clock is not None and not all(callable(getattr(self.clock, name, None))
+                                              for name in ("monotonic", "timestamp")):
+            raise ConfigError(f"Parts.clock is a {type(self.clock).__name__}",
+                              "an object with monotonic() and timestamp(), see seams.Clock, or None")
+        if self.backend is not None and not callable(self.backend) and not hasattr(self.backend, "start"):
+            raise ConfigError(f"Parts.backend is a {type(self.backend).__name__}",
+                              "a ModelBackend, a factory () of one, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +283,8 @@ def _require_flag(name: str, value: object) -> None:
 
 
 def _require_seconds(name: str, value: object, *, positive: bool) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and (value > 0 if positive else value >= 0)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and (
+        (value > 0 if positive else value >= 0) and value <= LONGEST_WAIT_S)
     if not good:
-        raise ConfigError(f"{name} is {value!r}", "seconds, " + ("more than 0" if positive else "0 or more"))
+        raise ConfigError(f"{name} is {value!r}",
+                          f"seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}")

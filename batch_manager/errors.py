@@ -41,7 +41,10 @@ class ConfigError(BatchManagerError, ValueError):
 
 
 class ModelLoadError(ConfigError):
-    """The checkpoint cannot be loaded. Names the file and the field."""
+    """The checkpoint cannot be loaded. Names the file and the field; what they say is escaped where it is not text."""
+
+    def __init__(self, fact: str, expectation: str = "", fix: str = "") -> None:
+        super().__init__(printable(fact), printable(expectation), printable(fix))
 
 
 class UnsupportedModelError(ModelLoadError):
@@ -116,6 +119,19 @@ class OutOfResourceError(InternalError):
 
 def error_text(code: ErrorCode, message: str) -> str:
     """`[CODE] message`, with control characters escaped so that a log line stays one line."""
-    if not message.isprintable():
-        message = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
-    return f"[{code.value}] {message}"
+    return f"[{code.value}] {printable(message)}"
+
+
+_NAME_OF_A_TYPE = type.__dict__["__name__"]    # a metaclass may have a `__name__` that raises
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, short enough for a message and on one line; runs no code of the type's own."""
+    return printable(_NAME_OF_A_TYPE.__get__(type(value))[:64])
+
+
+def printable(text: str) -> str:
+    """The text, with whatever is not printable as an escape sequence."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

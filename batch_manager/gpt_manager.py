@@ -5,7 +5,6 @@ on that thread. The worker holds no reference to the manager, so that dropping t
 """
 
 import contextlib
-import logging
 import os
 import sys
 import threading
@@ -17,14 +16,17 @@ from typing import Any
 from .build import build_loop
 from .clock import SystemClock
 from .config import Parts, TrtGptModelOptionalParams
-from .errors import BatchManagerError, ConfigError, DeviceLostError, InternalError, ManagerClosedError
+from .contained_log import log
+from .errors import BatchManagerError, ConfigError, DeviceLostError, InternalError, ManagerClosedError, type_name
+from .loop.async_callbacks import returns_before_it_runs
 from .loop.generation_loop import GenerationLoop
 from .names import SchedulerPolicy, TrtGptModelType
 
-log = logging.getLogger("batch_manager")
-
 SECONDS_TO_STOP_AFTER_A_TIMEOUT = 5.0
+SECONDS_BETWEEN_LOOKS = 1.0
+ATTEMPTS_TO_END = 20    # without a final response between them: a backend may be past closing
 _REQUIRED: Any = object()
+_DEFAULT_PARAMS, _DEFAULT_PARTS = TrtGptModelOptionalParams(), Parts()
 
 
 class GptManager:
@@ -50,7 +52,8 @@ class GptManager:
     parts                           replacements for parts of the engine
     trt_engine_path                 another name of model_path
 
-    Raises ConfigError and its subclasses (ModelLoadError, InsufficientMemoryError, ...), before any thread exists.
+    Raises ConfigError and its subclasses (ModelLoadError, InsufficientMemoryError, ...), before any thread exists, and
+    ManagerClosedError while the interpreter exits.
     """
 
     def __init__(
@@ -63,11 +66,11 @@ class GptManager:
         send_response_cb: Callable[[int, list, bool, str], None] = _REQUIRED,
         poll_stop_signal_cb: Callable[[], set[int]] | None = None,
         return_batch_manager_stats_cb: Callable[[str], None] | None = None,
-        optional_params: TrtGptModelOptionalParams | None = None,
+        optional_params: TrtGptModelOptionalParams | None = _DEFAULT_PARAMS,
         terminate_req_id: int | None = None,
         max_draft_tokens: int | None = None,
         exclude_input_in_output: bool = False,
-        parts: Parts | None = None,
+        parts: Parts | None = _DEFAULT_PARTS,
         *,
         trt_engine_path: str | os.PathLike | None = None,
     ) -> None:
@@ -75,8 +78,8 @@ class GptManager:
             if model_path is not None:
                 raise ConfigError("model_path and trt_engine_path are both given", "they are two names of one thing")
             model_path = trt_engine_path
-        params = TrtGptModelOptionalParams() if optional_params is None else optional_params
-        parts = Parts() if parts is None else parts
+        params = _DEFAULT_PARAMS if optional_params is None else optional_params
+        parts = _DEFAULT_PARTS if parts is None else parts
         _check_arguments(model_type, max_beam_width, scheduler_policy, get_inference_requests_cb, send_response_cb,
                          poll_stop_signal_cb, return_batch_manager_stats_cb, params, terminate_req_id,
                          max_draft_tokens, exclude_input_in_output, parts)
@@ -99,17 +102,23 @@ class GptManager:
         ))
         self._control = control
         self._loop = loop
-        self._worker = threading.Thread(
+        self._worker = control.worker = threading.Thread(
             target=_run, args=(loop, control, params.idle_poll_interval_s), name="batch_manager worker", daemon=False)
-        _controls.add(control)
+        self._watchdog = threading.Thread(target=_watch, args=(control,), name="batch_manager watchdog", daemon=True)
         weakref.finalize(self, control.ask_to_abort).atexit = False
         try:
+            _list(control)
+            if params.hang_warning_s:
+                self._watchdog.start()
             self._worker.start()
         except BaseException:
-            loop.backend.close()
+            control.ask_to_abort()
+            if control.claim_the_loop():
+                loop.backend.close()
+                _close(control)
+            else:    # an interrupt came when the worker was running already
+                self._join(SECONDS_TO_STOP_AFTER_A_TIMEOUT)
             raise
-        if params.hang_warning_s:
-            threading.Thread(target=_watch, args=(control,), name="batch_manager watchdog", daemon=True).start()
 
     # ------------------------------------------------------------------ what a server asks
 
@@ -122,7 +131,7 @@ class GptManager:
     def num_active_requests(self) -> int:
         """Accepted requests that have not had their final response."""
         self._check_process()
-        return len(self._loop.active) + len(self._loop.intake)
+        return self._loop.intake.num_alive
 
     def health(self) -> dict[str, Any]:
         """How the worker is, from any thread, without waiting for it.
@@ -140,20 +149,22 @@ class GptManager:
         control, loop = self._control, self._loop
         activity, since = control.activity, control.beat_at
         seconds = max(control.clock.monotonic() - since, 0.0)
-        if control.stopped.is_set():
+        if control.stopped.has_come:
             state = "STOPPED"
         elif loop.failure is not None:
             state = "FAILED"
         else:
             state = "DRAINING" if control.draining or loop.intake.is_terminating else "RUNNING"
+        alive = loop.intake.num_alive    # one reading: a request on its way from the queue is in neither place
+        queued = min(len(loop.intake), alive)
         return {
             "state": state,
             "activity": activity,
             "seconds_in_activity": seconds,
             "is_hanging": state != "STOPPED" and 0 < control.hang_warning_s < seconds,
             "failure": "" if loop.failure is None else loop.failure.response_text(),
-            "active_requests": len(loop.active),
-            "queued_requests": len(loop.intake),
+            "active_requests": alive - queued,
+            "queued_requests": queued,
             "iterations": loop.reporter.iteration,
             "final_responses": loop.finals.num_sent,
             "errors": {code.value: count for code, count in loop.finals.errors.copy().items()},
@@ -168,13 +179,16 @@ class GptManager:
         drain     True: finish what was accepted; False: answer it with SHUTDOWN
         timeout   seconds to drain, then the rest is answered with SHUTDOWN; None: as long as it takes
 
-        Returns True once no callback will run again; False when called from inside a callback, where it only asks, or
-        when a callback or a step did not come back within the timeout and 5 more seconds. Idempotent, from any thread.
+        Returns True once no callback will run again; False when called from inside a callback, of this manager or
+        another, where it only asks, or when a callback or a step did not come back within the timeout and 5 more
+        seconds. Idempotent, from any thread. A `with` block that ends in a forked child does nothing there; every other
+        method raises in it.
         """
         self._check_process()
+        timeout = _checked(timeout)
         control = self._control
         control.ask_to_drain() if drain else control.ask_to_abort()
-        if threading.current_thread() is self._worker:
+        if _is_a_worker(threading.current_thread()):
             return False
         if not self._join(timeout):
             control.ask_to_abort()
@@ -182,29 +196,52 @@ class GptManager:
         return True
 
     def wait_until_terminate(self, timeout: float | None = None) -> bool:
-        """Wait for the worker to end without asking it to. True when it has."""
+        """Wait for the worker to end without asking it to, at most `timeout` seconds. True when it has.
+
+        From inside a callback, of this manager or another, it does not wait: False.
+        """
         self._check_process()
-        if threading.current_thread() is self._worker:
+        if _is_a_worker(threading.current_thread()):
             return False
-        return self._join(timeout)
+        return self._join(_checked(timeout))
 
     def __enter__(self) -> "GptManager":
         self._check_process()
-        if self._control.stopped.is_set():
+        if self._control.stopped.has_come:
             raise ManagerClosedError("this manager was shut down", "a manager runs once", "make a new one")
         return self
 
     def __exit__(self, exception_type, exception, trace) -> None:
-        self.shutdown(drain=exception_type is None)
+        if os.getpid() == self._control.process_id:    # a forked child leaves the block as it was leaving it
+            self.shutdown(drain=exception_type is None)
 
     def _join(self, timeout: float | None) -> bool:
-        self._worker.join(timeout)
-        return not self._worker.is_alive()
+        """Wait for the worker. Not by Thread.join alone: up to Python 3.12 a Ctrl-C inside of it makes `threading` take
+        the thread for one that has ended, and the interpreter would not wait for it any more."""
+        control, seconds_left = self._control, float("inf") if timeout is None else timeout
+        while not control.stopped.wait(min(max(seconds_left, 0), SECONDS_BETWEEN_LOOKS)) and self._worker.is_alive():
+            seconds_left -= SECONDS_BETWEEN_LOOKS
+            if seconds_left <= 0:
+                return False
+        self._worker.join()
+        watchdog = self._watchdog    # ends with the worker, at once, if it was ever started and is not who asks
+        if watchdog.ident is not None and watchdog is not threading.current_thread():
+            watchdog.join(timeout)
+        return True
 
     def _check_process(self) -> None:
         if os.getpid() != self._control.process_id:
             raise ManagerClosedError("this process was forked from the one that made the manager",
                                      "the worker thread lives in the parent only", "make a new manager after forking")
+
+
+def _checked(timeout: float | None) -> float | None:
+    """Seconds as a thread can be joined with. Raises ValueError for NaN and TypeError for what is no number."""
+    if timeout is None:
+        return None
+    if timeout != timeout:
+        raise ValueError("timeout is NaN; seconds, or None to wait as long as it takes")
+    return min(timeout, threading.TIMEOUT_MAX)
 
 
 class _WakeUp:
@@ -225,6 +262,26 @@ class _WakeUp:
         self._set.acquire(timeout=seconds)
 
 
+class _End:
+    """An event that comes once, by one call of C: an exception that strikes in the thread that sets it leaves no lock
+    taken, as it may inside of threading.Event."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._until_then = threading.Lock()
+        self._until_then.acquire()
+
+    def set(self) -> None:
+        if not self.has_come:
+            self.has_come = True
+            self._until_then.release()
+
+    def wait(self, seconds: float) -> bool:
+        if not self.has_come and self._until_then.acquire(timeout=seconds):
+            self._until_then.release()
+        return self.has_come
+
+
 class _Control:
     """What other threads tell the worker, and what the worker lets them see. Plain attributes; no lock is held."""
 
@@ -233,7 +290,12 @@ class _Control:
         self.hang_warning_s = hang_warning_s
         self.process_id = os.getpid()
         self.wake = _WakeUp()
-        self.stopped = threading.Event()
+        self.stopped = _End()
+        self.interruption: BaseException | None = None
+        self.attempts_to_end = 0
+        self.finals_before = 0
+        self.worker: threading.Thread | None = None
+        self._claimed_by: dict[str, int] = {}
         self.draining = False
         self.aborting = False
         self.activity = "loop"
@@ -242,6 +304,11 @@ class _Control:
     def beat(self, activity: str, now: float) -> None:
         self.beat_at = now
         self.activity = activity
+
+    def claim_the_loop(self) -> bool:
+        """True for the thread that asked first: the worker's, or that of the constructor that failed. It closes it."""
+        thread = threading.get_ident()
+        return self._claimed_by.setdefault("thread", thread) == thread
 
     def ask_to_drain(self) -> None:
         self.draining = True
@@ -276,41 +343,67 @@ def _in_a_thread_of_its_own(build: Callable[[], GenerationLoop]) -> GenerationLo
 
 
 def _run(loop: GenerationLoop, control: _Control, idle_poll_interval_s: float) -> None:
-    """The worker: iterations until it is told to stop, then an answer for whoever is left."""
-    try:
-        while not control.aborting:
-            if (control.draining or loop.intake.is_terminating) and loop.is_empty:
-                break
-            try:
-                is_busy = loop.step(accept_new=not control.draining)
-            except BaseException as error:
-                _fail(loop, error)
-                is_busy = False
-            if not is_busy:
-                control.beat("idle", control.clock.monotonic())
-                control.wake.wait_and_clear(idle_poll_interval_s)
-                control.beat("loop", control.clock.monotonic())
-    finally:
+    """The worker: iterations until it is told to stop, then an answer for whoever is left.
+
+    Whatever is raised, by a step or by another thread in this one, the worker goes on from here: it fails the engine,
+    which answers everybody, and comes back until nobody is left. The jump of a loop back to its `try` is outside of it;
+    an exception that strikes right there, behind another one, is caught by the second loop of the same kind.
+    """
+    while not control.stopped.has_come:
         try:
-            loop.answer_the_rest(ManagerClosedError(
-                "the engine was shut down before the request was done", fix="send it to another instance"))
-        finally:
-            loop.backend.close()
-            control.stopped.set()
-            control.wake.set()
-            _controls.discard(control)
+            while not control.stopped.has_come:
+                try:
+                    _go_on(loop, control, idle_poll_interval_s)
+                except BaseException as error:
+                    control.interruption = error
+        except BaseException as error:
+            control.interruption = error
 
 
-def _fail(loop: GenerationLoop, error: BaseException) -> None:
-    """The step raised what nothing inside contains: a lost device, or a bug. Everybody is answered; the host lives."""
-    log.critical("the engine failed with %s; every request is answered with ENGINE_FAILED until shutdown\n%s",
-                 type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+def _go_on(loop: GenerationLoop, control: _Control, idle_poll_interval_s: float) -> None:
+    """Serve until told to stop, and end. Begins with what the exception left behind that ended the last call."""
+    if not control.claim_the_loop():    # the constructor failed, and closes it
+        control.wake.wait_and_clear(idle_poll_interval_s)
+        return
+    error, control.interruption = control.interruption, None
+    if error is not None:
+        log.critical("the engine failed with %s; every request is answered with ENGINE_FAILED until shutdown\n%s",
+                     type_name(error), "".join(traceback.format_tb(error.__traceback__)))
+        if not control.aborting:
+            control.wake.wait_and_clear(idle_poll_interval_s)    # what raises for ever must not keep a core busy
+            loop.fail(_failure_of(error))
+    while not _is_done(loop, control):
+        if not loop.step(accept_new=not control.draining) and not _is_done(loop, control):
+            control.beat("idle", control.clock.monotonic())
+            control.wake.wait_and_clear(idle_poll_interval_s)
+            control.beat("loop", control.clock.monotonic())
+
+    if control.finals_before != loop.finals.num_sent:
+        control.finals_before, control.attempts_to_end = loop.finals.num_sent, 0
+    control.attempts_to_end += 1
+    if control.attempts_to_end <= ATTEMPTS_TO_END:
+        loop.answer_the_rest(_failure_of(error) if error is not None else ManagerClosedError(
+            "the engine was shut down before the request was done", fix="send it to another instance"))
+        loop.backend.close()
+    _close(control)
+
+
+def _is_done(loop: GenerationLoop, control: _Control) -> bool:
+    return control.aborting or ((control.draining or loop.intake.is_terminating) and loop.is_empty)
+
+
+def _close(control: _Control) -> None:
+    """The end, for everybody to see."""
+    _controls.pop(control, None)
+    control.stopped.set()
+
+
+def _failure_of(error: BaseException) -> BatchManagerError:
+    """What everybody is told when a step raised what nothing inside contains: a lost device, or a bug."""
     if isinstance(error, DeviceLostError | InternalError):
-        failure: BatchManagerError = error
-    else:
-        failure = InternalError(f"the engine raised {type(error).__name__}", "it cannot go on",
-                                "shut the manager down, make a new one, and report the log")
-    loop.fail(failure)
+        return error
+    return InternalError(f"the engine raised {type_name(error)}", "it cannot go on",
+                         "shut the manager down, make a new one, and report the log")
 
 
 def _watch(control: _Control) -> None:
@@ -328,15 +421,40 @@ def _watch(control: _Control) -> None:
 
 # Interpreter exit. `threading` joins the workers (they are no daemons) before `atexit` runs, so a worker has to be told
 # earlier: `threading` offers this hook for exactly that, and concurrent.futures uses it the same way.
-_controls: "weakref.WeakSet[_Control]" = weakref.WeakSet()
+#
+# A plain dictionary: a copy of its keys is one operation of the interpreter. Copying a WeakSet is a loop in Python,
+# which raises when a worker ends meanwhile, and the others were then never told.
+_controls: dict[_Control, None] = {}
+_is_exiting = False
+
+
+def _list(control: _Control) -> None:
+    """Put a worker on the list of those that are told when the interpreter ends."""
+    _controls[control] = None
+    if _is_exiting:    # looked at after it was put on the list; the hook does the two in the other order
+        raise ManagerClosedError("the interpreter is ending", "a worker that starts now would be told by nobody",
+                                 "make managers before the main thread ends")
+
+
+def _is_a_worker(thread: threading.Thread) -> bool:
+    """Whether a callback runs on this thread. Two managers whose callbacks wait for each other would wait for ever."""
+    return any(control.worker is thread for control in list(_controls))
 
 
 def _abort_all_workers() -> None:
+    global _is_exiting
+    _is_exiting = True
     for control in list(_controls):
         control.ask_to_abort()
 
 
+def _forget_workers() -> None:
+    """In a forked child, which has none."""
+    _controls.clear()
+
+
 threading._register_atexit(_abort_all_workers)
+os.register_at_fork(after_in_child=_forget_workers)
 
 
 def _check_arguments(model_type, max_beam_width, scheduler_policy, get_cb, send_cb, poll_cb, stats_cb, params,
@@ -358,6 +476,13 @@ def _check_arguments(model_type, max_beam_width, scheduler_policy, get_cb, send_
     for name, callback in (("poll_stop_signal_cb", poll_cb), ("return_batch_manager_stats_cb", stats_cb)):
         if callback is not None and not callable(callback):
             raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable or None")
+    for name, callback, may_yield in (
+            ("get_inference_requests_cb", get_cb, True), ("send_response_cb", send_cb, False),
+            ("poll_stop_signal_cb", poll_cb, True), ("return_batch_manager_stats_cb", stats_cb, False)):
+        if returns_before_it_runs(callback, may_yield=may_yield):
+            raise ConfigError(f"{name} is an async or a generator function",
+                              "the worker calls it, and nobody would run it to its end",
+                              "give it a plain function, for instance one that uses loop.call_soon_threadsafe")
     if not isinstance(params, TrtGptModelOptionalParams):
         raise ConfigError(f"optional_params is a {type(params).__name__}", "a TrtGptModelOptionalParams")
     if not isinstance(parts, Parts):
@@ -365,7 +490,7 @@ def _check_arguments(model_type, max_beam_width, scheduler_policy, get_cb, send_
     if terminate_req_id is not None and (isinstance(terminate_req_id, bool) or not isinstance(terminate_req_id, int)
                                          or not 0 <= terminate_req_id < 2**64):
         raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "an id in 0..2^64-1, or None")
-    if max_draft_tokens not in (None, 0):
+    if max_draft_tokens is not None and (type(max_draft_tokens) is not int or max_draft_tokens):
         raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", "draft tokens are not built yet", "leave it out")
     if not isinstance(exclude_input_in_output, bool):
         raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "True or False")

@@ -256,12 +256,13 @@ class ScheduledBatch:
         """Sequences start..stop of the batch order, as a batch of its own, without places for others."""
         contexts = len(self.context)
         rows = slice(max(start - contexts, 0), max(stop - contexts, 0))
+        generation = GenerationWork(self.generation.slots[rows], self.generation.kv_lengths[rows],
+                                    self.generation.beam_width)
         return ScheduledBatch(
             iteration=self.iteration,
             micro_batch_id=self.micro_batch_id,
             context=self.context[start:stop],
-            generation=GenerationWork(self.generation.slots[rows], self.generation.kv_lengths[rows],
-                                      self.generation.beam_width),
+            generation=generation if len(generation) else NO_GENERATION,
             block_table_updates=self.block_table_updates,
             max_beam_width=self.max_beam_width,
         )

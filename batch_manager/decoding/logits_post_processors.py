@@ -22,7 +22,6 @@ it cannot do.
 Source   TensorRT-LLM's LogitsPostProcessor and LogitsPostProcessorBatched, without their stream argument.
 """
 
-import logging
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,11 +31,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from ..errors import RequestError
+from ..contained_log import log
+from ..errors import RequestError, type_name
 from ..handover import LogitsPostProcessor, RowFailure, SlotSetup
 from ..names import ErrorCode
-
-log = logging.getLogger("batch_manager")
 
 NO_TOKEN = "after its logits post-processor a logit is NaN or +inf, or no token is left that may be drawn"
 
@@ -118,20 +116,21 @@ class LogitsPostProcessors:
 
 
 def _run_one(of: _Rows, logits: torch.Tensor) -> RowFailure | None:
-    given = logits[None, of.first : of.end]
+    place = logits[None, of.first : of.end]
+    given = place.detach()    # the same numbers; what becomes of its shape is for the function to answer for
     try:
         result = of.processor.function(of.processor.request_id, given, of.token_ids())
     except BaseException as error:
         return _raised(error)
-    if result is given:
+    if result is given and (given.shape, given.data_ptr()) == (place.shape, place.data_ptr()):
         return None
     if not isinstance(result, torch.Tensor):
         return _wrong(f"returned {_type_name(result)}", "it must return the logits")
-    expected = tuple(given.shape), given.dtype, given.device
-    if (tuple(result.shape), result.dtype, result.device) != expected:
+    expected = tuple(place.shape), place.dtype, place.device, place.layout
+    if (tuple(result.shape), result.dtype, result.device, result.layout) != expected:
         return _wrong(f"returned a tensor of shape {_shape(result)}, {result.dtype}, on {result.device}",
-                      f"it must be {_shape(given)}, {given.dtype}, on {given.device}")
-    given.copy_(result)
+                      f"it must be {_shape(place)}, {place.dtype}, on {place.device}, dense")
+    place.copy_(result)
     return None
 
 
@@ -166,9 +165,9 @@ def _raised(error: BaseException) -> RowFailure:
     """The words of a RequestError are made for the response; those of others may quote tokens and go nowhere."""
     if isinstance(error, RequestError):
         return RowFailure(error.code, f"from the logits post-processor of this request: {error}")
-    log.error("a logits post-processor raised %s\n%s", type(error).__name__,
+    log.error("a logits post-processor raised %s\n%s", type_name(error),
               "".join(traceback.format_tb(error.__traceback__)))
-    return _wrong(f"raised {type(error).__name__}", "the others go on; see the log of the engine")
+    return _wrong(f"raised {type_name(error)}", "the others go on; see the log of the engine")
 
 
 def _wrong(what: str, expectation: str) -> RowFailure:
@@ -176,7 +175,7 @@ def _wrong(what: str, expectation: str) -> RowFailure:
 
 
 def _type_name(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__[:64]}"
+    return "None" if value is None else f"a {type_name(value)}"
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -150,12 +150,12 @@ class KvCacheManager:
         """Blocks the request has and may take until its last token, all together, if it shares none."""
         return self.reservations.in_all(request)
 
-    def most_blocks(self, request: LlmRequest) -> int:
-        """`get_needed_resource_to_completion`, and where prompts are reused what that leaves out: each beam has its own
-        block for the last token of the prompt then.
+    def most_blocks(self, request: LlmRequest, *, with_pauses: bool = False) -> int:
+        """Blocks with which the request can run when it is alone.
+
+        with_pauses   it may be paused: then a window saves nothing, as all that it has is stored when it resumes
         """
-        own_last = self.cache is not None and request.prompt_len % self.tokens_per_block == 0
-        return self.get_needed_resource_to_completion(request) + (request.beam_width - 1 if own_last else 0)
+        return (self.reservations.in_all_with_pauses if with_pauses else self.reservations.in_all)(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
         """Blocks the request may still take until its last token, estimated."""

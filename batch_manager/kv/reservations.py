@@ -35,6 +35,11 @@ class Reservations:
         return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, self._window, request.beam_width,
                                        own_last=self._with_reuse)
 
+    def in_all_with_pauses(self, request: LlmRequest) -> int:
+        """The same if it may be paused at any time: what it generated is part of its prompt then, and stored whole."""
+        return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, self._window.without_sliding,
+                                       request.beam_width, own_last=self._with_reuse)
+
     def of_owners(self, requests: Sequence[LlmRequest]) -> int:
         """Blocks that these requests may still take, if what they give back comes free."""
         return self._of_slots(self._sequences.slots_of(requests))

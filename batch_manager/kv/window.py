@@ -5,7 +5,7 @@
     temporary   tokens by which a context may exceed the window while it is being computed
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,11 @@ class AttentionWindow:
     def slides(self) -> bool:
         """Whether a sequence can outgrow the window."""
         return self.size < self.max_seq_len
+
+    @property
+    def without_sliding(self) -> "AttentionWindow":
+        """One that no sequence outgrows."""
+        return replace(self, size=self.max_seq_len, sinks=0, temporary=0)
 
     @property
     def longest_stored(self) -> int:

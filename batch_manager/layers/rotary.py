@@ -41,7 +41,8 @@ def rotary_table(rotary: RotaryParameters, head_size: int, max_positions: int,
                  device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin [max_positions, head_size / 2] float32 on `device`, the amplitude multiplied in."""
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rotary, head_size))
-    return ((angles.cos() * rotary.amplitude).to(device), (angles.sin() * rotary.amplitude).to(device))
+    # In place: with the positions of a long context each copy is hundreds of megabytes.
+    return angles.cos().mul_(rotary.amplitude).to(device), angles.sin_().mul_(rotary.amplitude).to(device)
 
 
 def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tensor:

@@ -53,3 +53,9 @@ class ActiveRequests:
         del self._by_id[request.request_id]
         self._ordered.remove(request)
         self._free_slots.append(request.seq_slot)
+
+    def clear(self) -> None:
+        """Let everybody go, in whatever state this is."""
+        self._by_id.clear()
+        self._ordered.clear()
+        self._free_slots = list(range(self._num_slots))

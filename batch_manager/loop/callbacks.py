@@ -7,19 +7,25 @@ stats   ignored
 Every failure is counted; each callback's failures are logged at most once a second.
 """
 
-import logging
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from operator import index
 from typing import Any
 
+from ..contained_log import log
+from ..errors import type_name
+from ..names import ErrorCode
 from ..seams import Clock
-
-log = logging.getLogger("batch_manager")
+from .forked_child import Fork
+from .owed import Owed
 
 SECONDS_BETWEEN_LOGS = 1.0
 FIRST_BACK_OFF_S = 0.001
 LONGEST_BACK_OFF_S = 0.1
+COLLECTIONS = {list, tuple, deque, set, frozenset, dict}
+MOST_STOPS_OF_AN_ITERATOR = 1 << 20    # it may be endless; a set or a list is not
 
 GetInferenceRequestsCallback = Callable[[int], Iterable[Any]]
 SendResponseCallback = Callable[[int, list, bool, str], None]
@@ -28,28 +34,41 @@ ReturnBatchManagerStatsCallback = Callable[[str], None]
 
 
 class HandedOver:
-    """What one call of get returned, read in portions.
+    """What one call of get returned, read item by item.
 
     A sized collection was handed over whole: what one iteration does not read waits for the next. Of anything else,
-    generators above all, only what is read within the first portion was ever handed over.
+    generators above all, only what is read within the first iteration was ever handed over.
+
+    returned    what get returned, or nothing
+    iterators   the one over it, once somebody wants to read
     """
 
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._iterator = iter(items)
-        self._is_sized = hasattr(type(items), "__len__")
-        self.is_exhausted = self._is_sized and len(items) == 0
+    __slots__ = ("returned", "iterators")
 
-    def read(self, count: int) -> Iterator[Any]:
-        given = 0
-        for item in islice(self._iterator, count):
-            given += 1
-            yield item
-        self.is_exhausted = given < count or not self._is_sized
+    def __init__(self) -> None:
+        self.returned: list[Any] = []
+        self.iterators: list[Iterator[Any]] = []
+
+    @property
+    def is_nothing(self) -> bool:
+        """There is nothing to read, as far as can be told without asking an object of the user's making."""
+        if not self.returned:
+            return True
+        items = self.returned[0]
+        return items is None or (type(items) in COLLECTIONS and not items)
+
+    @property
+    def is_whole(self) -> bool:
+        return hasattr(type(self.returned[0]), "__len__")
 
 
 class GuardedCallbacks:
     """The user's callbacks. No method raises, whatever the callbacks do.
 
+    An exception that somebody else raises in this thread is contained too while a callback runs, and passes at any
+    other time; either way nothing that was handed over is lost and no final response is repeated (owed.py says how).
+
+    owed              everybody who must still be answered
     failures          callback name -> how many calls failed
     seconds_inside    time spent inside callbacks since the last `take_seconds`
     """
@@ -65,12 +84,14 @@ class GuardedCallbacks:
     ) -> None:
         self._get, self._send, self._poll, self._stats = (
             get_inference_requests, send_response, poll_stop_signal, return_stats)
+        self._fork = Fork()
         self._clock = clock
         self._heartbeat = heartbeat
         self._last_log: dict[str, float] = {}
         self._back_off_s = 0.0
         self._get_again_at = 0.0
         self._waiting: list[HandedOver] = []
+        self.owed = Owed()
         self.failures = {"get": 0, "send": 0, "poll": 0, "stats": 0}
         self.seconds_inside = 0.0
 
@@ -88,48 +109,78 @@ class GuardedCallbacks:
         return seconds
 
     def get(self, max_num_requests: int) -> None:
-        """Ask for requests, unless the back-off after a failure still holds. `read` gives what was handed over."""
-        started = self._enter("get")
-        if started < self._get_again_at:
+        """Ask for requests, unless the back-off after a failure still holds. `take` gives what was handed over."""
+        if self._clock.monotonic() < self._get_again_at:
             return
-        try:
-            items = self._get(max_num_requests)
-            if items is not None:
-                handed_over = HandedOver(items)
-                if not handed_over.is_exhausted:
-                    self._waiting.append(handed_over)
+        handed_over = HandedOver()
+        self._waiting.append(handed_over)
+        self._keep(handed_over.returned, map(self._get, (max_num_requests,)))
+        if handed_over.returned:
             self._back_off_s = 0.0
+        if not self._is_open(handed_over):
+            del self._waiting[-1]
+
+    def take(self) -> bool:
+        """Make the oldest item that was handed over the one that is `owed.taken`. False when there is none."""
+        while self._waiting:
+            handed_over = self._waiting[0]
+            if self._is_open(handed_over):
+                self._keep(self.owed.taken, islice(handed_over.iterators[0], 1))
+                if self.owed.taken:
+                    return True
+            del self._waiting[0]
+        return False
+
+    def end_of_taking(self) -> None:
+        """This iteration takes no more. What is left in something that was begun and has no size is let go."""
+        if self._waiting and self._waiting[0].iterators and not self._waiting[0].is_whole:
+            del self._waiting[0]
+
+    def _is_open(self, handed_over: HandedOver) -> bool:
+        """Whether there may be something to read. Begins to iterate, unless that was done."""
+        if not handed_over.iterators and not handed_over.is_nothing:
+            self._keep(handed_over.iterators, map(iter, handed_over.returned))
+        return bool(handed_over.iterators)
+
+    def _keep(self, kept: list, given: Iterator[Any]) -> None:
+        """Add to `kept` what the user's code behind `given` gives, before anything can come between."""
+        started = self._enter("get")
+        try:
+            kept.extend(given)
         except BaseException as error:
             self._failed("get", error)
         finally:
             self._leave(started)
 
-    def read(self, at_most: int) -> Iterator[Any]:
-        """Items handed over and not read yet, oldest first, `at_most` of them."""
-        while self._waiting and at_most > 0:
-            source = self._waiting[0]
-            items = source.read(at_most)
-            while True:
-                started = self._enter("get")
-                try:
-                    item = next(items)
-                except StopIteration:
-                    break
-                except BaseException as error:
-                    self._failed("get", error)
-                    source.is_exhausted = True
-                    break
-                finally:
-                    self._leave(started)
-                at_most -= 1
-                yield item
-            if source.is_exhausted:
-                self._waiting.pop(0)
-
-    def send(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
+    def send(self, request_id: int, tensors: list) -> None:
+        """One response of several, not the last."""
         started = self._enter("send")
         try:
-            self._send(request_id, tensors, final_response, error_message)
+            self._send(request_id, tensors, False, "")
+        except BaseException as error:
+            self._failed("send", error)
+        finally:
+            self._leave(started)
+
+    def send_final(self, request_id: int, tensors: list, error_message: str = "",
+                   code: ErrorCode | None = None) -> None:
+        """The last response of a request that is owed one."""
+        self._send_owed(self.owed.alive, request_id, request_id, tensors, error_message, code)
+
+    def send_refusal(self, error_message: str, code: ErrorCode) -> None:
+        """The only response to the item whose refusal is owed longest."""
+        refusals = self.owed.refusals
+        self._send_owed(refusals, 0, refusals[0].request_id, [], error_message, code)
+
+    def _send_owed(self, book: Any, key: int, request_id: int, tensors: list, error_message: str,
+                   code: ErrorCode | None) -> None:
+        owed, started = self.owed, self._enter("send")
+        if code is not None:
+            owed.errors[code] += 1
+        owed.num_sent += 1
+        del book[key]    # from here to the first instruction of the callback nothing can come between
+        try:
+            self._send(request_id, tensors, True, error_message)
         except BaseException as error:
             self._failed("send", error)
         finally:
@@ -143,14 +194,19 @@ class GuardedCallbacks:
         stops: set[int] = set()
         try:
             signals = self._poll()
-            if signals:
-                for signal in signals:
-                    if isinstance(signal, bool):
-                        continue
-                    try:
-                        stops.add(signal.__index__())
-                    except (AttributeError, TypeError):
-                        continue
+            if type(signals) is set:
+                if not signals:
+                    return stops
+                signals = signals.copy()    # its owner may add to it meanwhile
+            elif not hasattr(type(signals), "__len__"):
+                signals = islice(() if signals is None else signals, MOST_STOPS_OF_AN_ITERATOR)
+            for signal in signals:
+                if isinstance(signal, bool):
+                    continue
+                try:
+                    stops.add(index(signal))
+                except Exception:  # noqa: S112  it is no integer, whatever it raised when it was asked
+                    continue
         except BaseException as error:
             self._failed("poll", error)
             stops = set()
@@ -169,18 +225,24 @@ class GuardedCallbacks:
         finally:
             self._leave(started)
 
+    def note_failure(self, name: str, error: BaseException) -> None:
+        """Count and log what something else of the user's raised, as what a callback raises."""
+        self._failed(name, error)
+
     def _enter(self, name: str) -> float:
         now = self._clock.monotonic()
         self._heartbeat(name, now)
         return now
 
     def _leave(self, started: float) -> None:
+        self._fork.end_the_child()
         now = self._clock.monotonic()
         self.seconds_inside += max(now - started, 0.0)
         self._heartbeat("loop", now)
 
     def _failed(self, name: str, error: BaseException) -> None:
-        self.failures[name] += 1
+        self._fork.end_the_child(error)
+        self.failures[name] = self.failures.get(name, 0) + 1
         now = self._clock.monotonic()
         if name == "get":
             self._back_off_s = min(max(2 * self._back_off_s, FIRST_BACK_OFF_S), LONGEST_BACK_OFF_S)
@@ -190,4 +252,4 @@ class GuardedCallbacks:
             # Where it was raised, not what it says: the message may quote a prompt.
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("the %s callback raised %s (%d so far); the loop goes on\n%s",
-                      name, type(error).__name__, self.failures[name], where)
+                      name, type_name(error), self.failures[name], where)

@@ -1,19 +1,18 @@
 """The end of a request: off every book first, then one final response. Finals are sent from here alone."""
 
-import logging
 from collections import Counter
 
+from ..contained_log import log
 from ..errors import BatchManagerError, error_text
 from ..names import ErrorCode, FinishReason
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
 from ..seams import ModelBackend
 from .active_requests import ActiveRequests
-from .intake import Intake, Refusal
+from .intake import Intake
+from .owed import Owed
 from .resources import Resources
 from .responder import Delivery, Responder
-
-log = logging.getLogger("batch_manager")
 
 
 class Finals:
@@ -23,23 +22,27 @@ class Finals:
     errors         error finals by code
     """
 
-    def __init__(self, active: ActiveRequests, intake: Intake, resources: Resources, responder: Responder,
+    def __init__(self, owed: Owed, active: ActiveRequests, intake: Intake, resources: Resources, responder: Responder,
                  backend: ModelBackend) -> None:
+        self._owed = owed
         self._active = active
         self._intake = intake
         self._resources = resources
         self._responder = responder
         self._backend = backend
         self._ended: list[int] = []
-        self.num_sent = 0
-        self.errors: Counter[ErrorCode] = Counter()
+
+    @property
+    def num_sent(self) -> int:
+        return self._owed.num_sent
+
+    @property
+    def errors(self) -> Counter[ErrorCode]:
+        return self._owed.errors
 
     def end(self, request: LlmRequest, reason: FinishReason, *, clear_blocks: bool = False) -> None:
         """A request that ran ends well: its final carries what it has not been told yet. clear_blocks as in `fail`."""
-        if clear_blocks:
-            self._backend.clear_blocks(self._resources.blocks_to_clear(request))
-        delivery = self._off_the_books(request, keep_computed=not clear_blocks)
-        self.num_sent += 1
+        delivery = self._off_the_books(request, keep_computed=True, clear_blocks=clear_blocks)
         self._responder.send_final(request, delivery, reason)
 
     def send_held(self) -> None:
@@ -50,16 +53,13 @@ class Finals:
 
         clear_blocks   a step left something in its blocks that the next owner must not read
         """
-        if clear_blocks:
-            self._backend.clear_blocks(self._resources.blocks_to_clear(request))
-        self._off_the_books(request)
+        self._off_the_books(request, keep_computed=False, clear_blocks=clear_blocks)
         self._send_error(request.request_id, code, error_text(code, f"request {request.request_id}: {message}"))
 
     def end_waiting(self, admitted: Admitted, reason: FinishReason) -> None:
         """A request that never ran ends well, with no tokens."""
         self._intake.forget(admitted.request.request_id)
         self._responder.admit(admitted)
-        self.num_sent += 1
         self._responder.send_final(admitted.request, self._responder.forget(admitted.request.request_id), reason)
 
     def fail_waiting(self, admitted: Admitted, code: ErrorCode, message: str) -> None:
@@ -67,37 +67,44 @@ class Finals:
         self._intake.forget(request_id)
         self._send_error(request_id, code, error_text(code, f"request {request_id}: {message}"))
 
-    def refuse(self, refusal: Refusal) -> None:
-        self._send_error(refusal.request_id, refusal.error.code, refusal.error.response_text())
+    def answer_refusals(self) -> None:
+        """To be called before any other final: a double is refused while the request it is a double of is alive."""
+        refusals = self._owed.refusals
+        while refusals:
+            error, text = refusals[0].error, refusals[0].error.response_text()
+            log.info("request %d was refused: %s", refusals[0].request_id, text)
+            self._responder.send_refusal(text, error.code)
 
     def fail_everything(self, error: BatchManagerError) -> None:
-        """Answer every living request with one error. Touches no pool and no device: they may be what broke."""
+        """Answer everybody who is owed an answer: refusals with their own text, living requests with this error.
+
+        Goes by what is owed alone, and touches no pool and no device: any other book may be what broke. What raises in
+        here leaves the rest for the next call.
+        """
+        self.answer_refusals()
+        self._ended += [request.request_id for request in self._active]
+        self._active.clear()
+        self._intake.clear()
+        self._responder.clear()
         text = error.response_text()
-        for request in self._active.in_order():
-            self._active.remove(request)
-            self._intake.forget(request.request_id)
-            self._responder.forget(request.request_id)
-            self._ended.append(request.request_id)
-            self._send_error(request.request_id, error.code, text)
-        for admitted in self._intake.withdraw_all():
-            self._intake.forget(admitted.request.request_id)
-            self._send_error(admitted.request.request_id, error.code, text)
+        for request_id in list(self._owed.alive):
+            self._send_error(request_id, error.code, text)
 
     def take_ended(self) -> tuple[int, ...]:
         """Ids of requests that ran and ended since the last call."""
         ended, self._ended = tuple(self._ended), []
         return ended
 
-    def _off_the_books(self, request: LlmRequest, *, keep_computed: bool = False) -> Delivery:
+    def _off_the_books(self, request: LlmRequest, *, keep_computed: bool, clear_blocks: bool) -> Delivery:
         request.finish()
-        self._resources.release(request, keep_computed=keep_computed)
+        if clear_blocks:
+            self._backend.clear_blocks(self._resources.blocks_to_clear(request))
+        self._resources.release(request, keep_computed=keep_computed and not clear_blocks)
         self._active.remove(request)
         self._intake.forget(request.request_id)
         self._ended.append(request.request_id)
         return self._responder.forget(request.request_id)
 
     def _send_error(self, request_id: int, code: ErrorCode, text: str) -> None:
-        self.num_sent += 1
-        self.errors[code] += 1
         log.info("request %d ended: %s", request_id, text)
-        self._responder.send_error(request_id, text)
+        self._responder.send_error(request_id, text, code)

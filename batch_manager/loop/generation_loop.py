@@ -1,13 +1,13 @@
 """The engine in one sentence: fetch, schedule, claim, start, finish, advance, respond, poll, report."""
 
-import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..config import Limits
-from ..errors import BatchManagerError, OutOfResourceError, SchedulerContractError
+from ..contained_log import log
+from ..errors import BatchManagerError, InternalError, OutOfResourceError, SchedulerContractError, type_name
 from ..kv.audit import check_totals
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
@@ -28,8 +28,6 @@ from .resources import Resource, Resources
 from .responder import Responder
 from .static_batch import StaticBatch
 from .step_runner import RunningStep, StepRunner
-
-log = logging.getLogger("batch_manager")
 
 
 @dataclass(slots=True)
@@ -60,6 +58,7 @@ class GenerationLoop:
                  resources: Sequence[Resource] = ()) -> None:
         self.limits = limits
         self.callbacks = callbacks
+        self.owed = callbacks.owed
         self.intake = intake
         self.scheduler = scheduler
         self.kv = kv_cache_manager
@@ -70,7 +69,7 @@ class GenerationLoop:
         self._responder = responder
         self._resources = Resources(kv_cache_manager, limits.max_seq_len, static_batch, resources)
         finals = Finals if static_batch is None else HeldFinals
-        self.finals = finals(self.active, intake, self._resources, responder, backend)
+        self.finals = finals(self.owed, self.active, intake, self._resources, responder, backend)
         self._overlooked = Overlooked(kv_cache_manager, limits)
         self._runner = StepRunner(backend, limits.vocab_size, clock, heartbeat)
         self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle, window_depth,
@@ -87,7 +86,7 @@ class GenerationLoop:
             return False
         self.reporter.begin(self.clock.monotonic())
         self._fetch()
-        had_refusals = bool(self.intake.refusals)
+        had_refusals = bool(self.owed.refusals)
         had_active = len(self.active) > 0
         outcome = Outcome()
         if had_active:
@@ -101,30 +100,43 @@ class GenerationLoop:
                 self._answer_all_active(error)
         self._respond(outcome)
         self._poll_stops()
-        check_totals(self.kv)
+        if self.failure is None:
+            check_totals(self.kv)
         self.reporter.end(had_active)
         return had_active or had_refusals or self.callbacks.has_unread_items
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is alive and nothing that was handed over is unread."""
-        return not (len(self.active) or len(self.intake) or self.callbacks.has_unread_items)
+        """Nobody is owed an answer and nothing that was handed over is unread."""
+        return not (self.owed or self.callbacks.has_unread_items)
 
     def answer_the_rest(self, error: BatchManagerError) -> None:
-        """One final with this error for everything alive and everything handed over. Afterwards the loop is empty."""
+        """One final with this error for everything alive and everything handed over. Afterwards the loop is empty.
+
+        What raises in here leaves the rest for the next call; so it is with `fail`.
+        """
         self._window.clear()
-        self._answer_refusals()
+        if self.failure is None:
+            self._give_everything_back()
         self.finals.fail_everything(error)
-        while self.callbacks.has_unread_items:
+        while not self.is_empty:
             self.intake.fetch(0, self.active.__contains__, error)
-            self._answer_refusals()
+            self.finals.answer_refusals()
+
+    def _give_everything_back(self) -> None:
+        """The end, of an engine that is whole: nobody holds a block when he is told of it."""
+        try:
+            for request in self.active:
+                self._resources.release(request)
+        except BaseException:    # the finals matter more
+            log.exception("what requests held could not be given back at the end")
 
     def fail(self, error: BatchManagerError) -> None:
         """The engine cannot go on: answer everybody now, and everybody who comes until shutdown."""
-        self.failure = error
+        if self.failure is None:
+            self.failure = error
         self._window.clear()
-        self._answer_refusals()
-        self.finals.fail_everything(error)
+        self.finals.fail_everything(self.failure)
 
     # fetch
 
@@ -150,15 +162,25 @@ class GenerationLoop:
             plan = self.scheduler.schedule_request(active, inflight)
         except SchedulerContractError:
             raise
-        except Exception as error:
-            log.error("the scheduler raised\n%s", "".join(traceback.format_exception(error)))
-            raise SchedulerContractError(self.scheduler, f"schedule_request raised {type(error).__name__}") from error
-        check_plan(self.scheduler, plan, active, inflight, self.kv, self.limits)
+        except BaseException as error:  # noqa: B036  whatever it raises, it costs the active requests and no more
+            raise self._blamed("schedule_request raised", error) from error
+        try:
+            check_plan(self.scheduler, plan, active, inflight, self.kv, self.limits)
+        except (SchedulerContractError, InternalError):
+            raise
+        except BaseException as error:  # noqa: B036
+            raise self._blamed("its plan cannot be read: that raised", error) from error
         self._overlooked.look(self.scheduler, plan, active, inflight)
         if not (plan.context_requests or plan.generation_requests or self._window):
             raise SchedulerContractError(
                 self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
         return plan
+
+    def _blamed(self, what: str, error: BaseException) -> SchedulerContractError:
+        # The log says where it was raised, not what it says: the message may quote a prompt.
+        log.error("the scheduler: %s %s\n%s", what, type_name(error),
+                  "".join(traceback.format_tb(error.__traceback__)))
+        return SchedulerContractError(self.scheduler, f"{what} {type_name(error)}")
 
     def _launch(self, plan: SchedulerOutput) -> RunningStep | None:
         self.reporter.recomputed_tokens += self._resources.pause(plan.paused_requests)
@@ -186,7 +208,7 @@ class GenerationLoop:
     # respond
 
     def _respond(self, outcome: Outcome) -> None:
-        self._answer_refusals()
+        self.finals.answer_refusals()
         for request, failure in outcome.failed:
             self.finals.fail(request, failure.code, failure.message, clear_blocks=True)
         for request, reason in outcome.ended:
@@ -196,11 +218,6 @@ class GenerationLoop:
         self.reporter.generated_tokens += outcome.generated_tokens
         self._expire()
         self.finals.send_held()
-
-    def _answer_refusals(self) -> None:
-        """Before any other final: a double is refused while the request it is a double of is alive."""
-        while self.intake.refusals:
-            self.finals.refuse(self.intake.refusals.popleft())
 
     def _expire(self) -> None:
         """End what has passed its deadline: with its tokens where it has some, with an error where it has none."""
@@ -217,7 +234,7 @@ class GenerationLoop:
 
     def _answer_all_active(self, error: SchedulerContractError) -> None:
         """A scheduler that broke a rule has no plan to go on with. Steps in flight are read and dropped."""
-        self._answer_refusals()
+        self.finals.answer_refusals()
         failed_slots: set[int] = set()
         while self._window:
             failed_slots.update(self._window.popleft().step.finish().failures)

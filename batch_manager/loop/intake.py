@@ -1,31 +1,24 @@
 """From what the get callback returned to accepted requests, refusals, and a bounded queue between them."""
 
-import logging
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import TrtGptModelOptionalParams
+from ..contained_log import log
 from ..errors import (
     BatchManagerError,
     DuplicateRequestIdError,
     InvalidRequestError,
     QueueFullError,
     RequestError,
+    type_name,
 )
 from ..requests.admission import Admission, Admitted, usable_id
 from ..seams import Clock
-from .callbacks import GuardedCallbacks
-
-log = logging.getLogger("batch_manager")
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An item that was handed over and not accepted: one final response with this text."""
-
-    request_id: int
-    error: BatchManagerError
+from .callbacks import SECONDS_BETWEEN_LOGS, GuardedCallbacks
+from .owed import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +37,18 @@ class QueueBounds:
 class Intake:
     """Reads what was handed over and decides each item once.
 
-    refusals        items that were refused and not answered yet, in order; the loop answers and removes them
-    unaddressable   items without a usable id: counted and logged, since nobody can be answered
-    num_accepted, num_refused   items decided since construction
+    `GuardedCallbacks.owed` has the items before and after.
+
+    num_accepted, num_refused, unaddressable   items decided since construction
     num_warnings    accepted requests that were changed on the way in (an output length cut to what fits)
     """
 
     def __init__(self, callbacks: GuardedCallbacks, admission: Admission, bounds: QueueBounds, clock: Clock,
                  max_admissions_per_iteration: int, terminate_req_id: int | None) -> None:
         self._callbacks = callbacks
+        self._owed = callbacks.owed
         self._admission = admission
+        self._last_log = float("-inf")
         self._bounds = bounds
         self._clock = clock
         self._at_most = max_admissions_per_iteration
@@ -65,17 +60,30 @@ class Intake:
         self._bytes_in_flight = 0
         self._deadlines: dict[int, float] = {}
         self._arrived: list[int] = []
-        self._entering: list[Admitted] = []
-        self.refusals: deque[Refusal] = deque()
         self.is_terminating = False
-        self.unaddressable = 0
-        self.num_accepted = 0
-        self.num_refused = 0
         self.num_warnings = 0
 
     def __len__(self) -> int:
         """Accepted requests that wait for a place among the active ones."""
         return len(self._queue)
+
+    @property
+    def num_alive(self) -> int:
+        """Accepted requests whose final has not been sent, waiting or active. One number, for any thread to read."""
+        return len(self._owed.alive)
+
+    @property
+    def num_accepted(self) -> int:
+        return self._owed.num_accepted
+
+    @property
+    def num_refused(self) -> int:
+        return self._owed.num_refused
+
+    @property
+    def unaddressable(self) -> int:
+        """Items without a usable id: counted and logged, since nobody can be answered."""
+        return self._owed.num_unaddressable
 
     def holds(self, request_id: int) -> bool:
         return request_id in self._queued_ids
@@ -90,14 +98,14 @@ class Intake:
 
     def fetch(self, room: int | None, is_active: Callable[[int], bool],
               failure: BatchManagerError | None = None) -> list[Admitted]:
-        """One look at what was handed over. Whoever is refused is added to `refusals`.
+        """One look at what was handed over. Whoever is refused is added to the refusals that are owed.
 
         room         places among the active requests, None: unbounded. The queue goes first.
         is_active    whether an id belongs to an active request
         failure      when given, nothing is accepted any more and this is everybody's answer
         Returns the requests that become active now.
         """
-        entering = self._entering = self._from_queue(room)
+        entering = self._from_queue(room)
         if room is not None:
             room -= len(entering)
         entering_ids = {admitted.request.request_id for admitted in entering}
@@ -105,22 +113,27 @@ class Intake:
         def is_alive(request_id: int) -> bool:
             return request_id in entering_ids or request_id in self._queued_ids or is_active(request_id)
 
-        for item in self._callbacks.read(self._at_most):
+        owed = self._owed
+        for _ in range(self._at_most):
+            if not (owed.taken or self._callbacks.take()):
+                break
+            item = owed.taken[0]
             request_id = usable_id(item)
             if request_id is None:
                 self._note_unaddressable(item)
                 continue
             if request_id == self._terminate_req_id:
                 self.is_terminating = True
+                owed.pass_over()
                 continue
             try:
                 if failure is not None:
                     raise failure
                 admitted = self._decide(item, request_id, is_alive, has_room=room is None or room > 0)
             except BatchManagerError as error:
-                self.num_refused += 1
-                self.refusals.append(Refusal(request_id, error))
+                owed.refuse(Refusal(request_id, error))
                 continue
+            owed.accept(request_id)
             if room is None or room > 0:
                 entering.append(admitted)
                 entering_ids.add(request_id)
@@ -128,8 +141,8 @@ class Intake:
                     room -= 1
             else:
                 self._enqueue(admitted)
-            self._accept(admitted)
-        self._entering = []
+            self._note_accepted(admitted)
+        self._callbacks.end_of_taking()
         return entering
 
     def _decide(self, item: object, request_id: int, is_alive: Callable[[int], bool], *, has_room: bool) -> Admitted:
@@ -143,8 +156,12 @@ class Intake:
         except RequestError:
             raise
         except Exception as error:
-            log.exception("admission raised")
-            raise InvalidRequestError(f"request {request_id}: it could not be read ({type(error).__name__})") from error
+            log.error("admission raised %s\n%s", type_name(error),    # not what it says, which may quote a prompt
+                      "".join(traceback.format_tb(error.__traceback__)))
+            raise InvalidRequestError(f"request {request_id}: it could not be read ({type_name(error)})") from error
+        if admitted.request.request_id != request_id:
+            raise InvalidRequestError(f"request {request_id}: its request_id is another one each time it is read",
+                                      "an id stays what it is until the final response", "do not override request_id")
         tokens, bounds = admitted.request.prompt_len, self._bounds
         if not has_room and len(self._queue) >= bounds.max_queued_requests:
             raise QueueFullError(f"request {request_id}: {len(self._queue)} requests wait already",
@@ -162,9 +179,8 @@ class Intake:
                                  "ask for fewer logits, try again later, or raise max_bytes_in_flight")
         return admitted
 
-    def _accept(self, admitted: Admitted) -> None:
+    def _note_accepted(self, admitted: Admitted) -> None:
         request_id = admitted.request.request_id
-        self.num_accepted += 1
         self._arrived.append(request_id)
         self._bytes_of[request_id] = admitted.num_bytes
         self._bytes_in_flight += admitted.num_bytes
@@ -208,10 +224,14 @@ class Intake:
             self._enqueue(admitted)
         return taken
 
-    def withdraw_all(self) -> list[Admitted]:
-        """Take everybody out of the queue, and who was about to become active when the engine failed."""
-        entering, self._entering = self._entering, []
-        return entering + [self._dequeue() for _ in range(len(self._queue))]
+    def clear(self) -> None:
+        """Forget every accepted request, waiting or not."""
+        self._queue.clear()
+        self._queued_ids.clear()
+        self._queued_tokens = 0
+        self._bytes_of.clear()
+        self._bytes_in_flight = 0
+        self._deadlines.clear()
 
     def expired(self) -> set[int]:
         """Ids whose deadline has passed. Each is named once."""
@@ -229,6 +249,9 @@ class Intake:
         self._deadlines.pop(request_id, None)
 
     def _note_unaddressable(self, item: object) -> None:
-        self.unaddressable += 1
-        log.error("the get callback returned a %s without a usable request id (%d so far); it cannot be answered",
-                  type(item).__name__, self.unaddressable)
+        self._owed.note_unaddressable()
+        now = self._clock.monotonic()
+        if now - self._last_log >= SECONDS_BETWEEN_LOGS:
+            self._last_log = now
+            log.error("the get callback returned a %s without a usable request id (%d so far); it cannot be answered",
+                      type_name(item), self._owed.num_unaddressable)

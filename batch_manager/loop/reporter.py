@@ -74,9 +74,13 @@ class Reporter:
             self._kv_cache = self._kv_cache_now()
         if self._trace is not None:
             plan = self._plan
-            self._trace(IterationTrace(
+            trace = IterationTrace(
                 self.iteration, tuple(self._chunks), tuple(r.request_id for r in plan.generation_requests),
-                tuple(r.request_id for r in plan.paused_requests), finished, arrived))
+                tuple(r.request_id for r in plan.paused_requests), finished, arrived)
+            try:
+                self._trace(trace)
+            except BaseException as error:  # noqa: B036  as in a callback
+                self._loop.callbacks.note_failure("trace", error)
         self._report()
         if self._flush_when_idle and self._loop.is_empty:
             self.begin(self._loop.clock.monotonic())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..handover import BeamOutput, Hypothesis, StepOutput
-from ..names import FinishReason
+from ..names import ErrorCode, FinishReason
 from ..requests.admission import Admitted, ResponseOptions
 from ..requests.llm_request import LlmRequest
 from ..requests.response import build_beam_response, build_response
@@ -110,18 +110,26 @@ class Responder:
         delivery = self._deliveries[request.request_id]
         tensors = self._build(request, delivery, FinishReason.NOT_FINISHED)
         delivery.num_sent = request.total_generated_tokens
-        self._callbacks.send(request.request_id, tensors, False, "")
+        self._callbacks.send(request.request_id, tensors)
 
     def forget(self, request_id: int) -> Delivery | None:
         """Take the request off the books; what it has not been told yet is returned for the final."""
         self.listeners.pop(request_id, None)
         return self._deliveries.pop(request_id, None)
 
-    def send_final(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> None:
-        self._callbacks.send(request.request_id, self._build(request, delivery, reason), True, "")
+    def clear(self) -> None:
+        """Forget everybody."""
+        self._deliveries.clear()
+        self.listeners.clear()
 
-    def send_error(self, request_id: int, text: str) -> None:
-        self._callbacks.send(request_id, [], True, text)
+    def send_final(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> None:
+        self._callbacks.send_final(request.request_id, self._build(request, delivery, reason))
+
+    def send_error(self, request_id: int, text: str, code: ErrorCode) -> None:
+        self._callbacks.send_final(request_id, [], text, code)
+
+    def send_refusal(self, text: str, code: ErrorCode) -> None:
+        self._callbacks.send_refusal(text, code)
 
     def _build(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list:
         options, tokens, prompt_len = delivery.options, request.tokens[0], request.orig_prompt_len

@@ -1,18 +1,16 @@
 """Runs a step, and narrows a failing one down to the sequences that cannot run even alone."""
 
-import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from ..errors import DeviceLostError, InsufficientMemoryError, InternalError
-from ..handover import BlockCopy, RowFailure, ScheduledBatch, StepOutput
+from ..contained_log import log
+from ..errors import DeviceLostError, InsufficientMemoryError, InternalError, type_name
+from ..handover import BeamOutput, BlockCopy, RowFailure, ScheduledBatch, StepOutput
 from ..names import ErrorCode
 from ..seams import Clock, ModelBackend, PendingStep
-
-log = logging.getLogger("batch_manager")
 
 
 class StepRunner:
@@ -48,7 +46,7 @@ class StepRunner:
             except DeviceLostError:
                 raise
             except BaseException as error:
-                raise InternalError(f"copying KV cache blocks raised {type(error).__name__}",
+                raise InternalError(f"copying KV cache blocks raised {type_name(error)}",
                                     "what the cache holds is not known any more",
                                     "shut the manager down, make a new one, and report the log") from error
             self._beat("loop")
@@ -85,11 +83,11 @@ class StepRunner:
             halves = [self._run_again(batch.part(0, middle)), self._run_again(batch.part(middle, count))]
             return StepOutput.merge(halves, batch.micro_batch_id)
 
-        log.error("a step of one sequence raised %s\n%s", type(error).__name__,
+        log.error("a step of one sequence raised %s\n%s", type_name(error),
                   "".join(traceback.format_tb(error.__traceback__)))
         code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.MODEL_ERROR
         (slot,) = batch.slots()
-        failure = RowFailure(code, f"the model step raised {type(error).__name__} for this request alone; the others "
+        failure = RowFailure(code, f"the model step raised {type_name(error)} for this request alone; the others "
                                    "go on; see the log of the engine")
         return replace(StepOutput.merge([], batch.micro_batch_id), failures={slot: failure})
 
@@ -106,14 +104,20 @@ class StepRunner:
 
     def _without_invalid_tokens(self, output: StepOutput) -> StepOutput:
         invalid = (output.tokens < 0) | (output.tokens >= self._vocab_size)
-        if not invalid.any():
+        slots = output.slots[invalid].tolist() if invalid.any() else []
+        slots += [slot for slot, beams in output.beams.items() if self._has_invalid_tokens(beams)]
+        if not slots:
             return output
         failures = dict(output.failures)
-        for slot in output.slots[invalid].tolist():
+        for slot in slots:
             failures.setdefault(slot, RowFailure(
                 ErrorCode.INVALID_TOKEN, f"the model step chose a token outside 0..{self._vocab_size - 1}; the request "
                 "ends here; please report it"))
         return replace(output, failures=failures)
+
+    def _has_invalid_tokens(self, beams: BeamOutput) -> bool:
+        chosen = [beams.tokens] if beams.hypotheses is None else [text.tokens for text in beams.hypotheses]
+        return any(((tokens < 0) | (tokens >= self._vocab_size)).any() for tokens in chosen)
 
 
 class RunningStep:

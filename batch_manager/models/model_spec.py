@@ -10,6 +10,7 @@ from ..weights.json_file import Fields
 
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB, MAX_POSITIONS = 4096, 4096, 2**20, 2**24, 2**24
 MAX_WEIGHTS = 2**44                                  # of all layers together
+MAX_ROTARY_ENTRIES = 2**27                           # 512 MiB of cosines and sines: two numbers ask for them, no file
 
 # Fields of other architectures, or of quantised and patched checkpoints, with the values that leave the numbers alone.
 # A model whose configuration says anything else would be computed wrongly, so it is refused by name.
@@ -124,6 +125,9 @@ def checked(config: Fields, spec: ModelSpec) -> ModelSpec:
     if spec.head_size % 2 and spec.rotary is not None:
         raise ModelLoadError(f"{config.where}: the head size is {spec.head_size}",
                              "an even number: rotary positions turn pairs")
+    if spec.rotary is not None and spec.max_position_embeddings * spec.head_size > MAX_ROTARY_ENTRIES:
+        raise ModelLoadError(f"{config.where}: max_position_embeddings is {spec.max_position_embeddings:,}",
+                             f"at most {MAX_ROTARY_ENTRIES // spec.head_size:,} with a head size of {spec.head_size}")
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size * spec.hidden_size
     total = spec.num_layers * (attention + 2 * spec.intermediate_size * spec.hidden_size) + (
         spec.vocab_size * spec.hidden_size)
@@ -229,7 +233,7 @@ def _yarn_amplitude(rope: Fields, factor: float) -> float:
     given = rope.number("attention_factor", None)
     if given is not None:
         return given
-    mscale, mscale_all = rope.number("mscale", 0.0, above=-1.0), rope.number("mscale_all_dim", 0.0, above=-1.0)
+    mscale, mscale_all = rope.number("mscale", 0.0, minimum=0.0), rope.number("mscale_all_dim", 0.0, minimum=0.0)
     if mscale and mscale_all:
         return _mscale(factor, mscale) / _mscale(factor, mscale_all)
     return _mscale(factor, 1.0)

@@ -11,7 +11,7 @@ from ..attention.interface import Attention
 from ..config import DTYPES, LOAD_FORMATS
 from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
 from ..weights.folder import CheckpointFolder
-from ..weights.json_file import MAX_CONFIG_BYTES, Fields, read_json_file
+from ..weights.json_file import Fields, read_json_file, shown
 from ..weights.safetensors_source import SafetensorsWeights
 from ..weights.source import DummyWeights, Weights
 from .model_spec import ModelSpec, refuse_unknown_numerics
@@ -91,11 +91,15 @@ def known_architectures() -> list[str]:
     return sorted(_models)
 
 
-def find_model(architecture: str) -> type[Model]:
-    """The class registered for `architecture`. Raises UnsupportedModelError."""
+def find_model(architecture: str, named_by: str = "") -> type[Model]:
+    """The class registered for `architecture`. `named_by` says, for the message, where the name came from.
+
+    Raises UnsupportedModelError.
+    """
     if architecture not in _models:
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not known", f"one of {', '.join(known_architectures())}",
+            f"{named_by}the architecture {shown(architecture)} is not known",
+            f"one of {', '.join(known_architectures())}",
             "register_model(architecture, model_class) adds one")
     found = _models[architecture]
     if isinstance(found, tuple):
@@ -147,11 +151,11 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
 
 def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
     path = folder.file(CONFIG_FILE)
-    config = Fields(read_json_file(path, MAX_CONFIG_BYTES), str(path))
+    config = Fields(read_json_file(path), str(path))
     names = config.texts("architectures")
     if len(names) != 1:
         raise config.fault("architectures", "a list with one name")
-    model_class = find_model(names[0])
+    model_class = find_model(names[0], named_by=f"{path}: architectures: ")
     refuse_unknown_numerics(config)
     return model_class, model_class.read_spec(config, names[0])
 

@@ -203,6 +203,10 @@ class Admission:
             given = look(spec, value, Bound(*self._max_sizes[name], self.max_request_bytes - looked.num_bytes))
             looked.tensors[name] = given
             looked.num_bytes += given.num_bytes
+        if looked.num_bytes > self.max_request_bytes:              # by what came behind its largest tensor
+            raise InvalidRequestError(f"the request's tensors have {looked.num_bytes:,} bytes",
+                                      f"together they may have max_request_bytes = {self.max_request_bytes:,}",
+                                      "send less, or raise max_request_bytes")
 
         looked.is_streaming = scalar(_IS_STREAMING, item.is_streaming) or looked.scalars.get("streaming", False)
         looked.priority = scalar(_PRIORITY, item.priority)
@@ -469,8 +473,12 @@ def usable_id(item: object) -> int | None:
     Anything with an attribute `request_id` that is a valid id has one, so that whoever waits for it is answered.
     """
     try:
-        return checked_request_id(item.request_id)
+        request_id = item.request_id    # no code but the user's runs in here, and none of his runs below
     except BaseException:  # noqa: B036  see Admission._look_guarded
+        return None
+    try:
+        return checked_request_id(request_id)
+    except InvalidRequestError:
         return None
 
 

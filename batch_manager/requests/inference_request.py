@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, type_name
 from .sampling_config import KNOBS, NEUTRAL, UINT64_MAX, shown
 
 
@@ -146,9 +147,8 @@ class InferenceRequest:
         self.deadline_s = deadline_s
         self.cache_salt = cache_salt
 
-    @property
-    def request_id(self) -> int:
-        return self._request_id
+    # Read by C: an exception that another thread raises cannot be mistaken for one that reading the id raised.
+    request_id = property(attrgetter("_request_id"))
 
     @property
     def input_tensors(self) -> dict[str, Any]:
@@ -185,9 +185,10 @@ for _name, _wire_name in _WIRE_NAMES.items():
 
 def checked_request_id(request_id: object) -> int:
     """The id as a plain int. Raises InvalidRequestError unless it is an integer in 0..2^64-1; a bool is none."""
-    if isinstance(request_id, np.integer):
-        request_id = request_id.item()
-    if not isinstance(request_id, int) or isinstance(request_id, bool):
+    # By their types and the methods of those, so that nothing an object says of itself is run.
+    if issubclass(type(request_id), np.integer):
+        request_id = np.integer.item(request_id)
+    if not issubclass(type(request_id), int) or type(request_id) is bool:
         raise InvalidRequestError(f"request_id is of type {type_name(request_id)}", "it must be an integer",
                                   "number the requests, and keep names of your own in a dictionary")
     request_id = int.__int__(request_id)
@@ -206,11 +207,6 @@ def unknown_name(name: object) -> InvalidRequestError:
     return InvalidRequestError(
         f"Invalid tensor name: {name[:64]!r}", "it is not one of the documented names",
         f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(TENSORS)}")
-
-
-def type_name(value: object) -> str:
-    """The name of a value's type, short enough for a message."""
-    return str(type(value).__name__)[:64]
 
 
 def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,10 @@ _INTEGERS = frozenset([int, *(np.dtype(letter).type for letter in "bBhHiIlLqQ")]
 _FLOATS = frozenset([float, *(np.dtype(letter).type for letter in "efdg")])
 _NUMPY_SCALARS = (_INTEGERS | _FLOATS | {np.bool_}) - {int, float}
 _KINDS = {Content.FLAG: "biu", Content.INTEGER: "iu", Content.NUMBER: "iuf"}
+# What an element of a TABLE takes once it was copied; as given it may take more, or less. A row that is a list is
+# copied as a tuple first.
+_BYTES_KEPT = {Content.INTEGER: 8, Content.NUMBER: 4}
+_BYTES_OF_A_ROW = 64
 _KIND_IN_WORDS = {"b": "bools", "i": "integers", "u": "unsigned integers", "f": "floats", "c": "complex numbers",
                   "O": "Python objects", "U": "text", "S": "bytes", "V": "records", "M": "dates", "m": "time spans"}
 
@@ -33,14 +37,16 @@ class Given:
     """A tensor as it was given: its type, shape and size are allowed, its values are unknown.
 
     shape       without the leading batch dimension of 1; of a list of words (words, tokens of all)
-    num_bytes   of what will be copied
+    num_bytes   of the tensor as it was given or as it will be copied, whichever is more
     source      a plain array that may still be the user's memory, or plain numbers in a tuple, of tuples if 2-d
+    is_bfloat16   the array holds the bits of such numbers, for which numpy has no type
     """
 
     spec: TensorSpec
     shape: tuple[int, ...]
     num_bytes: int
     source: np.ndarray | tuple
+    is_bfloat16: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +81,11 @@ def look(spec: TensorSpec, value: object, bound: Bound) -> Given:
         array, shape = array[0], shape[1:]
     if len(shape) != rank or (spec.shape is Shape.WORDS and shape[0] != 2):
         raise _wrong_shape(spec, array.shape)
-    bound.check(spec.name, array.size, array.nbytes)
-    return Given(spec, shape, array.nbytes, array)
+    num_bytes = array.nbytes
+    if spec.shape is Shape.TABLE:
+        num_bytes = max(num_bytes, _BYTES_KEPT[spec.content] * array.size)
+    bound.check(spec.name, array.size, num_bytes)
+    return Given(spec, shape, num_bytes, array, _is_torch_tensor(value) and _is_bfloat16(value))
 
 
 def scalar(spec: TensorSpec, value: object) -> int | float | bool:
@@ -134,28 +143,31 @@ def words(given: Given, limit: int) -> tuple[tuple[int, ...], ...]:
 
 def floats(given: Given) -> np.ndarray:
     """A fresh float32 array of finite numbers."""
-    name, source = given.spec.name, given.source
+    name = given.spec.name
     try:
-        copy = np.array(source) if isinstance(source, np.ndarray) else np.array(source, np.float64).reshape(given.shape)
+        with np.errstate(all="ignore"):
+            if given.is_bfloat16:    # each is the upper half of a float32
+                copy = (given.source.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            else:
+                copy = np.array(given.source, np.float32).reshape(given.shape)
     except OverflowError:
         copy = np.array(np.inf)
-    with np.errstate(all="ignore"):
-        copy = copy.astype(np.float32)
-    bad = np.flatnonzero(~np.isfinite(copy))
-    if len(bad):
-        raise InvalidRequestError(f"{name} is not finite at position {int(bad[0])} of the flattened tensor",
+    is_finite = np.isfinite(copy)
+    if not is_finite.all():
+        raise InvalidRequestError(f"{name} is not finite at position {is_finite.argmin()} of the flattened tensor",
                                   f"every value must be finite as float32 (at most {FLOAT32_MAX:.4g})",
                                   f"correct {name}")
     return copy
 
 
-def integers(given: Given, allowed: Range) -> list[list[int]]:
-    """The rows of a TABLE of integers in a range."""
-    rows = np.array(given.source).tolist() if isinstance(given.source, np.ndarray) else given.source
-    for row in rows:
-        for value in row:
-            allowed.check(given.spec.name, value)
-    return [list(row) for row in rows]
+def integers(given: Given, allowed: Range) -> np.ndarray:
+    """A fresh int64 array of integers in a range, which int64 can hold."""
+    source = given.source
+    copy = np.array(source) if isinstance(source, np.ndarray) else _int64(given.spec, source)
+    if copy.size:
+        allowed.check(given.spec.name, int(copy.min()))
+        allowed.check(given.spec.name, int(copy.max()))
+    return copy.astype(np.int64, copy=False).reshape(given.shape)
 
 
 def _as_array(spec: TensorSpec, value: object) -> np.ndarray:
@@ -184,6 +196,10 @@ def _is_torch_tensor(value: object) -> bool:
     return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
+def _is_bfloat16(tensor) -> bool:
+    return tensor.dtype is sys.modules["torch"].bfloat16
+
+
 def _torch_as_array(spec: TensorSpec, tensor) -> np.ndarray:
     """Shares memory with the tensor. One that requires grad is read as it is: only its values matter here."""
     if tensor.device.type != "cpu":
@@ -192,6 +208,8 @@ def _torch_as_array(spec: TensorSpec, tensor) -> np.ndarray:
     if str(tensor.layout) != "torch.strided":
         raise InvalidRequestError(f"{spec.name} is a torch tensor of layout {tensor.layout}",
                                   "tensors of a request are dense", "pass it through .to_dense() first")
+    if _is_bfloat16(tensor) and spec.content is Content.NUMBER and spec.shape is not Shape.SCALAR:
+        tensor = tensor.view(sys.modules["torch"].int16)
     try:
         array = tensor.detach().numpy()
     except (TypeError, RuntimeError):
@@ -216,13 +234,15 @@ def _look_at_list(spec: TensorSpec, value: Sequence, bound: Bound) -> Given:
     elif levels != 2 and len(value):
         raise _wrong_shape(spec, (len(value),) if levels == 1 else ("...",) * levels)
 
-    rows, size = [], 0
-    bound.check(spec.name, len(value), 8 * len(value))
+    rows, size, num_bytes = [], 0, 0
+    bound.check(spec.name, len(value), _BYTES_OF_A_ROW * len(value))
     for row in tuple(value):
         if type(row) not in _LISTS:
             raise _wrong_shape(spec, (len(value),))
-        rows.append(_numbers(spec, row, bound, size))
+        num_bytes += _BYTES_OF_A_ROW
+        rows.append(_numbers(spec, row, bound, size, num_bytes))
         size += len(rows[-1])
+        num_bytes += 8 * len(rows[-1])
     ragged = any(len(row) != len(rows[0]) for row in rows)
 
     if spec.shape is Shape.WORDS and levels == 3:
@@ -235,14 +255,17 @@ def _look_at_list(spec: TensorSpec, value: Sequence, bound: Bound) -> Given:
                                   f"correct the rows of {spec.name}")
     columns = len(rows[0]) if rows else 0
     shape = (len(rows), size if spec.shape is Shape.WORDS else columns)
-    return Given(spec, shape, 8 * size, tuple(rows))
+    return Given(spec, shape, num_bytes, tuple(rows))
 
 
-def _numbers(spec: TensorSpec, values: Sequence, bound: Bound, before: int = 0) -> tuple:
-    """The values of a flat list as plain ints and floats; `before` elements of the tensor were read already."""
-    bound.check(spec.name, before + len(values), 8 * (before + len(values)))
+def _numbers(spec: TensorSpec, values: Sequence, bound: Bound, before: int = 0, bytes_before: int = 0) -> tuple:
+    """The values of a flat list as plain ints and floats, in a table also as numpy's.
+
+    before, bytes_before   elements of the tensor that were read already, and what they take
+    """
+    bound.check(spec.name, before + len(values), bytes_before + 8 * len(values))
     numbers = tuple(values)             # from here on nobody else can change the list
-    bound.check(spec.name, before + len(numbers), 8 * (before + len(numbers)))
+    bound.check(spec.name, before + len(numbers), bytes_before + 8 * len(numbers))
     types = set(map(type, numbers))
     if types <= {int}:
         return numbers
@@ -252,6 +275,8 @@ def _numbers(spec: TensorSpec, values: Sequence, bound: Bound, before: int = 0) 
     if strange:
         names = sorted(str(kind.__name__)[:64] for kind in strange)
         raise _wrong_content(spec, "values of type " + ", ".join(names[:3]))
+    if spec.shape is Shape.TABLE:       # it may be large, and numpy reads its own numbers as they are
+        return numbers
     return tuple(int(number) if type(number) in _INTEGERS else float(number) for number in numbers)
 
 

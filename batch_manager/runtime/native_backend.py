@@ -1,7 +1,6 @@
 """The backend that runs a loaded checkpoint with this package's own models, attention and decoding."""
 
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Sequence
 
@@ -12,6 +11,7 @@ from ..attention.interface import Attention
 from ..attention.registry import make_attention
 from ..attention.windows import effective_windows
 from ..config import TrtGptModelOptionalParams
+from ..contained_log import log
 from ..decoding.beam_draw import BeamRows, DrawnBeams
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_post_processors import NO_TOKEN, PostProcessed
@@ -53,8 +53,6 @@ from .kv_pool import block_bytes, clear_blocks, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
-
-log = logging.getLogger("batch_manager")
 
 NOT_FINITE = ("the model computed values that are not finite for this request, or its bans left no token that could be "
               "chosen")

@@ -5,8 +5,9 @@ from itertools import chain
 from numbers import Integral
 
 from ..config import Limits
-from ..errors import SchedulerContractError
+from ..errors import SchedulerContractError, type_name
 from ..kv.kv_cache_manager import KvCacheManager
+from ..requests.llm_request import LlmRequest
 from .interfaces import GENERATING, RequestList, SchedulerOutput
 
 
@@ -25,7 +26,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
                 kv_cache_manager: KvCacheManager, limits: Limits) -> str | None:
     """The first rule the plan breaks, in words; None when it keeps them all."""
     if not isinstance(plan, SchedulerOutput):
-        return f"schedule_request returned a {type(plan).__name__}, not a SchedulerOutput"
+        return f"schedule_request returned a {type_name(plan)}, not a SchedulerOutput"
     contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
     try:
         named = [*contexts, *generation, *paused]
@@ -35,7 +36,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
                 return _repetition(plan)
             if not distinct <= set(active_requests):
                 stranger = next(request for request in named if request not in active_requests)
-                return f"{stranger!r} is not active"
+                return f"{_of_a_plan(stranger)} is not active"
     except TypeError:
         return "the plan names something that is no request"
     if inflight_request_ids:
@@ -83,11 +84,16 @@ def _repetition(plan: SchedulerOutput) -> str:
     running = [*plan.context_requests, *plan.generation_requests]
     both = next((request for request in plan.paused_requests if request in running), None)
     if both is not None:
-        return f"{both} is to be paused and to run"
+        return f"{_of_a_plan(both)} is to be paused and to run"
     lists = chain(running, plan.paused_requests)
     seen = set()
     twice = next(request for request in lists if request in seen or seen.add(request))
-    return f"{twice} is named twice"
+    return f"{_of_a_plan(twice)} is named twice"
+
+
+def _of_a_plan(thing: object) -> str:
+    """What a plan names, in words. What is no request is not shown: a token would be."""
+    return repr(thing) if isinstance(thing, LlmRequest) else f"something of type {type_name(thing)}"
 
 
 def _chunk_sizes(plan: SchedulerOutput) -> list[int]:
@@ -110,7 +116,8 @@ def _broken_chunk_rule(plan: SchedulerOutput, limits: Limits) -> str | None:
         return f"{len(plan.chunk_sizes)} chunk sizes for {len(plan.context_requests)} context requests"
     for request, chunk in zip(plan.context_requests, _chunk_sizes(plan), strict=True):
         if isinstance(chunk, bool) or not isinstance(chunk, Integral) or not 0 < chunk <= request.remaining_context:
-            return f"a chunk of {chunk!r} tokens for {request}, which has {request.remaining_context} left"
+            size = int(chunk) if isinstance(chunk, Integral) else f"({type_name(chunk)})"
+            return f"a chunk of {size} tokens for {request}, which has {request.remaining_context} left"
         if chunk < request.remaining_context and chunk % limits.tokens_per_block:
             return (f"a chunk of {chunk} tokens for {request}: it is not the last, so it must be a multiple of "
                     f"tokens_per_block ({limits.tokens_per_block})")

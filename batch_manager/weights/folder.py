@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 from ..errors import ModelLoadError
+from .json_file import shown
 
 
 class CheckpointFolder:
@@ -27,14 +28,14 @@ class CheckpointFolder:
         """The path of a regular file of the folder. `named_by` says, for the message, where the name came from."""
         where = f" (named by {named_by})" if named_by else ""
         if not name or name in (".", "..") or not name.isprintable() or any(sign in name for sign in "/\\:"):
-            raise ModelLoadError(f"{name!r}{where} is not the bare name of a file",
+            raise ModelLoadError(f"{shown(name)}{where} is not the bare name of a file",
                                  f"files stand directly in {self.path}")
         path = self.path / name
         try:
-            target = path.resolve(strict=True)
+            target = path.resolve(strict=True) if path.is_symlink() else path
             mode = target.stat().st_mode
         except (OSError, ValueError, RuntimeError) as fault:
-            raise ModelLoadError(f"{path}{where} cannot be opened ({type(fault).__name__})",
+            raise ModelLoadError(f"{self.path}: {shown(name)}{where} cannot be opened ({type(fault).__name__})",
                                  "a complete checkpoint has this file", "copy it into the folder") from None
         if target.parent != self.path:
             raise ModelLoadError(f"{path}{where} is a link that leads out of the folder, to {target}",

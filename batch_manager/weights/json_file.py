@@ -1,31 +1,45 @@
 """JSON from an untrusted file: bounded, without duplicate keys, an object at the top; and typed access to it."""
 
 import json
-import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelLoadError
 
-MAX_CONFIG_BYTES = 4 * 1024 * 1024
-MAX_INDEX_BYTES = 64 * 1024 * 1024
+# Parsed, a value takes up to 200 bytes and a text four times what it takes in the file: both are bounded, so that no
+# file costs more than 64 MiB beside its own size. The index of 4,096 layers stays below.
+MAX_JSON_BYTES = 4 * 1024 * 1024
+MAX_JSON_VALUES = 200_000
 MAX_COUNT = 2**40                    # no size in a configuration is larger; products of two stay far from overflow
+MAX_NUMBER = 1e30                    # and no other number; neither overflows in float32, nor does 1 / MIN_NUMBER
+MIN_NUMBER = 1e-30
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxlong, _short.maxlist, _short.maxdict = 2, 120, 40, 4, 4
 
 
-def read_json_file(path: Path, max_bytes: int) -> dict[str, Any]:
+def shown(value: object) -> str:
+    """The value as a message shows it: short, whatever its size and depth."""
+    return _short.repr(value)
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
     """The object in the file. Raises ModelLoadError naming the file."""
     try:
         with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
+            data = file.read(MAX_JSON_BYTES + 1)
     except OSError as fault:
         raise ModelLoadError(f"{path} cannot be read ({fault.strerror})") from None
-    if len(data) > max_bytes:
-        raise ModelLoadError(f"{path} is larger than {max_bytes:,} bytes", "no configuration needs that much")
     return parse_json(data, str(path))
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """The object in `data`. Raises ModelLoadError naming `where`."""
+    if len(data) > MAX_JSON_BYTES:
+        raise ModelLoadError(f"{where} is larger than {MAX_JSON_BYTES:,} bytes", "no checkpoint needs that much JSON")
+    if sum(data.count(sign) for sign in (b",", b"[", b"{")) > MAX_JSON_VALUES:
+        raise ModelLoadError(f"{where} holds more than {MAX_JSON_VALUES:,} values", "no checkpoint needs so many")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except RecursionError:
@@ -40,9 +54,9 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in fields if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} occurs twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the key {shown(twice)} occurs twice")
     return fields
 
 
@@ -67,20 +81,24 @@ class Fields:
 
     def fault(self, name: str, expectation: str, fix: str = "") -> ModelLoadError:
         """The error to raise about a field's value."""
-        shown = repr(self.values.get(name))
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return ModelLoadError(f"{self.where}: {name} is {shown}", expectation, fix)
+        return ModelLoadError(f"{self.where}: {_name(name)} is {shown(self.values.get(name))}", expectation, fix)
 
     def count(self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = MAX_COUNT) -> Any:
         return self._get(name, default, lambda value: isinstance(value, int) and minimum <= value <= maximum,
                          f"an integer in {minimum:,}..{maximum:,}")
 
-    def number(self, name: str, default: Any = _REQUIRED, above: float = 0.0) -> Any:
-        """A finite number > `above`, as float."""
+    def counts(self, name: str, lengths: range) -> list[int]:
+        """A list of integers, 0 among them, of one of the lengths."""
+        return self._get(name, Fields._REQUIRED,
+                         lambda value: isinstance(value, list) and len(value) in lengths
+                         and all(type(item) is int and 0 <= item <= MAX_COUNT for item in value),
+                         f"a list of {lengths[0]}..{lengths[-1]} integers in 0..{MAX_COUNT:,}")
+
+    def number(self, name: str, default: Any = _REQUIRED, minimum: float = MIN_NUMBER) -> Any:
+        """A number, as float."""
         value = self._get(name, default,
-                          lambda value: isinstance(value, int | float) and abs(value) < 1e300
-                          and math.isfinite(value) and value > above,
-                          f"a finite number above {above:g}")
+                          lambda value: isinstance(value, int | float) and minimum <= value <= MAX_NUMBER,
+                          f"a number in {minimum:g}..{MAX_NUMBER:g}")
         return float(value) if isinstance(value, int) else value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -97,14 +115,19 @@ class Fields:
     def fields(self, name: str, default: Any = _REQUIRED) -> Any:
         """A nested object, as Fields."""
         value = self._get(name, default, lambda value: isinstance(value, dict), "an object")
-        return Fields(value, f"{self.where}: {name}") if isinstance(value, dict) else value
+        return Fields(value, f"{self.where}: {_name(name)}") if isinstance(value, dict) else value
 
     def _get(self, name, default, is_good, expectation, bools=False):
         value = self.values.get(name)
         if value is None:
             if default is Fields._REQUIRED:
-                raise ModelLoadError(f"{self.where}: {name} is missing", expectation)
+                raise ModelLoadError(f"{self.where}: {_name(name)} is missing", expectation)
             return default
         if isinstance(value, bool) != bools or not is_good(value):
             raise self.fault(name, expectation)
         return value
+
+
+def _name(name: str) -> str:
+    """A field's name; one that the file made up is shown like a value."""
+    return name if len(name) <= 120 and name.isprintable() else shown(name)

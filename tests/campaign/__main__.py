@@ -37,6 +37,8 @@ def main() -> int:
         summary = suite(name)(options)
         for failure in summary.failures:
             print(failure)
+        for line in summary.ran_on:
+            print(line)
         for line in summary.short:
             print(f"short of tier {options.tier}: {line}")
         print(f"{commit()}: {summary.ran}; {len(summary.failures)} wrong; {time.monotonic() - started:.0f} s")

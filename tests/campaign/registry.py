@@ -28,16 +28,27 @@ class Summary:
     ran        one line for tests/CAMPAIGNS.md: seeds and counts
     failures   what is wrong, each with the command that shows it again
     short      what was not reached as often as the tier asks for
+    ran_on     lines that say what kinds of cases there were, and how many of each
     """
 
     ran: str
     failures: list[str] = field(default_factory=list)
     short: list[str] = field(default_factory=list)
+    ran_on: list[str] = field(default_factory=list)
 
 
 # name -> module; imported when it runs, so that one suite does not pay for another's imports
 SUITES: dict[str, str] = {
     "T1": "tests.campaign.simulation",
+    "T2": "tests.campaign.blocks",
+    "T3": "tests.campaign.deterministic",
+    "T4": "tests.campaign.faults",
+    "T5": "tests.campaign.request_fuzzing",
+    "T6": "tests.campaign.checkpoints",
+    "T7": "tests.campaign.soak",
+    "T10": "tests.campaign.interleavings",
+    "T14": "tests.campaign.coverage",
+    "T16": "tests.campaign.safety_cost",
 }
 
 

@@ -8,13 +8,15 @@ from multiprocessing import get_context
 
 from tests.simulation.faults import MENU
 from tests.simulation.features import available
-from tests.simulation.markers import MARKERS, NEEDS
+from tests.simulation.marker_names import MARKERS, NEEDS
 from tests.simulation.replay import report, simulate
+from tests.simulation.swarm import draw
+from tests.simulation.traits import table, traits
 
 from .registry import Options, Summary
 
 # tier -> (iterations, seeds, hits of each fault, visits of each marker)
-ENOUGH = {"Q": (60_000, 300, 0, 0), "F": (5_000_000, 5_000, 1_000, 100), "C": (100_000_000, 100_000, 1_000, 100)}
+ENOUGH = {"Q": (40_000, 300, 0, 0), "F": (5_000_000, 5_000, 1_000, 100), "C": (100_000_000, 100_000, 1_000, 100)}
 SEEDS_A_PORTION = 10
 REPORTS = 5
 
@@ -29,6 +31,7 @@ class Counts:
     tokens: int = 0
     hits: Counter[str] = field(default_factory=Counter)
     markers: Counter[str] = field(default_factory=Counter)
+    traits: Counter[tuple[str, str]] = field(default_factory=Counter)
     failed: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, other: "Counts") -> None:
@@ -38,6 +41,7 @@ class Counts:
         self.tokens += other.tokens
         self.hits += other.hits
         self.markers += other.markers
+        self.traits += other.traits
         self.failed += other.failed
 
 
@@ -46,7 +50,8 @@ def portion(first_seed: int, count: int) -> Counts:
     counts = Counts()
     for seed in range(first_seed, first_seed + count):
         result = simulate(seed)
-        counts.add(Counts(1, result.iterations, result.requests, result.tokens, result.hits, result.markers))
+        counts.add(Counts(1, result.iterations, result.requests, result.tokens, result.hits, result.markers,
+                          Counter(traits(draw(seed, available())))))
         if result.violations:
             counts.failed.append((seed, report(result) if not counts.failed else "\n".join(result.violations)))
     return counts
@@ -81,7 +86,7 @@ def run(options: Options) -> Summary:
         f"T1: seeds {options.first_seed}..{last}: {counts.iterations:,} iterations, {counts.requests:,} requests, "
         f"{counts.tokens:,} tokens, {sum(counts.hits.values()):,} faults; features: "
         f"{', '.join(sorted(available())) or 'none of the optional ones'}",
-        failures, short(counts, options.tier))
+        failures, short(counts, options.tier), table(counts.traits))
 
 
 def short(counts: Counts, tier: str) -> list[str]:

@@ -338,6 +338,52 @@ def test_a_step_that_is_run_again_in_parts_changes_no_beam(make_world, new_reque
     assert json.loads(world.client.stats[-1])["Failed Steps"] > 3
 
 
+@pytest.mark.parametrize("where", ["on_step", "on_finish"])
+def test_contexts_that_are_run_again_apart_from_the_beams_of_their_step(make_world, new_request, where):
+    """A failed step is halved; a half of contexts alone has no beams to go on with."""
+    failed = []
+
+    def fail_once(batch):
+        if len(batch.context) == 2 and batch.generation.beam_width == 3 and not failed:
+            failed.append(batch.num_sequences)
+            raise RuntimeError("planted")
+
+    world = make_world(backend={"vocab_size": VOCAB, where: fail_once}, max_beam_width=3)
+    asked = {i: ([i, 2, 3], 6, {"beam_width": 1 if i else 3, "end_id": -1}) for i in range(3)}
+    requests = [new_request(i, prompt, count, return_log_probs=True, **options)
+                for i, (prompt, count, options) in asked.items()]
+    world.client.pending = requests[:1]
+    world.step(2)
+    world.client.pending = requests[1:]
+    world.run()
+    assert failed == [3]
+    assert_right(world, asked)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_beam_that_goes_on_with_a_token_there_is_not_ends_its_request_alone(make_world, new_request, token, last):
+    spoiled = []
+
+    class Spoiler(ScriptedBackend):
+        def start(self, batch):
+            step = super().start(batch)
+            for slot, beams in step._output.beams.items():
+                if slot == 0 and (beams.hypotheses is not None) == last:
+                    spoiled.append(slot)
+                    tokens = beams.hypotheses[-1].tokens if last else beams.tokens
+                    tokens[-1] = token
+            return step
+
+    world = make_world(backend=Spoiler(vocab_size=VOCAB), max_beam_width=3)
+    asked = {i: ([i, 2, 3], 6, {"beam_width": 3}) for i in range(2)}
+    world.client.pending = [new_request(i, prompt, count, return_log_probs=True, **options)
+                            for i, (prompt, count, options) in asked.items()]
+    world.run()
+    assert spoiled and world.client.final(0).code == "INVALID_TOKEN"
+    assert_right(world, {1: asked[1]})
+
+
 def test_values_that_are_not_finite_end_that_request_and_every_block_of_its_beams_is_cleared(make_world, new_request):
     planted = []
 

@@ -7,12 +7,14 @@ import textwrap
 import pytest
 
 PREAMBLE = """
-    import os, sys, threading, time
+    import os, signal, sys, threading, time
     from batch_manager import *
     from batch_manager.runtime.scripted_backend import ScriptedBackend
 
     def slow(batch):
         time.sleep(0.005)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
 
     pending = [InferenceRequest(i, {"input_ids": [i + 1], "request_output_len": 900}) for i in range(3)]
     started = threading.Event()
@@ -85,6 +87,44 @@ def test_c18_a_forked_child_has_an_inert_copy_and_exits_without_hanging():
     assert result.returncode == 0, result.stderr
     lines = set(result.stdout.split("\n")) - {""}
     assert lines == FINALS | {"child raised raised raised raised raised", "status 5"}
+
+
+def test_c18_a_forked_child_leaves_a_with_block_with_the_status_it_was_given():
+    result = run("""
+        with manager:
+            child = os.fork()
+            if child == 0:
+                sys.exit(5)
+            _, status = os.waitpid(child, 0)
+            os.write(1, f"status {os.waitstatus_to_exitcode(status)}\\n".encode())
+            manager.shutdown(drain=False)
+        """)
+    assert result.returncode == 0, result.stderr
+    assert set(result.stdout.split("\n")) - {""} == FINALS | {"status 5"}
+
+
+@pytest.mark.parametrize("ending", ["return", "sys.exit(5)"])
+def test_c18_a_callback_that_forks_answers_nobody_in_the_child(ending):
+    result = run(f"""
+        forked = []
+
+        def stats(record):
+            if not forked:
+                forked.append(os.fork())
+                if forked[0] == 0:
+                    {ending}
+
+        manager.shutdown(drain=False)    # it would ask for them, too
+        pending = [InferenceRequest(i, {{"input_ids": [i + 1], "request_output_len": 100}}) for i in range(3, 6)]
+        second = make(return_batch_manager_stats_cb=stats)
+        while not forked:
+            time.sleep(0.001)
+        os.waitpid(forked[0], 0)
+        second.shutdown()
+        """)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.split("\n") if line]
+    assert sorted(lines) == sorted(FINALS | {f"final {i} " for i in range(3, 6)})
 
 
 def test_a_keyboard_interrupt_in_the_main_thread_aborts_with_finals():

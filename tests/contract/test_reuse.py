@@ -328,6 +328,22 @@ def test_blocks_that_left_the_window_return_to_the_pool(make_world, new_request,
     assert used[0] == 6 and max(used[1:]) <= (1 if sink else 0) + 4 and used[-1] >= 3
 
 
+def test_c8_who_may_be_paused_has_to_fit_with_all_that_it_has(make_world, new_request):
+    """A paused request resumes with a prompt of everything, all of which is stored at once, window or not."""
+    options = {"kv": KvCacheConfig(max_attention_window=8), "num_blocks": 8, "backend": {"window": 8}}
+    prompt, most = TRUNK[:4], 8 * SIZE
+
+    world = world_with(make_world, policy=SchedulerPolicy.MAX_UTILIZATION, **options)
+    world.client.pending = [new_request(1, prompt, most - 4), new_request(2, prompt, most - 3)]
+    world.run()
+    assert world.client.final(1).tokens() == prompt + world.expected(prompt, most - 4)
+    assert world.client.final(2).code == "TOO_LARGE_FOR_KV_CACHE"
+    assert "9 blocks" in world.client.final(2).error
+
+    world = world_with(make_world, policy=SchedulerPolicy.GUARANTEED_NO_EVICT, **options)
+    ask(world, new_request, 1, prompt, 10 * most)
+
+
 def test_windows_and_reuse_together(make_world, new_request):
     world = world_with(make_world, KvCacheConfig(max_attention_window=10, enable_block_reuse=True), num_blocks=40,
                        backend={"window": 10})

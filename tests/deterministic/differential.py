@@ -23,9 +23,8 @@ from batch_manager import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from batch_manager.build import build_loop, refuse_what_is_not_built
+from batch_manager.build import build_loop
 from batch_manager.clock import SystemClock
-from batch_manager.errors import ConfigError
 from batch_manager.models.registry import find_model
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
@@ -100,9 +99,11 @@ class Ask:
     count: int
     sampling: tuple[tuple[str, float], ...] = ()
     context_logits: bool = True
+    beam_width: int = 1
 
     def request(self, request_id: int) -> InferenceRequest:
         return InferenceRequest(request_id, {
+            **({"beam_width": self.beam_width} if self.beam_width > 1 else {}),
             "input_ids": list(self.prompt), "request_output_len": self.count, "return_log_probs": True,
             "return_context_logits": self.context_logits, "return_generation_logits": True, **dict(self.sampling)})
 
@@ -113,6 +114,7 @@ class Outcome:
     log_probs: bytes
     generation_logits: bytes
     context_logits: bytes
+    beams: bytes
 
     def differences(self, other: "Outcome") -> list[str]:
         return [name for name, value in vars(self).items() if value != vars(other)[name]]
@@ -126,6 +128,8 @@ class Circumstances:
     pauses     request id -> numbers of generated tokens at which it is paused
     arrivals   request id -> iteration in which it is handed over; 0 where missing
     laziness   share of the times that a request that could run does not
+    solitary   one request at a time: nobody is beside it in its steps
+    reuse      a prompt begins behind what the cache has of it
     """
 
     layout: str = "fused"
@@ -135,19 +139,28 @@ class Circumstances:
     pauses: dict[int, set[int]] = field(default_factory=dict)
     arrivals: dict[int, int] = field(default_factory=dict)
     laziness: float = 0.0
+    solitary: bool = False
+    reuse: bool = False
     seed: int = 0
 
 
 class ScriptedScheduler(RequestScheduler):
-    """Runs, chunks and pauses as the circumstances say. The pool holds everybody."""
+    """Runs, chunks and pauses as the circumstances say. The pool holds everybody.
 
-    def __init__(self, circumstances: Circumstances, limits) -> None:
-        self.circumstances, self.limits = circumstances, limits
+    reused   request id -> the most tokens it found in the cache
+    """
+
+    def __init__(self, circumstances: Circumstances, limits, kv_cache_manager) -> None:
+        self.circumstances, self.limits, self.kv = circumstances, limits, kv_cache_manager
+        self.reused: dict[int, int] = {}
         self.random = random.Random(circumstances.seed)
         self.pauses = {request_id: set(at) for request_id, at in circumstances.pauses.items()}
         self.num_pauses = 0
 
     def schedule_request(self, active_requests, inflight_request_ids) -> SchedulerOutput:
+        for request in active_requests:
+            found = max(self.kv.reused_tokens(request), self.reused.get(request.request_id, 0))
+            self.reused[request.request_id] = found
         ready = [request for request in active_requests if request.request_id not in inflight_request_ids]
         paused = []
         for request in ready:
@@ -162,6 +175,12 @@ class ScriptedScheduler(RequestScheduler):
             chosen = runnable[:1]
         if self.circumstances.overlap:
             chosen = chosen[: max(1, -(-len(active_requests) // 2))]
+        if self.circumstances.solitary:
+            chosen = self.random.sample(chosen, min(len(chosen), 1))
+        widths = sorted({request.beam_width for request in chosen if not request.is_context})
+        if len(widths) > 1:                                         # a step generates for one of them
+            width = self.random.choice(widths)
+            chosen = [request for request in chosen if request.is_context or request.beam_width == width]
         self.num_pauses += len(paused)
         contexts = [request for request in chosen if request.is_context]
         return SchedulerOutput(contexts, [request for request in chosen if not request.is_context], paused,
@@ -175,25 +194,34 @@ class ScriptedScheduler(RequestScheduler):
 
 
 class Laboratory:
-    """Backends of one checkpoint, and outcomes alone, kept."""
+    """Backends of one checkpoint, and outcomes alone, kept.
+
+    reference   where requests are alone; None: here
+    reused      request id -> the most tokens it found in the cache, in the last run
+    """
 
     def __init__(self, folder: Path, *, dtype: str = "float32", deterministic: bool = True, num_threads: int = 1,
-                 tokens_per_block: int = 8, kv_cache_options: dict | None = None) -> None:
+                 tokens_per_block: int = 8, kv_cache_options: dict | None = None, max_beam_width: int = 1,
+                 reference: "Laboratory | None" = None) -> None:
         self.folder = folder
         self.kv = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=8192, **(kv_cache_options or {}))
         self.params = TrtGptModelOptionalParams(
             dtype=dtype, device="cpu", deterministic=deterministic, num_threads=num_threads, max_batch_size=32,
             max_num_sequences=32, kv_cache_config=self.kv)
+        self.max_beam_width, self.reference = max_beam_width, reference
         self._backends, self._alone = {}, {}
         self.num_pauses = 0
+        self.reused: dict[int, int] = {}
 
     def backend(self, layout: str):
         if layout not in self._backends:
             self._backends[layout] = build_native_backend(
-                self.folder, self.params, layout=LAYOUTS[layout], num_slots=32)
+                self.folder, self.params, layout=LAYOUTS[layout], num_slots=32, max_beam_width=self.max_beam_width)
         return self._backends[layout]
 
     def alone(self, ask: Ask) -> Outcome:
+        if self.reference is not None:
+            return self.reference.alone(ask)
         if ask not in self._alone:
             self._alone[ask] = self.run({0: ask}, Circumstances())[0]
         return self._alone[ask]
@@ -203,17 +231,19 @@ class Laboratory:
         schedulers = []
 
         def scheduler(limits, kv_cache_manager):
-            schedulers.append(ScriptedScheduler(circumstances, limits))
+            schedulers.append(ScriptedScheduler(circumstances, limits, kv_cache_manager))
             return schedulers[0]
 
         params = TrtGptModelOptionalParams(
             max_batch_size=32, enable_trt_overlap=circumstances.overlap and not circumstances.static,
-            kv_cache_config=KvCacheConfig(tokens_per_block=self.kv.tokens_per_block))
+            kv_cache_config=KvCacheConfig(tokens_per_block=self.kv.tokens_per_block,
+                                          enable_block_reuse=circumstances.reuse))
         parts = Parts(backend=self.backend(circumstances.layout), clock=SystemClock(),
                       scheduler=None if circumstances.static else scheduler)
         arrivals = [(circumstances.arrivals.get(request_id, 0), ask.request(request_id))
                     for request_id, ask in asks.items()]
-        outcomes = drive(params, parts, arrivals, static=circumstances.static)
+        outcomes = drive(params, parts, arrivals, static=circumstances.static, max_beam_width=self.max_beam_width)
+        self.reused = schedulers[0].reused if schedulers else {}
         self.num_pauses += sum(scheduler.num_pauses for scheduler in schedulers)
         return outcomes
 
@@ -229,7 +259,8 @@ class Laboratory:
 
 
 def drive(params: TrtGptModelOptionalParams, parts: Parts, arrivals: list[tuple[int, InferenceRequest]], *,
-          static: bool = False, stats: Callable[[str], None] | None = None) -> dict[int, Outcome]:
+          static: bool = False, stats: Callable[[str], None] | None = None,
+          max_beam_width: int = 1) -> dict[int, Outcome]:
     """A loop without a thread, over a backend that outlives it; the final outcomes by request id."""
     outcomes, iteration, waiting = {}, 0, list(arrivals)
 
@@ -245,7 +276,7 @@ def drive(params: TrtGptModelOptionalParams, parts: Parts, arrivals: list[tuple[
 
     loop = build_loop(
         model_path=None, model_type=TrtGptModelType.V1 if static else TrtGptModelType.InflightFusedBatching,
-        max_beam_width=1, scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, get_inference_requests_cb=get,
+        max_beam_width=max_beam_width, scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, get_inference_requests_cb=get,
         send_response_cb=send, poll_stop_signal_cb=None, return_batch_manager_stats_cb=stats, optional_params=params,
         terminate_req_id=None, exclude_input_in_output=True, parts=parts)
     while len(outcomes) < len(arrivals):
@@ -259,7 +290,9 @@ def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
     """From the tensors of a final response without the prompt."""
     length = int(tensors["sequence_length"][0, 0])
     return Outcome(tuple(tensors["output_ids"][0, 0][:length].tolist()), tensors["output_log_probs"].tobytes(),
-                   tensors["generation_logits"].tobytes(), tensors["context_logits"].tobytes())
+                   tensors["generation_logits"].tobytes(), tensors["context_logits"].tobytes(),
+                   b"".join(tensors[name].tobytes() for name in (
+                       "output_ids", "sequence_length", "cum_log_probs", "finish_reason")))
 
 
 @dataclass(frozen=True)
@@ -278,14 +311,6 @@ def run_with_reuse(laboratory: Laboratory, params: TrtGptModelOptionalParams, as
                      stats=stats.append)
     return Reused([outcomes[number] for number in range(len(asks))],
                   max(json.loads(record)["Reused KV cache blocks"] for record in stats))
-
-
-def reuse_is_built() -> bool:
-    try:
-        refuse_what_is_not_built(TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(enable_block_reuse=True)))
-    except ConfigError:
-        return False
-    return True
 
 
 SAMPLINGS = ({}, {"runtime_top_p": 0.9, "temperature": 0.8}, {"runtime_top_k": 40}, {"runtime_top_k": 5},

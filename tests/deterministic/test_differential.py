@@ -98,8 +98,6 @@ def test_the_threads_of_the_engine_stay_what_they_were_when_it_was_built(differe
 
 
 def test_what_the_cache_has_does_not_show(differential, laboratory):
-    if not differential.reuse_is_built():
-        pytest.skip("KvCacheConfig.enable_block_reuse is not built yet")
     lab, draw = laboratory("llama"), random.Random(5)
     prompt = tuple(draw.randrange(200) for _ in range(9 * BLOCK + 1))
     asks = [differential.Ask(prompt, 4, context_logits=False)]

@@ -5,19 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from batch_manager import ConfigError, InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams
-from batch_manager.build import refuse_what_is_not_built
+from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy
 
 torch = pytest.importorskip("torch")
 
 VOCAB, HIDDEN = 211, 64
 REUSE = dict(kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=512, enable_block_reuse=True), num_threads=1,
              policy=SchedulerPolicy.GUARANTEED_NO_EVICT)
-
-try:
-    refuse_what_is_not_built(TrtGptModelOptionalParams(kv_cache_config=REUSE["kv_cache_config"]))
-except ConfigError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 
 def table_of(seed):

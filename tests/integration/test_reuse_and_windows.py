@@ -186,7 +186,7 @@ def test_a_window_lets_a_long_text_run_in_a_pool_that_does_not_hold_it(make_mana
     """Its blocks return to the pool as they leave the window."""
     config = KvCacheConfig(tokens_per_block=SIZE, max_attention_window=32, sink_token_length=4, max_tokens=7 * SIZE)
     finals, records = serve(make_manager, new_client, new_request, llama_reference.folder, {1: [5, 6, 7]},
-                            lambda i: 120, kv_cache_config=config, policy=MAX)
+                            lambda i: 120, kv_cache_config=config, policy=GUARANTEED)
     assert finals[1].tokens()[3:] == Streaming(llama_reference.folder, 32, 4).greedy([5, 6, 7], 120)
     assert max(record["Used KV cache blocks"] for record in records) <= 1 + 4 + 2
 

@@ -129,6 +129,7 @@ REFUSED = [
                                           "high_freq_factor": 4.0}),
     ("LlamaForCausalLM", "rope_scaling", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}),
     ("LlamaForCausalLM", "rope_scaling", ["linear", 2.0]),
+    ("LlamaForCausalLM", "rope_scaling", {"rope_type": "default", "partial_rotary_factor": 0.5}),
     ("LlamaForCausalLM", "rope_parameters", {"full_attention": {"rope_type": "default"}}),
     ("LlamaForCausalLM", "rope_theta", "10000"),
     ("LlamaForCausalLM", "architectures", "LlamaForCausalLM"),

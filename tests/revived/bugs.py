@@ -7,6 +7,7 @@ lives; the same seeds are clean without it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,17 @@ def the_oldest_gives_way(patch) -> None:
     patch.setattr(MaxUtilizationScheduler, "schedule_request", backwards)
 
 
+def the_oldest_is_passed_over_now_and_then(patch) -> None:
+    schedule, plans = MaxUtilizationScheduler.schedule_request, count()
+
+    def absent_minded(self, active_requests):
+        fitting, paused = schedule(self, active_requests)
+        if next(plans) % 7 == 0 and len(fitting) > 1:
+            del fitting[0]
+        return fitting, paused
+    patch.setattr(MaxUtilizationScheduler, "schedule_request", absent_minded)
+
+
 def a_paused_request_resumes_one_token_early(patch) -> None:
     pause = LlmRequest.pause
 
@@ -205,8 +217,21 @@ def a_withdrawn_request_still_counts(patch) -> None:
     patch.setattr(Intake, "withdraw", forgetful)
 
 
+def sends_by(patch, call) -> None:
+    """Every response, a final one too, reaches the callback by `call(callbacks, *response)`."""
+    def send_owed(self, book, key, request_id, tensors, error_message, code):
+        if code is not None:
+            self.owed.errors[code] += 1
+        self.owed.num_sent += 1
+        del book[key]
+        call(self, request_id, tensors, True, error_message)
+    patch.setattr(GuardedCallbacks, "_send_owed", send_owed)
+    patch.setattr(GuardedCallbacks, "send",
+                  lambda self, request_id, tensors: call(self, request_id, tensors, False, ""))
+
+
 def nothing_guards_a_callback(patch) -> None:
-    patch.setattr(GuardedCallbacks, "send", lambda self, *response: self._send(*response))
+    sends_by(patch, lambda self, *response: self._send(*response))
 
 
 def only_an_exception_is_contained(patch) -> None:
@@ -218,7 +243,7 @@ def only_an_exception_is_contained(patch) -> None:
             self._failed("send", error)
         finally:
             self._leave(started)
-    patch.setattr(GuardedCallbacks, "send", send)
+    sends_by(patch, send)
 
 
 def a_final_is_sent_again_after_the_callback_raised(patch) -> None:
@@ -231,7 +256,7 @@ def a_final_is_sent_again_after_the_callback_raised(patch) -> None:
                 self._send(*response)
             except BaseException as again:
                 self._failed("send", again)
-    patch.setattr(GuardedCallbacks, "send", send)
+    sends_by(patch, send)
 
 
 def a_double_takes_the_place_of_the_first(patch) -> None:
@@ -318,7 +343,6 @@ def values_are_checked_and_read_again_later(patch) -> None:
 def the_final_comes_before_the_blocks_are_free(patch) -> None:
     def end(self, request, reason, **options):
         delivery = self._responder._deliveries[request.request_id]
-        self.num_sent += 1
         self._responder.send_final(request, delivery, reason)
         self._off_the_books(request)
     patch.setattr(Finals, "end", end)
@@ -383,7 +407,7 @@ def refusals_are_lost_with_the_engine(patch) -> None:
         whole = getattr(GenerationLoop, name)
 
         def without(self, error, whole=whole):
-            self.intake.refusals.clear()
+            self.owed.refusals.clear()
             whole(self, error)
         patch.setattr(GenerationLoop, name, without)
 
@@ -395,6 +419,30 @@ def refusals_come_after_the_finals_of_a_broken_plan(patch) -> None:
         for request in self.active.in_order():
             self.finals.fail(request, error.code, str(error))
     patch.setattr(GenerationLoop, "_answer_all_active", late)
+
+
+def a_final_is_off_the_books_before_its_call_begins(patch) -> None:
+    send_owed = GuardedCallbacks._send_owed
+
+    def early(self, book, key, *response):
+        owed = book[key]
+        del book[key]
+        self._enter("send")
+        send_owed(self, {key: owed}, key, *response)
+    patch.setattr(GuardedCallbacks, "_send_owed", early)
+
+
+def an_item_is_taken_before_there_is_a_place_for_it(patch) -> None:
+    def keep(self, kept, given):
+        started, items = self._enter("get"), []
+        try:
+            items = list(given)
+        except BaseException as error:
+            self._failed("get", error)
+        finally:
+            self._leave(started)
+        kept += items
+    patch.setattr(GuardedCallbacks, "_keep", keep)
 
 
 def a_stopped_request_is_not_waited_for(patch) -> None:
@@ -413,6 +461,15 @@ def the_first_in_line_pauses_itself(patch) -> None:
     patch.setattr(MaxUtilizationScheduler, "schedule_request", itself)
 
 
+def a_window_saves_blocks_for_who_may_be_paused(patch) -> None:
+    most_blocks = KvCacheManager.most_blocks
+    patch.setattr(KvCacheManager, "most_blocks", lambda self, request, **options: most_blocks(self, request))
+
+
+def an_abort_keeps_the_blocks(patch) -> None:
+    patch.setattr(GenerationLoop, "_give_everything_back", lambda self: None)
+
+
 BUGS = [
     Bug("the same block twice in one release", "F01", same_block_twice_in_one_release),
     Bug("a stop forgets the blocks", "F03", a_stop_forgets_the_blocks, traffic=STOPPING),
@@ -424,6 +481,7 @@ BUGS = [
     Bug("one block is counted that is not there", "F16", one_block_is_counted_that_is_not_there,
         {**TIGHT, "num_blocks": 10}),
     Bug("the oldest gives way", "F17", the_oldest_gives_way),
+    Bug("the oldest is passed over now and then", "C10", the_oldest_is_passed_over_now_and_then),
     Bug("a paused request resumes one token early", "F19", a_paused_request_resumes_one_token_early,
         traffic=STREAMING),
     Bug("a paused request goes to the back", "F20", a_paused_request_goes_to_the_back),
@@ -463,14 +521,25 @@ BUGS = [
         traffic={**BUSY, "invalid": 0.5}, faults=("model.device_lost",)),
     Bug("refusals come after the finals of a broken plan", "found here",
         refusals_come_after_the_finals_of_a_broken_plan, faults=("allocator.fails_once", "get.duplicate")),
+    Bug("an abort keeps the blocks", "found here", an_abort_keeps_the_blocks,
+        {**TIGHT, "endings": ((40, "life.shutdown"), (200, "drain"))}, {**BUSY, "arrival": 0.5}),
     Bug("a stopped request's step in flight is not waited for", "found here", a_stopped_request_is_not_waited_for,
         {**TIGHT, "overlap": True}, STOPPING, ("model.raises_once", "model.nan_in_row", "stop.all")),
     Bug("the first in line pauses itself", "found here", the_first_in_line_pauses_itself,
         {**TIGHT, "overlap": True, "num_blocks": 20, "max_batch_size": 2, "max_num_sequences": 4},
         {**BUSY, "prompt": 30, "output": 12}),
+    Bug("a window saves blocks for who may be paused", "found here", a_window_saves_blocks_for_who_may_be_paused,
+        {**TIGHT, "window": 4, "num_blocks": 6}, {**BUSY, "prompt": 4, "output": 30, "prioritised": 0.5}),
 ]
 
-# Those of the worker's thread, planted in a process of their own before the package is imported.
+# Those that an exception raised by another thread shows, at some place of the guard of the callbacks.
+INTERRUPTION_BUGS = {
+    "a final is off the books before its call begins": a_final_is_off_the_books_before_its_call_begins,
+    "an item is taken before there is a place for it": an_item_is_taken_before_there_is_a_place_for_it,
+}
+
+# Those of the worker's thread, planted in a process of their own before the package is imported. Those that need
+# threads to meet in a certain order are in tests/interleaving/plants.py.
 THREAD_BUGS = {
     "F34 the worker is a daemon, and nobody tells it that the interpreter ends": """
         import threading

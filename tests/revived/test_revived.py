@@ -12,8 +12,10 @@ from tests.contract.test_process_level import FINALS, PREAMBLE
 from tests.simulation.features import available
 from tests.simulation.swarm import Swarm, draw
 from tests.simulation.world import World
+from tests.sweep.interrupted import sweep
 
-from .bugs import BUGS, THREAD_BUGS, Bug
+from .beam_bugs import BEAM_BUGS
+from .bugs import BUGS, INTERRUPTION_BUGS, THREAD_BUGS, Bug
 
 SEEDS = range(40)
 ITERATIONS = 200
@@ -27,12 +29,13 @@ def swarms(bug: Bug) -> Iterator[Swarm]:
         swarm = draw(seed, available(), ITERATIONS)
         fixed = {"max_queued_requests": 20, "max_queued_tokens": 4_000_000, "max_bytes_in_flight": 1 << 32,
                  "max_admissions": 4096, "reuse": False, "window": None, "sinks": 0, "host_blocks": 0,
-                 "has_poll": True, "faults": bug.faults, "fault_rate": RATE,
+                 "has_poll": True, "max_beam_width": 1, "faults": bug.faults, "fault_rate": RATE,
                  "endings": ((ITERATIONS, "drain"),)}
-        yield replace(swarm, **{**fixed, **bug.world}, traffic=replace(swarm.traffic, **bug.traffic))
+        traffic = {"beams": 0.0, "words": 0.0, **bug.traffic}
+        yield replace(swarm, **{**fixed, **bug.world}, traffic=replace(swarm.traffic, **traffic))
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.failure} {bug.name}")
+@pytest.mark.parametrize("bug", [*BUGS, *BEAM_BUGS], ids=lambda bug: f"{bug.failure} {bug.name}")
 def test_a_planted_bug_is_caught(bug, monkeypatch):
     if bug.needs is not None and bug.needs not in available():
         pytest.skip(f"the engine has no {bug.needs} yet, in which {bug.failure} could be planted: {bug.name}")
@@ -41,6 +44,17 @@ def test_a_planted_bug_is_caught(bug, monkeypatch):
         caught = next((swarm for swarm in swarms(bug) if World(swarm).run().violations), None)
     assert caught is not None, f"{len(SEEDS)} seeds saw nothing"
     assert World(caught).run().violations == [], "the same world is clean without the bug"
+
+
+@pytest.mark.parametrize("plant", INTERRUPTION_BUGS.values(), ids=INTERRUPTION_BUGS.keys())
+def test_a_planted_bug_of_what_is_owed_is_caught(plant, monkeypatch):
+    def in_the_guard(place, frame):
+        return frame.f_code.co_filename.endswith("callbacks.py")
+
+    with monkeypatch.context() as patch:
+        plant(patch)
+        _, _, wrong = sweep("mixed", in_the_guard, stops_at_first=True)
+    assert wrong
 
 
 @pytest.mark.parametrize("plant", THREAD_BUGS.values(), ids=THREAD_BUGS.keys())

@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from batch_manager.names import FinishReason, SchedulerPolicy
+from batch_manager.names import FinishReason
 from batch_manager.requests.inference_request import InferenceRequest
 from batch_manager.requests.response import RESPONSE_TENSORS
 
 from .faults import Place
 from .history import Handed, Other, Polled, Sent
-from .swarm import TEN_YEARS_S, TERMINATE_ID
+from .requests import Requests
+from .swarm import TERMINATE_ID
 
 if TYPE_CHECKING:
     from .world import World
 
-FLOOD, LARGE_FLOOD = 2_000, 100_000
+FLOOD, LARGE_FLOOD = 1_200, 100_000  # the longest queue has 1,024 places
 MOST_ALIVE = 80                       # more say nothing new, and take long
 CANCELLED = int(FinishReason.CANCELLED)
 
@@ -35,10 +36,6 @@ class Planted(Exception):
 
 class PlantedInterrupt(KeyboardInterrupt):
     """The same, and told from somebody at the keyboard."""
-
-
-class Nameless:
-    """An item without a usable id."""
 
 
 class Taken(list):
@@ -75,7 +72,7 @@ class Client:
         self.reused_this_turn: list[int] = []
         self.means_to_stop_the_reused = False
         self.kept: deque[tuple[list, bytes]] = deque(maxlen=3)
-        self.prefixes = [self._tokens(rng.randint(1, max(self.swarm.traffic.prompt, 1))) for _ in range(3)]
+        self.requests = Requests(self.swarm, rng, world.mark)
         self.failures = Counter()
         self.num_finals = 0
         self.errors: Counter[str] = Counter()
@@ -186,13 +183,13 @@ class Client:
             if not alive:
                 return ()
             self.faults.hit(fault)
-            return self._hand_over([self._fair(rng.choice(alive))])
+            return self._hand_over([self.requests.fair(rng.choice(alive))])
         assert kind == "flood"
-        if self.swarm.max_admissions < 4096 or rng.random() < 0.3:
+        if self.swarm.max_admissions < 4096:
             return ()
         self.faults.hit(fault)
         (item,) = self._items(1)
-        return self._hand_over([item] * (LARGE_FLOOD if rng.randrange(100) == 0 else FLOOD))
+        return self._hand_over([item] * (LARGE_FLOOD if rng.randrange(200) == 0 else FLOOD))
 
     def _breaks_midway(self, count: int) -> Iterator[Any]:
         for item, handed in self._items(count):
@@ -230,11 +227,11 @@ class Client:
                 request_id = self.pending.popleft()
                 if not self.world.is_alive(request_id):
                     self.reused_this_turn.append(request_id)
-                items.append(self._fair(request_id))
+                items.append(self.requests.fair(request_id))
             elif self.rng.random() < self.swarm.traffic.invalid:
-                items.append(self._unfair())
+                items.append(self.requests.unfair(self._new_id))
             else:
-                items.append(self._fair(self._new_id()))
+                items.append(self.requests.fair(self._new_id()))
         return items
 
     def hand_over_the_end(self) -> None:
@@ -249,95 +246,6 @@ class Client:
             return 2**64 - 2 - self.next_id
         return self.next_id
 
-    def _tokens(self, count: int) -> list[int]:
-        return self.rng.choices(range(self.swarm.vocab_size), k=count)
-
-    def _fair(self, request_id: int) -> tuple[InferenceRequest, Handed]:
-        """A request that makes sense, whether or not it fits."""
-        rng, swarm, traffic = self.rng, self.swarm, self.swarm.traffic
-        die = rng.random
-        unit = swarm.tokens_per_block
-        length = rng.randint(1, traffic.prompt)
-        if die() < 0.3:                                            # around a block boundary
-            length = rng.randint(1, max(traffic.prompt // unit, 1)) * unit + rng.choice([-1, 0, 0, 1])
-        if die() < 0.02 or ("allocator.smallest_pool" in swarm.faults and die() < 0.1):
-            length = swarm.max_seq_len - rng.randint(1, 3)
-        length = min(max(length, 1), swarm.max_seq_len - 1)
-        prompt = self._tokens(length)
-        if die() < traffic.shares_prefix:
-            prompt = (rng.choice(self.prefixes)[:rng.randint(1, length)] + prompt)[:length]
-        output = rng.randint(1, traffic.output)
-        if die() < 0.02 or ("allocator.smallest_pool" in swarm.faults and die() < 0.3):
-            output = swarm.max_seq_len
-
-        tensors: dict[str, Any] = {"input_ids": np.array(prompt) if die() < 0.2 else prompt,
-                                   "request_output_len": output}
-        handed = Handed(0.0, request_id, "", prompt, output)
-        options: dict[str, Any] = {}
-        if die() < traffic.ends_early:
-            tensors["end_id"] = handed.end_id = rng.randrange(swarm.vocab_size)
-        if die() < traffic.samples:
-            handed.seed = rng.choice([0, 7, rng.getrandbits(64)])
-            tensors |= {"runtime_top_p": 1.0, "random_seed": handed.seed, "temperature": rng.choice([0.5, 1.0])}
-            if rng.random() < 0.2:
-                tensors["temperature"], handed.seed = 0.0, None
-        if die() < traffic.asks_more:
-            tensors["return_log_probs"] = handed.log_probs = True
-            logits = {f"return_{kind}_logits": True for kind in ("context", "generation") if die() < 0.3}
-            if logits:
-                self.world.mark("logits asked for")
-                tensors |= logits
-        streams = die() < traffic.streams
-        handed.streams = streams and not swarm.is_static
-        handed.excludes = handed.streams or swarm.exclude_input or (swarm.is_static and streams)
-        if die() < traffic.deadline:
-            options["deadline_s"] = handed.deadline_s = rng.choice([0.001, 0.1, 0.5, 2.0, TEN_YEARS_S])
-        if die() < traffic.prioritised:
-            options["priority"] = rng.choice([0.0, 0.25, 0.75, 1.0])
-        if die() < traffic.salted:
-            options["cache_salt"] = rng.choice(["a", "b"])
-        handed.must = self._refusal(len(prompt), output, handed.streams)
-        return InferenceRequest(request_id, tensors, is_streaming=streams, **options), handed
-
-    def _refusal(self, prompt: int, output: int, streams: bool) -> str | None:
-        """The code a fair request has to be refused with, because it could never run; '' for none.
-
-        None: what fits is a little less than what is needed without a window, and the engine's to say.
-        """
-        swarm = self.swarm
-        total = min(prompt + output, swarm.max_seq_len)
-        if swarm.chunking is None and not swarm.is_static:
-            if prompt > swarm.max_num_tokens:
-                return "INVALID_REQUEST"
-            if (streams and swarm.policy is SchedulerPolicy.MAX_UTILIZATION and total - 1 > swarm.max_num_tokens):
-                return "INVALID_REQUEST"
-        blocks = -(-total // swarm.tokens_per_block)
-        if swarm.window is not None and blocks + 2 > swarm.num_blocks:
-            return None
-        return "TOO_LARGE_FOR_KV_CACHE" if blocks > swarm.num_blocks else ""
-
-    def _unfair(self) -> tuple[Any, Handed]:
-        """What has to be refused whatever the engine is like, or cannot even be answered."""
-        rng, vocab, longest = self.rng, self.swarm.vocab_size, self.swarm.max_seq_len
-        kind = rng.randrange(10)
-        if kind == 0:
-            item = rng.choice([None, 5, "request", Nameless(), object()])
-            return item, Handed(0.0, None)
-        request_id = self._new_id()
-        good = {"input_ids": [0], "request_output_len": 2}
-        bad = [
-            {"input_ids": []},
-            {"input_ids": [vocab]},
-            {"input_ids": [0, -1]},
-            {"input_ids": [0] * longest},
-            {"input_ids": np.zeros((2, 2), np.int32)},
-            {"request_output_len": rng.choice([0, -1, 2**31, 2**63])},
-            {"temperature": float("nan")},
-            {"input_ids": [0.5]},
-            {"end_id": vocab},
-        ][kind - 1]
-        return InferenceRequest(request_id, good | bad), Handed(0.0, request_id, "INVALID_REQUEST")
-
     # send
 
     def _read(self, request_id: int, tensors: list, final: bool, error: str) -> tuple[Sent, list]:
@@ -348,14 +256,32 @@ class Client:
         names = tuple(named.name for named in tensors)
         self.world.check(names == RESPONSE_TENSORS, f"C4: a response has the tensors {names}")
         output_ids, lengths, _, _, log_probs, cum_log_probs, reason = arrays
+        handed = self.world.handed(request_id)
+        asked = handed is not None and handed.log_probs
+        if not asked:
+            self.world.check(not log_probs.any() and not cum_log_probs.any(), "C4: log-probabilities nobody asked for")
+        if handed is not None and handed.beam_width > 1:
+            beams = self._read_beams(handed, output_ids, lengths, log_probs, cum_log_probs, reason)
+            return Sent(now, request_id, final, error, beams[0][0], beams[0][1], beams=beams), arrays
         row = output_ids[0, 0].tolist()
         self.world.check(output_ids.shape == (1, 1, lengths[0, 0]) and log_probs.shape[:2] == (1, 1),
                          "C4: a response has other shapes than it says")
-        asked = self.world.asks_for_log_probs(request_id)
-        if not asked:
-            self.world.check(not log_probs.any() and not cum_log_probs.any(), "C4: log-probabilities nobody asked for")
         return Sent(now, request_id, final, error, row, int(reason[0, 0]),
                     log_probs[0, 0].tolist() if asked else None), arrays
+
+    def _read_beams(self, handed: Handed, output_ids, lengths, log_probs, cum_log_probs, reason) -> list[list]:
+        width, longest, start = handed.beam_width, int(lengths.max()), 0 if handed.excludes else len(handed.prompt)
+        fit = (output_ids.shape == (1, width, longest) and log_probs.shape == (1, width, longest - start)
+               and lengths.shape == cum_log_probs.shape == reason.shape == (1, width))
+        self.world.check(fit, "C4: a response with beams has other shapes than it says")
+        beams, pad = [], max(handed.end_id, 0)
+        for beam, length in enumerate(lengths[0].tolist()):
+            row, probs = output_ids[0, beam].tolist(), log_probs[0, beam].tolist()
+            self.world.check(set(row[length:]) <= {pad} and not any(probs[length - start:]),
+                             "C4: there is something behind the end of a beam")
+            asked = (float(cum_log_probs[0, beam]), probs[:length - start]) if handed.log_probs else (None, None)
+            beams.append([row[:length], int(reason[0, beam]), *asked])
+        return beams
 
     def _faulty_send(self, fault: str, request_id: int, arrays: list, final: bool) -> None:
         kind = fault.removeprefix("send.")

@@ -6,6 +6,7 @@ block is stamped with both by whoever writes its first token, and a prompt that 
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -14,12 +15,14 @@ from zlib import crc32
 import numpy as np
 
 from batch_manager.errors import DeviceLostError
-from batch_manager.handover import RowFailure, ScheduledBatch, StepOutput
+from batch_manager.handover import LENGTH, RowFailure, ScheduledBatch, StepOutput
 from batch_manager.names import ErrorCode
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.runtime.scripted_backend import UNWRITTEN, ScriptedBackend
 
+from .drawing import Drawing
 from .faults import Faults, Place
+from .spoiling import once, one_row_too_few, one_row_too_many, one_token_too_few, with_a_wrong_token
 
 
 @dataclass(slots=True)
@@ -43,14 +46,14 @@ class SimulatedDevice(ScriptedBackend):
     """A scripted backend with orders.
 
     blame        (request, code, must) called for everybody a fault must cost, or may
-    blocks_of    (request) -> the blocks it holds
+    blocks_of    (request, beam=0) -> the blocks one beam of it holds
     before_step  (batch) called once for every batch, before it runs
     check        (holds, rule) where something is wrong
     stamps       where prompts are reused: block -> (salt, checksum of the tokens before it)
     """
 
     def __init__(self, *, faults: Faults, owner_of: Callable[[int], LlmRequest],
-                 blocks_of: Callable[[LlmRequest], list[int]], blame: Callable[..., None],
+                 blocks_of: Callable[..., list[int]], blame: Callable[..., None],
                  before_step: Callable[[ScheduledBatch], None], check: Callable[[bool, str], None],
                  is_reused: bool, **options) -> None:
         super().__init__(on_step=self._on_step, **options)
@@ -63,8 +66,11 @@ class SimulatedDevice(ScriptedBackend):
         self.num_found = self.num_partly_found = self.num_brought_back = 0
         self._orders: dict[int, Order] = {}
         self._newest = -1
+        self.seen: Counter[str] = Counter()                         # markers
+        self.drawing = Drawing(check, self.seen)
         self.is_lost = False
         self.num_bisected = 0
+        self._waits_for_several = False
 
     # what the loop calls
 
@@ -78,6 +84,8 @@ class SimulatedDevice(ScriptedBackend):
                 self._stamp(batch)
             self._orders.pop(batch.iteration - 2, None)
             name = self._faults.draw(Place.MODEL)
+            if self._waits_for_several and name is None and batch.num_sequences > 1:
+                name = "model.memory_above"
             self._orders[batch.iteration] = self._order(name, batch) if name else NO_ORDER
         else:
             self.num_bisected += 1
@@ -88,12 +96,33 @@ class SimulatedDevice(ScriptedBackend):
             raise DeviceLostError("the device is lost")
         return SimulatedStep(self, batch, super().start(batch))
 
+    def _set_up(self, batch: ScheduledBatch) -> None:
+        super()._set_up(batch)
+        self.drawing.set_up(batch, self._owner_of)
+
+    def _decode(self, batch: ScheduledBatch, step, sums: np.ndarray, failures: dict) -> StepOutput:
+        output = super()._decode(batch, step, sums, failures)
+        if self.drawing:
+            place = {slot: row for row, slot in enumerate(step.slots.tolist())}
+            rows = [place[slot] for slot in output.slots.tolist()]
+            words = self._words(sums[rows], self._state["draw"][output.slots])
+            self.drawing.draw(output, words, (step.starts + step.counts)[rows], self._state["log_probs"][output.slots],
+                              self.info.vocab_size)
+        for beams in output.beams.values():
+            over = beams.hypotheses is not None
+            self.seen["beams part"] += not over and beams.parents.tolist() != list(range(len(beams.parents)))
+            self.seen["a beam has no text"] += not over and not np.isfinite(beams.cum_log_probs).all()
+            self.seen["a search ends early"] += over and all(text.finish != LENGTH for text in beams.hypotheses)
+        return output
+
     def clear_blocks(self, block_ids: list[int]) -> None:
         super().clear_blocks(block_ids)
         self._pool.reshape(-1, self.info.tokens_per_block)[block_ids] = UNWRITTEN
 
     def copy_blocks(self, copies: list) -> None:
         super().copy_blocks(copies)
+        if self.stamps is None:
+            return
         for copy in copies:
             source = self._host_stamps if copy.from_host else self.stamps
             (self._host_stamps if copy.to_host else self.stamps)[copy.destination] = source.get(copy.source)
@@ -111,6 +140,7 @@ class SimulatedDevice(ScriptedBackend):
             if work.setup is not None and work.start:
                 self.num_found += 1
                 self.num_partly_found += bool(work.start % size)
+                self.seen["beams find a prompt in the cache"] += owner.beam_width > 1
                 for place in range(-(-work.start // size)):
                     self._check_rule(self.stamps.get(blocks[place]) == stamp_of(owner, tokens, place * size),
                                      f"I16: {owner} found block {blocks[place]}, which is somebody else's")
@@ -120,7 +150,8 @@ class SimulatedDevice(ScriptedBackend):
         for slot, length in zip(batch.generation.slots.tolist(), batch.generation.kv_lengths.tolist()):
             if length % size == 0:
                 owner = self._owner_of(slot)
-                self.stamps[self._blocks_of(owner)[-1]] = stamp_of(owner, owner.tokens[0], length)
+                for beam, tokens in enumerate(owner.tokens):
+                    self.stamps[self._blocks_of(owner, beam)[-1]] = stamp_of(owner, tokens, length)
 
     # orders
 
@@ -150,6 +181,8 @@ class SimulatedDevice(ScriptedBackend):
         kind = name.removeprefix("model.")
         alone = len(slots) == 1
         rows = [work.slot for work in batch.context if work.is_last_chunk] + batch.generation.slots.tolist()
+        if kind == "memory_above":
+            self._waits_for_several = alone
         if (kind == "wrong_token" and not rows) or (kind == "memory_above" and alone):
             return NO_ORDER                                        # it would change nothing
         self._faults.hit(name)
@@ -184,7 +217,7 @@ class SimulatedDevice(ScriptedBackend):
         if kind == "wrong_rows":
             if alone:
                 self._blame(self._owner_of(victim), ErrorCode.MODEL_ERROR)
-            return Order(spoils=_once(rng.choice([_one_row_too_few, _one_token_too_few, _one_row_too_many])))
+            return Order(spoils=once(rng.choice([one_row_too_few, one_token_too_few, one_row_too_many])))
         assert kind == "device_lost"
         self.is_lost = True
         return NO_ORDER
@@ -195,10 +228,13 @@ class SimulatedDevice(ScriptedBackend):
         token = rng.choice([-1, self.info.vocab_size, 2**31 - 1])
 
         def spoil(output: StepOutput) -> StepOutput:
-            tokens, finish = output.tokens.copy(), output.finish.copy()
-            tokens[output.slots == victim] = token
-            finish[output.slots == victim] = 0
-            return replace(output, tokens=tokens, finish=finish)
+            tokens, finish, beams = output.tokens.copy(), output.finish.copy(), dict(output.beams)
+            if victim in beams:
+                beams[victim] = with_a_wrong_token(beams[victim], token)
+            else:
+                tokens[output.slots == victim] = token
+                finish[output.slots == victim] = 0
+            return replace(output, tokens=tokens, finish=finish, beams=beams)
         return Order(spoils=spoil)
 
     def _blocks_written(self, batch: ScheduledBatch, slot: int) -> list[int]:
@@ -206,20 +242,22 @@ class SimulatedDevice(ScriptedBackend):
         size = self.info.tokens_per_block
         for work in batch.context:
             if work.slot == slot:
-                start, end = work.start, work.start + len(work.token_ids)
+                start, end, beams = work.start, work.start + len(work.token_ids), 1
                 break
         else:
             start = int(batch.generation.kv_lengths[batch.generation.slots.tolist().index(slot)])
-            end = start + 1
+            end, beams = start + 1, batch.generation.beam_width
         self._tables.update(batch)                                 # the batch has not run yet
-        return self._tables.rows[slot, start // size:(end - 1) // size + 1].tolist()
+        first = slot * batch.max_beam_width
+        return self._tables.rows[first:first + beams, start // size:(end - 1) // size + 1].T.ravel().tolist()
 
     def _blame_readers_of(self, blocks: list[int], batch: ScheduledBatch, victim: int) -> None:
         """The victim cannot go on, nor can whoever of the batch sees one of the blocks."""
         self._blame(self._owner_of(victim), ErrorCode.NON_FINITE_LOGITS)
         for slot in batch.slots():
             owner = self._owner_of(slot)
-            if slot != victim and not set(blocks).isdisjoint(self._blocks_of(owner)):
+            held = {block for beam in range(owner.beam_width) for block in self._blocks_of(owner, beam)}
+            if slot != victim and not held.isdisjoint(blocks):
                 self._blame(owner, ErrorCode.NON_FINITE_LOGITS, must=False)
 
 
@@ -240,25 +278,3 @@ class SimulatedStep:
             self._device._raise(order, self._batch)
         output = self._pending.finish()
         return output if order.spoils is None else order.spoils(output)
-
-
-def _once(spoil: Callable[[StepOutput], StepOutput]) -> Callable[[StepOutput], StepOutput]:
-    spoils = [spoil]
-    return lambda output: spoils.pop()(output) if spoils else output
-
-
-def _one_row_too_few(output: StepOutput) -> StepOutput:
-    if not len(output.slots):
-        return _one_row_too_many(output)
-    return replace(output, slots=output.slots[:-1], tokens=output.tokens[:-1], finish=output.finish[:-1])
-
-
-def _one_token_too_few(output: StepOutput) -> StepOutput:
-    if not len(output.slots):
-        return _one_row_too_many(output)
-    return replace(output, tokens=output.tokens[:-1])
-
-
-def _one_row_too_many(output: StepOutput) -> StepOutput:
-    return replace(output, slots=np.append(output.slots, np.int32(10**6)), tokens=np.append(output.tokens, 0),
-                   finish=np.append(output.finish, 0))

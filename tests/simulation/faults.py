@@ -45,7 +45,7 @@ MENU: dict[str, Fault] = _menu(
     (Place.GET, "more_than_asked", "more items than there is room for"),
     (Place.GET, "same_object_twice", "one object twice in one list"),
     (Place.GET, "duplicate", "the id of a living request"),
-    (Place.GET, "flood", "thousands of items in one call; 100,000 in one of a hundred"),
+    (Place.GET, "flood", "more than a thousand items in one call; 100,000 in one of two hundred"),
 
     (Place.SEND, "raises", "raises on a response that is not final"),
     (Place.SEND, "raises_on_final", "raises on a final one"),

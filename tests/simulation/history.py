@@ -17,14 +17,13 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from batch_manager.runtime.scripted_backend import expected_draws
+from .beams_judged import CANCELLED, NATURAL, REASONS, TIMED_OUT, beams_wrong
+from .oracle import Oracle
 
-END_ID, STOP_WORDS, LENGTH, TIMED_OUT, CANCELLED = 1, 2, 3, 4, 5
-REASONS = (END_ID, STOP_WORDS, LENGTH, TIMED_OUT, CANCELLED)
 CODES = {"INVALID_REQUEST", "DUPLICATE_REQUEST_ID", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL", "NON_FINITE_LOGITS",
          "INVALID_TOKEN", "OUT_OF_MEMORY", "MODEL_ERROR", "DEADLINE", "SHUTDOWN", "ENGINE_FAILED"}
 FAULTY = {"INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE"}
@@ -39,6 +38,7 @@ class Handed:
     streams    pieces are to be expected
     excludes   the final response leaves the prompt out
     seed       of one that samples; None: greedy
+    penalizes  whether it asked for one of the penalties
     """
 
     time: float
@@ -52,11 +52,24 @@ class Handed:
     excludes: bool = False
     log_probs: bool = False
     deadline_s: float | None = None
+    stop_words: list[list[int]] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
+    no_repeat_ngram_size: int = 0
+    min_length: int = 0
+    penalizes: bool = False
+    beam_width: int = 1
+    len_penalty: float = 0.0
+    early_stopping: int = 1
+    diversity_rate: float = 0.0
 
 
 @dataclass(slots=True)
 class Sent:
-    """A response. tokens: of its row, None when it had no tensors; log_probs where asked for."""
+    """A response. tokens: of its row, None when it had no tensors; log_probs where asked for.
+
+    beams    where there are several, of each [tokens, reason, log-probability of the whole, of each token], the last
+             two where asked for; tokens and reason are those of the first
+    """
 
     time: float
     request_id: int
@@ -65,6 +78,7 @@ class Sent:
     tokens: list[int] | None = None
     reason: int = 0
     log_probs: list[float] | None = None
+    beams: list[list] | None = None
 
     @property
     def code(self) -> str:
@@ -94,7 +108,6 @@ class Closed:
     unaddressable: int | None = None
 
 
-Oracle = Callable[[Handed, int], list[tuple[int, float]]]
 EVENTS = {cls.__name__: cls for cls in (Handed, Sent, Polled, Other, Closed)}
 
 
@@ -196,30 +209,33 @@ class HistoryChecker:
             tokens = tokens[len(item.prompt):]
         one.tokens += tokens
         one.log_probs += sent.log_probs or ()
-        if sent.final:
-            self._judge_text(sent, one)
+        if (sent.beams is not None) != (item.beam_width > 1):
+            self._wrong(sent, "I8", f"request {item.request_id} asked for {item.beam_width} beams")
+        elif sent.final:
+            wrong = beams_wrong(self._oracle, self._max_seq_len, item, sent) if item.beam_width > 1 else (
+                self._text_wrong(sent, one))
+            if wrong is not None:
+                self._wrong(sent, "I5" if item.streams else "I8", f"request {item.request_id} {wrong}")
 
-    def _judge_text(self, sent: Sent, one: Open) -> None:
+    def _text_wrong(self, sent: Sent, one: Open) -> str | None:
         item, got, reason = one.handed, one.tokens, sent.reason
         limit = min(item.max_new_tokens, self._max_seq_len - len(item.prompt))
-        drawn = self._oracle(item, min(len(got) + 1, limit))
-        expected = [token for token, _ in drawn[:len(got)]]
-        rule = "I5" if item.streams else "I8"
+        text = self._oracle.text(item, limit, min(len(got) + 1, limit))
+        expected = text.tokens[:len(got)]
         if got != expected:
             wrong_at = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), len(expected))
-            self._wrong(sent, rule, f"request {item.request_id}: token {wrong_at} of {len(got)} is not the oracle's")
-        elif item.log_probs and one.log_probs != [log_prob for _, log_prob in drawn[:len(got)]]:
-            self._wrong(sent, rule, f"request {item.request_id}: log-probabilities are not the oracle's")
-        if (reason not in REASONS or (reason == LENGTH and len(got) != limit)
-                or (reason == END_ID and (len(drawn) > len(got) or len(got) == limit))):
-            self._wrong(sent, rule, f"request {item.request_id} ended after {len(got)} of {limit} tokens, reason "
-                                    f"{reason}")
+            return f"has token {wrong_at} of {len(got)} that is not the oracle's"
+        if item.log_probs and one.log_probs != text.log_probs[:len(got)]:
+            return "has log-probabilities that are not the oracle's"
+        if reason not in REASONS or (reason in NATURAL and (text.reason, len(text.tokens)) != (reason, len(got))):
+            return f"ended after {len(got)} of {limit} tokens, reason {reason}"
+        return None
 
     def _judge_stop(self, sent: Sent, one: Open) -> None:
         request_id, item = sent.request_id, one.handed
         if self._stopped.get(request_id) is one:
             del self._stopped[request_id]
-            natural = self._is_static and sent.reason in (END_ID, LENGTH)    # it had ended, and was not told yet
+            natural = self._is_static and sent.reason in NATURAL    # it had ended, and was not told yet
             if sent.code != "ENGINE_FAILED" and (sent.error or not (sent.reason == CANCELLED or natural)):
                 self._wrong(sent, "I7", f"request {request_id} was stopped and got {sent.error or sent.reason}")
         elif sent.reason == CANCELLED:
@@ -240,8 +256,7 @@ class HistoryChecker:
 
 def scripted_oracle(model: dict) -> Oracle:
     """What the scripted model must generate: model has vocab_size, key, window and sink."""
-    options = {name: model[name] for name in ("vocab_size", "key", "window", "sink")}
-    return lambda item, count: expected_draws(item.prompt, count, end_id=item.end_id, random_seed=item.seed, **options)
+    return Oracle(**{name: model[name] for name in ("vocab_size", "key", "window", "sink")})
 
 
 def judge(model: dict, events: Iterable[object]) -> list[str]:

@@ -22,6 +22,7 @@ def faults(world: "World") -> Iterator[str]:
     """Everything that is wrong now, in words."""
     yield from books(world.loop.kv)
     yield from leftovers(world)
+    yield from world.first_in_line.step_ended()
     if world.loop.kv.cache is not None and world.step_number % EVERY == 0:
         yield from index(world)
 
@@ -117,8 +118,7 @@ def index(world: "World") -> Iterator[str]:
 
 
 def plan_faults(world: "World", active: list, inflight: frozenset, plan) -> Iterator[str]:
-    """I20 to I23 and I25, on a plan as it leaves the scheduler."""
-    swarm = world.swarm
+    """I20 to I23, I25 and C10, on a plan as it leaves the scheduler."""
     running = [*plan.context_requests, *plan.generation_requests]
     ready = [request for request in active if not request.is_finished and request.request_id not in inflight]
     for request in [*running, *plan.paused_requests]:
@@ -128,10 +128,7 @@ def plan_faults(world: "World", active: list, inflight: frozenset, plan) -> Iter
         yield f"I21: {plan.paused_requests[0]} is paused"
     if not running and ready and not inflight and not plan.paused_requests:
         yield f"I22: {len(ready)} requests could run and none does"
-    if plan.paused_requests and not swarm.is_static:
-        oldest = next(request for request in active if not request.is_finished)
-        if oldest in plan.paused_requests:
-            yield f"I23: {oldest} is the oldest and is paused"
+    yield from world.first_in_line.planned(active, inflight, plan)
     arrivals = world.arrivals
     for ahead, behind in zip(active, active[1:]):
         if (-ahead.priority, arrivals[ahead.request_id]) > (-behind.priority, arrivals[behind.request_id]):
@@ -145,7 +142,10 @@ def batch_faults(world: "World", batch) -> Iterator[str]:
         yield f"I20: {batch.num_sequences} sequences, at most {swarm.max_batch_size}"
     if not batch.num_sequences:
         yield "I20: an empty batch"
-    tokens = batch.num_context_tokens + len(batch.generation)
+    widths = {world.loop.kv.sequences.owners[slot].beam_width for slot in batch.generation.slots.tolist()}
+    if widths - {batch.generation.beam_width} or max(widths, default=1) > swarm.max_beam_width:
+        yield f"I20: beam widths {sorted(widths)} in a step of {batch.generation.beam_width}"
+    tokens = batch.num_context_tokens + len(batch.generation) * batch.generation.beam_width
     if tokens > swarm.max_num_tokens and not swarm.is_static:
         yield f"I20: {tokens} tokens, at most {swarm.max_num_tokens}"
     for work in batch.context:

@@ -1,57 +1,15 @@
 """Places a simulation has to have been to: a suite that never paused anybody twice says nothing about pausing twice.
 
-Each marker counts how often it was reached. NEEDS names those that cannot be reached without a feature.
+Each marker counts how often it was reached.
 """
 
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from .marker_names import KNOWN
+
 if TYPE_CHECKING:
     from .world import World
-
-MARKERS = (
-    # requests
-    "prompt of one token", "prompt of a whole number of blocks", "prompt one short of a block",
-    "prompt one over a block", "output of one token", "output cut to the longest sequence",
-    "prompt and output fill the pool exactly", "longest possible prompt", "samples", "log-probs asked for",
-    "logits asked for", "streams to its end", "end id as first token", "end id on the last token allowed",
-    "ends by length", "alive for a hundred iterations",
-    # admission
-    "refused as invalid", "refused as too large", "refused as a duplicate", "queue full", "item without an id",
-    "duplicate of one that waits", "duplicate of one that runs", "more handed over than there is room for",
-    "items wait unread for the next iteration", "queue in use", "overtaken by priority",
-    "id reused at once", "id above two to the sixty-three", "unbounded sequences",
-    # scheduling
-    "paused", "paused twice", "paused five times", "paused after streaming", "paused between chunks",
-    "paused with one token to go", "several paused at once", "paused and finished", "paused and stopped",
-    "grown beyond one step while paused",
-    "batch full", "token budget used up", "contexts only", "generation only", "contexts and generation together",
-    "cut into chunks", "cut into three chunks or more", "two prompts cut in one step", "chunk and last chunk together",
-    "somebody waits who could not run", "two micro-batches in flight",
-    # blocks
-    "pool exactly full", "pool full for five iterations", "pool emptied at once", "new block for a generated token",
-    "slot reused in the iteration it came free",
-    # ends
-    "stopped while waiting", "stopped before its first token", "stopped between chunks", "stopped while streaming",
-    "stopped while in flight", "stop on last token", "everybody stopped", "stop of somebody unknown",
-    "stopped while paused", "timed out while waiting", "timed out before its first token", "timed out with tokens",
-    "static batch holds finals", "static batch: one stopped who was done", "all idle in between",
-    # faults
-    "a step run in parts", "failed alone in a batch", "failed as a context", "failed on its last token",
-    "several failed at once", "failed while another is paused", "a poisoned block is used again",
-    "get is left alone after a failure", "shut down with a queue", "shut down with requests running",
-    "shut down inside a callback", "drained", "terminate request with others alive", "engine failed with a queue",
-    # later
-    "prompt found in the cache", "part of a block found in the cache", "found and evicted in one step",
-    "block left the window", "block brought back from the host",
-)
-NEEDS = {
-    "prompt found in the cache": "reuse", "part of a block found in the cache": "reuse",
-    "found and evicted in one step": "reuse", "block left the window": "window",
-    "block brought back from the host": "host blocks",
-}
-KNOWN = frozenset(MARKERS)
-assert len(KNOWN) == len(MARKERS) and NEEDS.keys() <= KNOWN
 
 
 class Markers:
@@ -99,8 +57,17 @@ class Markers:
             reach("samples")
         if handed.log_probs:
             reach("log-probs asked for")
+        if handed.beam_width > 1:
+            self._beams_handed(handed)
         if handed.request_id >= 2**63:
             reach("id above two to the sixty-three")
+
+    def _beams_handed(self, handed) -> None:
+        self.reach("beams")
+        if handed.beam_width == self._world.swarm.max_beam_width:
+            self.reach("as many beams as there may be")
+        if handed.seed is not None or handed.log_probs:
+            self.reach("beams sample or return log-probs")
 
     def sent(self, sent, request) -> None:
         """request   the running request a final belongs to, None for one that never ran or has no final"""
@@ -110,6 +77,9 @@ class Markers:
             return
         streamed = sent.request_id in self._streamed
         self._streamed.discard(sent.request_id)
+        handed = self._world.handed(sent.request_id)
+        if handed is not None and handed.beam_width > 1:
+            self._beams_sent(sent, request)
         if sent.error:
             name = {"INVALID_REQUEST": "refused as invalid", "TOO_LARGE_FOR_KV_CACHE": "refused as too large",
                     "DUPLICATE_REQUEST_ID": "refused as a duplicate", "QUEUE_FULL": "queue full"}.get(sent.code)
@@ -134,6 +104,8 @@ class Markers:
                 reach("streams to its end")
             if request.num_pauses:
                 reach("paused and finished")
+        if sent.reason == 2 and sent.beams is None:
+            self._stop_word(handed, request)
         if sent.reason == 4:
             reach("timed out with tokens")
         if sent.reason == 5:
@@ -143,6 +115,34 @@ class Markers:
                 reach("stopped while streaming")
             if request.num_pauses:
                 reach("paused and stopped")
+
+    def _beams_sent(self, sent, request) -> None:
+        if sent.code == "TOO_LARGE_FOR_KV_CACHE":
+            self.reach("beams refused as too large")
+        if sent.beams is None:
+            return
+        reasons, texts = {beam[1] for beam in sent.beams}, request is not None and request.total_generated_tokens
+        for reason, name in ((0, "fewer texts than beams"), (1, "beams end by end id"), (2, "beams end by stop word"),
+                             (3, "beams end by length")):
+            if reason in reasons and (reason or reasons & {1, 2, 3}):
+                self.reach(name)
+        if 5 in reasons:
+            self.reach("beams stopped with texts" if texts else "beams stopped")
+        if 4 in reasons and texts:
+            self.reach("beams timed out with texts")
+        if request is not None and request.num_pauses and reasons & {1, 2, 3}:
+            self.reach("beams paused and finished")
+
+    def _stop_word(self, handed, request) -> None:
+        tokens = request.tokens[0]
+        start = len(tokens) - max(len(word) for word in handed.stop_words if tokens[-len(word):] == word)
+        self.reach("ends by stop word")
+        if len(tokens) == request.final_length:
+            self.reach("stop word on the last token allowed")
+        if start < request.orig_prompt_len:
+            self.reach("stop word begins in the prompt")
+        elif start < request.prompt_len:
+            self.reach("stop word begins before a pause")
 
     def stopped(self, named: list, alive: list) -> None:
         """Before the finals of a poll go out. named: what the callback returned; alive: who has to be told."""
@@ -193,6 +193,23 @@ class Markers:
             self._plan_contexts(plan)
         if paused:
             self._plan_pauses(paused)
+        if swarm.max_beam_width > 1:
+            self._plan_beams(active, inflight, plan)
+
+    def _plan_beams(self, active: list, inflight: frozenset, plan) -> None:
+        contexts, generation = plan.context_requests, plan.generation_requests
+        if generation and generation[0].beam_width > 1:
+            if contexts:
+                self.reach("beams and a context in one step")
+            if inflight:
+                self.reach("beams two micro-batches in flight")
+            if self._world.swarm.is_static:
+                self.reach("beams in a static batch")
+        if generation and any(request.is_generating and request.beam_width != generation[0].beam_width
+                              and request.request_id not in inflight for request in active):
+            self.reach("another width waits")
+        if any(request.beam_width > 1 for request in plan.paused_requests):
+            self.reach("beams paused")
 
     def _plan_contexts(self, plan) -> None:
         reach, swarm = self.reach, self._world.swarm
@@ -216,7 +233,7 @@ class Markers:
             reach("two prompts cut in one step")
         if cut and whole:
             reach("chunk and last chunk together")
-        if sum(sizes) + len(plan.generation_requests) == swarm.max_num_tokens:
+        if sum(sizes) + sum(request.beam_width for request in plan.generation_requests) == swarm.max_num_tokens:
             reach("token budget used up")
 
     def _plan_pauses(self, paused: list) -> None:
@@ -248,6 +265,8 @@ class Markers:
             reach("failed alone in a batch")
         if any(request.is_context and request.num_pauses for request in world.loop.active):
             reach("failed while another is paused")
+        if any(request.beam_width > 1 for request in failures):
+            reach("beams fail")
         for request in failures:
             if request.context_position < request.prompt_len:
                 reach("failed as a context")
@@ -286,9 +305,13 @@ class Markers:
             if device.num_brought_back:
                 reach("block brought back from the host")
             device.num_found = device.num_partly_found = device.num_brought_back = 0
+        self.counts += device.seen                               # drops those that are 0
+        device.seen.clear()
         self._evicted_before = kv.evicted_blocks
         if world.swarm.window is not None and bool(kv.sequences.dropped.any()):
             reach("block left the window")
+            if world.swarm.max_beam_width > 1 and (kv.sequences.dropped * (kv.sequences.beam_widths > 1)).any():
+                reach("beams leave the window")
         if world.swarm.is_static and any(request.is_finished for request in loop.active):
             reach("static batch holds finals")
         if self._poisoned_once:

@@ -22,6 +22,8 @@ class Traffic:
     arrival        that a call of get brings requests
     burst          requests it brings then, at most
     prompt, output   longest prompt and output, in tokens
+    beams          that a request has several
+    words          that it has stop words, or something that makes tokens impossible
     """
 
     arrival: float
@@ -39,6 +41,8 @@ class Traffic:
     shares_prefix: float
     ends_early: float
     as_generator: float
+    beams: float = 0.0
+    words: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Swarm:
     faults: tuple[str, ...]
     fault_rate: float
     endings: tuple[tuple[int, str], ...]
+    max_beam_width: int = 1
 
     @property
     def is_static(self) -> bool:
@@ -155,6 +160,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         num_blocks = max(tightest, 2)
     if not static and policy is SchedulerPolicy.MAX_UTILIZATION and one_in(3):
         tokens_per_block, max_batch_size, max_num_tokens, num_blocks, traffic = _pressure(rng, max_seq_len, traffic)
+    max_beam_width, num_blocks, traffic = _beams_and_words(Random(f"beams {seed}"), num_blocks, faults, traffic)
     return Swarm(
         seed=seed,
         iterations=iterations,
@@ -171,7 +177,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         max_queued_requests=rng.choice([0, 1, 3, 20, 1024]),
         max_queued_tokens=rng.choice([10, 100, 4_000_000, 4_000_000]),
         max_bytes_in_flight=rng.choice([2_000, 1 << 32, 1 << 32, 1 << 32]),
-        max_admissions=rng.choice([1, 3, 16, 64, 4096]),
+        max_admissions=rng.choice([1, 3, 16, 64, 4096, 4096]),
         exclude_input=one_in(4),
         flush_stats=one_in(4),
         has_poll=not one_in(8),
@@ -184,7 +190,18 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         traffic=traffic,
         faults=faults,
         fault_rate=rng.choice([0.005, 0.02, 0.08]),
-        endings=endings)
+        endings=endings,
+        max_beam_width=max_beam_width)
+
+
+def _beams_and_words(rng: Random, num_blocks: int, faults: Collection[str],
+                     traffic: Traffic) -> tuple[int, int, Traffic]:
+    """One swarm in three has beams, and mostly a pool in which some of them fit beside one another."""
+    max_beam_width = rng.choice([1, 1, 1, 1, 1, 1, 2, 3, 4])
+    beams = rng.choice([0.2, 0.5, 1.0]) if max_beam_width > 1 else 0.0
+    if beams and "allocator.smallest_pool" not in faults and rng.random() < 0.7:
+        num_blocks = min(num_blocks * rng.randint(1, max_beam_width), 512)
+    return max_beam_width, num_blocks, replace(traffic, beams=beams, words=rng.choice([0.0, 0.0, 0.0, 0.2, 0.6]))
 
 
 def _pressure(rng: Random, max_seq_len: int, traffic: Traffic) -> tuple[int, int, int, int, Traffic]:
@@ -205,7 +222,7 @@ def _endings(rng: Random, iterations: int, share: float) -> tuple[tuple[int, str
         endings = [(iterations, "terminate request")]
     names = [fault.name for fault in menu_of(Place.LIFE) if fault.name in ENDINGS]
     for name in names:
-        if rng.random() < 0.8 * share:
+        if rng.random() < share:
             endings.append((max(iterations + rng.randint(-iterations // 4, 6), 1), name))
     return tuple(sorted(endings))
 

@@ -24,7 +24,8 @@ PROMPT = [1, 2, 3]
 
 
 def drawn(count: int, end_id: int = -1, prompt: list[int] = PROMPT) -> list[tuple[int, float]]:
-    return scripted_oracle(MODEL)(Handed(0, 0, prompt=prompt, end_id=end_id), count)
+    text = scripted_oracle(MODEL).text(Handed(0, 0, prompt=prompt, end_id=end_id), count, count)
+    return list(zip(text.tokens, text.log_probs))
 
 
 def tokens(count: int) -> list[int]:
@@ -222,10 +223,12 @@ def test_a_history_survives_being_written_and_read():
     assert list(map(from_line, map(to_line, good()))) == good()
 
 
-def test_a_history_of_the_simulator_is_judged_from_its_file(tmp_path, capsys):
+@pytest.mark.parametrize("seed", ["3", "30"])    # with beams, in flight and in static batches
+def test_a_history_of_the_simulator_is_judged_from_its_file(tmp_path, capsys, seed):
     file = tmp_path / "history"
-    assert replay(["3", "--iterations", "40", "--history", str(file)]) == 0
+    assert replay([seed, "--iterations", "40", "--history", str(file)]) == 0
     assert main([str(file)]) == 0
+    assert '"beams": [[[' in file.read_text()
     lines = file.read_text().splitlines()
     last_final = max(i for i, line in enumerate(lines) if '"final": true' in line)
     file.write_text("\n".join(lines[:last_final] + lines[last_final + 1:]))

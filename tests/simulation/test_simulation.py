@@ -1,8 +1,10 @@
 """T1, quick: a few hundred seeds of the simulator; the same seed is the same run; what a failure looks like."""
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from tests.campaign.registry import SUITES, Options, suite
 from tests.campaign.simulation import ENOUGH, short, simulate_many
 from tests.simulation.faults import MENU, Place, menu_of
 from tests.simulation.features import PROBES, available
-from tests.simulation.markers import MARKERS
+from tests.simulation.marker_names import MARKERS
 from tests.simulation.replay import main, report, simulate
+from tests.simulation.swarm import draw
+from tests.simulation.traits import table, traits
 
 REPOSITORY = Path(__file__).parents[2]
 FIRST_SEED = 0
@@ -44,7 +48,7 @@ def test_the_menu_has_what_it_says():
     assert available() <= PROBES.keys()
 
 
-@pytest.mark.parametrize("seed", [1, 14, 27])
+@pytest.mark.parametrize("seed", [1, 14, 29])
 def test_a_seed_is_one_run_state_by_state(seed):
     first, second = simulate(seed), simulate(seed)
     assert first.digests == second.digests and len(first.digests) > 40
@@ -58,6 +62,8 @@ def test_neither_the_hash_seed_nor_torch_plays_a_part():
                            env={**os.environ, "PYTHONHASHSEED": hash_seed}).stdout for hash_seed in ("1", "2")}
     assert len(said) == 1
     assert len(set(said.pop().split())) == 12
+    swarms = [draw(seed, available()) for seed in range(12)]
+    assert any(swarm.max_beam_width > 1 for swarm in swarms) and any(swarm.traffic.words for swarm in swarms)
 
 
 def test_a_failing_seed_says_what_is_wrong_how_to_see_it_again_and_draws_it(monkeypatch):
@@ -80,6 +86,20 @@ def test_a_replay_prints_the_swarm_and_its_exit_status_says_whether_anything_is_
     assert main(["5", "--iterations", "30"]) == 0
     said = capsys.readouterr().out
     assert "tokens_per_block" in said and "nothing is wrong" in said and "digest" in said
+
+
+def test_a_replay_draws_the_schedule_of_beams(capsys):
+    assert main(["29"]) == 0
+    said = capsys.readouterr().out
+    assert "max_beam_width       3" in said and "beams part" in said and "beams paused" in said
+    assert "nothing is wrong" in said and "*" in said
+
+
+def test_a_campaign_says_what_kinds_of_swarms_it_ran():
+    lines = table(Counter(kind for seed in range(300) for kind in traits(draw(seed, available()))))
+    assert all(sum(map(int, re.findall(r"\((\d+)\)", line))) == 300 for line in lines)
+    assert [line for line in lines if line.startswith("tokens per block")] != []
+    assert all(line.count("(") > 1 for line in lines), "each property varies"
 
 
 def test_the_campaign_knows_its_suites():

@@ -1,6 +1,5 @@
 """Time, sleep and the control block of the worker, without a thread and without waiting."""
 
-import sys
 from collections.abc import Callable
 
 from batch_manager import gpt_manager
@@ -21,17 +20,10 @@ class VirtualClock:
 
     def monotonic(self) -> float:
         if self.readings_left >= 0:
-            if self.readings_left or not self._in_a_guard():
-                self.readings_left -= 1
+            self.readings_left -= 1
             if self.readings_left < 0:
                 self.at_reading()
         return self.now
-
-    @staticmethod
-    def _in_a_guard() -> bool:
-        """Between an item that was taken, or a final that is owed, and the callback: no exception can be told there
-        from one of the callback's own."""
-        return sys._getframe(2).f_code.co_filename.endswith("callbacks.py")
 
     def timestamp(self) -> str:
         return "01-02-2026 03:04:05"
@@ -63,8 +55,8 @@ def virtual_control(clock: VirtualClock) -> "gpt_manager._Control":
 
 def exit_of_the_interpreter(control: "gpt_manager._Control") -> None:
     """What `threading` would call, for this worker and no other of the process."""
-    others, gpt_manager._controls = gpt_manager._controls, {control}
+    others, gpt_manager._controls = gpt_manager._controls, {control: None}
     try:
         gpt_manager._abort_all_workers()
     finally:
-        gpt_manager._controls = others
+        gpt_manager._controls, gpt_manager._is_exiting = others, False

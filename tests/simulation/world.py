@@ -30,6 +30,7 @@ from . import invariants
 from .client import Client, PlantedInterrupt
 from .device import SimulatedDevice
 from .faults import Faults, Place
+from .first_in_line import FirstInLine
 from .history import Closed, Handed, HistoryChecker, Sent, scripted_oracle
 from .markers import Markers
 from .swarm import TERMINATE_ID, Swarm
@@ -85,12 +86,13 @@ class World:
         self.client = Client(self, Random(f"client {swarm.seed}"))
         self.device = SimulatedDevice(
             faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
-            blocks_of=lambda request: self.loop.kv.block_ids(request), blame=self.blame,
+            blocks_of=lambda request, beam=0: self.loop.kv.block_ids(request, beam), blame=self.blame,
             before_step=self._before_device_step, check=self.check, is_reused=swarm.reuse,
             max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
             tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, **model,
             **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
         self.loop = self._build()
+        self.first_in_line = FirstInLine(self)
         self.never_pauses = swarm.is_static or swarm.policy is SchedulerPolicy.GUARANTEED_NO_EVICT
 
         self.step_number = 0
@@ -115,8 +117,8 @@ class World:
     def _build(self):
         swarm, client = self.swarm, self.client
         loop = build_loop(
-            model_path=None, model_type=swarm.model_type, max_beam_width=1, scheduler_policy=swarm.policy,
-            get_inference_requests_cb=client.get, send_response_cb=client.send,
+            model_path=None, model_type=swarm.model_type, max_beam_width=swarm.max_beam_width,
+            scheduler_policy=swarm.policy, get_inference_requests_cb=client.get, send_response_cb=client.send,
             poll_stop_signal_cb=client.poll if swarm.has_poll else None,
             return_batch_manager_stats_cb=client.stats if swarm.has_stats else None,
             optional_params=TrtGptModelOptionalParams(
@@ -261,7 +263,7 @@ class World:
     def _close(self) -> None:
         """The worker has ended."""
         intake, client = self.loop.intake, self.client
-        self.check(self.control.stopped.is_set() and self.device.closed, "C14: the worker ended and did not say so")
+        self.check(self.control.stopped.has_come and self.device.closed, "C14: the worker ended and did not say so")
         if not self.result.violations:
             exact = not self._engine_may_fail
             self.record(Closed(self.clock.now, *((intake.num_accepted, intake.num_refused, intake.unaddressable)
@@ -270,6 +272,9 @@ class World:
                 for name, count in self.loop.callbacks.failures.items():
                     self.check(count == client.failures[name], f"I28: {count} failures of {name} were counted")
             self.check(self.loop.is_empty, "C14: something is left")
+            if exact:
+                kv = self.loop.kv
+                self.check(kv.used_blocks == 0, f"C23: {kv.used_blocks} blocks are held after the end")
         client.judge_what_was_kept()
         client.is_open = False
 
@@ -333,11 +338,14 @@ class World:
         for request in loop.active:
             state += (request.request_id & 0x7FFFFFFFFFFFFFFF, request.num_tokens, request.tokens[0][-1],
                       request.context_position, request.seq_slot, request.num_pauses, request.state.value)
+            if request.beam_width > 1:
+                state += [tokens[-1] for tokens in request.tokens]
         kv = loop.kv
         block_ids = array("i", kv.pool.free_order())
         for owner in kv.sequences.owners:
             if owner is not None:
-                block_ids.extend(kv.block_ids(owner))
+                for beam in range(owner.beam_width):
+                    block_ids.extend(kv.block_ids(owner, beam))
         self._digest = blake2b(self._digest + array("q", state).tobytes() + block_ids.tobytes(),
                                digest_size=8).digest()
         self.result.digests.append(self._digest)
@@ -345,7 +353,7 @@ class World:
     # what callbacks and parts report
 
     def callback_begins(self, name: str) -> None:
-        if self.control.stopped.is_set():
+        if self.control.stopped.has_come:
             self.check(False, f"I26: {name} runs after the worker had ended")
         if self._in_a_callback is not None:
             act, self._in_a_callback = self._in_a_callback, None
@@ -364,9 +372,10 @@ class World:
         limit = self.swarm.max_batch_size if limit is None else limit
         return max(limit - len(self.loop.active) - len(self.loop.intake), 0)
 
-    def asks_for_log_probs(self, request_id: int) -> bool:
+    def handed(self, request_id: int) -> Handed | None:
+        """What the one that waits for a response under this id asked for."""
         waiting = self.history.open.get(request_id)
-        return bool(waiting) and waiting[0].handed.log_probs
+        return waiting[0].handed if waiting else None
 
     def note_handed(self, handed: Handed) -> None:
         self.markers.handed(handed)
@@ -528,6 +537,7 @@ class WatchedLoop:
         self._world, self._loop = world, world.loop
         self.step = world.step
         self.intake, self.backend, self.reporter = world.loop.intake, world.loop.backend, world.loop.reporter
+        self.finals = world.loop.finals
 
     @property
     def is_empty(self) -> bool:

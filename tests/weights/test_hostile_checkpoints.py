@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint, the answer is one ModelLoadError that names file and field."""
+"""C25: whatever is wrong with a checkpoint, the answer is one ModelLoadError that names file and field."""
 
 import os
 import struct

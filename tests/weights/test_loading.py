@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from batch_manager.models import load_model
+from batch_manager.errors import ConfigError
+from batch_manager.models import load_model, registry
+from batch_manager.models.registry import find_model
 from batch_manager.weights.folder import CheckpointFolder
 from batch_manager.weights.safetensors_source import SafetensorsWeights
 from batch_manager.weights.source import DummyWeights
@@ -16,6 +18,7 @@ CPU = torch.device("cpu")
 def test_tensors_are_converted_to_the_dtype_that_was_asked_for(stored, asked, checkpoint):
     checkpoint.tensors = {name: tensor.to(stored) for name, tensor in checkpoint.tensors.items()}
     weights = SafetensorsWeights(CheckpointFolder(checkpoint.write()), CPU, asked)
+    assert weights.has("lm_head.weight") and not weights.has("lm_head.bias")
     for name, tensor in checkpoint.tensors.items():
         torch.testing.assert_close(weights.tensor(name, tensor.shape), tensor.to(asked), rtol=0, atol=0)
     assert weights.num_bytes == sum(t.numel() for t in checkpoint.tensors.values()) * asked.itemsize
@@ -88,3 +91,41 @@ def test_loading_leaves_the_default_dtype_and_the_gradient_mode_alone(checkpoint
     before = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
     load_model(checkpoint.write(), device="cpu", dtype="bfloat16")
     assert (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()) == before
+
+
+def test_dummy_weights_are_what_every_family_asks_for(checkpoint):
+    """Also GPT-2's, which is asked how its tensors are called, and a tied head, which is not asked for."""
+    checkpoint.config = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2,
+                         "n_positions": 16}
+    checkpoint.write_config()
+    loaded = load_model(checkpoint.folder, device="cpu", load_format="dummy")
+    with torch.inference_mode():
+        assert torch.equal(loaded.model.logits(torch.eye(8)[:2]),
+                           torch.nn.functional.linear(torch.eye(8)[:2], loaded.model.tokens.weight))
+
+
+@pytest.mark.parametrize("options, word", [
+    ({"load_format": "pickle"}, "load_format"), ({"dtype": "float64"}, "dtype"), ({"dtype": torch.int8}, "dtype"),
+])
+def test_an_option_that_is_not_known_is_refused_by_name(options, word, checkpoint):
+    with pytest.raises(ConfigError, match=word):
+        load_model(checkpoint.write(), **{"device": "cpu", **options})
+
+
+def test_deterministic_is_refused_for_a_class_that_does_not_promise_it(checkpoint, monkeypatch):
+    class Other(find_model("LlamaForCausalLM")):
+        deterministic = False
+
+    monkeypatch.setitem(registry._models, "LlamaForCausalLM", Other)
+    with pytest.raises(ConfigError, match="Other"):
+        load_model(checkpoint.write(), device="cpu", deterministic=True)
+
+
+def test_an_error_that_is_not_about_memory_is_not_called_one(checkpoint, monkeypatch):
+    class Broken(find_model("LlamaForCausalLM")):
+        def __init__(self, spec, weights):
+            raise RuntimeError("a bug of the class")
+
+    monkeypatch.setitem(registry._models, "LlamaForCausalLM", Broken)
+    with pytest.raises(RuntimeError, match="a bug of the class"):
+        load_model(checkpoint.write(), device="cpu")

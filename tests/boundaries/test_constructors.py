@@ -1,0 +1,223 @@
+"""T8: every option and every argument at its limits, one off, and of a wrong type: a clear error before a worker is."""
+
+import inspect
+import threading
+from dataclasses import fields
+from math import inf, nan, nextafter
+
+import pytest
+
+from batch_manager import GptManager, KvCacheConfig, Parts, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
+from batch_manager.config import LONGEST_WAIT_S, ContextChunkingPolicy
+from batch_manager.errors import ConfigError
+from batch_manager.runtime.scripted_backend import ScriptedBackend
+
+NO_COUNT = ("1", 1.0, True, [1], nan)
+NO_FLAG = (0, 1, "True", [], 1.0)
+COUNT = ((1, 2, 2**40), (0, -1, None, *NO_COUNT))
+COUNT_FROM_0 = ((0, 1, 2**40), (-1, None, *NO_COUNT))
+COUNT_OR_NONE = ((None, 1, 2**40), (0, -1, *NO_COUNT))
+FLAG = ((True, False), (None, *NO_FLAG))
+OPEN_FLAG = ((None, True, False), NO_FLAG)
+
+# option -> (values that work, values that do not)
+KV_OPTIONS = {
+    "max_tokens": COUNT_OR_NONE,
+    "max_attention_window": COUNT_OR_NONE,
+    "sink_token_length": COUNT_FROM_0,
+    "free_gpu_memory_fraction": ((5e-324, 0.9, nextafter(1, 0), 1, 1.0),
+                                 (0, -0.1, nextafter(1, 2), 2, nan, inf, "0.9", True, None, [0.9])),
+    "enable_block_reuse": FLAG,
+    "tokens_per_block": ((8, 16, 32, 64, 128, 256), (0, 1, 4, 7, 9, 63, 65, 255, 257, 512, -8, 64.0, "64", True, None)),
+    "host_cache_size": COUNT_FROM_0,
+}
+KV_COMPANIONS = {"sink_token_length": {"max_attention_window": 8}, "host_cache_size": {"enable_block_reuse": True}}
+
+OPTIONS = {
+    "kv_cache_config": ((KvCacheConfig(),), (None, {}, KvCacheConfig, 5)),
+    "enable_trt_overlap": FLAG,
+    "enable_chunked_context": FLAG,
+    "context_chunking_policy": (tuple(ContextChunkingPolicy), (0, 1, None, "EQUAL_PROGRESS", SchedulerPolicy(1))),
+    "normalize_log_probs": FLAG,
+    "max_batch_size": COUNT,
+    "max_num_tokens": COUNT,
+    "max_seq_len": ((None, 2, 3), (1, 0, -1, *NO_COUNT)),
+    "max_num_sequences": ((None, -1, 1, 2), (0, -2, -1.0, *NO_COUNT)),
+    "device": ((None, "cpu"), (0, b"cpu", ["cpu"], True)),
+    "dtype": (("auto", "float32", "float16", "bfloat16"), ("float64", "", "Auto", None, 5, ["auto"])),
+    "load_format": (("auto", "dummy"), ("", "pickle", None, 5)),
+    "gather_context_logits": FLAG,
+    "gather_generation_logits": FLAG,
+    "num_threads": COUNT_OR_NONE,
+    "cuda_graphs": OPEN_FLAG,
+    "deterministic": FLAG,
+    "flush_stats_when_idle": FLAG,
+    "max_queued_requests": COUNT_FROM_0,
+    "max_queued_tokens": COUNT_FROM_0,
+    "max_request_bytes": COUNT,
+    "max_bytes_in_flight": COUNT,
+    "max_admissions_per_iteration": COUNT,
+    "idle_poll_interval_s": ((5e-324, 1, LONGEST_WAIT_S),
+                             (0, 0.0, -1, -5e-324, LONGEST_WAIT_S + 1, inf, nan, "1", True, None)),
+    "hang_warning_s": ((0, 0.0, 30, LONGEST_WAIT_S), (-5e-324, -1, LONGEST_WAIT_S + 1, inf, nan, "1", True, None)),
+}
+
+PART_OPTIONS = {
+    "scheduler": ((None,), ()),                        # looked at where it is built, see ARGUMENTS
+    "attention": ((None, lambda spec, kv_pool: None), (5, "triton")),
+    "backend": ((None, ScriptedBackend), (5, "scripted")),
+    "clock": ((None,), (5, "clock", object())),
+    "trace": ((None, print), (5, "file.json")),
+    "logits_post_processor_batched": ((None, print), (5, "batched")),
+}
+
+
+def cases(table: dict, which: int) -> list:
+    return [pytest.param(name, value, id=f"{name}: {repr(value).partition(' at 0x')[0]:.30}")
+            for name, row in table.items() for value in row[which]]
+
+
+def test_every_option_is_in_the_tables():
+    for options, table in ((KvCacheConfig, KV_OPTIONS), (TrtGptModelOptionalParams, OPTIONS), (Parts, PART_OPTIONS)):
+        assert [field.name for field in fields(options)] == list(table)
+    arguments = set(inspect.signature(GptManager).parameters)
+    assert arguments == {name for name, _ in ARGUMENTS} | GOOD.keys() | {"trt_engine_path"}
+
+
+@pytest.mark.parametrize("name, value", cases(KV_OPTIONS, 0))
+def test_a_good_value_of_the_kv_cache(name, value):
+    assert getattr(KvCacheConfig(**{name: value, **KV_COMPANIONS.get(name, {})}), name) == value
+
+
+@pytest.mark.parametrize("name, value", cases(KV_OPTIONS, 1))
+def test_a_bad_value_of_the_kv_cache(name, value):
+    with pytest.raises(ConfigError) as raised:
+        KvCacheConfig(**{name: value, **KV_COMPANIONS.get(name, {})})
+    assert f"KvCacheConfig.{name} is {value!r}" in str(raised.value) and "; " in str(raised.value)
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"sink_token_length": 1}, "sink_token_length is 1 but max_attention_window is not set"),
+    ({"host_cache_size": 1}, "host_cache_size is 1 but enable_block_reuse is not set")])
+def test_options_of_the_kv_cache_that_need_another(options, says):
+    with pytest.raises(ConfigError) as raised:
+        KvCacheConfig(**options)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("name, value", cases(OPTIONS, 0))
+def test_a_good_value_of_the_engine(name, value):
+    assert getattr(TrtGptModelOptionalParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name, value", cases(OPTIONS, 1))
+def test_a_bad_value_of_the_engine(name, value):
+    with pytest.raises(ConfigError) as raised:
+        TrtGptModelOptionalParams(**{name: value})
+    text = str(raised.value)
+    assert (f"{name} is {value!r}" in text or f"{name} is a {type(value).__name__}" in text) and "; " in text
+
+
+@pytest.mark.parametrize("name, value", cases(PART_OPTIONS, 0))
+def test_a_good_part(name, value):
+    assert getattr(Parts(**{name: value}), name) is value
+
+
+@pytest.mark.parametrize("name, value", cases(PART_OPTIONS, 1))
+def test_a_bad_part(name, value):
+    with pytest.raises(ConfigError) as raised:
+        Parts(**{name: value})
+    assert f"Parts.{name} is a {type(value).__name__}; " in str(raised.value)
+
+
+GOOD = {"model_path": None, "model_type": TrtGptModelType.InflightFusedBatching, "max_beam_width": 1,
+        "scheduler_policy": SchedulerPolicy.MAX_UTILIZATION, "get_inference_requests_cb": lambda most: [],
+        "send_response_cb": lambda *response: None, "optional_params": TrtGptModelOptionalParams()}
+
+# argument -> values that it may not have
+ARGUMENTS = [(name, value) for name, values in {
+    "model_path": (5, b"nowhere", "", "/nowhere", "nul\0", [], 1.0),
+    "trt_engine_path": ("/nowhere", 5),
+    "model_type": (0, 1, 2, 3, "V1", None, True, SchedulerPolicy(0)),
+    "max_beam_width": (0, -1, None, "1", 1.0, True, [1]),
+    "scheduler_policy": (0, 1, None, "MAX_UTILIZATION", TrtGptModelType(0)),
+    "get_inference_requests_cb": (None, 5, []),
+    "send_response_cb": (None, 5, []),
+    "poll_stop_signal_cb": (5, set()),
+    "return_batch_manager_stats_cb": (5, "stats.json"),
+    "optional_params": (5, {}, TrtGptModelOptionalParams),
+    "terminate_req_id": (-1, 2**64, True, 1.0, "1"),
+    "max_draft_tokens": (1, -1, 0.0, False, "0"),
+    "exclude_input_in_output": (None, 0, 1, "no"),
+    "parts": (5, {}, Parts, ScriptedBackend()),
+}.items() for value in values]
+WITH_A_BACKEND = [
+    ({"optional_params": TrtGptModelOptionalParams(max_seq_len=1025)}, "max_seq_len is 1,025"),
+    ({"optional_params": TrtGptModelOptionalParams(max_num_tokens=7)}, "max_num_tokens is 7"),
+    ({"optional_params": TrtGptModelOptionalParams(deterministic=True)}, "deterministic"),
+    ({"optional_params": TrtGptModelOptionalParams(cuda_graphs=True)}, "cuda_graphs"),
+    ({"optional_params": TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(max_attention_window=8))},
+     "max_attention_window is 8"),
+    ({"optional_params": TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(
+        enable_block_reuse=True, host_cache_size=1))}, "host_cache_size is 1"),
+    ({"parts": Parts(backend=ScriptedBackend(), scheduler=5)}, "Parts.scheduler is a int"),
+    ({"parts": Parts(backend=ScriptedBackend(), scheduler=lambda limits, kv: 5)}, "returned a int"),
+    *(({"model_type": TrtGptModelType.V1, "optional_params": TrtGptModelOptionalParams(**{name: True})}, name)
+      for name in ("enable_trt_overlap", "enable_chunked_context")),
+]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Names of threads that were started. One that loads has ended when the constructor raises."""
+    names, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (names.append(thread.name), start(thread))[1])
+    return names
+
+
+def assert_refused_without_a_worker(arguments, says, started):
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError) as raised:
+        GptManager(**{**GOOD, **arguments})
+    assert says in str(raised.value), str(raised.value)
+    assert set(started) <= {"batch_manager loading"} and set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("name, value", [pytest.param(name, value, id=f"{name}: {value!r:.30}")
+                                         for name, value in ARGUMENTS])
+def test_a_bad_argument(name, value, started):
+    is_path = name in ("model_path", "trt_engine_path")
+    parts = {} if is_path or name == "parts" else {"parts": Parts(backend=ScriptedBackend())}
+    path = {} if is_path else {"model_path": None}
+    says = (value if isinstance(value, str) and value.startswith("/") else "") if is_path else name
+    assert_refused_without_a_worker({**parts, **path, name: value}, says, started)
+
+
+@pytest.mark.parametrize("arguments, says", WITH_A_BACKEND, ids=[says for _, says in WITH_A_BACKEND])
+def test_arguments_that_the_backend_contradicts(arguments, says, started):
+    assert_refused_without_a_worker({"parts": Parts(backend=ScriptedBackend()), **arguments}, says, started)
+
+
+def test_two_names_for_one_path(started):
+    assert_refused_without_a_worker({"model_path": "a", "trt_engine_path": "b"}, "are both given", started)
+
+
+@pytest.mark.parametrize("missing", ["model_type", "max_beam_width", "scheduler_policy", "get_inference_requests_cb",
+                                     "send_response_cb"])
+def test_a_missing_argument(missing, started):
+    arguments = {name: value for name, value in GOOD.items() if name != missing}
+    with pytest.raises(TypeError, match=missing):
+        GptManager(**arguments)
+    assert not started
+
+
+@pytest.mark.parametrize("name, value", [
+    ("max_beam_width", 2), ("terminate_req_id", 0), ("terminate_req_id", 2**64 - 1), ("max_draft_tokens", None),
+    ("max_draft_tokens", 0), ("exclude_input_in_output", True),
+    *(("optional_params", TrtGptModelOptionalParams(**{option: value})) for option, value in (
+        ("idle_poll_interval_s", 5e-324), ("idle_poll_interval_s", LONGEST_WAIT_S), ("hang_warning_s", 0),
+        ("hang_warning_s", LONGEST_WAIT_S)))], ids=str)
+def test_an_engine_lives_at_the_limits_of_its_arguments(name, value):
+    with GptManager(**{**GOOD, "parts": Parts(backend=ScriptedBackend()), name: value}) as manager:
+        assert not manager.wait_until_terminate(timeout=0.05)
+        assert manager.health()["state"] == "RUNNING" and not manager.health()["is_hanging"]

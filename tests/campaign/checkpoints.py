@@ -1,0 +1,64 @@
+"""T6: damaged checkpoints, one after the other, on several processes: all truncations, then seeds.
+
+With --first-seed only seeds.
+"""
+
+import os
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.checkpoints.cases import CUT, num_cuts
+from tests.checkpoints.replay import command
+from tests.checkpoints.trial import Bench, Counts
+
+from .registry import Options, Summary
+
+ENOUGH = {"Q": 20_000, "F": 1_000_000, "C": 50_000_000}     # files
+A_PORTION = 1000
+IN_MEMORY = Path("/dev/shm")
+
+
+@cache
+def bench(folder: Path) -> Bench:
+    return Bench(folder / str(os.getpid()))
+
+
+def portion(folder: Path, keys: list[str]) -> Counts:
+    """Try some checkpoints, in a folder of this process's own."""
+    return bench(folder).run(keys)
+
+
+def run(options: Options) -> Summary:
+    os.environ["OMP_NUM_THREADS"] = "1"                      # for the processes to come
+    deadline = None if options.seconds is None else time.monotonic() + options.seconds
+    counts, next_seed = Counts(), options.first_seed
+    cuts = deque(() if next_seed else [f"{CUT}{number}" for number in range(num_cuts())])
+    num_truncations = len(cuts)
+    running: deque[Future[Counts]] = deque()
+    submitted = 0
+    with (tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder,
+          ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool):
+        while True:
+            late = deadline is not None and time.monotonic() > deadline
+            while len(running) < 2 * options.jobs and submitted < ENOUGH[options.tier] and not late:
+                keys = [cuts.popleft() for _ in range(min(A_PORTION, len(cuts)))]
+                if not keys:
+                    keys = [str(next_seed + number) for number in range(A_PORTION)]
+                    next_seed += A_PORTION
+                submitted += len(keys)
+                running.append(pool.submit(portion, Path(folder).resolve(), keys))
+            if not running:
+                break
+            counts.add(running.popleft().result())
+    failures = [f"{key} ({command(key)}): {'; '.join(wrong)}" for key, wrong in counts.failed]
+    missing = ENOUGH[options.tier] - counts.files
+    return Summary(
+        f"T6: seeds {options.first_seed}..{next_seed - 1} and {num_truncations - len(cuts):,} truncations: "
+        f"{counts.files:,} checkpoints, {counts.whole:,} through the whole constructor; {counts.ends['good']:,} were "
+        f"right, {counts.ends['bad']:,} wrong and refused, of {counts.ends['undecided']:,} the rules cannot tell",
+        failures, [f"{counts.files:,} of {ENOUGH[options.tier]:,} files"] if missing > 0 else [])

@@ -1,0 +1,91 @@
+"""T14: every branch of the core is taken by a test, or listed with a reason in tests/coverage/branches.py.
+
+    python -m tests.campaign --suite T14
+
+Needs the package `coverage`. The seed and the number of jobs make no difference.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.coverage.branches import CORE, LEFT_OUT, UNTAKEN, Untaken
+
+from .registry import Options, Summary
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A branch that was not taken, from a line of a file to another; to the end of the function where that is < 0."""
+
+    file: str
+    line: int
+    target_line: int
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        goes_to = f"line {self.target_line}: {self.target}" if self.target else "the end of the function"
+        return f"{self.file}:{self.line}: {self.source!r} never goes on to {goes_to}"
+
+
+def measure(folder: Path) -> dict:
+    """Run the tests of the core under coverage; what coverage reports of its files."""
+    data, report = str(folder / "data"), folder / "report.json"
+    tests = sorted({path for paths in CORE.values() for path in paths})
+    selection = [f"--deselect={test}" for test in LEFT_OUT]
+    environment = {**os.environ, "COVERAGE_FILE": data}
+
+    def coverage(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=ROOT, env=environment, text=True,
+                              capture_output=True)
+    ran = coverage("run", "--branch", "--source=batch_manager", "-m", "pytest", "-q", "-x", *selection, *tests)
+    if ran.returncode:
+        raise RuntimeError(f"the tests of the core failed under coverage:\n{ran.stdout[-4000:]}{ran.stderr[-2000:]}")
+    include = ",".join(path if path.endswith(".py") else f"{path}/*" for path in CORE)
+    written = coverage("json", f"--include={include}", "-o", str(report))
+    if written.returncode:
+        raise RuntimeError(f"no report: {written.stdout}{written.stderr}")
+    return json.loads(report.read_text())
+
+
+def missing_branches(report: dict) -> list[Missing]:
+    """Those of the report, with the text of their lines."""
+    missing = []
+    for file, found in sorted(report["files"].items()):
+        lines = (ROOT / file).read_text().splitlines()
+        for line, target in found["missing_branches"]:
+            goes_to = lines[target - 1].strip() if target > 0 else ""
+            missing.append(Missing(file, line, target, lines[line - 1].strip(), goes_to))
+    return missing
+
+
+def judge(missing: list[Missing], listed: tuple[Untaken, ...]) -> list[str]:
+    """Branches that nobody takes and nobody lists, and entries of the list that are not needed any more."""
+    places = {(one.file, one.source, one.target) for one in missing}
+    known = {(one.file, one.source, one.target) for one in listed}
+    wrong = [str(one) for one in missing if (one.file, one.source, one.target) not in known]
+    return wrong + [f"{one.file}: {one.source!r} to {one.target!r} is listed and was taken, or is not there any more"
+                    for one in listed if (one.file, one.source, one.target) not in places]
+
+
+def run(options: Options) -> Summary:
+    if find_spec("coverage") is None:
+        return Summary("T14: skipped", short=["the package `coverage` is not installed"])
+    again = "python -m tests.campaign --suite T14"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            report = measure(Path(folder))
+        except RuntimeError as error:
+            return Summary("T14: nothing was measured", [f"{error}\n({again})"])
+    branches = sum(found["summary"]["num_branches"] for found in report["files"].values())
+    wrong = judge(missing_branches(report), UNTAKEN)
+    return Summary(f"T14: {branches:,} branches in {len(report['files'])} files of {', '.join(CORE)}, "
+                   f"{len(UNTAKEN)} of them listed with a reason", [f"{one} ({again})" for one in wrong])

@@ -1,0 +1,202 @@
+"""T3: a request alone and in every circumstance, bit by bit, on small models with random weights.
+
+    python -m tests.campaign.deterministic SEED             one seed again, every difference with what led to it
+    python -m tests.campaign.deterministic 2 --normal       without the mode: this seed finds some, as most do
+
+The reference of a pair is the request alone, whole, never paused, nothing cached, in a KV cache of blocks of 64 tokens:
+a short request is one contiguous block there. The other one is the same request with one thing or everything
+different. A seed takes a family, a dtype and a block size, draws requests and runs them under several circumstances.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")     # threads that wait sleep: on busy cores spinning takes minutes
+
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.deterministic.differential import (
+    FAMILIES,
+    LAYOUTS,
+    SAMPLINGS,
+    Ask,
+    Circumstances,
+    Laboratory,
+    make_checkpoint,
+    vocab_of,
+)
+
+from .registry import Options, Summary
+
+ENOUGH = {"Q": 300, "F": 10_000, "C": 100_000}              # pairs
+PAIRS_OF_A_CELL = {"Q": 0, "F": 10, "C": 100}
+WHOLE = 64                                                  # tokens of a reference block: the tiles are the same then
+ASKS, RUNS, MOST_NEW, WIDEST = 12, 10, 7, 3
+KINDS = ("greedy", "sampled", "beams")
+AXES = (("alone", "batched"), ("contiguous", "paged"), ("whole", "chunked"), ("no pause", "paused"), ("miss", "hit"),
+        KINDS)
+CHANCES = {"austen-4m": 1}                                  # of a family against 3: the shipped model is a large one
+
+
+def draw_ask(draw: random.Random, vocab: int, block: int, text: list[int], longest: int) -> Ask:
+    """A prompt of k blocks and one token less, as many, or one more; it leaves the common text at any block."""
+    blocks = draw.randint(1, longest // block)
+    length = block * blocks + draw.choice([-1, 0, 1])
+    common = min(block * draw.randint(0, blocks), length)
+    prompt = text[:common] + [draw.randrange(vocab) for _ in range(length - common)]
+    count, kind = draw.randint(2, MOST_NEW), draw.choice(KINDS)
+    sampling, width = {}, 1
+    if kind == "sampled":
+        sampling = {**draw.choice(SAMPLINGS[1:]), "random_seed": draw.getrandbits(63)}
+    elif kind == "beams":
+        width = draw.randint(2, WIDEST)
+        sampling = draw.choice([{}, {"len_penalty": 1.0, "early_stopping": 0}, {"beam_search_diversity_rate": 0.3},
+                                {"repetition_penalty": 1.3}])
+    return Ask(tuple(prompt), count, tuple(sampling.items()), context_logits=draw.random() < 0.2, beam_width=width)
+
+
+def draw_circumstances(draw: random.Random, asks: dict[int, Ask], block: int, contiguous: bool) -> Circumstances:
+    if draw.random() < 0.08:
+        return Circumstances(layout=draw.choice(list(LAYOUTS)), static=True)
+    solitary, reuse = draw.random() < 0.25, draw.random() < 0.5
+    chunk = None if contiguous else draw.choice([None, None, 0, *(block * count for count in range(1, 7))])
+    pauses = {}
+    if draw.random() < 0.6:
+        pauses = {request_id: set(range(1, ask.count)) if draw.random() < 0.4 else {draw.randint(1, ask.count - 1)}
+                  for request_id, ask in asks.items() if draw.random() < 0.8}
+    arrivals = {request_id: draw.choice([0, draw.randint(0, 6)]) for request_id in asks}
+    if reuse:                                               # the first leaves the common text, the others find it
+        arrivals = {request_id: 8 + arrivals[request_id] if request_id > 1 else 0 for request_id in asks}
+    return Circumstances(
+        layout=draw.choice(list(LAYOUTS)), overlap=not solitary and draw.random() < 0.3, chunk=chunk, pauses=pauses,
+        arrivals=arrivals, laziness=draw.choice([0.0, 0.0, 0.25]), solitary=solitary, reuse=reuse,
+        seed=draw.getrandbits(32))
+
+
+def describe_length(length: int, unit: int) -> str:
+    over = (length + 1) % unit - 1
+    return {-1: "k blocks - 1", 0: "k blocks", 1: "k blocks + 1"}.get(over, "the common text")
+
+
+def kind_of(ask: Ask) -> str:
+    return "beams" if ask.beam_width > 1 else "sampled" if "random_seed" in dict(ask.sampling) else "greedy"
+
+
+def count_pair(counts: Counter, ask: Ask, request_id: int, circumstances: Circumstances, block: int,
+               reused: int) -> None:
+    """Which cell the pair is in, and how far along its axes."""
+    length = len(ask.prompt)
+    pauses = circumstances.pauses.get(request_id, ())
+    is_chunked = circumstances.chunk is not None and circumstances.chunk < length
+    counts[("alone" if circumstances.solitary else "batched", "contiguous" if length + ask.count <= block else "paged",
+            "chunked" if is_chunked else "whole", "paused" if pauses else "no pause", "hit" if reused else "miss",
+            kind_of(ask))] += 1
+    if is_chunked and circumstances.chunk:
+        counts["chunk blocks", circumstances.chunk // block] += 1
+    if reused:
+        counts["hit at block", reused // block if reused % block == 0 else "inside"] += 1
+    for place in pauses:
+        counts["pause at token", place] += 1
+
+
+def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Counter, list[str]]:
+    """Counts, and what differed."""
+    draw, counts, found = random.Random(seed), Counter(engines=1), []
+    family = draw.choice([one for one in FAMILIES for _ in range(CHANCES.get(one, 3))])
+    is_long, contiguous = draw.random() < 0.15, draw.random() < 0.3
+    block = WHOLE if contiguous else draw.choice([8, 8, 16, 32])
+    window = draw.choice([None, None, None, {"max_attention_window": draw.randint(9, 120)}])
+    if window and draw.random() < 0.4:
+        window["sink_token_length"] = draw.randint(1, 80)
+    options = {"dtype": draw.choice(["float32", "float32", "bfloat16", "float16"]), "kv_cache_options": window,
+               "deterministic": deterministic, "max_beam_width": WIDEST}
+    folder = make_checkpoint(family, parent)
+    reference = Laboratory(folder, tokens_per_block=WHOLE, **options)
+    lab = Laboratory(folder, tokens_per_block=block, reference=reference, **options)
+    vocab, longest = vocab_of(family), 200 if is_long else WHOLE - MOST_NEW - 1
+    text = [draw.randrange(vocab) for _ in range(longest + 1)]
+    unit = 8 if contiguous and not is_long else block       # one block of 64 holds boundaries of smaller ones
+    asks = {number: draw_ask(draw, vocab, unit, text, max(longest, unit)) for number in range(1, ASKS + 1)}
+    asks[1] = Ask(tuple(text), 2, context_logits=False)
+    for run in range(RUNS):
+        circumstances = draw_circumstances(draw, asks, block, contiguous)
+        differences = lab.differences(asks, circumstances)
+        for request_id, ask in asks.items():
+            count_pair(counts, ask, request_id, circumstances, block, lab.reused.get(request_id, 0))
+            counts["prompt", describe_length(len(ask.prompt), unit)] += 1
+        counts.update(pairs=len(asks), tokens=sum(ask.count for ask in asks.values()), different=len(differences))
+        if differences:
+            found.append(f"seed {seed}, run {run} (python -m tests.campaign.deterministic {seed}): {family}, blocks of "
+                         f"{block}, {options}, {circumstances}: {differences}")
+    counts["pauses"] = lab.num_pauses
+    lab.close()
+    reference.close()
+    return counts, found
+
+
+def run_here(seed: int) -> tuple[Counter, list[str]]:
+    with tempfile.TemporaryDirectory() as parent:
+        return run_seed(seed, Path(parent))
+
+
+def run(options: Options) -> Summary:
+    deadline = None if options.seconds is None else time.monotonic() + options.seconds
+    total, failures, running, next_seed = Counter(), [], deque[Future](), options.first_seed
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        while True:
+            late = deadline is not None and time.monotonic() > deadline
+            while len(running) < 2 * options.jobs and not (late or total["pairs"] >= ENOUGH[options.tier]):
+                running.append(pool.submit(run_here, next_seed))
+                next_seed += 1
+            if not running:
+                break
+            counts, found = running.popleft().result()
+            total += counts
+            failures += found
+    return Summary(f"T3: seeds {options.first_seed}..{next_seed - 1}: " + ", ".join(
+        f"{total[name]:,} {name}" for name in ("engines", "pairs", "tokens", "pauses", "different")),
+        failures, short(total, options.tier), [f"{axis}: {values}" for axis, values in along_axes(total)])
+
+
+def along_axes(total: Counter) -> list[tuple[str, str]]:
+    """How many pairs there were with a prompt of k blocks less one, a chunk of two blocks, and so on."""
+    axes = []
+    for name in ("prompt", "chunk blocks", "hit at block", "pause at token"):
+        values = sorted((key[1] for key in total if isinstance(key, tuple) and key[0] == name),
+                        key=lambda value: (isinstance(value, str), value))
+        axes.append((name, ", ".join(f"{total[name, value]:,} {value}" for value in values)))
+    return axes
+
+
+def is_possible(cell: tuple[str, ...]) -> bool:
+    """A chunk that is not the last is of whole blocks, so what is in one block is not cut."""
+    return not {"contiguous", "chunked"} <= set(cell)
+
+
+def short(total: Counter, tier: str) -> list[str]:
+    lines = []
+    if total["pairs"] < ENOUGH[tier]:
+        lines.append(f"{total['pairs']:,} of {ENOUGH[tier]:,} pairs")
+    wanted = PAIRS_OF_A_CELL[tier]
+    return lines + [f"{', '.join(cell)}: {total[cell]} of {wanted} pairs"
+                    for cell in filter(is_possible, product(*AXES)) if total[cell] < wanted]
+
+
+def main() -> int:
+    normal = "--normal" in sys.argv
+    with tempfile.TemporaryDirectory() as parent:
+        counts, found = run_seed(int(sys.argv[1]), Path(parent), not normal)
+    print(*found, f"{counts['pairs']} pairs, {counts['different']} different", sep="\n")
+    return int(bool(found) != normal)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""T16: what the checks that stay on in production cost an iteration of eight requests.
+
+Each check is taken out in turn, in one process: an iteration with it, one without it, and so on; its cost is the
+difference of the two medians. The loop is the real one around a scripted model, so that what is measured does not drown
+in the time of a real one. That of a real one is then measured for the share: the generation step of a small Llama in
+bf16 with random weights. All of it is processor time of one thread, which others on the machine do not count in.
+
+    check_totals        free + live == total                  check_rows     a row for each sequence of the step
+    check_plan          the rules of a plan                   token ids      each below the size of the vocabulary
+    overlooked          requests that no plan takes up        finite         logits, row by row; flags: what came of it
+    guards              around get, send, poll and stats: contain, time and count, and the heartbeat
+    heartbeat           of the step                           watchdog       who looks at it
+    ledger              bytes, deadlines and arrivals of requests, one of which comes and one goes in every iteration
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from threading import Thread
+from time import sleep, thread_time, thread_time_ns
+from typing import Any
+
+import numpy as np
+
+from batch_manager import InferenceRequest, gpt_manager
+from batch_manager.clock import SystemClock
+from batch_manager.loop import generation_loop, step_runner
+from batch_manager.loop.generation_loop import GenerationLoop
+from batch_manager.tools.host_benchmark import Setting, Stopwatch, make_loop
+
+from .registry import Options, Summary
+
+BATCH = 8
+SHARE = 0.01
+STEP_OF_A_GPU_US = 5000.0
+ON_A_CPU = "finite logits"
+A_PORTION = 5
+PAIRS = {"Q": 200, "F": 2_000, "C": 10_000}
+WARM_UP_ITERATIONS = 60
+WATCHDOG_WAKES = 40
+REAL_STEPS = 8
+
+SMALL_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "hidden_act": "silu", "torch_dtype": "bfloat16"}
+
+Replacement = tuple[object, str, Any]     # where, the name of the check, what stands in for it
+
+
+def nothing(*_: object, **__: object) -> None:
+    """A check that is not there."""
+
+
+def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
+    """check -> what to put in its place."""
+    callbacks, runner = loop.callbacks, loop._runner
+    return {
+        "check_totals": [(generation_loop, "check_totals", nothing)],
+        "check_plan": [(generation_loop, "check_plan", nothing)],
+        "overlooked": [(loop._overlooked, "look", nothing)],
+        "check_rows": [(step_runner, "check_rows", nothing)],
+        "token ids": [(runner, "_without_invalid_tokens", lambda output: output)],
+        "guards": [(callbacks, "get", callbacks._get), (callbacks, "send", callbacks._send),
+                   (callbacks, "poll_stops", callbacks._poll), (callbacks, "return_stats", callbacks._stats)],
+        "heartbeat": [(runner, "_beat", nothing)],
+    }
+
+
+@contextmanager
+def without(replaced: list[Replacement]) -> Iterator[None]:
+    before = [(where, name, vars(where).get(name)) for where, name, _ in replaced]
+    for where, name, instead in replaced:
+        setattr(where, name, instead)
+    try:
+        yield
+    finally:
+        for where, name, was in before:
+            if was is None:
+                delattr(where, name)
+            else:
+                setattr(where, name, was)
+
+
+def new_loop(iterations: int) -> GenerationLoop:
+    """A loop in which BATCH requests generate, past its warm-up."""
+    setting = Setting(batch=BATCH, iterations=iterations + WARM_UP_ITERATIONS, streaming=False,
+                      policy="max_utilization")
+    loop, _ = make_loop(setting, Stopwatch())
+    for holder in (loop, loop.reporter):                          # its stopwatches are not wanted here
+        for name in [name for name, value in vars(holder).items() if getattr(value, "__name__", "") == "timed"]:
+            delattr(holder, name)
+    for _ in range(WARM_UP_ITERATIONS):
+        loop.step(accept_new=True)
+    return loop
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of an iteration: the difference of the medians, and of the first deciles, which a busy machine
+    disturbs least; whole: the first decile of the iteration with the check."""
+
+    by_median: float
+    by_decile: float
+    whole: float = 0.0
+
+    @staticmethod
+    def of(present: list[int], absent: list[int]) -> "Cost":
+        medians, deciles = ([quantiles(taken, n=10)[place] / 1e3 for taken in (present, absent)] for place in (4, 0))
+        return Cost(medians[0] - medians[1], deciles[0] - deciles[1], deciles[0])
+
+
+def timed(what: Callable[[], object]) -> int:
+    """Nanoseconds of processor time."""
+    began = thread_time_ns()
+    what()
+    return thread_time_ns() - began
+
+
+def cost(check: str, pairs: int) -> Cost:
+    """What a check takes of an iteration."""
+    portions = -(-pairs // A_PORTION)
+    loop = new_loop(2 * portions * (A_PORTION + 1))
+    replaced = replacements(loop)[check]
+    present: list[int] = []
+    absent: list[int] = []
+
+    def run_a_portion(taken: list[int]) -> None:
+        loop.step(accept_new=True)                  # the interpreter finds its shortcuts again
+        taken += [timed(partial(loop.step, accept_new=True)) for _ in range(A_PORTION)]
+
+    for portion in range(portions):
+        if portion % 2:                             # who is first changes, too
+            run_a_portion(present)
+        with without(replaced):
+            run_a_portion(absent)
+        if not portion % 2:
+            run_a_portion(present)
+    loop.backend.close()
+    return Cost.of(present, absent)
+
+
+def ledger_cost(pairs: int) -> Cost:
+    """One request comes and one goes: once in sixteen iterations where eight have 128 tokens to generate each."""
+    intake = new_loop(1).intake
+    admitted = intake._admission.admit(InferenceRequest(10**6, {"input_ids": [1] * 16, "request_output_len": 4}))
+
+    def come_and_go() -> None:
+        intake._accept(admitted)
+        intake.forget(10**6)
+        intake._arrived.clear()
+
+    return Cost.of([timed(come_and_go) for _ in range(pairs)], [timed(nothing) for _ in range(pairs)])
+
+
+def watchdog_us(iteration_us: float) -> float:
+    """Processor time of the watchdog in one iteration: it wakes four times in hang_warning_s."""
+    default_s, quick_s = 30.0, 0.02
+    control = gpt_manager._Control(SystemClock(), quick_s)
+    spent: list[float] = []
+
+    def watch() -> None:
+        began = thread_time()
+        gpt_manager._watch(control)
+        spent.append(thread_time() - began)
+
+    thread = Thread(target=watch)
+    thread.start()
+    for _ in range(WATCHDOG_WAKES):
+        control.beat("loop", control.clock.monotonic())
+        sleep(quick_s / 4)
+    control.stopped.set()
+    thread.join()
+    return spent[0] * 1e6 / WATCHDOG_WAKES * iteration_us / (default_s / 4 * 1e6)
+
+
+def finite_costs(pairs: int) -> dict[str, Cost]:
+    """A look at the maxima of a step's logits, which on a GPU the sampling kernel takes; and at the flags."""
+    import torch
+
+    maxima, others, flags = torch.ones(BATCH), np.ones(BATCH, bool), np.ones(BATCH, bool)
+    idle = [timed(nothing) for _ in range(pairs)]
+    return {ON_A_CPU: Cost.of([timed(lambda: others & maxima.isfinite().numpy()) for _ in range(pairs)], idle),
+            "finite flags": Cost.of([timed(lambda: flags.all()) for _ in range(pairs)], idle)}
+
+
+def real_iteration_us() -> float:
+    """Median microseconds of a generation step of eight sequences with 128 tokens behind them, on one thread."""
+    import torch
+
+    from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
+    from batch_manager.handover import SlotSetup
+    from batch_manager.runtime import layouts
+    from batch_manager.runtime.native_backend import build_native_backend
+    from batch_manager.tools.deterministic_benchmark import Sequences
+
+    context, threads = 128, torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SMALL_LLAMA))
+        backend = build_native_backend(folder, TrtGptModelOptionalParams(
+            device="cpu", dtype="bfloat16", load_format="dummy", max_batch_size=BATCH, max_seq_len=512,
+            num_threads=1, kv_cache_config=KvCacheConfig(max_tokens=BATCH * 512)),
+            layout=layouts.fused, num_slots=BATCH)
+    try:
+        sequences = Sequences(backend, BATCH, 512, SlotSetup())
+        sequences.run_context(context)
+        taken = []
+        for _ in range(REAL_STEPS):
+            began = thread_time()
+            sequences.generate()
+            taken.append(thread_time() - began)
+    finally:
+        backend.close()
+        torch.set_num_threads(threads)
+    return 1e6 * median(taken[2:])
+
+
+def run(options: Options) -> Summary:
+    pairs = PAIRS[options.tier]
+    costs = {check: cost(check, pairs) for check in replacements(new_loop(1))}
+    host = median(taken.whole for taken in costs.values())
+    real = real_iteration_us()
+    watchdog = watchdog_us(real)
+    costs |= {"ledger": ledger_cost(pairs), **finite_costs(pairs), "watchdog": Cost(watchdog, watchdog)}
+    by_median = sum(max(taken.by_median, 0.0) for taken in costs.values())
+    total = sum(max(taken.by_decile, 0.0) for taken in costs.values())
+    on_a_gpu = total - max(costs[ON_A_CPU].by_decile, 0.0)
+    parts = ", ".join(f"{check} {taken.by_decile:.1f} ({taken.by_median:.1f})"
+                      for check, taken in sorted(costs.items(), key=lambda item: -item[1].by_decile))
+    summary = Summary(
+        f"T16: checks in an iteration of {BATCH} requests: {total:.1f} us by first deciles ({by_median:.1f} by medians)"
+        f": {parts}; that is {total / real:.2%} of {real / 1e3:.1f} ms (Llama of 135M, bf16, one thread of this CPU), "
+        f"and without what only a CPU does {on_a_gpu / STEP_OF_A_GPU_US:.2%} of 5 ms; the loop and the scripted model "
+        f"take {host:.0f} us")
+    if total > SHARE * real:
+        summary.failures.append(f"the checks take {total:.0f} us, more than {SHARE:.0%} of {real:.0f} us: "
+                                "python -m tests.campaign --suite T16")
+    if on_a_gpu > SHARE * STEP_OF_A_GPU_US:
+        summary.short.append(f"{on_a_gpu:.0f} us are more than {SHARE:.0%} of a step of 5 ms")
+    return summary

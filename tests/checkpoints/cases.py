@@ -1,0 +1,114 @@
+"""From a key to a checkpoint folder's files.
+
+17                    what seed 17 draws
+cut-17                the 17th of all truncations
+large-FILE-TEXT       megabytes of JSON in the place of the config, the header or the index
+honest-FAMILY         nothing is wrong with it
+"""
+
+from bisect import bisect_right
+from functools import cache
+from itertools import accumulate
+from random import Random
+
+from .damage_bytes import LARGE_TEXTS, damage_bytes, stand_in
+from .damage_structure import damage_config, damage_header, damage_index
+from .entries import Bytes, Entry
+from .honest import CONFIG, FAMILIES, INDEX, SINGLE, Draft, TensorFile, honest
+
+MEGABYTES = 4.2
+DTYPES = ("F32", "F16", "BF16")
+CUT = "cut-"
+
+
+STRUCTURAL = {"config": damage_config, "header": damage_header, "index": damage_index}
+
+
+@cache
+def honest_files(*base) -> dict[str, Entry]:
+    """What `honest` of the same arguments is when it is written down."""
+    return {name: Bytes(data, lasts=True) for name, data in honest(*base).to_files().items()}
+
+
+def case(key: str) -> dict[str, Entry]:
+    kind, _, rest = key.partition("-")
+    if kind == "honest":
+        return honest_files(rest, "BF16", False, True, True)
+    if kind == "large":
+        return _large(*rest.split("-", 1))
+    return _cut(int(rest)) if kind == "cut" else _damaged(int(key))
+
+
+def _damaged(seed: int) -> dict[str, Entry]:
+    """One thing is damaged, now and then two or three, seldom none."""
+    random = Random(seed)
+    base = (random.choice(list(FAMILIES)), random.choice(DTYPES), random.random() < 0.4, random.random() < 0.5,
+            random.random() < 0.5)
+    damages = random.choices((0, 1, 2, 3), (2, 75, 18, 5))[0]
+    kinds = random.choices(("config", "header", "index", "bytes", "place"), (22, 33, 8, 35, 2), k=damages)
+    structural = [kind for kind in kinds if kind in STRUCTURAL]
+    draft = _copy(honest(*base)) if structural else None
+    for kind in structural:
+        STRUCTURAL[kind](draft, random)
+    files: dict[str, Entry] = dict(honest_files(*base))
+    if draft is not None:
+        rendered = draft.to_files()
+        files = {name: files[name] if name in files and files[name].data == data else Bytes(data)
+                 for name, data in rendered.items()}
+    for _ in range(kinds.count("bytes")):
+        name = random.choice(sorted(files))
+        files[name] = Bytes(damage_bytes(files[name].data, random))
+    for _ in range(kinds.count("place")):
+        stand_in(files, random)
+    return files
+
+
+def _copy(draft: Draft) -> Draft:
+    files = {name: TensorFile([(entry, dict(fields)) for entry, fields in file.entries], file.data)
+             for name, file in draft.files.items()}
+    return Draft(draft.family, list(draft.config), files, list(draft.weight_map))
+
+
+def _cut_bases() -> list[tuple]:
+    return [(family, "F16", sharded, False, True) for family in FAMILIES for sharded in (False, True)]
+
+
+@cache
+def _cuttable() -> tuple[list[tuple[dict[str, Entry], str]], list[int]]:
+    """Every file of one checkpoint of each family, whole and in shards, and how many truncations lie before each: one
+    at each byte of JSON and of a header, its length included, and one inside the data."""
+    places, counts = [], []
+    for base in _cut_bases():
+        files = honest_files(*base)
+        for name, entry in files.items():
+            places.append((files, name))
+            is_json = name.endswith(".json")
+            counts.append(len(entry.data) if is_json else 10 + int.from_bytes(entry.data[:8], "little"))
+    return places, list(accumulate(counts, initial=0))
+
+
+def num_cuts() -> int:
+    return _cuttable()[1][-1]
+
+
+def cuts_of(family: str) -> range:
+    """The numbers of the truncations of one family's checkpoints."""
+    places, starts = _cuttable()
+    files = [honest_files(*base) for base in _cut_bases() if base[0] == family]
+    numbers = [number for number, (of, _) in enumerate(places) if any(of is one for one in files)]
+    return range(starts[numbers[0]], starts[numbers[-1] + 1])
+
+
+def _cut(number: int) -> dict[str, Entry]:
+    places, starts = _cuttable()
+    which = bisect_right(starts, number) - 1
+    files, name = places[which]
+    return {**files, name: Bytes(files[name].data[: number - starts[which]])}
+
+
+def _large(file: str, text: str) -> dict[str, Entry]:
+    data = LARGE_TEXTS[text](int(MEGABYTES * 2**20))
+    if file == "header":
+        data = len(data).to_bytes(8, "little") + data
+    name = {"config": CONFIG, "header": SINGLE, "index": INDEX}[file]
+    return {**honest_files("llama", "F32", file == "index", False, False), name: Bytes(data)}

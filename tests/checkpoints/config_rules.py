@@ -1,0 +1,238 @@
+"""What a configuration means, by rules of its own: the second opinion on `batch_manager.models`.
+
+Written from what the families are, not from the product's source. Where the rules do not reach they say `Unsure`.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+ARCHITECTURES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
+                 "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
+               "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
+FOREIGN = {"auto_map": [], "quantization_config": [], "pretraining_tp": [1], "final_logit_softcapping": [],
+           "num_local_experts": [0, 1], "is_encoder_decoder": [False], "pruned_heads": [{}], "clip_qkv": [],
+           "use_mrope": [False], "partial_rotary_factor": [1], "no_rope_layers": [[]], "attention_multiplier": []}
+# Rotary parameters whose meaning is known here -> the name in the refusal; None: they are fine.
+ROTARY: list[tuple[dict[str, Any], str | None]] = [
+    ({"rope_type": "default"}, None), ({"type": "linear", "factor": 2.0}, None),
+    ({"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-30, "mscale": 0, "mscale_all_dim": 0.5}, None),
+    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, None),
+    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "high_freq_factor"),
+    ({"type": "linear"}, "factor"), ({"type": "linear", "factor": -2.0}, "factor"),
+    ({"type": "linear", "factor": "2"}, "factor"), ({"rope_type": "longrope"}, "longrope"),
+    ({"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-305}, "beta_slow"),
+    ({"rope_type": "yarn", "factor": 4.0, "mscale": -0.5}, "mscale"),
+    ({"rope_type": "yarn", "factor": 1e200}, "factor"), ({"rope_type": "yarn", "truncate": 1}, "truncate"),
+    ({"rope_type": 7}, "rope_type"), ({"rope_type": "default", "mrope_section": [1]}, "mrope_section"),
+    ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+]
+_REQUIRED = object()
+
+
+class Unsure(Exception):
+    """The rules do not say whether this is right."""
+
+
+class _Fields:
+    """Typed reading that goes on behind a fault and keeps the names of all."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.faults = config, []
+
+    def take(self, name: str, good: Callable[[Any], bool], default: Any = _REQUIRED) -> Any:
+        value = self.config.get(name)
+        if value is None and default is not _REQUIRED:
+            return default
+        if value is None or not good(value):
+            self.faults.append(name)
+            return None
+        return value
+
+    def size(self, name: str, limit: int, default: Any = _REQUIRED, minimum: int = 1) -> Any:
+        return self.take(name, lambda value: type(value) is int and minimum <= value <= limit, default)
+
+    def number(self, name: str, default: float) -> Any:
+        value = self.take(name, lambda value: type(value) in (int, float) and 1e-30 <= value <= 1e30, default)
+        return None if value is None else float(value)
+
+    def flag(self, name: str, default: bool) -> Any:
+        return self.take(name, lambda value: type(value) is bool, default)
+
+    def one_of(self, name: str, known: dict[str, Any], default: Any) -> Any:
+        return known.get(self.take(name, lambda value: type(value) is str and value in known, default))
+
+    def texts(self, name: str) -> list[str]:
+        return self.take(name, lambda value: type(value) is list and all(type(item) is str for item in value), []) or []
+
+
+def read_config(config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """What is wrong, by name, and where nothing is: the attributes that a ModelSpec must have."""
+    fields = _Fields(config)
+    names = config.get("architectures")
+    if type(names) is not list or len(names) != 1 or type(names[0]) is not str or names[0] not in ARCHITECTURES:
+        return ["architectures"], {}
+    family = ARCHITECTURES[names[0]]
+    for name, neutral in FOREIGN.items():
+        value = config.get(name)
+        if value is not None and not any(value == good and type(value) in (type(good), int, float)
+                                         for good in neutral):
+            fields.faults.append(name)
+    kinds = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "auto": None, None: None}
+    kinds |= {f"torch.{kind}": meaning for kind, meaning in kinds.items() if kind}
+    dtype = fields.one_of("dtype" if config.get("dtype") is not None else "torch_dtype", kinds, None)
+    read = _read_gpt2 if family == "gpt2" else _read_decoder
+    numbers = {"architecture": names[0], "dtype": dtype, **read(fields, family)}
+    return fields.faults or _misfits(numbers), numbers
+
+
+def _read_gpt2(fields: _Fields, family: str) -> dict[str, Any]:
+    _refuse_windows(fields)
+    if fields.flag("scale_attn_weights", True) is False:
+        fields.faults.append("scale_attn_weights")
+    for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
+        if fields.flag(name, False):
+            fields.faults.append(name)
+    layers, heads = fields.size("n_layer", 4096), fields.size("n_head", 4096)
+    hidden = fields.size("n_embd", 2**20)
+    if heads and hidden and hidden % heads:
+        fields.faults.append("n_embd")
+    return {"num_layers": layers, "num_heads": heads, "num_kv_heads": heads, "hidden_size": hidden,
+            "head_size": hidden // heads if heads and hidden else None, "windows": (None,) * (layers or 0),
+            "intermediate_size": fields.size("n_inner", 2**22, 4 * (hidden or 0)),
+            "vocab_size": fields.size("vocab_size", 2**24),
+            "max_position_embeddings": fields.size("n_positions", 2**24, 1024),
+            "norm_epsilon": fields.number("layer_norm_epsilon", 1e-5),
+            "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
+            "activation": fields.one_of("activation_function", ACTIVATIONS, "gelu_new"),
+            "rotary": None, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": False}
+
+
+def _read_decoder(fields: _Fields, family: str) -> dict[str, Any]:
+    layers, heads = fields.size("num_hidden_layers", 4096), fields.size("num_attention_heads", 4096)
+    hidden = fields.size("hidden_size", 2**20)
+    head_size = fields.size("head_dim", 2**20, 128 if family == "qwen3" else 0)
+    if head_size == 0 and heads and hidden:
+        head_size = hidden // heads
+        if hidden % heads:
+            fields.faults.append("hidden_size")
+    attention_bias = family in ("llama", "qwen3") and fields.flag("attention_bias", False)
+    if family == "llama":
+        _refuse_windows(fields)
+    windows = (_mistral_windows if family == "mistral" else _qwen_windows if "qwen" in family
+               else lambda fields, layers: (None,) * layers)(fields, layers or 0)
+    numbers = {
+        "num_layers": layers, "num_heads": heads, "num_kv_heads": fields.size("num_key_value_heads", 4096, heads),
+        "hidden_size": hidden, "head_size": head_size, "windows": windows,
+        "intermediate_size": fields.size("intermediate_size", 2**20), "vocab_size": fields.size("vocab_size", 2**24),
+        "max_position_embeddings": fields.size("max_position_embeddings", 2**24, POSITIONS[family]),
+        "norm_epsilon": fields.number("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "activation": fields.one_of("hidden_act", ACTIVATIONS, "silu"),
+        "qkv_bias": family == "qwen2" or attention_bias, "out_bias": attention_bias,
+        "mlp_bias": family == "llama" and fields.flag("mlp_bias", False), "qk_norm": family == "qwen3"}
+    numbers["theta"] = _read_rotary(fields)
+    return numbers
+
+
+def _refuse_windows(fields: _Fields) -> None:
+    if fields.config.get("sliding_window") is not None and fields.flag("use_sliding_window", True):
+        fields.faults.append("sliding_window")
+    if set(fields.texts("layer_types")) - {"full_attention"}:
+        fields.faults.append("layer_types")
+
+
+def _mistral_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
+    window = fields.size("sliding_window", 2**40, None if "sliding_window" in fields.config else 4096)
+    if set(fields.texts("layer_types")) - {"full_attention" if window is None else "sliding_attention"}:
+        fields.faults.append("layer_types")
+    return (window,) * layers
+
+
+def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
+    slides = fields.flag("use_sliding_window", False)
+    window = fields.size("sliding_window", 2**40, 4096) if slides else None
+    first = fields.size("max_window_layers", 2**40, 28, minimum=0) or 0
+    kinds = fields.texts("layer_types")
+    if fields.config.get("layer_types") is None:
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if (len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}
+            or "sliding_attention" in kinds and not slides):
+        fields.faults.append("layer_types")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _read_rotary(fields: _Fields) -> float | None:
+    """The base of the frequencies where nothing scales them, else None."""
+    theta = fields.number("rope_theta", 10000.0)
+    if fields.config.get("rope_scaling") in (None, {}):
+        given = fields.config.get("rope_parameters")
+        name = "rope_parameters"
+    else:
+        given, name = fields.config["rope_scaling"], "rope_scaling"
+    if given in (None, {}):
+        return theta
+    if type(given) is not dict:
+        fields.faults.append(name)
+        return None
+    for known, fault in ROTARY:
+        if json.dumps(known) == json.dumps(given) and "original_max_position_embeddings" not in fields.config:
+            fields.faults += [fault] if fault else []
+            return None
+    raise Unsure("rotary parameters that are not in the table")
+
+
+def _misfits(numbers: dict[str, Any]) -> list[str]:
+    """Numbers that are fine alone and not together."""
+    heads, kv_heads, size, hidden = (numbers[name] for name in ("num_heads", "num_kv_heads", "head_size",
+                                                                 "hidden_size"))
+    faults = ["num_key_value_heads"] if heads % kv_heads else []
+    if "rotary" not in numbers:
+        faults += ["head size"] if size % 2 else []
+        faults += ["max_position_embeddings"] if numbers["max_position_embeddings"] * size > 2**27 else []
+    a_layer = 2 * (heads + kv_heads) * size * hidden + 2 * numbers["intermediate_size"] * hidden
+    if numbers["num_layers"] * a_layer + numbers["vocab_size"] * hidden > 2**44:
+        faults.append("weights")
+    return faults
+
+
+def expected_tensors(numbers: dict[str, Any], prefixed: bool):
+    """(name, shape) of every tensor that a model of these numbers asks for, one after the other."""
+    get = numbers.__getitem__
+    hidden, inner, vocab = get("hidden_size"), get("intermediate_size"), get("vocab_size")
+    if get("architecture") == "GPT2LMHeadModel":
+        prefix = "transformer." if prefixed else ""
+        yield f"{prefix}wte.weight", (vocab, hidden)
+        yield f"{prefix}wpe.weight", (get("max_position_embeddings"), hidden)
+        for layer in range(get("num_layers")):
+            name = f"{prefix}h.{layer}"
+            for norm in ("ln_1", "ln_2"):
+                yield from ((f"{name}.{norm}.{kind}", (hidden,)) for kind in ("weight", "bias"))
+            for part, shape in (("attn.c_attn", (hidden, 3 * hidden)), ("attn.c_proj", (hidden, hidden)),
+                                ("mlp.c_fc", (hidden, inner)), ("mlp.c_proj", (inner, hidden))):
+                yield f"{name}.{part}.weight", shape
+                yield f"{name}.{part}.bias", shape[1:]
+        yield from ((f"{prefix}ln_f.{kind}", (hidden,)) for kind in ("weight", "bias"))
+    else:
+        yield "model.embed_tokens.weight", (vocab, hidden)
+        yield "model.norm.weight", (hidden,)
+        queries, keys = get("num_heads") * get("head_size"), get("num_kv_heads") * get("head_size")
+        for layer in range(get("num_layers")):
+            name = f"model.layers.{layer}"
+            yield f"{name}.input_layernorm.weight", (hidden,)
+            yield f"{name}.post_attention_layernorm.weight", (hidden,)
+            for part, shape, bias in (
+                    ("self_attn.q_proj", (queries, hidden), "qkv_bias"),
+                    ("self_attn.k_proj", (keys, hidden), "qkv_bias"), ("self_attn.v_proj", (keys, hidden), "qkv_bias"),
+                    ("self_attn.o_proj", (hidden, queries), "out_bias"), ("mlp.gate_proj", (inner, hidden), "mlp_bias"),
+                    ("mlp.up_proj", (inner, hidden), "mlp_bias"),
+                    ("mlp.down_proj", (hidden, inner), "mlp_bias")):
+                yield f"{name}.{part}.weight", shape
+                if get(bias):
+                    yield f"{name}.{part}.bias", shape[:1]
+            if get("qk_norm"):
+                yield from ((f"{name}.self_attn.{which}_norm.weight", (get("head_size"),)) for which in "qk")
+    if not get("tie_word_embeddings"):
+        yield "lm_head.weight", (vocab, hidden)

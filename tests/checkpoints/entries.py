@@ -1,0 +1,90 @@
+"""What can stand in a checkpoint folder, and a folder that becomes what is asked for with the fewest writes."""
+
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A file. `lasts`: it will be wanted again and again."""
+
+    data: bytes
+    lasts: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A symbolic link. A target with a slash leads out of the folder or nowhere."""
+
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """Something that is no file: "pipe", "folder", "socket"."""
+
+    kind: str
+
+
+Entry = Bytes | Link | Special
+
+
+class Place:
+    """A folder on disk, and a store beside it of files that last: they are linked from it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._written = path, {}
+        self._store, self._stored = path.with_name(f"{path.name}-store"), {}
+        for folder in (self.path, self._store):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+    def become(self, files: Mapping[str, Entry]) -> None:
+        for name in self._written.keys() - files.keys():
+            self._remove(name)
+        for name, entry in files.items():
+            if self._written.get(name) != entry:
+                self._write(name, entry)
+
+    def _remove(self, name: str) -> None:
+        path = f"{self.path}/{name}"
+        if self._written.pop(name) == Special("folder"):
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+
+    def _write(self, name: str, entry: Entry) -> None:
+        if name in self._written:       # a file that somebody maps is replaced, not written into
+            self._remove(name)
+        path = f"{self.path}/{name}"
+        if isinstance(entry, Bytes) and entry.lasts:
+            if entry not in self._stored:
+                self._stored[entry] = f"{self._store}/{len(self._stored)}"
+                _write_file(self._stored[entry], entry.data)
+            os.link(self._stored[entry], path)
+        elif isinstance(entry, Bytes):
+            _write_file(path, entry.data)
+        elif isinstance(entry, Link):
+            os.symlink(entry.target, path)
+        elif entry.kind == "pipe":
+            os.mkfifo(path)
+        elif entry.kind == "folder":
+            os.mkdir(path)
+        else:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path)
+        self._written[name] = entry
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path)
+        shutil.rmtree(self._store)
+
+
+def _write_file(path: str, data: bytes) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    os.write(file, data)
+    os.close(file)

@@ -1,0 +1,197 @@
+"""One checkpoint: what the product makes of it, and whether that is right."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
+from batch_manager.errors import ModelLoadError
+from batch_manager.models import registry
+from batch_manager.models.model_spec import ModelSpec
+from batch_manager.weights.folder import CheckpointFolder
+from batch_manager.weights.safetensors_source import SafetensorsWeights
+
+from .cases import case
+from .config_rules import expected_tensors
+from .entries import Bytes, Entry, Place
+from .rules import Bad, Good, judge
+from .watch import Resources, Stopwatch, audited, differences, forget_peak
+
+WHOLE_EVERY = 400                     # one in so many is also loaded through the whole constructor
+LARGEST_SHOWN = 4000                  # characters of a message; a path alone may have 4,096
+LARGE = 2**19                         # bytes; larger ones are allowed memory of their own
+SMALL_POSITIONS = 4096                # tables of positions are the model's memory, not the reader's
+PORTION = 50
+SECONDS_TO_LEAVE = 5.0
+WARMING = ("cut-5", *map(str, range(20)))
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums over checkpoints: `ends` says how many were right, refused or undecided by the rules."""
+
+    files: int = 0
+    whole: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    failed: list[tuple[str, list[str]]] = field(default_factory=list)
+
+    def add(self, other: "Counts") -> None:
+        self.files += other.files
+        self.whole += other.whole
+        self.ends += other.ends
+        self.failed += other.failed
+
+
+class Bench:
+    """A folder in memory, and trials in it one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.place = Place(path)
+        for architecture in registry.known_architectures():        # what is imported and allocated once for all
+            registry.find_model(architecture)
+        for seed in WARMING:
+            self.place.become(case(seed))
+            self._try(seed, whole=True)
+
+    def run(self, keys: list[str]) -> Counts:
+        """Resources are looked at after a portion; where it took too much, one by one."""
+        counts = Counts()
+        for start in range(0, len(keys), PORTION):
+            self._portion(keys[start : start + PORTION], counts)
+        return counts
+
+    def _portion(self, keys: list[str], counts: Counts) -> None:
+        wrong, large = {}, []
+        forget_peak()
+        before = Resources.now()
+        for key in keys:
+            files = case(key)
+            self.place.become(files)
+            whole = key.isdigit() and int(key) % WHOLE_EVERY == 0
+            end, wrong[key] = self._try(key, whole, files)
+            large += [key] if num_bytes(files) > LARGE else []
+            counts.ends[end] += 1
+            counts.whole += whole
+        for key in keys if not large and differences(before, Resources.now(), 0) else large:
+            wrong[key] += self.resources(key)
+        counts.files += len(keys)
+        counts.failed += [(key, found) for key, found in wrong.items() if found]
+
+    def resources(self, key: str) -> list[str]:
+        """What this one takes too much of."""
+        files = case(key)
+        self.place.become(files)
+        forget_peak()
+        before = Resources.now()
+        outcome = outcome_of(self.place.path)
+        text = str(outcome) if isinstance(outcome, Exception) else ""
+        del outcome
+        return [f"{found}; {text}" for found in differences(before, Resources.now(), num_bytes(files))]
+
+    def _try(self, key: str, whole: bool, files: Mapping[str, Entry] | None = None) -> tuple[str, list[str]]:
+        files = case(key) if files is None else files
+        with audited(self.place.path) as deeds:
+            watch = Stopwatch()
+            outcome = outcome_of(self.place.path)
+            slow = watch.too_long()
+        verdict = judge(files)
+        wrong = [*deeds, *slow, *compare(self.place.path, verdict, outcome)]
+        if whole:
+            wrong += whole_way(self.place.path, outcome)
+        return ("undecided" if verdict is None else type(verdict).__name__.lower()), wrong
+
+
+
+def num_bytes(files: Mapping[str, Entry]) -> int:
+    return sum(len(entry.data) for entry in files.values() if isinstance(entry, Bytes))
+
+
+def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | BaseException:
+    """What the loader reads, without the layers that it would put the tensors into."""
+    try:
+        opened = CheckpointFolder(folder)
+        _, spec = registry._read_spec(opened)
+        weights = SafetensorsWeights(opened, torch.device("cpu"), torch.float32)
+        numbers = {name: getattr(spec, name) for name in ModelSpec.__slots__}
+        tensors = {name: weights.tensor(name, shape)
+                   for name, shape in expected_tensors(numbers, weights.has("transformer.wte.weight"))}
+        if spec.tie_word_embeddings:
+            weights.tied("lm_head.weight", next(iter(tensors)))
+        weights.finish(registry.find_model(spec.architecture).harmless_tensors)
+        return spec, tensors
+    except BaseException as fault:
+        return fault.with_traceback(None)
+
+
+def compare(folder: Path, verdict: Good | Bad | None, outcome: Any) -> list[str]:
+    """What is wrong with the outcome."""
+    if not isinstance(outcome, tuple):
+        return compare_refusal(folder, verdict, outcome)
+    if isinstance(verdict, Bad):
+        return [f"was read, although {verdict.faults[:5]} is wrong"]
+    if verdict is None:
+        return []
+    spec, tensors = outcome
+    wrong = [f"{name} is {getattr(spec, name)!r:.100}, should be {value!r:.100}"
+             for name, value in verdict.numbers.items()
+             if name != "theta" and (getattr(spec, name), type(getattr(spec, name))) != (value, type(value))]
+    theta = verdict.numbers.get("theta")
+    if theta is not None and spec.rotary.theta != theta:
+        wrong.append(f"the base of the frequencies is {spec.rotary.theta}, should be {theta}")
+    if tensors.keys() != verdict.tensors.keys():
+        return [*wrong, "other tensors than the file has"]
+    return wrong + [f"{name} has other values than the file" for name, tensor in tensors.items()
+                    if not np.array_equal(tensor.numpy(), verdict.tensors[name], equal_nan=True)]
+
+
+def compare_refusal(folder: Path, verdict: Good | Bad | None, refusal: BaseException) -> list[str]:
+    text = str(refusal)
+    if not isinstance(refusal, ModelLoadError):
+        return [f"raised {refusal!r:.300} instead of a ModelLoadError"]
+    wrong = []
+    if isinstance(verdict, Good):
+        wrong.append(f"nothing is wrong with it, and it was refused: {text:.500}")
+    if not text.isprintable() or len(text) > LARGEST_SHOWN:
+        wrong.append(f"the message has {len(text):,} characters: {text!r:.300}")
+    if str(folder) not in text:
+        wrong.append(f"the message does not say which file: {text:.300}")
+    elif isinstance(verdict, Bad) and not any(file in text and name in text for file, name in verdict.faults):
+        wrong.append(f"the message names none of {verdict.faults[:5]}: {text:.300}")
+    return wrong
+
+
+def whole_way(folder: Path, outcome: Any) -> list[str]:
+    """What GptManager's constructor does with it: the same refusal, or an engine that ends well."""
+    if isinstance(outcome, tuple) and not 2 <= outcome[0].max_position_embeddings <= SMALL_POSITIONS:
+        return []
+    before = Resources.now().threads
+    try:
+        manager = GptManager(
+            folder, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, lambda _: [],
+            lambda *_: None, optional_params=TrtGptModelOptionalParams(
+                kv_cache_config=KvCacheConfig(max_tokens=64, tokens_per_block=16), max_batch_size=2, max_num_tokens=16,
+                max_seq_len=2, device="cpu", dtype="float32"))
+    except BaseException as fault:
+        if isinstance(outcome, tuple):
+            return [f"the reader took it, the constructor raised {fault!r:.300}"]
+        if type(fault) is not type(outcome):
+            return [f"the reader said {outcome!r:.300}, the constructor {fault!r:.300}"]
+        return _threads_beyond(before)
+    ended = manager.shutdown(drain=True, timeout=20)
+    if ended and isinstance(outcome, tuple):
+        return _threads_beyond(before)
+    return [f"the constructor took it, the reader said {outcome!r:.300}"]
+
+
+def _threads_beyond(before: int) -> list[str]:
+    """A thread that was waited for may need a moment more to leave the process."""
+    deadline = time.monotonic() + SECONDS_TO_LEAVE
+    while (now := Resources.now().threads) != before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return [] if now == before else [f"the constructor left {now - before} threads"]

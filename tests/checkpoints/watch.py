@@ -1,0 +1,111 @@
+"""What reading a checkpoint may do to the process: open files of its folder, and nothing else."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batch_manager.weights import safetensors_source
+
+CPU_SECONDS, MEBIBYTES = 1.0, 64
+READING = {"open"}                    # every other audited event is one too many
+
+
+@dataclass(slots=True)
+class _Armed:
+    folder: str | None = None
+    thread: int = 0
+    deeds: list[str] = field(default_factory=list)
+
+
+_armed, _hooked = _Armed(), False
+
+
+def _hook(event: str, arguments: tuple) -> None:
+    if _armed.folder is None or threading.get_ident() != _armed.thread:
+        return
+    if event in READING:
+        path, mode, flags = arguments
+        path = os.fsdecode(path) if isinstance(path, str | bytes) else repr(path)
+        inside = os.path.dirname(path) == _armed.folder and not os.path.islink(path)
+        if inside and mode in ("r", "rb") and not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+            return
+    _armed.deeds.append(f"{event} {arguments!r:.200}")
+
+
+@contextmanager
+def audited(folder: Path) -> Iterator[list[str]]:
+    """Whatever this thread does in the meantime beyond reading regular files of the (resolved) folder, in words.
+
+    An audit hook stays for ever; outside of this it returns at once. The library opens its file without an audit
+    event, so the call is one.
+    """
+    global _hooked
+    if not _hooked:
+        sys.addaudithook(_hook)
+        _hooked = True
+    real = safetensors_source.safe_open
+
+    def safe_open(path, **options):
+        sys.audit("open", str(path), "rb", os.O_RDONLY)
+        return real(path, **options)
+
+    deeds: list[str] = []
+    _armed.deeds, _armed.thread = deeds, threading.get_ident()
+    safetensors_source.safe_open = safe_open
+    _armed.folder = str(folder)
+    try:
+        yield deeds
+    finally:
+        _armed.folder = None
+        safetensors_source.safe_open = real
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the process holds. Memory in bytes: now, and the most since `forget_peak`."""
+
+    threads: int
+    files: int
+    resident: int
+    peak: int
+
+    @staticmethod
+    def now() -> "Resources":
+        with open("/proc/self/status") as status:
+            lines = dict(line.split(":", 1) for line in status)
+        return Resources(int(lines["Threads"]), len(os.listdir("/proc/self/fd")),
+                         int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024)
+
+
+def forget_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as clear:
+        clear.write("5")
+
+
+def differences(before: Resources, after: Resources, file_bytes: int) -> list[str]:
+    """What reading files of so many bytes left behind or took too much of."""
+    wrong = []
+    if after.threads != before.threads:
+        wrong.append(f"{after.threads - before.threads:+} threads")
+    if after.files != before.files:
+        wrong.append(f"{after.files - before.files:+} open files")
+    over = after.peak - before.resident - file_bytes
+    if over > MEBIBYTES * 2**20:
+        wrong.append(f"{over / 2**20:.0f} MiB of memory beyond the {file_bytes:,} bytes of the files")
+    return wrong
+
+
+class Stopwatch:
+    """CPU time of this thread: what others do on the machine does not count."""
+
+    def __init__(self) -> None:
+        self._started = time.thread_time()
+
+    def too_long(self) -> list[str]:
+        seconds = time.thread_time() - self._started
+        return [f"{seconds:.1f} s"] if seconds > CPU_SECONDS else []

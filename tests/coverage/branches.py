@@ -1,0 +1,40 @@
+"""Branches of the core that no test takes, and why; all others are taken.
+
+`python -m tests.campaign --suite T14` checks it.
+
+A core module is a folder or a file of the package, with the tests that are to take its branches. To add one, put it
+into CORE, run the suite, and for each branch that it names write a test of what matters there, take out dead code, or
+list the branch with the reason why no test can take it.
+"""
+
+from dataclasses import dataclass
+
+# folder or file of the package -> tests that take its branches
+CORE: dict[str, tuple[str, ...]] = {
+    "batch_manager/kv": ("tests/kv", "tests/scheduling", "tests/property", "tests/contract"),
+    "batch_manager/scheduling": ("tests/scheduling", "tests/property", "tests/contract", "tests/conformance"),
+}
+
+# Tests that compare times with each other: under coverage they measure coverage.
+LEFT_OUT: tuple[str, ...] = (
+    "tests/contract/test_life_cycle.py::test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Untaken:
+    """A branch no test takes.
+
+    file     of the package
+    source   the line that branches, without indentation
+    target   the line it would go to; "" for the end of the function
+    reason   why not
+    """
+
+    file: str
+    source: str
+    target: str
+    reason: str
+
+
+UNTAKEN: tuple[Untaken, ...] = ()

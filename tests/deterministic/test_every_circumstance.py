@@ -1,0 +1,12 @@
+"""One seed of suite T3 of tests.campaign: beams too, alone in a step or not, and what the cache has of a prompt."""
+
+from tests.campaign.deterministic import run_seed
+
+SEED = 1
+
+
+def test_no_circumstance_shows(tmp_path):
+    counts, differences = run_seed(SEED, tmp_path)
+    assert differences == []
+    met = {value for cell in counts if isinstance(cell, tuple) and len(cell) == 6 for value in cell}
+    assert {"alone", "batched", "whole", "chunked", "paused", "hit", "miss", "greedy", "sampled", "beams"} <= met

@@ -1,0 +1,193 @@
+"""A block of requests handed over to one engine in one iteration, beside companions that must not notice.
+
+What is checked: every item is refused or run as the oracle says, with exactly one final; what is run gives the tokens
+of what was handed over, whatever another thread makes of it later; nothing raises, nothing takes long, nothing takes
+more memory than twice what a request may have; the companions get, bit by bit, what they get alone.
+"""
+
+import threading
+import time
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace as changed
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from batch_manager import InferenceRequest, InvalidRequestError, Parts, TrtGptModelOptionalParams
+from batch_manager.build import build_loop
+from batch_manager.kv.audit import audit
+from batch_manager.runtime.scripted_backend import ScriptedBackend
+from tests.conftest import VirtualClock
+
+from .answers import Outcome, check_items
+from .draws import draw
+from .engines import Engine, engine_of
+from .items import NOBODY, Draw
+from .oracle import Verdict, judge
+
+BLOCK = 400                         # requests of a block
+SECONDS_FOR_ONE = 0.1               # of processor time, to read one item
+BYTES_FOR_SMALL_THINGS = 1 << 16    # beside twice what a request may have
+MOST_ITERATIONS = 20_000
+MOST_VIRTUAL_IDS = 1 << 20
+COMPANIONS = {
+    10**15: {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9], "request_output_len": 24, "streaming": True,
+             "return_log_probs": True},
+    10**15 + 1: {"input_ids": [9, 8, 7], "request_output_len": 30, "temperature": 0.5, "runtime_top_k": 7,
+                 "random_seed": 3, "return_log_probs": True},
+    10**15 + 2: {"input_ids": [5, 5, 5, 5], "request_output_len": 12, "beam_width": 3, "return_log_probs": True},
+}
+
+
+class TakesEmbeddings(ScriptedBackend):
+    """Runs virtual ids like others: that they are within the request's own table is admission's business."""
+
+    def _check(self, batch: Any, step: Any) -> None:
+        info = self.info
+        self.info = changed(info, vocab_size=info.vocab_size + MOST_VIRTUAL_IDS)
+        try:
+            super()._check(batch, step)
+        finally:
+            self.info = info
+
+
+class World:
+    """An engine without a thread, and everything it sent."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.clock = engine, VirtualClock()
+        self.sent: dict[int, list[tuple[dict[str, np.ndarray], bool, str]]] = defaultdict(list)
+        self.handed_over: Any = ()
+        backend = TakesEmbeddings(vocab_size=engine.vocab_size, max_seq_len=engine.max_seq_len,
+                                  num_blocks=engine.num_blocks, tokens_per_block=engine.tokens_per_block, num_slots=64,
+                                  window=engine.window)
+        backend.info = changed(backend.info, hidden_size=engine.hidden_size)
+        self.loop = build_loop(
+            model_path=None, model_type=engine.model_type, max_beam_width=engine.max_beam_width,
+            scheduler_policy=engine.policy, get_inference_requests_cb=self._get, send_response_cb=self._send,
+            poll_stop_signal_cb=None, return_batch_manager_stats_cb=None,
+            optional_params=TrtGptModelOptionalParams(**engine.options()), terminate_req_id=None,
+            exclude_input_in_output=engine.exclude_input,
+            parts=Parts(backend=backend, clock=self.clock,
+                        logits_post_processor_batched=(lambda *_: None) if engine.has_batched_processor else None))
+        self.backend = backend
+
+    def _get(self, max_num_requests: int) -> Any:
+        items, self.handed_over = self.handed_over, ()
+        return items
+
+    def _send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+        wanted = None if request_id in COMPANIONS else ("output_ids", "finish_reason")
+        self.sent[request_id].append(({named.name: named.tensor.numpy() for named in tensors
+                                       if wanted is None or named.name in wanted}, final, error))
+
+    def run(self) -> None:
+        for _ in range(MOST_ITERATIONS):
+            if not self.loop.step(accept_new=True) and self.loop.is_empty:
+                break
+        else:
+            raise AssertionError(f"still busy after {MOST_ITERATIONS} iterations")
+        assert self.loop.kv.used_blocks == 0, "idle, and blocks are held"
+        audit(self.loop.kv)
+
+
+def companions(engine: Engine) -> list[InferenceRequest]:
+    found = [InferenceRequest(request_id, {name: list(value) if isinstance(value, list) else value
+                                           for name, value in tensors.items()})
+             for request_id, tensors in COMPANIONS.items() if tensors.get("beam_width", 1) <= engine.max_beam_width]
+    return found[:1] if engine.max_num_tokens < 36 and not engine.enable_chunked_context else found
+
+
+def heard(responses: list) -> dict[str, Any]:
+    """All that a request was told, its pieces put together."""
+    pieces: dict[str, Any] = {"errors": [error for _, _, error in responses if error]}
+    for name in ("output_ids", "output_log_probs"):
+        pieces[name] = np.concatenate([tensors[name] for tensors, _, _ in responses if tensors], -1).tobytes() \
+            if any(tensors for tensors, _, _ in responses) else b""
+    last = responses[-1][0] if responses else {}
+    return pieces | {name: last[name].tobytes() for name in ("cum_log_probs", "finish_reason") if name in last}
+
+
+@lru_cache(maxsize=64)
+def alone(engine: Engine) -> dict[int, dict[str, Any]]:
+    """What each companion is told when there is nobody else."""
+    told = {}
+    for position, companion in enumerate(companions(engine)):
+        world = World(engine)
+        world.handed_over = [companions(engine)[position]]
+        world.run()
+        told[companion.request_id] = heard(world.sent[companion.request_id])
+    return told
+
+
+def run_block(block: int, only: int | None = None) -> Outcome:
+    """All requests of a block, or one of them, beside the companions of its engine."""
+    engine = engine_of(block)
+    numbers = range(block * BLOCK, (block + 1) * BLOCK) if only is None else [only]
+    world, outcome = World(engine), Outcome()
+    draws = [draw(number, engine) for number in numbers]
+    verdicts = [judge(drawn, engine, world.clock.now) for drawn in draws]
+    outcome.requests = len(draws)
+
+    world.handed_over = companions(engine)
+    world.loop.step(accept_new=True)
+    built = [(drawn, verdict) for drawn, verdict in zip(draws, verdicts) if _was_built(drawn, verdict, outcome)]
+    world.handed_over = _watched(built, engine, outcome)
+    try:
+        world.loop.step(accept_new=True)
+        thread = threading.Thread(target=lambda: [drawn.rewrite() for drawn, _ in built if drawn.is_rewritten])
+        thread.start()
+        thread.join()
+        world.run()
+    except BaseException as error:
+        outcome.wrong.append((None, f"the loop raised {type(error).__name__}: {error}"))
+        return outcome
+    check_items(engine, built, world.sent, alone(engine).keys(), world.backend.expected, outcome)
+    outcome.nobody, nobody = world.loop.intake.unaddressable, sum(drawn.kind is NOBODY for drawn, _ in built)
+    if outcome.nobody != nobody:
+        outcome.wrong.append((None, f"{outcome.nobody} items without an id were counted, there were {nobody}"))
+    if only is None:                     # a collection of garbage may have come between; three in a row do not
+        outcome.wrong += [(number, "takes too long to read") for number in outcome.slow
+                          if all(run_block(block, number).slow for _ in range(3))]
+    for request_id, expected in alone(engine).items():
+        if heard(world.sent[request_id]) != expected:
+            outcome.wrong.append((None, f"companion {request_id} was told something else than alone"))
+    return outcome
+
+
+def _was_built(drawn: Draw, verdict: Verdict, outcome: Outcome) -> bool:
+    error = drawn.build_error
+    if verdict.must_not_build != (error is not None):
+        outcome.wrong.append((drawn.number, f"building it: {error!r}, expected {verdict.must_not_build}"))
+    if error is not None:
+        outcome.not_built += 1
+        if not isinstance(error, InvalidRequestError) or not str(error).isprintable() or len(str(error)) > 2000:
+            outcome.wrong.append((drawn.number, "the error that building it raised is not fit to be read"))
+    return drawn.item is not None or drawn.kind is NOBODY
+
+
+def _watched(built: list[tuple[Draw, Verdict]], engine: Engine, outcome: Outcome) -> Iterator[Any]:
+    """The items, with an eye on what reading each of them took."""
+    if engine.measures_memory:
+        tracemalloc.start()
+    try:
+        for drawn, _ in built:
+            if engine.measures_memory:
+                tracemalloc.reset_peak()
+                before = tracemalloc.get_traced_memory()[0]
+            started = time.thread_time()
+            yield drawn.item
+            seconds = time.thread_time() - started
+            outcome.slowest = max(outcome.slowest, seconds)
+            if seconds > SECONDS_FOR_ONE and not engine.measures_memory:
+                outcome.slow.append(drawn.number)
+            if engine.measures_memory:
+                taken = tracemalloc.get_traced_memory()[1] - before
+                outcome.largest = max(outcome.largest, taken / engine.max_request_bytes)
+                if taken > 2 * engine.max_request_bytes + BYTES_FOR_SMALL_THINGS:
+                    outcome.wrong.append((drawn.number, f"took {taken:,} bytes to read"))
+    finally:
+        tracemalloc.stop()

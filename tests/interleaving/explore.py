@@ -1,0 +1,89 @@
+"""Which schedules of a scenario are run: all with few preemptions (as CHESS does), or random ones.
+
+Taking the running task's turn away costs a preemption, and so do a moved clock and an interrupt; who goes on after a
+task that has to wait, or has ended, is free. Schedules are visited as a tree: below a run are those that differ from it
+in one later decision.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from .doubles import installed
+from .scenarios import SCENARIOS
+from .scheduler import CLOCK, INTERRUPT, Decision, Scheduler
+from .world import run_once
+
+Schedule = dict[int, str]
+
+
+@dataclass(slots=True)
+class Run:
+    """violations: what was wrong. schedule: replays it. log: every yield point, where asked for."""
+
+    scenario: str
+    schedule: Schedule
+    decisions: list[Decision]
+    violations: list[str]
+    log: list[str] = field(default_factory=list)
+
+
+def run(name: str, schedule: Schedule | None = None, random: Random | None = None, *, with_log: bool = False) -> Run:
+    """One run of a scenario."""
+    scenario = SCENARIOS[name]
+    scheduler = Scheduler(schedule, random, scenario.watched_files)
+    if with_log:
+        scheduler.log = []
+    with installed(scheduler) as threading:
+        violations = run_once(scenario.body, scheduler, threading)
+    return Run(name, scheduler.schedule, scheduler.decisions, violations, scheduler.log or [])
+
+
+def cost(decision: Decision, choice: str) -> int:
+    """Preemptions that this choice takes."""
+    if choice == decision.options[0]:
+        return 0
+    return int(decision.is_preempting or choice in (CLOCK, INTERRUPT))
+
+
+def below(schedule: Schedule, decisions: list[Decision], preemptions: int) -> Iterator[tuple[Schedule, int]]:
+    """Schedules that differ from this one, which was run, in one later decision; with the preemptions left."""
+    for number in range(max(schedule, default=-1) + 1, len(decisions)):
+        decision = decisions[number]
+        for choice in decision.options[1:]:
+            left = preemptions - cost(decision, choice)
+            if left >= 0:
+                yield {**schedule, number: choice}, left
+
+
+def systematic(name: str, preemptions: int, wanted: Callable[[], bool] = lambda: True) -> Iterator[Run]:
+    """Every schedule with at most so many preemptions, while `wanted()`."""
+    waiting: list[tuple[Schedule, int]] = [({}, preemptions)]
+    while waiting and wanted():
+        schedule, left = waiting.pop()
+        done = run(name, schedule)
+        yield done
+        waiting += below(schedule, done.decisions, left)
+
+
+def at_random(name: str, first_seed: int, count: int) -> Iterator[Run]:
+    for seed in range(first_seed, first_seed + count):
+        yield run(name, random=Random(f"{name} {seed}"))
+
+
+def to_text(schedule: Schedule) -> str:
+    return ",".join(f"{number}:{choice}" for number, choice in sorted(schedule.items()))
+
+
+def from_text(text: str) -> Schedule:
+    return {int(number): choice for number, _, choice in (part.partition(":") for part in text.split(",") if part)}
+
+
+def command(done: Run) -> str:
+    """What shows a run again."""
+    return f"python -m tests.interleaving.replay {done.scenario} '{to_text(done.schedule)}'"
+
+
+def report(done: Run) -> str:
+    return "\n".join([f"{done.scenario}:", *(f"  {violation}" for violation in done.violations),
+                      f"again: {command(done)}"])

@@ -1,0 +1,205 @@
+"""Bugs of threads, planted: each with the scenario that finds it. Those found in this project say so.
+
+A plant is a function that gets pytest's `monkeypatch` and breaks the manager's module, or what that takes from
+`threading`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from batch_manager import gpt_manager
+from batch_manager.gpt_manager import GptManager
+
+from .doubles import Thread, Threading
+from .scheduler import Abandoned
+
+Control = gpt_manager._Control
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """preemptions: as many as a schedule needs to find it in the scenario."""
+
+    break_it: Callable[[pytest.MonkeyPatch], None]
+    scenario: str
+    preemptions: int = 0
+
+
+def nobody_takes_the_lock(patch) -> None:
+    """The worker and the constructor that failed both close the loop."""
+    patch.setattr(Control, "claim_the_loop", lambda self: True)
+
+
+def woken_before_the_state_has_changed(patch) -> None:
+    def ask_to_abort(self) -> None:
+        self.wake.set()
+        self.draining = self.aborting = True
+    patch.setattr(Control, "ask_to_abort", ask_to_abort)
+
+
+def a_wait_forgets_that_it_was_woken(patch) -> None:
+    def wait_and_clear(self, seconds: float) -> None:
+        self._set.acquire(blocking=False)
+        self._set.acquire(timeout=seconds)
+    patch.setattr(gpt_manager._WakeUp, "wait_and_clear", wait_and_clear)
+
+
+def shutdown_does_not_wait_for_the_last_callback(patch) -> None:
+    close = GptManager._join
+
+    def join(self, timeout: float | None) -> bool:
+        return self._loop.is_empty or close(self, timeout)
+    patch.setattr(GptManager, "_join", join)
+
+
+def the_end_is_announced_before_it_has_come(patch) -> None:
+    ask = Control.ask_to_abort
+
+    def ask_to_abort(self) -> None:
+        ask(self)
+        self.stopped.set()
+    patch.setattr(Control, "ask_to_abort", ask_to_abort)
+    patch.setattr(GptManager, "_join",
+                  lambda self, timeout: self._control.stopped.wait(1e6 if timeout is None else timeout))
+
+
+def with_finaliser(patch, finaliser: Callable[[GptManager, Control], Callable[[], None]]) -> None:
+    """The manager is finalised by finaliser(manager, control)."""
+    def finalize(manager: GptManager, ask_to_abort: Callable[[], None]) -> weakref.finalize:
+        return weakref.finalize(manager, finaliser(manager, ask_to_abort.__self__))
+    patch.setattr(gpt_manager, "weakref", SimpleNamespace(finalize=finalize))
+
+
+def the_finaliser_joins_the_worker(patch) -> None:
+    def finaliser(manager: GptManager, control: Control) -> Callable[[], None]:
+        def end() -> None:
+            control.ask_to_abort()
+            with suppress(RuntimeError):    # of a finaliser the interpreter would only print it
+                control.worker.join()
+        return end
+    with_finaliser(patch, finaliser)
+
+
+def the_finaliser_waits_for_the_worker(patch) -> None:
+    def finaliser(manager: GptManager, control: Control) -> Callable[[], None]:
+        def end() -> None:
+            control.ask_to_abort()
+            with suppress(Abandoned):
+                control.stopped._until_then.acquire()
+        return end
+    with_finaliser(patch, finaliser)
+
+
+def the_worker_keeps_the_manager_alive(patch) -> None:
+    def finaliser(manager: GptManager, control: Control) -> Callable[[], None]:
+        control.manager = manager
+        return control.ask_to_abort
+    with_finaliser(patch, finaliser)
+
+
+def the_worker_is_a_daemon(patch) -> None:
+    make = Threading.Thread
+
+    def thread(self, *arguments, **options) -> Thread:
+        return make(self, *arguments, **{**options, "daemon": True})
+    patch.setattr(Threading, "Thread", thread)
+
+
+def nobody_is_told_that_the_interpreter_ends(patch) -> None:
+    patch.setattr(gpt_manager, "_abort_all_workers", lambda: None)
+
+
+# Found here.
+
+
+class _WeakList(weakref.WeakKeyDictionary):
+    """A list of workers that is copied by a loop in Python."""
+
+
+def the_list_of_workers_changes_while_it_is_read(patch) -> None:
+    patch.setattr(gpt_manager, "_controls", _WeakList())
+
+
+def a_worker_starts_when_nobody_will_tell_it_to_end(patch) -> None:
+    def put(control: Control) -> None:
+        gpt_manager._controls[control] = None
+    patch.setattr(gpt_manager, "_list", put)
+
+
+def a_request_on_its_way_from_the_queue_is_not_counted(patch) -> None:
+    patch.setattr(GptManager, "num_active_requests",
+                  property(lambda self: len(self._loop.active) + len(self._loop.intake)))
+
+
+def an_idle_worker_waits_although_it_is_to_end(patch) -> None:
+    def is_done(loop, control) -> bool:
+        if control.has_just_stepped:
+            control.has_just_stepped = False
+            return False
+        return whole(loop, control)
+
+    def step_noted(self, *, accept_new: bool) -> bool:
+        self.backend_control.has_just_stepped = True
+        return step(self, accept_new=accept_new)
+    whole, step = gpt_manager._is_done, gpt_manager.GenerationLoop.step
+    run = gpt_manager._run
+
+    def run_noted(loop, control, seconds: float) -> None:
+        loop.backend_control, control.has_just_stepped = control, False
+        run(loop, control, seconds)
+    patch.setattr(gpt_manager, "_run", run_noted)
+    patch.setattr(gpt_manager, "_is_done", is_done)
+    patch.setattr(gpt_manager.GenerationLoop, "step", step_noted)
+
+
+def a_callback_waits_for_the_other_manager(patch) -> None:
+    shutdown = GptManager.shutdown
+
+    def waiting(self, drain: bool = True, timeout: float | None = None) -> bool:
+        with pytest.MonkeyPatch.context() as only_own:
+            only_own.setattr(gpt_manager, "_is_a_worker", lambda thread: thread is self._worker)
+            return shutdown(self, drain, timeout)
+    patch.setattr(GptManager, "shutdown", waiting)
+
+
+def shutdown_leaves_the_watchdog(patch) -> None:
+    def join(self, timeout: float | None) -> bool:
+        self._worker.join(timeout)
+        return not self._worker.is_alive()
+    patch.setattr(GptManager, "_join", join)
+
+
+PLANTS: dict[str, Plant] = {plant.break_it.__name__: plant for plant in [
+    Plant(nobody_takes_the_lock, "an_interrupt_comes_when_the_worker_has_started", 2),
+    Plant(woken_before_the_state_has_changed, "two_threads_abort", 2),
+    Plant(a_wait_forgets_that_it_was_woken, "a_notified_worker_fetches_at_once", 1),
+    Plant(shutdown_does_not_wait_for_the_last_callback, "two_threads_drain", 1),
+    Plant(the_end_is_announced_before_it_has_come, "one_drains_and_one_aborts"),
+    Plant(the_finaliser_joins_the_worker, "the_worker_drops_the_last_reference"),
+    Plant(the_finaliser_waits_for_the_worker, "the_collector_finds_it_on_any_thread", 1),
+    Plant(the_worker_keeps_the_manager_alive, "another_thread_drops_the_last_reference"),
+    Plant(the_worker_is_a_daemon, "the_interpreter_ends"),
+    Plant(nobody_is_told_that_the_interpreter_ends, "the_interpreter_ends"),
+    Plant(the_list_of_workers_changes_while_it_is_read,
+          "the_interpreter_ends_with_a_manager_that_ends_by_itself/lines", 1),
+    Plant(a_worker_starts_when_nobody_will_tell_it_to_end,
+          "the_interpreter_ends_while_another_thread_makes_a_manager", 0),
+    Plant(a_request_on_its_way_from_the_queue_is_not_counted, "readers_count_requests/lines", 1),
+    Plant(an_idle_worker_waits_although_it_is_to_end, "everybody_waits_for_the_terminate_request"),
+    Plant(a_callback_waits_for_the_other_manager, "two_managers_end_each_other"),
+    Plant(shutdown_leaves_the_watchdog, "the_watchdog_watches"),
+]}
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """With this bug; None: without any."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name is not None:
+            PLANTS[name].break_it(patch)
+        yield

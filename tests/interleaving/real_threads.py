@@ -1,0 +1,167 @@
+"""The scenarios on real threads that the interpreter switches as often as it can.
+
+What stands in for the scheduler and its doubles here lets everything through; the rules that are held are the same, but
+for those that need the virtual clock.
+"""
+
+import argparse
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from batch_manager import gpt_manager
+
+from .scenarios import SCENARIOS
+from .world import World, run_once
+
+SWITCH_INTERVAL_S = 1e-6
+SECONDS_UNTIL_DEADLOCKED = 5.0
+CPU_SECONDS_OF_A_DEADLOCK = 0.02     # at most, in that time: a process that merely gets few turns uses more
+SECONDS_UNTIL_GIVEN_UP = 60.0
+
+
+def has_ended(thread: threading.Thread) -> bool:
+    """Wait for a thread to end. False: it does not, and nothing else in this process gets on either."""
+    deadline = time.monotonic() + SECONDS_UNTIL_GIVEN_UP
+    while time.monotonic() < deadline:
+        before = time.process_time()
+        thread.join(SECONDS_UNTIL_DEADLOCKED)
+        if not thread.is_alive():
+            return True
+        if time.process_time() - before < CPU_SECONDS_OF_A_DEADLOCK:
+            return False
+    return False
+
+
+class RealTime:
+    """What World asks of a Scheduler. No yield point, no schedule; the time is the machine's."""
+
+    forced_moves = 0
+    interrupt: Callable[[], None] | None = None
+    interrupts_only: str | None = None
+
+    def __init__(self, random_pauses: random.Random) -> None:
+        self.violations: list[str] = []
+        self._random = random_pauses
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
+    monotonic = staticmethod(time.monotonic)
+
+    @staticmethod
+    def timestamp() -> str:
+        return "01-02-2026 03:04:05"
+
+    def point(self, what: str) -> None:
+        """Now and then let the others go first."""
+        if self._random.random() < 0.05:
+            time.sleep(0)
+
+    def run(self, main: Callable[[], None]) -> None:
+        def body() -> None:
+            try:
+                main()
+            except BaseException as error:
+                self.violations.append(f"main raised {type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=body, name="scenario", daemon=True)
+        thread.start()
+        if not has_ended(thread):
+            self.violations.append(f"deadlock: main does not come to its end, {SECONDS_UNTIL_DEADLOCKED:.0f} s idle")
+
+
+class RealThreading:
+    """`threading`, with the hooks of the doubles."""
+
+    Lock, Event = staticmethod(threading.Lock), threading.Event
+    current_thread = staticmethod(threading.current_thread)
+    TIMEOUT_MAX = threading.TIMEOUT_MAX
+    get_ident = staticmethod(threading.get_ident)
+
+    def __init__(self) -> None:
+        family = self
+        self.threads: list[threading.Thread] = []
+        self.before_start: Callable[[threading.Thread], None] = lambda thread: None
+        self.after_start: Callable[[threading.Thread], None] = lambda thread: None
+
+        class Thread(threading.Thread):
+            def start(self) -> None:
+                family.before_start(self)
+                super().start()
+                family.threads.append(self)
+                family.after_start(self)
+
+            @property
+            def has_finished(self) -> bool:
+                return self.ident is not None and not self.is_alive()
+
+            def freeze(self) -> None:
+                """Nobody but the end of the process can."""
+
+        self.Thread = Thread
+
+    def join_all(self) -> None:
+        for thread in self.threads:
+            if not has_ended(thread):
+                break    # the rules will say so
+
+
+@contextmanager
+def switched_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def run(name: str, seed: int) -> list[str]:
+    """One run of a scenario; what was wrong."""
+    scenario, threads = SCENARIOS[name], RealThreading()
+
+    def body(world: World) -> None:
+        scenario.body(world)
+        threads.join_all()
+
+    with patch.multiple(gpt_manager, threading=threads, _controls=type(gpt_manager._controls)(), _is_exiting=False):
+        return run_once(body, RealTime(random.Random(seed)), threads)
+
+
+def timeless() -> list[str]:
+    return [name for name, scenario in SCENARIOS.items() if "/" not in name and scenario.is_timeless]
+
+
+def run_for(seconds: float, names: list[str] | None = None) -> tuple[int, list[str]]:
+    """Scenarios in turn, for so long: how many runs, and what was wrong."""
+    names = names or timeless()
+    deadline, runs, wrong = time.monotonic() + seconds, 0, []
+    with switched_often():
+        while time.monotonic() < deadline and not wrong:
+            name = names[runs % len(names)]
+            wrong = [f"{violation}\nagain, with luck: python -m tests.interleaving.real_threads --scenario {name}"
+                     for violation in run(name, runs)]
+            runs += 1
+    return runs, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.interleaving.real_threads",
+                                     description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--scenario", choices=timeless(), action="append", help="this one only; may be repeated")
+    options = parser.parse_args()
+    runs, wrong = run_for(options.seconds, options.scenario)
+    print(f"{runs:,} runs")
+    print("\n".join(wrong) or "nothing is wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

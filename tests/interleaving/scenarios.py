@@ -1,0 +1,405 @@
+"""Small scenarios, each with everything that can be interleaved in it and nothing else.
+
+A scenario is the user's main thread. It leaves nothing running: a manager that was not ended is a violation.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batch_manager import ManagerClosedError, gpt_manager
+from batch_manager.loop import generation_loop
+
+from .doubles import Thread
+from .world import World
+
+LINES_OF_THE_MANAGER = frozenset({gpt_manager.__file__, weakref.__file__})
+LINES_OF_THE_LOOP = frozenset({generation_loop.__file__})
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """watched_files: each of their lines is a yield point, besides the locks, events, threads and callbacks.
+    is_timeless: on real threads it takes no time.
+    """
+
+    body: Callable[[World], None]
+    watched_files: frozenset[str] = frozenset()
+    is_timeless: bool = True
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(body: Callable[[World], None]) -> Callable[[World], None]:
+    """Twice: with the yield points of the primitives, and with every line of the manager."""
+    add(body.__name__, body, LINES_OF_THE_MANAGER)
+    return body
+
+
+def add(name: str, body: Callable[[World], None], lines: frozenset[str], *, is_timeless: bool = True) -> None:
+    SCENARIOS[name] = Scenario(body, is_timeless=is_timeless)
+    SCENARIOS[f"{name}/lines"] = Scenario(body, lines, is_timeless)
+
+
+# ---------------------------------------------------------------------- shutdown
+
+
+@scenario
+def two_threads_drain(world: World) -> None:
+    client = world.make("a", (1, 2), (2, 1))
+    world.spawn("other", world.shutdown)
+    world.shutdown()
+    if any(error for errors in client.finals.values() for error in errors):
+        world.wrong(f"C14: a drain did not finish what was accepted: {client.finals}")
+
+
+@scenario
+def one_drains_and_one_aborts(world: World) -> None:
+    world.make_busy("a", (1, 2))
+    world.spawn("other", lambda: world.shutdown(drain=False))
+    world.shutdown()
+
+
+@scenario
+def two_threads_abort(world: World) -> None:
+    world.make_busy("a", (1, 3))
+    world.spawn("other", lambda: world.shutdown(drain=False))
+    world.shutdown(drain=False)
+
+
+@scenario
+def a_drain_with_a_timeout(world: World) -> None:
+    world.make_busy("a", (1, 3))
+    world.spawn("other", lambda: world.shutdown(timeout=2.0))
+    world.shutdown(timeout=1.0)
+    world.shutdown()
+
+
+def a_callback_blocks_while_a_timeout_runs_out(world: World) -> None:
+    gate = world.event()
+    client = world.client("a")
+    client.on["send"] = lambda request_id: gate.wait()
+    world.make("a", (1, 1))
+    world.shutdown(timeout=1.0, may_block=True)
+    gate.set()
+    world.shutdown(timeout=100.0)
+
+
+add("a_callback_blocks_while_a_timeout_runs_out", a_callback_blocks_while_a_timeout_runs_out, LINES_OF_THE_MANAGER,
+    is_timeless=False)
+
+
+@scenario
+def a_callback_asks_for_the_end(world: World) -> None:
+    client = world.client("a")
+    client.on["send"] = lambda request_id: world.shutdown(drain=request_id == 1, from_callback=True)
+    gate = world.event()
+    client.on["get"] = gate.wait    # until there is a manager to shut down
+    world.make("a", (1, 1), (2, 2))
+    gate.set()
+    world.wait_until_terminate()
+
+
+@scenario
+def a_callback_asks_while_another_thread_does(world: World) -> None:
+    client, gate = world.client("a"), world.event()
+    client.on["get"] = gate.wait
+    client.on["send"] = lambda request_id: world.shutdown(from_callback=True)
+    world.make("a", (1, 1))
+    gate.set()
+    world.shutdown(drain=False)
+
+
+@scenario
+def a_signal_handler_aborts_while_its_thread_drains(world: World) -> None:
+    world.make_busy("a", (1, 2))
+    world.scheduler.interrupts_only = "main"
+    world.scheduler.interrupt = lambda: world.shutdown(drain=False)
+    world.shutdown()
+    world.scheduler.interrupt = None
+
+
+@scenario
+def a_with_block_ends_while_another_thread_aborts(world: World) -> None:
+    world.make("a", (1, 1))
+    manager = world.managers["a"]
+    with manager:
+        world.spawn("other", lambda: world.shutdown(drain=False))
+    world.shutdown()
+
+
+# ---------------------------------------------------------------------- the last reference
+
+
+@scenario
+def another_thread_drops_the_last_reference(world: World) -> None:
+    world.make_busy("a", (1, 2))
+    world.spawn("dropper", world.managers.clear)
+
+
+@scenario
+def the_collector_finds_it_on_any_thread(world: World) -> None:
+    world.scheduler.interrupt = world.managers.clear
+    world.make("a", (1, 2))
+    done = world.event()
+    world.spawn("other", done.set)
+    done.wait()
+    world.scheduler.interrupt = None
+    world.managers.clear()
+
+
+@scenario
+def the_worker_drops_the_last_reference(world: World) -> None:
+    client, gate = world.client("a"), world.event()
+    client.on["get"] = gate.wait
+    client.on["send"] = lambda request_id: world.managers.clear()
+    world.make("a", (1, 1), (2, 2))
+    gate.set()
+
+
+@scenario
+def it_is_dropped_while_another_thread_shuts_it_down(world: World) -> None:
+    world.make_busy("a", (1, 2))
+    manager = world.managers["a"]
+    client = world.clients["a"]
+
+    def end(box=[manager]) -> None:    # noqa: B006  emptied by the one call there is
+        if box.pop().shutdown() and client.open:
+            world.wrong(f"C14: shutdown returned True and {client.open} have had no final")
+
+    world.spawn("other", end)
+    world.managers.clear()
+
+
+# ---------------------------------------------------------------------- waking
+
+
+@scenario
+def a_notified_worker_fetches_at_once(world: World) -> None:
+    client, told = world.make("a"), world.event()
+    client.on["send"] = lambda request_id: told.set()
+
+    def put_and_notify() -> None:
+        client.pending.append((1, 1))
+        world.managers["a"].notify()
+
+    world.spawn("other", put_and_notify)
+    told.wait()
+    if world.scheduler.forced_moves:
+        world.wrong("C22: the worker fetched only when its idle time was over, although it was notified")
+    world.shutdown()
+
+
+@scenario
+def two_threads_notify(world: World) -> None:
+    client, both = world.make("a"), world.event()
+    client.on["send"] = lambda request_id: both.set() if len(client.finals) == 2 else None
+
+    def put_and_notify(request_id: int) -> None:
+        client.pending.append((request_id, 1))
+        world.managers["a"].notify()
+
+    world.spawn("other", lambda: put_and_notify(1))
+    put_and_notify(2)
+    both.wait()
+    if world.scheduler.forced_moves:
+        world.wrong("C22: the worker fetched only when its idle time was over, although it was notified")
+    world.shutdown(drain=False)
+
+
+@scenario
+def a_stop_is_noticed_after_notify(world: World) -> None:
+    client, told = world.client("a"), world.event()
+    client.on["send"] = lambda request_id: told.set()
+    world.make("a", (1, 5))
+
+    def stop() -> None:
+        client.stops.add(1)
+        world.managers["a"].notify()
+
+    world.spawn("other", stop)
+    told.wait()
+    world.shutdown()
+
+
+@scenario
+def everybody_waits_for_the_terminate_request(world: World) -> None:
+    world.terminate_req_id = 9
+    client = world.make("a", (1, 2))
+
+    def put_and_notify() -> None:
+        client.pending.append((9, 1))
+        world.managers["a"].notify()
+
+    world.spawn("other", world.wait_until_terminate)
+    world.spawn("sender", put_and_notify)
+    world.wait_until_terminate()
+    if world.scheduler.forced_moves:
+        world.wrong("the worker ended only when its idle time was over")
+    if client.finals != {1: [""]}:
+        world.wrong(f"the terminate request did not drain: {client.finals}")
+
+
+@scenario
+def a_wait_with_a_timeout(world: World) -> None:
+    world.make("a", (1, 1))
+    world.spawn("other", world.shutdown)
+    before = world.scheduler.now
+    if not world.wait_until_terminate(timeout=1.0) and world.scheduler.now < before + 1.0:
+        world.wrong("wait_until_terminate gave up before its time")
+
+
+# ---------------------------------------------------------------------- readers
+
+
+def readers_count_requests(world: World) -> None:
+    """Two places and twice as many requests: what is read is a number of living requests there was."""
+    client, all_done = world.client("a"), world.event()
+    client.gives_all = True
+    client.on["send"] = lambda request_id: all_done.set() if len(client.finals) == 4 else None
+    world.make("a", (1, 1), (2, 1), (3, 1), (4, 1), max_num_sequences=2)
+    manager = world.managers["a"]
+
+    def by_health() -> int:
+        health = manager.health()
+        if health["is_hanging"] or health["seconds_in_activity"] < 0:
+            world.wrong(f"health says {health}")
+        return health["active_requests"] + health["queued_requests"]
+
+    def read(ask: Callable[[], int]) -> None:
+        accepted = client.num_polled
+        finals = len(client.finals)
+        count = ask()
+        most = len(client.handed_over) - finals
+        least = accepted - len(client.finals) - 1    # one may be off the books, its final on the way
+        if not least <= count <= most:
+            world.wrong(f"{count} active requests; at least {least} are alive, at most {most}")
+
+    def read_both() -> None:
+        read(lambda: manager.num_active_requests)
+        read(by_health)
+
+    world.spawn("reader", read_both)
+    all_done.wait()
+    world.shutdown()
+
+
+add("readers_count_requests", readers_count_requests, LINES_OF_THE_LOOP)
+
+
+@scenario
+def the_watchdog_watches(world: World) -> None:
+    world.make_busy("a", (1, 1), hang_warning_s=1000.0)
+    world.shutdown(drain=False)
+
+
+# ---------------------------------------------------------------------- the interpreter ends
+
+
+@scenario
+def the_interpreter_ends(world: World) -> None:
+    world.make("a", (1, 3))
+    world.interpreter_exit()
+
+
+@scenario
+def the_interpreter_ends_while_another_thread_shuts_down(world: World) -> None:
+    world.make_busy("a", (1, 2))
+    world.spawn("other", world.shutdown)
+    world.interpreter_exit()
+
+
+@scenario
+def the_interpreter_ends_with_a_manager_that_ends_by_itself(world: World) -> None:
+    world.terminate_req_id = 9
+    world.make("a", (1, 1), (9, 1))
+    world.make("b", (2, 2))
+    world.interpreter_exit()
+
+
+@scenario
+def the_interpreter_ends_while_another_thread_makes_a_manager(world: World) -> None:
+    def make() -> None:
+        try:
+            world.make("a", (1, 2))
+        except ManagerClosedError:
+            if "a" in world.clients and world.clients["a"].open:
+                world.wrong("the constructor refused, and had taken requests")
+
+    world.spawn("other", make)
+    world.interpreter_exit()
+
+
+# ---------------------------------------------------------------------- the constructor fails
+
+
+class NoMoreThreads(RuntimeError):
+    pass
+
+
+def make_and_fail(world: World, error: type[BaseException], **options: float) -> None:
+    try:
+        world.make("a", (1, 2), **options)
+    except error:
+        client = world.clients["a"]
+        client.no_more = "the constructor raised"
+        if client.open:
+            world.wrong(f"the constructor raised, and {client.open} have had no final")
+    else:
+        world.wrong("the constructor did not raise")
+
+
+@scenario
+def the_worker_cannot_be_started(world: World) -> None:
+    def refuse(thread: Thread) -> None:
+        if "worker" in thread.name:
+            raise NoMoreThreads
+
+    world.threading.before_start = refuse
+    make_and_fail(world, NoMoreThreads)
+
+
+@scenario
+def the_watchdog_cannot_be_started(world: World) -> None:
+    def refuse(thread: Thread) -> None:
+        if "watchdog" in thread.name:
+            raise NoMoreThreads
+
+    world.threading.before_start = refuse
+    make_and_fail(world, NoMoreThreads, hang_warning_s=1000.0)
+
+
+@scenario
+def an_interrupt_comes_when_the_worker_has_started(world: World) -> None:
+    def interrupt(thread: Thread) -> None:
+        if "worker" in thread.name:
+            raise KeyboardInterrupt
+
+    world.threading.after_start = interrupt
+    make_and_fail(world, KeyboardInterrupt, hang_warning_s=1000.0)
+
+
+# ---------------------------------------------------------------------- two managers
+
+
+@scenario
+def two_managers_end_each_other(world: World) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        client, gate = world.client(name), world.event()
+        client.on["get"] = gate.wait
+        client.on["send"] = lambda request_id, other=other: world.managers[other].shutdown(drain=False)
+        world.make(name, (1, 1))
+        client.gate = gate
+    for client in world.clients.values():
+        client.gate.set()
+    for name in "ab":
+        world.shutdown(name)
+
+
+@scenario
+def one_of_two_managers_ends(world: World) -> None:
+    world.make("a", (1, 1))
+    world.make("b", (2, 1))
+    world.shutdown("a", drain=False)
+    world.shutdown("b")

@@ -1,0 +1,267 @@
+"""Runs the threads of a test one at a time and decides at each yield point which of them goes on.
+
+A thread of the test is a *task*: a real thread that waits at a gate of its own until it is chosen. Whoever runs comes
+to a yield point, chooses the next task, opens its gate and waits at its own. Nothing else decides an order, so a run
+is made again by making the same choices.
+
+Choices that are no task: `clock` lets the earliest deadline of a waiting task pass; `interrupt` runs a function inside
+the task that is running, as the garbage collector or a signal does.
+
+By default a task runs until it has to wait, then the oldest that can run does, and the clock moves when nobody can. A
+*schedule* is what differs from that: {number of the decision: choice}. Only yield points with a choice are numbered.
+"""
+
+import _thread
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import NoReturn
+
+CLOCK, INTERRUPT = "clock", "interrupt"
+MOST_DECISIONS = 5_000
+MOST_FORCED_MOVES = 40
+SECONDS_UNTIL_STUCK = 30.0
+
+
+class Abandoned(BaseException):
+    """The run is over; raised in every task that is still in the middle of something."""
+
+
+@dataclass(slots=True)
+class Decision:
+    """options: in order, the default first. is_preempting: another than the first costs a preemption."""
+
+    options: list[str]
+    chosen: str
+    is_preempting: bool
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """ready: None while it can run; otherwise what it waits for, until `deadline`."""
+
+    name: str
+    gate: "_thread.LockType" = field(default_factory=_thread.allocate_lock)
+    ready: Callable[[], bool] | None = None
+    deadline: float | None = None
+    has_finished: bool = False
+
+
+class Scheduler:
+    """One run.
+
+    now             seconds of the virtual clock
+    forced_moves    times the clock had to move because nobody could run
+    decisions       what was chosen, and from what
+    violations      what is wrong with the run itself: deadlocks, runs without an end, exceptions of a task
+    when_abandoned  called before `Abandoned` is raised in a task: who contains every exception has to be told otherwise
+    """
+
+    def __init__(self, schedule: Mapping[int, str] | None = None, random: Random | None = None,
+                 watched_files: frozenset[str] = frozenset()) -> None:
+        self._schedule = dict(schedule or {})
+        self._random = random
+        self._rate = random.choice((0.02, 0.1, 0.3)) if random else 0.0
+        self._watched_files = watched_files
+        self._tasks: list[Task] = []
+        self._by_thread: dict[int, Task] = {}
+        self._current: Task | None = None
+        self._is_over = _thread.allocate_lock()
+        self._is_over.acquire()
+        self._is_abandoned = False
+        self._frozen: set[str] = set()
+        self.interrupt: Callable[[], None] | None = None
+        self.interrupts_only: str | None = None
+        self.now = 1000.0
+        self.forced_moves = 0
+        self.decisions: list[Decision] = []
+        self.violations: list[str] = []
+        self.log: list[str] | None = None
+        self.when_abandoned: Callable[[], None] = lambda: None
+
+    # ------------------------------------------------------------------ for the run
+
+    def run(self, main: Callable[[], None]) -> None:
+        """From the start of the task `main` until every task has ended, or cannot."""
+        self._current = self.start_task("main", main)
+        self._current.gate.release()
+        if not self._is_over.acquire(timeout=SECONDS_UNTIL_STUCK):
+            self.violations.append(f"stuck: {self._current.name} waits for something outside this scheduler")
+            self._is_abandoned = True
+
+    @property
+    def schedule(self) -> dict[int, str]:
+        """What was chosen against the default: replays this run."""
+        return {number: decision.chosen for number, decision in enumerate(self.decisions)
+                if decision.chosen != decision.options[0]}
+
+    def start_task(self, name: str, function: Callable[[], None]) -> Task:
+        names = [task.name for task in self._tasks]
+        if name in names:
+            name = next(f"{name}-{number}" for number in range(2, 99) if f"{name}-{number}" not in names)
+        task = Task(name)
+        task.gate.acquire()
+        self._tasks.append(task)
+        _thread.start_new_thread(self._body, (task, function))    # not by `threading`, which may be what is watched
+        return task
+
+    def freeze(self, name: str) -> None:
+        """This task never runs again: what becomes of a daemon thread when the interpreter ends."""
+        self._frozen.add(name)
+
+    def timestamp(self) -> str:
+        return "01-02-2026 03:04:05"
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def current_task(self) -> Task | None:
+        """The task whose thread calls; None of another thread."""
+        return self._by_thread.get(_thread.get_ident())
+
+    # ------------------------------------------------------------------ yield points
+
+    def point(self, what: str) -> None:
+        """The task could be interrupted here."""
+        task = self.current_task()
+        if task is not None:
+            self._note(task, what)
+            self._switch(task)
+
+    def wait(self, what: str, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Until `ready()`, at most so long. False: the time was up before."""
+        task = self.current_task()
+        if task is None:
+            return ready()
+        self._note(task, what)
+        task.ready = ready
+        task.deadline = None if seconds is None else self.now + max(seconds, 0.0)
+        self._switch(task)
+        task.ready = task.deadline = None
+        return ready()
+
+    # ------------------------------------------------------------------ inside
+
+    def _note(self, task: Task, what: str) -> None:
+        if self.log is not None:
+            self.log.append(f"{len(self.decisions):>5} {self.now:>9.3f} {task.name:<10} {what}")
+
+    def _body(self, task: Task, function: Callable[[], None]) -> None:
+        self._by_thread[_thread.get_ident()] = task
+        task.gate.acquire()
+        if self._watched_files:
+            sys.settrace(self._trace_call)
+        try:
+            if not self._is_abandoned:
+                function()
+        except Abandoned:
+            pass
+        except BaseException as error:
+            if not self._is_abandoned:
+                self.violations.append(f"{task.name} raised {type(error).__name__}: {error}")
+        finally:
+            sys.settrace(None)
+            task.has_finished = True
+            del self._by_thread[_thread.get_ident()]
+            self._hand_over(task)
+
+    def _trace_call(self, frame, event, argument):
+        return self._trace_line if frame.f_code.co_filename in self._watched_files else None
+
+    def _trace_line(self, frame, event, argument):
+        if event == "line":
+            self.point(f"line {frame.f_lineno} of {frame.f_code.co_name}")
+        return self._trace_line
+
+    def _switch(self, task: Task) -> None:
+        """Whoever is chosen runs; returns when that is this task again."""
+        if self._is_abandoned:
+            self._abandon()
+        while (chosen := self._choose(task)) == INTERRUPT:
+            function, self.interrupt = self.interrupt, None
+            waits_for, task.ready, deadline, task.deadline = task.ready, None, task.deadline, None
+            function()
+            task.ready, task.deadline = waits_for, deadline
+        if chosen is not task:
+            self._current = chosen
+            if chosen is None:
+                self._is_abandoned = True    # the others follow one by one, as each ends
+            else:
+                chosen.gate.release()
+                task.gate.acquire()
+        if self._is_abandoned:
+            self._abandon()
+
+    def _abandon(self) -> NoReturn:
+        self.when_abandoned()
+        raise Abandoned
+
+    def _hand_over(self, task: Task) -> None:
+        """The task has ended: somebody else's turn, or the end of the run."""
+        unfinished = [other for other in self._tasks if not other.has_finished]
+        if not unfinished:
+            self._is_over.release()
+            return
+        if all(other.name in self._frozen for other in unfinished):
+            self._is_abandoned = True
+        chosen = None if self._is_abandoned else self._choose(task)
+        if chosen is None:
+            self._is_abandoned = True
+            chosen = unfinished[0]
+        self._current = chosen
+        chosen.gate.release()
+
+    def _can_run(self, task: Task) -> bool:
+        return (not task.has_finished and task.name not in self._frozen
+                and (task.ready is None or (task.deadline is not None and task.deadline <= self.now) or task.ready()))
+
+    def _choose(self, current: Task) -> Task | str | None:
+        """Who goes on; INTERRUPT: the running task is interrupted; None: nobody can, which is noted."""
+        while True:
+            able = [task for task in self._tasks if self._can_run(task)]
+            deadlines = [task.deadline for task in self._tasks
+                         if task.deadline is not None and task.deadline > self.now and task.name not in self._frozen]
+            if not able and not deadlines:
+                waiting = ", ".join(task.name for task in self._tasks
+                                    if not task.has_finished and task.name not in self._frozen)
+                self.violations.append(f"deadlock: nobody can run; waiting: {waiting}")
+                return None
+            if not able:
+                self.forced_moves += 1
+                if self.forced_moves > MOST_FORCED_MOVES:
+                    self.violations.append("no end: the clock moves and moves, and nobody gets on")
+                    return None
+                self.now = min(deadlines)
+                continue
+
+            if current in able:
+                able.remove(current)
+                able.insert(0, current)
+            options = [task.name for task in able]
+            if deadlines:
+                options.append(CLOCK)
+            if self.interrupt is not None and current is able[0] and self.interrupts_only in (None, current.name):
+                options.append(INTERRUPT)
+            name = options[0] if len(options) == 1 else self._decide(options, current is able[0])
+            if name is None:
+                return None
+            if name == CLOCK:
+                self.now = min(deadlines)
+                continue
+            return name if name == INTERRUPT else next(task for task in able if task.name == name)
+
+    def _decide(self, options: list[str], is_preempting: bool) -> str | None:
+        number = len(self.decisions)
+        if number == MOST_DECISIONS:
+            self.violations.append(f"no end after {number} decisions")
+            return None
+        chosen = self._schedule.get(number, options[0])
+        if self._random is not None and self._random.random() < (self._rate if is_preempting else 0.5):
+            chosen = self._random.choice(options)
+        if chosen not in options:
+            self.violations.append(f"this schedule is not of this code: decision {number} is between {options}, "
+                                   f"not {chosen}")
+            return None
+        self.decisions.append(Decision(options, chosen, is_preempting))
+        return chosen

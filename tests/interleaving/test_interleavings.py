@@ -1,0 +1,46 @@
+"""T10, the quick part: every schedule with one preemption, some random ones, and a short while on real threads.
+
+More: `python -m tests.campaign --suite T10`. One schedule again: `python -m tests.interleaving.replay`.
+"""
+
+import sys
+import sysconfig
+
+import pytest
+
+from . import real_threads
+from .explore import at_random, report, systematic
+from .scenarios import SCENARIOS
+
+PREEMPTIONS = 1
+RANDOM_SCHEDULES = 5
+LARGE = {"one_of_two_managers_ends"}    # for the campaign
+SECONDS_ON_REAL_THREADS = 5.0
+
+
+def names(*, lines: bool) -> list[str]:
+    return [name for name in SCENARIOS if name.endswith("/lines") == lines and name not in LARGE]
+
+
+@pytest.mark.parametrize("name", names(lines=False))
+def test_nothing_goes_wrong_in_any_schedule_with_one_preemption(name):
+    for run in systematic(name, PREEMPTIONS):
+        assert not run.violations, report(run)
+
+
+@pytest.mark.parametrize("name", names(lines=True))
+def test_nothing_goes_wrong_when_threads_are_interrupted_at_random_lines(name):
+    for run in at_random(name, 0, RANDOM_SCHEDULES):
+        assert not run.violations, report(run)
+
+
+def test_nothing_goes_wrong_on_real_threads_that_are_switched_all_the_time():
+    runs, wrong = real_threads.run_for(SECONDS_ON_REAL_THREADS)
+    assert runs and not wrong, wrong
+
+
+def test_nothing_goes_wrong_without_a_global_interpreter_lock():
+    if not sysconfig.get_config_var("Py_GIL_DISABLED") or sys._is_gil_enabled():
+        pytest.skip("this interpreter is not a free-threaded one")
+    runs, wrong = real_threads.run_for(SECONDS_ON_REAL_THREADS)
+    assert runs and not wrong, wrong

@@ -1,0 +1,301 @@
+"""What a scenario has at hand: managers over the scheduler, clients whose callbacks are yield points, and the rules.
+
+Every rule that is broken ends up in `violations`, with what the history checker of the simulator found.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from batch_manager import (
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    Parts,
+    SchedulerPolicy,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+    gpt_manager,
+)
+from batch_manager.gpt_manager import SECONDS_TO_STOP_AFTER_A_TIMEOUT
+from batch_manager.runtime.scripted_backend import ScriptedBackend
+from tests.simulation.history import Closed, Handed, HistoryChecker, Other, Polled, Sent, scripted_oracle
+
+from .doubles import Event, Thread, Threading
+from .scheduler import Abandoned, Scheduler
+
+VOCAB_SIZE, MAX_SEQ_LEN = 50, 16
+MODEL = {"vocab_size": VOCAB_SIZE, "key": 0, "window": None, "sink": 0}
+
+
+class Client:
+    """The callbacks of one manager.
+
+    pending      [(request id, tokens to generate)]: given out by get, as many as are asked for
+    finals       request id -> finals so far
+    on           callback -> what is called inside it, with the request id where there is one
+    no_more      why no callback may begin any more, "" while they may
+    control      what the manager's worker goes by
+    gives_all    get gives everything out, however many are asked for
+    num_polled   requests that were handed over when poll was last called: all decided by then
+    """
+
+    def __init__(self, world: "World", name: str) -> None:
+        self._world, self.name = world, name
+        self._scheduler = world.scheduler
+        self._checker = HistoryChecker(scripted_oracle(MODEL), MAX_SEQ_LEN)
+        self._inside = ""
+        self._gets_after_the_end = 0
+        self.pending: list[tuple[int, int]] = []
+        self.stops: set[int] = set()
+        self.finals: dict[int, list[str]] = {}
+        self.handed_over: set[int] = set()
+        self.on: dict[str, Callable[..., None]] = {}
+        self.no_more = ""
+        self.control: Any = None
+        self.gives_all = False
+        self.num_polled = 0
+
+    @property
+    def open(self) -> set[int]:
+        """Ids that were handed over and have had no final."""
+        return self.handed_over - set(self.finals)
+
+    def get(self, max_num_requests: int) -> list[InferenceRequest]:
+        with self._callback("get"):
+            if self.control is not None and self.control.draining:
+                self._gets_after_the_end += 1
+                if self._gets_after_the_end > 1:    # one may have been about to begin
+                    self._world.wrong(f"{self.name}: get was called again although the end was asked for")
+            count = len(self.pending)    # read once: real threads add to it meanwhile
+            if not self.gives_all:
+                count = min(count, max_num_requests)
+            taken, self.pending[:count] = self.pending[:count], []
+            items = []
+            for request_id, length in taken:
+                items.append(InferenceRequest(request_id, {"input_ids": [1, 2], "request_output_len": length}))
+                if request_id != self._world.terminate_req_id:
+                    self.handed_over.add(request_id)
+                    self._feed(Handed(self._scheduler.now, request_id, "", [1, 2], length))
+            self._feed(Other(self._scheduler.now))
+            self._call("get")
+            return items
+
+    def send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+        with self._callback("send"):
+            values = {named.name: np.asarray(named.tensor) for named in tensors}
+            tokens = None
+            if values:
+                tokens = values["output_ids"][0, 0, :int(values["sequence_length"][0, 0])].tolist()
+            reason = int(values["finish_reason"][0, 0]) if values else 0
+            self._feed(Sent(self._scheduler.now, request_id, final, error, tokens, reason))
+            if final:
+                self.finals.setdefault(request_id, []).append(error)
+            self._call("send", request_id)
+
+    def poll(self) -> set[int]:
+        with self._callback("poll"):
+            self.num_polled = len(self.handed_over)
+            stops = self.stops.copy()
+            self._feed(Polled(self._scheduler.now, sorted(stops)))
+            self._call("poll")
+            return stops
+
+    def return_stats(self, record: str) -> None:
+        with self._callback("stats"):
+            self._feed(Other(self._scheduler.now))
+            self._call("stats")
+
+    def close(self) -> None:
+        """Judge the history as a whole."""
+        self._feed(Closed(self._scheduler.now))
+        self._world.violations += [f"{self.name}: {anomaly}" for anomaly in self._checker.anomalies]
+
+    @contextmanager
+    def _callback(self, name: str) -> Iterator[None]:
+        if self._inside:
+            self._world.wrong(f"I27 {self.name}: {name} began inside {self._inside}")
+        if self.no_more:
+            self._world.wrong(f"I26 {self.name}: {name} was called although {self.no_more}")
+        self._inside = name
+        self._scheduler.point(f"{self.name} {name} begins")
+        try:
+            yield
+        finally:
+            self._scheduler.point(f"{self.name} {name} ends")
+            self._inside = ""
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        function = self.on.get(name)
+        if function is not None:
+            function(*arguments)
+
+    def _feed(self, event: object) -> None:
+        self._checker.feed(event)
+
+
+class World:
+    """One run of a scenario.
+
+    managers     name -> manager; a scenario drops the last reference by clearing it
+    threading    the double of `threading`
+    """
+
+    def __init__(self, scheduler: Scheduler, threading: Threading) -> None:
+        self.scheduler, self.threading = scheduler, threading
+        self.managers: dict[str, GptManager] = {}
+        self.clients: dict[str, Client] = {}
+        self.backends: list[ScriptedBackend] = []
+        self.violations: list[str] = []
+        self.terminate_req_id: int | None = None
+
+    # ------------------------------------------------------------------ what a scenario does
+
+    def make(self, name: str = "a", *pending: tuple[int, int], **options: Any) -> Client:
+        """A manager that is idle every 30 s only: whoever wants something of it sooner has to wake it."""
+        client = self.clients.get(name) or self.client(name)
+        client.pending += pending
+        params = {"max_batch_size": 2, "hang_warning_s": 0.0, "idle_poll_interval_s": 30.0,
+                  "kv_cache_config": KvCacheConfig(), **options}
+        backend = ScriptedBackend(vocab_size=VOCAB_SIZE, max_seq_len=MAX_SEQ_LEN, num_blocks=8, tokens_per_block=4,
+                                  num_slots=4, on_step=lambda batch: self._step(backend))
+        self.backends.append(backend)
+        self.managers[name] = GptManager(
+            None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, client.get, client.send,
+            client.poll, None, TrtGptModelOptionalParams(**params), terminate_req_id=self.terminate_req_id,
+            parts=Parts(backend=backend, clock=self.scheduler))
+        client.control = self.managers[name]._control
+        return client
+
+    def make_busy(self, name: str, *pending: tuple[int, int], **options: Any) -> Client:
+        """A manager that has taken its first requests."""
+        client, has_taken = self.client(name), self.event()
+        client.on["get"] = has_taken.set
+        self.make(name, *pending, **options)
+        has_taken.wait()
+        return client
+
+    def client(self, name: str) -> Client:
+        self.clients[name] = Client(self, name)
+        return self.clients[name]
+
+    def spawn(self, name: str, function: Callable[[], None]) -> Thread:
+        """Another thread of the user's."""
+        thread = self.threading.Thread(target=function, name=name)
+        thread.start()
+        return thread
+
+    def event(self) -> Event:
+        return self.threading.Event()
+
+    def shutdown(self, name: str = "a", *, drain: bool = True, timeout: float | None = None,
+                 from_callback: bool = False, may_block: bool = False) -> bool:
+        """Shut a manager down, and hold it to what it promises.
+
+        may_block   a callback waits for the clock or for whoever calls this
+        """
+        manager, scheduler = self.managers[name], self.scheduler
+        forced_moves, started = scheduler.forced_moves, scheduler.now
+        result = manager.shutdown(drain=drain, timeout=timeout)
+        if from_callback:
+            if result:
+                self.wrong(f"C14 {name}: shutdown returned True inside a callback")
+            return result
+        if result:
+            self._has_ended(name, manager, "shutdown returned True")
+        elif timeout is None or scheduler.now < started + timeout + SECONDS_TO_STOP_AFTER_A_TIMEOUT:
+            self.wrong(f"C14 {name}: shutdown gave up after {scheduler.now - started} s")
+        if scheduler.forced_moves != forced_moves and not may_block:
+            self.wrong(f"{name}: shutdown had to wait for the clock: the worker was not woken")
+        return result
+
+    def wait_until_terminate(self, name: str = "a", timeout: float | None = None) -> bool:
+        manager = self.managers[name]
+        result = manager.wait_until_terminate(timeout)
+        if result:
+            self._has_ended(name, manager, "wait_until_terminate returned True")
+        return result
+
+    def interpreter_exit(self) -> None:
+        """What `threading` does when the main thread has come to its end, and what becomes of daemons then."""
+        try:
+            gpt_manager._abort_all_workers()
+        except Abandoned:
+            raise
+        except BaseException as error:
+            self.wrong(f"C17: the hook at interpreter exit raised {type(error).__name__}: {error}")
+        joined = 0
+        while joined < len(self.threading.threads):
+            thread = self.threading.threads[joined]
+            joined += 1
+            if not thread.daemon:
+                thread.join()
+        for thread in self.threading.threads:
+            if thread.daemon and not thread.has_finished:
+                thread.freeze()
+
+    def _step(self, backend: ScriptedBackend) -> None:
+        self.scheduler.point("step")
+        if backend.closed:
+            self.wrong("a step ran on a backend that was closed")
+
+    def wrong(self, what: str) -> None:
+        if what not in self.violations:
+            self.violations.append(what)
+
+    # ------------------------------------------------------------------ the rules
+
+    def _has_ended(self, name: str, manager: GptManager, why: str) -> None:
+        client = self.clients[name]
+        client.no_more = why
+        if not manager._worker.has_finished:
+            self.wrong(f"C14 {name}: {why} and the worker is alive")
+        if client.open:
+            self.wrong(f"C14 {name}: {why} and {sorted(client.open)} have had no final")
+        state = manager.health()["state"]
+        if state != "STOPPED":
+            self.wrong(f"{name}: {why} and health says {state}")
+        watchdog = manager._watchdog
+        if watchdog in self.threading.threads and not watchdog.has_finished:
+            self.wrong(f"C23 {name}: {why} and the watchdog is alive")
+
+    def close(self) -> None:
+        """At the end of a run: nothing is left of the managers, and every history is whole."""
+        for thread in self.threading.threads:
+            if not thread.has_finished:
+                self.wrong(f"C23: {thread.name} has not ended")
+        if any(not backend.closed for backend in self.backends):
+            self.wrong("C23: a backend was not closed")
+        if len(gpt_manager._controls):
+            self.wrong("C23: a worker that is gone is still on the list of those to end")
+        for client in self.clients.values():
+            client.close()
+
+
+def stop_all_workers() -> None:
+    for control in gpt_manager._controls:
+        control.stopped.has_come = True
+
+
+def run_once(scenario: Callable[[World], None], scheduler: Scheduler, threading: Threading) -> list[str]:
+    """Run a scenario; what was wrong."""
+    world = World(scheduler, threading)
+    scheduler.when_abandoned = stop_all_workers
+    log, gc_was_enabled = logging.getLogger("batch_manager"), gc.isenabled()
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    gc.disable()    # where the collector runs is a matter of the schedule alone
+    try:
+        scheduler.run(lambda: scenario(world))
+        if not scheduler.violations:
+            world.close()
+    finally:
+        world.managers.clear()
+        log.setLevel(level)
+        if gc_was_enabled:
+            gc.enable()
+    return scheduler.violations + world.violations

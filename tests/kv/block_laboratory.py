@@ -1,0 +1,232 @@
+"""What the rules of block_machine.py are made of: the block manager and its model, and one call of both at a time."""
+
+from collections import Counter
+from itertools import chain
+
+import pytest
+
+from batch_manager.kv.audit import audit
+from batch_manager.kv.block_pool import OutOfBlocksError
+from batch_manager.kv.kv_cache_manager import KvCacheManager
+from batch_manager.requests.llm_request import LlmRequest
+
+from .block_model import BlockModel, Text, domain_of
+
+SLOTS = (0, 1, 2, 3, 5, 8, 300)
+TEXTS = (tuple(map(int, "010011010001101001110100")), tuple(map(int, "110100001110010110001011")))
+SALTS = (None, None, None, "a")
+MOST_TOKENS = 1000
+ADAPTER = 10**9                       # no number of a request is so large: those are salts and adapters of strangers
+
+# A prompt is a number: how much of which text, what follows it, under which salt.
+TAILS = ((), (0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1))
+SHARED = 13
+PROMPT_KINDS = len(SALTS) * 4 * len(TAILS) * SHARED
+
+
+class BlockLaboratory:
+    """digest_bits: few of them make blocks collide whose content differs. calls: rules and look-ups, over all runs."""
+
+    digest_bits = 256
+    calls: Counter[str] = Counter()
+
+    def open(self, num_blocks: int, unit: int, beams: int, host_blocks: int, partial: bool, secret: int,
+             reuse: bool) -> None:
+        self.kv = KvCacheManager(num_blocks, unit, MOST_TOKENS, max_beam_width=beams, enable_block_reuse=reuse,
+                                 enable_partial_reuse=partial, host_blocks=host_blocks, digest_bits=self.digest_bits)
+        if reuse:
+            self.kv.cache.index._secret = bytes([secret] * 32)     # the same collisions when the run is replayed
+        self.unit, self.partial, self.reuse = unit, partial, reuse
+        # Which of two texts with one digest is stored, and what goes to the host, the model does not foresee.
+        self.exact = reuse and self.digest_bits == 256 and not host_blocks
+        self.model = BlockModel(unit, beams)
+        self.running: dict[int, LlmRequest] = {}
+        self.gone: list[LlmRequest] = []
+        self.ids = 0
+
+    # What is handed over.
+
+    def request(self, prompt: int, beams: int = 1) -> LlmRequest:
+        """A request with this prompt, in no slot: the beginning of one of two texts, a few tokens more, a salt."""
+        prompt, shared = divmod(prompt, SHARED)
+        prompt, tail = divmod(prompt, len(TAILS))
+        salt, which = divmod(prompt, 4)
+        self.ids += 1
+        return LlmRequest(self.ids, [*TEXTS[which == 3][:shared], *TAILS[tail]] or [2], MOST_TOKENS, beam_width=beams,
+                          cache_salt=SALTS[salt], lora_task_id=ADAPTER if salt == 1 else None)
+
+    def stranger(self, num_tokens: int) -> LlmRequest:
+        """One that shares nothing with anybody."""
+        self.ids += 1
+        return LlmRequest(self.ids, [0] * num_tokens, MOST_TOKENS, cache_salt=self.ids)
+
+    def chosen(self, mask: int, generating: bool) -> list[LlmRequest]:
+        return [self.running[slot] for place, slot in enumerate(SLOTS)
+                if mask >> place & 1 and slot in self.running and self.running[slot].is_generating is generating]
+
+    def any_of(self, number: int, requests) -> LlmRequest | None:
+        requests = list(requests)
+        return requests[number % len(requests)] if requests else None
+
+    # Claims.
+
+    def place(self, new: list[LlmRequest]) -> list[LlmRequest]:
+        """Those of the requests for which there is a slot, in their slots."""
+        free = [slot for slot in SLOTS if slot not in self.running]
+        for request, slot in zip(new, free, strict=False):
+            request.seq_slot = slot
+        return new[:len(free)]
+
+    def needed(self, new: list[LlmRequest], growing: list[LlmRequest]) -> int:
+        """Free blocks a claim of these takes: all but what others hold already."""
+        blocks, used, unit = 0, self.model.used(), self.unit
+        to_wake: set[object] = set()
+        for request in new:
+            if self.reuse:
+                found = self.kv.cache.shareable(request)
+                to_wake |= {node for node in found if node.block_id not in used}
+                blocks += -(-request.prompt_len // unit) - 1 + request.beam_width - len(found)
+            else:
+                shared, rest = divmod(request.prompt_len, unit)
+                blocks += shared + (request.beam_width if rest else 0)
+        blocks += sum(request.beam_width for request in growing if (request.num_tokens - 1) % unit == 0)
+        return blocks + len(to_wake)
+
+    def claim(self, new: list[LlmRequest], growing: list[LlmRequest]) -> bool:
+        """Claim, and note what became of it; False when there was not enough and nothing happened."""
+        for request in new:
+            self.look_at(request)
+        needed, free, before = self.needed(new, growing), self.kv.free_blocks, self.state()
+        assert self.kv.blocks_to_claim(new, growing) == needed
+        if needed > free:
+            with pytest.raises(OutOfBlocksError):
+                self.kv.claim(new, growing)
+            assert self.state() == before, "a claim that failed changed something"
+            return False
+        expected = self.expected_reuse(new[0]) if new and self.exact else None
+        found = {request: len(self.kv.cache.shareable(request)) if self.reuse else 0 for request in new}
+        self.model.update(self.kv.claim(new, growing))
+        copies = self.kv.take_copies()
+        self.model.copy(copies)
+        assert free - self.kv.free_blocks == needed
+        copied = {one.destination for one in copies if not one.to_host}
+        for request in new:
+            self.running[request.seq_slot] = request
+            self.started(request, found[request], copied)
+        for request in growing:
+            for beam in range(request.beam_width):
+                if (request.num_tokens - 1) % self.unit == 0:
+                    index = (request.num_tokens - 1) // self.unit
+                    self.model.overwrite(self.model.tables[request.seq_slot, beam][index])
+        if expected is not None:
+            assert self.kv.reused_tokens(new[0]) == expected
+        return True
+
+    def expected_reuse(self, request: LlmRequest) -> int:
+        tokens, unit = request.tokens[0], self.unit
+        start = min(len(self.model.matched(domain_of(request), tokens)), (len(tokens) - 1) // unit) * unit
+        if request.beam_width == 1 or start // unit < -(-len(tokens) // unit) - 1:
+            return start + self.model.begun(domain_of(request), tokens, start, self.partial)
+        return start
+
+    def started(self, request: LlmRequest, num_shared: int, copied: set[int]) -> None:
+        """What the claim says of the prompt must be in its blocks; what it took is not anybody's any more."""
+        slot, reused, model = request.seq_slot, self.kv.reused_tokens(request), self.model
+        first_row = model.tables[slot, 0]
+        begun = first_row.get(num_shared) if reused > num_shared * self.unit else None
+        if begun is not None and begun not in copied and begun in model.found.values():
+            model.evicted -= 1                                      # taken over with its content: not lost
+        for beam in range(request.beam_width):
+            table = model.tables[slot, beam]
+            for index, block_id in table.items():
+                if index >= num_shared:
+                    model.overwrite(block_id)
+        assert reused < request.prompt_len and model.reads(slot, 0, domain_of(request), request.tokens[0][:reused])
+        request.skip_context(reused)
+        self.calls["reused tokens"] += reused
+
+    def state(self) -> tuple:
+        """Everything a claim that fails must leave as it is."""
+        pool, sequences = self.kv.pool, self.kv.sequences
+        nodes = frozenset(self.kv.cache.index.nodes.items()) if self.reuse else frozenset()
+        return (pool.free_order(), list(pool._owners), pool.extra_owners, pool.num_cached, nodes,
+                list(sequences.owners), sequences.kv_lengths.tolist(), sequences.ends.tolist(),
+                dict(sequences.reused_tokens), self.kv.evicted_blocks, self.kv.reused_blocks, self.kv.used_host_blocks)
+
+    # What a request goes through.
+
+    def grow(self, requests: list[LlmRequest], tokens: int) -> None:
+        for request in requests:
+            for beam, text in enumerate(request.tokens):
+                self.model.write(request.seq_slot, beam, domain_of(request), text, len(text) - 1)
+                text.append((tokens >> beam) % 3)
+
+    def compute(self, request: LlmRequest, end: int, tokens: int) -> None:
+        start, domain = request.context_position, domain_of(request)
+        self.model.write(request.seq_slot, 0, domain, request.tokens[0][:end], start)
+        request.advance_context(end - start)
+        self.kv.publish_context(request, end)
+        if self.exact:
+            full = (end - 1) // self.unit
+            self.model.commit(domain, request.tokens[0][:full * self.unit], self.row(request))
+        if request.is_generating:
+            self.fork(request, tokens)
+
+    def fork(self, request: LlmRequest, tokens: int) -> None:
+        """Its prompt is computed: each beam has it, and its first token."""
+        self.model.copy(self.kv.fork(request))
+        for beam, text in enumerate(request.tokens):
+            assert self.model.reads(request.seq_slot, beam, domain_of(request), text)
+            text.append((tokens >> beam) % 3)
+        self.calls["forks"] += request.beam_width > 1
+
+    def look_at(self, request: LlmRequest) -> None:
+        if not self.reuse:
+            assert self.kv.reusable_tokens(request) == 0
+            return
+        self.calls["look-ups"] += 1
+        domain, tokens, unit = domain_of(request), request.tokens[0], self.unit
+        nodes = self.kv.cache.matched(request)
+        self.calls["blocks found"] += len(nodes)
+        for place, node in enumerate(nodes):
+            text = Text(domain, tuple(tokens[:(place + 1) * unit]))
+            there = self.model.host.get(node.host_id) if node.block_id is None else (
+                text if self.model.holds(node.block_id, text) else self.model.written.get(node.block_id))
+            assert there == text, f"wrong reuse: {text} was looked up and {there} found"
+        if self.exact:
+            assert [node.block_id for node in nodes] == self.model.matched(domain, tokens)
+        usable = min(len(nodes), (len(tokens) - 1) // unit)
+        assert self.kv.reusable_tokens(request) == usable * unit
+        used = self.model.used()
+        assert self.kv.reusable_blocks(request) == (sum(node.block_id in used for node in nodes), len(nodes))
+
+    def release(self, request: LlmRequest, computed: int) -> None:
+        if self.exact and computed > 1 and request.beam_width == 1:
+            self.model.commit(domain_of(request), request.tokens[0][:computed - 1], self.row(request))
+        self.kv.release(request, computed)
+        self.model.forget(request.seq_slot)
+        del self.running[request.seq_slot]
+        self.gone = [*self.gone[-5:], request]
+
+    def row(self, request: LlmRequest) -> list[int]:
+        return [block_id for _, block_id in sorted(self.model.tables[request.seq_slot, 0].items())]
+
+    def compare(self) -> None:
+        """What always holds."""
+        kv, model = self.kv, self.model
+        audit(kv)
+        used = model.used()
+        assert kv.used_blocks == len(used)
+        for slot, request in self.running.items():
+            computed = request.context_position if request.is_context else request.num_tokens - 1
+            assert kv.kv_length(request) == max(request.prompt_len, computed)
+            for beam, tokens in enumerate(request.tokens):
+                table = model.tables[slot, beam]
+                assert kv.block_ids(request, beam) == [table[index] for index in range(len(table))]
+                if beam == 0 or request.is_generating:
+                    assert model.reads(slot, beam, domain_of(request), tokens[:computed]), f"{request} reads others"
+        if self.exact:
+            assert kv.cached_blocks == len(set(model.found.values()) - used)
+            assert kv.evicted_blocks == model.evicted
+            assert {node.block_id for node in chain(kv.cache.index)} == set(model.found.values())
+        assert not any(map(kv.owns, self.gone))

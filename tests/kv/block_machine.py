@@ -1,0 +1,197 @@
+"""Rules for the block manager in any order, against the model of dicts and sets in block_model.py.
+
+A request in the machine goes through what a loop does with it: allocate its prompt, compute and commit it chunk by
+chunk, fork its beams, extend it token by token, free it. What is computed is written into the model's blocks, so that
+whatever a prompt finds in the cache is compared with what it ought to be: a wrong reuse cannot hide.
+"""
+
+from itertools import chain
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from batch_manager.errors import InternalError
+from batch_manager.requests.llm_request import LlmRequest
+
+from .block_laboratory import PROMPT_KINDS, SLOTS, BlockLaboratory
+
+# Few draws of plain integers: Hypothesis takes longer to draw than the manager to answer.
+PAIRS = st.integers(0, PROMPT_KINDS**2 - 1)
+NUMBERS = st.integers(0, 2**20 - 1)
+
+
+class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
+    """The rules."""
+
+    @initialize(num_blocks=st.sampled_from([24, 16, 12, 8, 5, 3, 2, 1]), unit=st.sampled_from([2, 1, 3, 4]),
+                beams=st.sampled_from([1, 1, 2, 3]), host_blocks=st.sampled_from([0, 0, 0, 2]), partial=st.booleans(),
+                secret=st.integers(0, 255), reuse=st.sampled_from([True, True, True, False]))
+    def begin(self, **options):
+        self.open(**options)
+
+    @rule(prompts=PAIRS, number=NUMBERS)
+    def allocate(self, prompts, number):
+        """One first chunk or two, sometimes beside others who grow; sometimes computed and committed at once."""
+        self.calls["allocate"] += 1
+        number, kind = divmod(number, 8)
+        beams = [1 + number // 4**place % self.model.max_beam_width for place in range(2)]
+        pair = zip(divmod(prompts, PROMPT_KINDS), beams, strict=True)
+        new = self.place([self.request(*one) for one in pair][:1 + kind % 2])
+        growing = self.chosen(number, generating=True) if kind == 2 else []
+        if self.claim(new, growing):
+            self.grow(growing, number)
+            for request in new if kind > 2 else ():
+                self.compute(request, request.prompt_len, number)
+
+    @precondition(lambda self: any(request.is_generating for request in self.running.values()))
+    @rule(number=NUMBERS)
+    def extend(self, number):
+        """One more token each."""
+        self.calls["extend"] += 1
+        growing = self.chosen(number, generating=True)
+        if self.claim([], growing):
+            self.grow(growing, number // 128)
+
+    @precondition(lambda self: any(request.is_context for request in self.running.values()))
+    @rule(number=NUMBERS)
+    def commit(self, number):
+        """Compute a chunk of each, and let others find it; or fail at it, and let nobody."""
+        self.calls["commit"] += 1
+        for request in [request for request in self.running.values() if request.is_context]:
+            number, chunk = divmod(number, 8)
+            if chunk == 7:
+                self.model.spoil(request.seq_slot, 0, request.context_position)
+                self.release(request, 0)
+            else:
+                end = (request.context_position // self.unit + 1 + chunk) * self.unit
+                self.compute(request, min(end, request.prompt_len), number)
+
+    @precondition(lambda self: any(request.is_generating and request.beam_width > 1
+                                   for request in self.running.values()))
+    @rule(number=NUMBERS)
+    def reorder(self, number):
+        """Each beam goes on where its parent stands: some are forked, some end."""
+        self.calls["reorder"] += 1
+        request = self.any_of(number, (request for request in self.running.values()
+                                       if request.is_generating and request.beam_width > 1))
+        parents = [number // 3**beam % request.beam_width for beam in range(request.beam_width)]
+        free = self.kv.free_blocks
+        self.model.copy(self.kv.reorder(request, parents))
+        assert self.kv.free_blocks >= free
+        request.tokens = [list(request.tokens[parent]) for parent in parents]
+        self.model.update(self.kv.claim([], []))                    # the next claim reports the tables
+
+    @rule(first=PAIRS, second=PAIRS)
+    def look_up(self, first, second):
+        """What is found of prompts that are not there."""
+        self.calls["look_up"] += 1
+        for prompt in chain(divmod(first, PROMPT_KINDS), divmod(second, PROMPT_KINDS)):
+            request = self.request(prompt)
+            self.look_at(request)
+            if self.reuse:
+                self.kv.cache.forget_request(request)
+
+    @precondition(lambda self: self.running)
+    @rule(number=NUMBERS)
+    def salt(self, number):
+        """The prompt of somebody who is there, from somebody who shares with nobody."""
+        self.calls["salt"] += 1
+        known = self.any_of(number, self.running.values())
+        self.ids += 1
+        for salt, adapter in ((self.ids, known.lora_task_id), (known.cache_salt, self.ids)):
+            other = LlmRequest(self.ids, known.tokens[0], 1, cache_salt=salt, lora_task_id=adapter)
+            assert self.kv.reusable_tokens(other) == 0 and self.kv.reusable_blocks(other) == (0, 0)
+            self.look_at(other)
+
+    @precondition(lambda self: self.running)
+    @rule(number=NUMBERS)
+    def free(self, number):
+        """The end of a request, or a pause."""
+        self.calls["free"] += 1
+        request = self.any_of(number // 8, self.running.values())
+        computed = request.context_position if request.is_context else request.num_tokens
+        self.release(request, 0 if number % 8 == 7 else computed)
+
+    @rule(number=NUMBERS)
+    def double_free(self, number):
+        """By somebody who is gone; and a block that is free, or twice in one list."""
+        self.calls["double_free"] += 1
+        before = self.state()
+        if self.gone:
+            self.kv.release(self.any_of(number, self.gone), number % 7)
+        used = sorted(self.model.used())
+        wrong = [used[number % len(used)]] * 2 if used and number % 2 else self.kv.pool.free_order()[:1]
+        if wrong:
+            with pytest.raises(InternalError):
+                self.kv.pool.give_back([*used[:1], *wrong])
+        assert self.state() == before
+
+    @precondition(lambda self: len(self.running) < len(SLOTS) and self.kv.free_blocks)
+    @rule(share=st.integers(1, 6))
+    def evict(self, share):
+        """A stranger overwrites a part of what is free, or all of it."""
+        self.calls["evict"] += 1
+        count = max(self.kv.free_blocks * share // 6, 1)
+        (stranger,) = self.place([self.stranger(count * self.unit)])
+        assert self.claim([stranger], [])
+        self.release(stranger, 0)
+        if share == 6:
+            assert self.kv.cached_blocks == 0
+
+    @rule(number=NUMBERS)
+    def fail_nth(self, number):
+        """Some fit and the one behind them does not: nobody gets anything."""
+        self.calls["fail_nth"] += 1
+        growing, fitting = divmod(number, 5)
+        new = self.place([*(self.stranger(1) for _ in range(fitting)),
+                          self.stranger(self.kv.free_blocks * self.unit + 1)])
+        if len(new) == fitting + 1:
+            assert not self.claim(new, self.chosen(growing, generating=True))
+            assert not any(map(self.kv.owns, new))
+
+    @rule(rarely=st.integers(0, 5))
+    def clear(self, rarely):
+        """Everybody leaves, and one stranger writes to the whole pool: nothing is left of anybody."""
+        if rarely < 5:
+            return
+        self.calls["clear"] += 1
+        for request in list(self.running.values()):
+            self.release(request, request.context_position)
+        assert self.kv.used_blocks == 0
+        (stranger,) = self.place([self.stranger(self.kv.num_blocks * self.unit)])
+        assert self.claim([stranger], [])
+        self.release(stranger, 0)
+        assert self.kv.cached_blocks == 0 and not self.model.found
+        assert not self.reuse or not self.kv.cache.index.nodes
+
+    @precondition(lambda self: self.running or self.gone)
+    @rule(number=NUMBERS)
+    def strangers_are_refused(self, number):
+        """A start in a slot that is taken, a step of somebody who holds nothing."""
+        self.calls["strangers"] += 1
+        before = self.state()
+        if self.running:
+            intruder = self.stranger(1)
+            intruder.seq_slot = self.any_of(number, self.running.values()).seq_slot
+            with pytest.raises(InternalError):
+                self.kv.claim([intruder], [])
+        if self.gone:
+            with pytest.raises(InternalError):
+                self.kv.claim([], [self.any_of(number, self.gone)])
+        assert self.state() == before
+
+    @invariant()
+    def the_model_agrees(self):
+        if hasattr(self, "kv"):
+            self.compare()
+
+
+class MachineOfFullDigests(BlockMachine):
+    """As the product is: what is found is known exactly."""
+
+
+class MachineOfFourBits(BlockMachine):
+    """One of sixteen digests for every block: contents collide all the time."""
+
+    digest_bits = 4

@@ -1,0 +1,139 @@
+"""What blocks hold, who names them and what can be found: dicts and sets, and nothing of the manager's own.
+
+A *text* is a domain and the tokens up to some position. What a block holds is the text that ends in it: the KV of its
+last positions depends on everything before them. A block that holds a text with other tokens before is a wrong one.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from batch_manager.handover import BlockCopy, BlockTableUpdates
+from batch_manager.requests.llm_request import LlmRequest
+
+
+class Text(NamedTuple):
+    domain: tuple
+    tokens: tuple[int, ...]
+
+
+def domain_of(request: LlmRequest) -> tuple:
+    """What requests must have in common to share anything."""
+    return request.lora_task_id, request.cache_salt
+
+
+class BlockModel:
+    """The device's memory as the manager's answers describe it, and the texts that can be found.
+
+    tables    (slot, beam) -> block ids, as the table updates said
+    written   block id -> the text that ends in it; missing: garbage
+    host      host block id -> the same
+    found     text -> block id: what was committed and not overwritten since
+    evicted   texts that could be found and were overwritten
+    """
+
+    def __init__(self, unit: int, max_beam_width: int) -> None:
+        self.unit = unit
+        self.max_beam_width = max_beam_width
+        self.tables: dict[tuple[int, int], dict[int, int]] = {}
+        self.written: dict[int, Text] = {}
+        self.host: dict[int, Text] = {}
+        self.found: dict[Text, int] = {}
+        self.evicted = 0
+
+    # What the device does.
+
+    def update(self, updates: BlockTableUpdates) -> None:
+        for row, index, block_id in zip(updates.slots.tolist(), updates.indices.tolist(), updates.block_ids.tolist(),
+                                        strict=True):
+            self.tables.setdefault(divmod(row, self.max_beam_width), {})[index] = block_id
+
+    def forget(self, slot: int) -> None:
+        """The sequence in the slot is gone."""
+        for row in [row for row in self.tables if row[0] == slot]:
+            del self.tables[row]
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        for one in copies:
+            domain, tokens = (self.host if one.from_host else self.written)[one.source]
+            start = (len(tokens) - 1) // self.unit * self.unit
+            assert len(tokens) - start >= one.num_tokens, f"{one} copies what was never written"
+            target = self.host if one.to_host else self.written
+            target[one.destination] = Text(domain, tokens[:start + one.num_tokens])
+
+    def write(self, slot: int, beam: int, domain: tuple, tokens: Sequence[int], start: int) -> None:
+        """Compute the positions from `start` on."""
+        for index in range(start // self.unit, -(-len(tokens) // self.unit)):
+            block_id = self.tables[slot, beam][index]
+            assert block_id not in self.found.values(), f"block {block_id} is written to and can be found"
+            assert {row[0] for row in self.owners(block_id)} == {slot}, f"block {block_id} is somebody else's too"
+            self.written[block_id] = Text(domain, tuple(tokens[:(index + 1) * self.unit]))
+
+    def spoil(self, slot: int, beam: int, start: int) -> None:
+        """A step that failed left garbage from a position on."""
+        for index, block_id in self.tables[slot, beam].items():
+            if index >= start // self.unit:
+                self.written.pop(block_id, None)
+
+    def holds(self, block_id: int, text: Text) -> bool:
+        """Whether a block holds the end of this text, and perhaps more tokens behind it."""
+        there = self.written.get(block_id)
+        size, unit = len(text.tokens), self.unit
+        return (there is not None and there.domain == text.domain and there.tokens[:size] == text.tokens
+                and (len(there.tokens) - 1) // unit == (size - 1) // unit)
+
+    def reads(self, slot: int, beam: int, domain: tuple, tokens: Sequence[int]) -> bool:
+        """Whether the blocks of a sequence hold just these tokens."""
+        table = self.tables[slot, beam]
+        return all(self.holds(table[index], Text(domain, tuple(tokens[:(index + 1) * self.unit])))
+                   for index in range(-(-len(tokens) // self.unit)))
+
+    # Who owns what.
+
+    def owners(self, block_id: int) -> set[tuple[int, int]]:
+        return {row for row, table in self.tables.items() if block_id in table.values()}
+
+    def used(self) -> set[int]:
+        return {block_id for table in self.tables.values() for block_id in table.values()}
+
+    # What can be found.
+
+    def commit(self, domain: tuple, tokens: Sequence[int], row: Sequence[int]) -> None:
+        """Let the texts that end in these blocks be found, as far as none of them is missing."""
+        for index in range(-(-len(tokens) // self.unit)):
+            text = Text(domain, tuple(tokens[:(index + 1) * self.unit]))
+            if text not in self.found:
+                if row[index] in self.found.values():
+                    return
+                assert self.holds(row[index], text), f"{text} is committed and was not computed"
+                self.found[text] = row[index]
+
+    def overwrite(self, block_id: int) -> None:
+        """What was in the block cannot be found any more, nor what follows it; nothing follows one that is not full."""
+        for text in [text for text, where in self.found.items() if where == block_id]:
+            is_full = len(text.tokens) % self.unit == 0
+            for below in [other for other in self.found if other == text or (
+                    is_full and other.domain == text.domain and other.tokens[:len(text.tokens)] == text.tokens)]:
+                del self.found[below]
+                self.evicted += 1
+
+    def matched(self, domain: tuple, tokens: Sequence[int]) -> list[int]:
+        """The full blocks that hold the beginning of a prompt."""
+        block_ids = []
+        for end in range(self.unit, len(tokens) + 1, self.unit):
+            block_id = self.found.get(Text(domain, tuple(tokens[:end])))
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def begun(self, domain: tuple, tokens: Sequence[int], start: int, partial: bool) -> int:
+        """Tokens behind `start` that one more block begins with: all that are wanted, or with `partial` the most."""
+        end = min(start + self.unit, len(tokens) - 1)
+        wanted, before, most = tuple(tokens[start:end]), tuple(tokens[:start]), 0
+        for text in self.found:
+            rest = text.tokens[start:]
+            if text.domain == domain and text.tokens[:start] == before and 0 < len(rest) <= self.unit:
+                common = next((place for place, pair in enumerate(zip(rest, wanted, strict=False))
+                               if pair[0] != pair[1]), min(len(rest), len(wanted)))
+                most = max(most, common if partial or rest == wanted else 0)
+        return most

@@ -1,0 +1,56 @@
+"""Adapters on the device: pages are held by those who use them, kept for those to come, and never by two."""
+
+import pytest
+
+from batch_manager.errors import OutOfResourceError
+from batch_manager.kv.peft_cache_manager import PeftCacheManager
+
+
+@pytest.fixture
+def peft():
+    """Six pages; adapter n takes n of them."""
+    return PeftCacheManager(6, lambda task_id: task_id)
+
+
+def test_an_adapter_is_loaded_once_and_stays_until_others_need_its_room(peft, make_request):
+    first, second, third = (make_request(slot, 4, lora_task_id=task) for slot, task in enumerate((2, 2, 5)))
+    (load,) = peft.claim([first, second])
+    assert load.task_id == 2 and peft.pages(first) == peft.pages(second) == load.page_ids
+    peft.release(first)
+    assert peft.free_pages == 4
+    with pytest.raises(OutOfResourceError, match="5 adapter pages were asked for and 4 are free"):
+        peft.claim([third])
+    assert peft.pages(third) == [] and peft.pages(second) == load.page_ids
+    peft.release(second)
+    assert peft.free_pages == 6
+    assert peft.claim([make_request(3, 4, lora_task_id=2)]) == [], "it was still there"
+
+
+def test_a_claim_that_does_not_fit_changes_nothing(peft, make_request):
+    small, large = make_request(0, 4, lora_task_id=2), make_request(1, 4, lora_task_id=5)
+    with pytest.raises(OutOfResourceError):
+        peft.claim([small, large])
+    assert (peft.pages(small), peft.free_pages, list(peft.faults())) == ([], 6, [])
+
+
+def a_page_is_lost(peft, request):
+    peft._free.pop()
+
+
+def a_user_is_miscounted(peft, request):
+    peft._users[request.lora_task_id] += 1
+
+
+def an_adapter_is_idle_and_in_use(peft, request):
+    peft._idle[request.lora_task_id] = None
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    (a_page_is_lost, "not each free or with one adapter"), (a_user_is_miscounted, "users of the adapters"),
+    (an_adapter_is_idle_and_in_use, "neither in use nor idle, or both")])
+def test_books_that_are_wrong_are_named(peft, make_request, damage, words):
+    request = make_request(0, 4, lora_task_id=3)
+    peft.claim([request])
+    assert list(peft.faults()) == []
+    damage(peft, request)
+    assert any(words in fault for fault in peft.faults())

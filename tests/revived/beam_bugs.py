@@ -1,0 +1,54 @@
+"""Bugs of beams, stop words and bans, planted again. bugs.py says what a bug is."""
+
+from dataclasses import replace
+
+from batch_manager.handover import GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.kv.kv_cache_manager import KvCacheManager
+from batch_manager.loop.step_runner import StepRunner
+
+from .bugs import BUSY, TIGHT, Bug
+
+BEAMS = {**TIGHT, "max_beam_width": 3, "num_blocks": 60, "vocab_size": 17}
+SEARCHING = {**BUSY, "streams": 0.0, "beams": 0.6}
+WORDY = {**BUSY, "words": 1.0}
+
+
+def a_part_without_generation_keeps_its_beams(patch) -> None:
+    part = ScheduledBatch.part
+
+    def with_width(self, start, stop):
+        batch = part(self, start, stop)
+        slots, lengths = batch.generation.slots, batch.generation.kv_lengths
+        return replace(batch, generation=GenerationWork(slots, lengths, self.generation.beam_width))
+    patch.setattr(ScheduledBatch, "part", with_width)
+
+
+def nobody_looks_at_the_tokens_of_beams(patch) -> None:
+    patch.setattr(StepRunner, "_has_invalid_tokens", lambda self, beams: False)
+
+
+def the_copies_of_parting_beams_are_lost(patch) -> None:
+    reorder = KvCacheManager.reorder
+
+    def without_copies(self, request, parents):
+        reorder(self, request, parents)
+        return []
+    patch.setattr(KvCacheManager, "reorder", without_copies)
+
+
+def the_history_ends_with_the_prompt(patch) -> None:
+    def continuing(self, tokens):
+        return continues(self, list(tokens)[:self.prompt_length])
+    continues = SlotSetup.continuing
+    patch.setattr(SlotSetup, "continuing", continuing)
+
+
+BEAM_BUGS = [
+    Bug("a part without generation keeps its beams", "found here", a_part_without_generation_keeps_its_beams, BEAMS,
+        SEARCHING, ("model.raises_once",)),
+    Bug("nobody looks at the tokens of beams", "found here", nobody_looks_at_the_tokens_of_beams, BEAMS, SEARCHING,
+        ("model.wrong_token",)),
+    Bug("the copies of parting beams are lost", "of its kind", the_copies_of_parting_beams_are_lost, BEAMS, SEARCHING),
+    Bug("after a pause the device is told the prompt only", "F19", the_history_ends_with_the_prompt,
+        traffic=WORDY),
+]

@@ -1,0 +1,106 @@
+"""How the simulated device draws a token where words end or are forbidden: from what it was told of the sequence.
+
+A real device keeps the tokens of such sequences beside the KV cache: those of its `SlotSetup`, which come again after a
+pause, and what it drew since. So does this one, and a setup that says anything else than the truth changes the text.
+oracle.py says what must come out.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+
+from batch_manager.handover import END_ID, NOT_FINISHED, STOP_WORDS, ScheduledBatch, SlotSetup, StepOutput
+from batch_manager.requests.llm_request import LlmRequest
+from batch_manager.runtime.scripted_backend import POSITION_FACTOR, WORD, _mix
+
+HELD_AMONG = 4
+
+
+class SlotRules:
+    """One sequence that has any: what it holds, and what that means for the next token."""
+
+    def __init__(self, setup: SlotSetup) -> None:
+        self.setup = setup
+        self._tokens = [] if setup.history is None else setup.history.tolist()
+        self.has_paused = len(self._tokens) > setup.prompt_length
+
+    @staticmethod
+    def needed(setup: SlotSetup) -> bool:
+        return setup.beams is None and bool(setup.changes_logits or setup.stop_words)
+
+    def draw(self, word: int, length: int, vocab_size: int) -> tuple[int, int, int]:
+        """(token, finish code, the word its log-probability is of) behind `length` tokens. May be asked again."""
+        # Where it was told none, nothing depends on more than the newest one.
+        del self._tokens[0 if self.setup.history is None else length:]
+        setup, tokens = self.setup, self._tokens
+        banned = self._banned(length)
+        first = (word >> 16) % vocab_size
+        allowed = (j for j in range(vocab_size) if (first + j) % vocab_size not in banned)
+        place = next(allowed, 0)
+        if setup.penalizes:
+            held = set(tokens)
+            place = min([place, *islice(allowed, HELD_AMONG - 1)], key=lambda j: ((first + j) % vocab_size in held, j))
+        token = (first + place) % vocab_size
+        tokens.append(token)
+        finish = NOT_FINISHED
+        if token == setup.end_id:
+            finish = END_ID
+        elif any(tuple(tokens[-len(stop):]) == stop for stop in setup.stop_words):
+            finish = STOP_WORDS
+        return token, finish, _mix(word + place * POSITION_FACTOR) if place else word & WORD
+
+    def _banned(self, length: int) -> set[int]:
+        setup, tokens, size = self.setup, self._tokens, self.setup.no_repeat_ngram_size
+        banned = {word[-1] for word in setup.bad_words
+                  if len(word) == 1 or tuple(tokens[-(len(word) - 1):]) == word[:-1]}
+        if setup.end_id >= 0 and length < setup.prompt_length + setup.min_length:
+            banned.add(setup.end_id)
+        if 0 < size <= len(tokens):
+            last = tokens[len(tokens) - size + 1:]
+            banned.update(tokens[i + size - 1] for i in range(len(tokens) - size + 1) if tokens[i:i + size - 1] == last)
+        return banned
+
+
+class Drawing:
+    """The sequences with rules, by slot. seen: markers."""
+
+    def __init__(self, check: Callable[[bool, str], None], seen: Counter[str]) -> None:
+        self._check, self._seen = check, seen
+        self._rules: dict[int, SlotRules] = {}
+
+    def set_up(self, batch: ScheduledBatch, owner_of: Callable[[int], LlmRequest]) -> None:
+        """Take note of who starts, and whether what is said of him is so."""
+        for work in batch.context:
+            if work.setup is None:
+                continue
+            setup, owner = work.setup, owner_of(work.slot)
+            if setup.history is not None:
+                self._check(setup.history.tolist() == owner.tokens[0],
+                            f"I8: the device was told other tokens than {owner} has")
+            if SlotRules.needed(setup):
+                self._rules[work.slot] = SlotRules(setup)
+            else:
+                self._rules.pop(work.slot, None)
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+    def draw(self, output: StepOutput, words: np.ndarray, lengths: np.ndarray, asked: np.ndarray,
+             vocab_size: int) -> None:
+        """Draw again for those who have rules.
+
+        words, lengths, asked   by row of the output: the hash, tokens so far, whether log-probabilities are wanted
+        """
+        for row, slot in enumerate(output.slots.tolist()):
+            rules = self._rules.get(slot)
+            if rules is None or slot in output.beams:
+                continue
+            before = output.tokens[row]
+            output.tokens[row], output.finish[row], word = rules.draw(int(words[row]), int(lengths[row]), vocab_size)
+            if output.tokens[row] != before:
+                self._seen["a token is passed over"] += 1
+                self._seen["a token is passed over after a pause"] += rules.has_paused
+            if asked[row]:
+                output.log_probs[row] = -(word & 0xFFFF) / 4096

@@ -1,0 +1,58 @@
+"""What kind of a swarm one is, so that a campaign can say how often it ran each kind."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from .swarm import Swarm
+
+
+def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
+    """(property, kind)"""
+    traffic = swarm.traffic
+    yield "model type", swarm.model_type.name
+    yield "policy", "STATIC_BATCH" if swarm.is_static else swarm.policy.name
+    yield "chunking", "off" if swarm.chunking is None else swarm.chunking.name
+    yield "micro-batches in flight", str(swarm.depth)
+    yield "tokens per block", str(swarm.tokens_per_block)
+    yield "blocks", within(swarm.num_blocks, 2, 4, 16, 64, 256, 512)
+    yield "batch", within(swarm.max_batch_size, 1, 2, 4, 8, 16, 64)
+    yield "longest sequence", str(swarm.max_seq_len)
+    yield "tokens in a step", within(swarm.max_num_tokens, 1, 8, 64, 512, 8192)
+    yield "beams", str(swarm.max_beam_width)
+    yield "reuse", "off" if not swarm.reuse else "with salts" if traffic.salted else "on"
+    yield "host blocks", str(swarm.host_blocks)
+    yield "window", "none" if swarm.window is None else "with sinks" if swarm.sinks else "without sinks"
+    yield "streaming", f"{traffic.streams:.0%}"
+    yield "sampling", f"{traffic.samples:.0%}"
+    yield "stop words and bans", f"{traffic.words:.0%}"
+    yield "deadlines", f"{traffic.deadline:.0%}"
+    yield "priorities", f"{traffic.prioritised:.0%}"
+    yield "queue", within(swarm.max_queued_requests, 0, 1, 20, 1024)
+    yield "sequences", {None: "as the batch", -1: "unbounded"}.get(swarm.max_num_sequences, "bounded")
+    yield "kinds of faults", within(len(swarm.faults), 0, 1, 10, 20, 48)
+
+
+def within(number: int, *ends: int) -> str:
+    """Between which of the numbers it lies, the upper one included."""
+    last = ends[0]
+    if number <= last:
+        return str(last)
+    for end in ends[1:]:
+        if number <= end:
+            return str(end) if last + 1 == end else f"{last + 1}-{end}"
+        last = end
+    return f"over {last}"
+
+
+def table(counts: Counter[tuple[str, str]]) -> list[str]:
+    """Lines of text: of each property the kinds, and how many swarms were of it."""
+    lines = []
+    for name in dict.fromkeys(name for name, _ in counts):
+        kinds = sorted(((kind, count) for (its, kind), count in counts.items() if its == name), key=_numbers_in_order)
+        lines.append(f"{name + ':':<24} {', '.join(f'{kind} ({count:,})' for kind, count in kinds)}")
+    return lines
+
+
+def _numbers_in_order(row: tuple[str, int]) -> tuple[float, str]:
+    digits = row[0].split("-")[0].rstrip("%")
+    return (float(digits) if digits.isdigit() else -1.0), row[0]

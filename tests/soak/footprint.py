@@ -1,0 +1,114 @@
+"""What a process holds: memory, objects, threads, files."""
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Collection
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+OURS = ("batch_manager", "numpy", "torch")
+CONTAINERS = (dict, list, set, frozenset, tuple, bytearray)
+
+
+class _MallInfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+try:
+    _libc = ctypes.CDLL("libc.so.6")
+    _libc.mallinfo2.restype = _MallInfo2
+except (OSError, AttributeError):       # not the C library of GNU, or an old one
+    _libc = None
+
+
+SMALL_ARRAY, KEPT_OF_EACH_SIZE = 1024, 7      # bytes, pieces: numpy/_core/src/multiarray/alloc.c
+
+
+def fill_the_cache_of_numpy() -> None:
+    """numpy keeps the memory of freed small arrays, some pieces of each size. Rare sizes fill their places late, and
+    that would look like growth for hundreds of thousands of requests; so all places are filled at once."""
+    pieces = [np.empty(size, np.uint8) for size in range(1, SMALL_ARRAY) for _ in range(KEPT_OF_EACH_SIZE)]
+    pieces.clear()
+
+
+def resident_bytes(line: str = "VmRSS:") -> int:
+    """As /proc/self/status has it: all of it, or "RssAnon:", without the pages of programs and libraries."""
+    with open("/proc/self/status") as status:
+        return next(int(text.split()[1]) for text in status if text.startswith(line)) * 1024
+
+
+def memory() -> dict[str, int]:
+    """Bytes the process holds, and blocks of Python's own allocator.
+
+    rss_untrimmed   resident memory as it is
+    rss             once unreachable objects were collected and the C library gave free pages back: what it keeps of
+                    them depends on the order of frees, not on what anybody holds
+    rss_anonymous   of that, what is no page of a program or a library: they come in as rare paths are taken
+    malloc          bytes in use of the C library's allocator: large objects and arrays, exactly
+    blocks          of Python's allocator in use: small objects, exactly
+    """
+    untrimmed = resident_bytes()
+    gc.collect()
+    if _libc is not None:
+        _libc.malloc_trim(0)
+    malloc = 0
+    if _libc is not None:
+        info = _libc.mallinfo2()
+        malloc = info.uordblks + info.hblkhd
+    return {"rss_untrimmed": untrimmed, "rss": resident_bytes(),
+            "rss_anonymous": resident_bytes("RssAnon:"), "malloc": malloc, "blocks": sys.getallocatedblocks()}
+
+
+def handles() -> dict[str, int]:
+    return {"threads": threading.active_count(), "descriptors": len(os.listdir("/proc/self/fd"))}
+
+
+def tracked_objects() -> Counter[str]:
+    """Objects of ours in the whole process, by type, as the garbage collector knows them; and all containers."""
+    counts: Counter[str] = Counter()
+    for thing in gc.get_objects():
+        cls = type(thing)
+        if cls in CONTAINERS or str(cls.__module__).split(".")[0] in OURS:
+            counts[_name(cls)] += 1
+    return counts
+
+
+def reachable_objects(root: object, without: Collection[object]) -> tuple[Counter[str], int]:
+    """(objects by type, entries of all containers) that `root` keeps alive, whatever their type.
+
+    without   not these, nor what only they keep. Code, modules and classes are left out by themselves
+    """
+    counts: Counter[str] = Counter()
+    entries = 0
+    seen = {id(thing) for thing in without}
+    waiting: list[Any] = [root]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, ModuleType | type | FrameType):
+            continue
+        seen.add(id(thing))
+        cls = type(thing)
+        counts[_name(cls)] += 1
+        if issubclass(cls, CONTAINERS):
+            entries += len(thing)
+        waiting += _referents(thing)
+    return counts, entries
+
+
+def _referents(thing: Any) -> list[Any]:
+    if isinstance(thing, FunctionType):         # not its module's globals
+        return [*(thing.__closure__ or ()), *(thing.__defaults__ or ())]
+    if isinstance(thing, MethodType | BuiltinFunctionType):
+        return [thing.__self__]
+    return gc.get_referents(thing)
+
+
+def _name(cls: type) -> str:
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"

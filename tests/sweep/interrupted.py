@@ -1,0 +1,184 @@
+"""An exception at every place where CPython would raise one that another thread asked for.
+
+    python -m tests.sweep.interrupted SCENARIO PLACE [GAP]      one of them again, with where it strikes
+
+CPython 3.11 to 3.13 look for an exception asked for with PyThreadState_SetAsyncExc where a Python function begins or
+goes on behind a yield (RESUME), behind a call (CALL, CALL_FUNCTION_EX), and where a loop jumps back (JUMP_BACKWARD and
+its kind): nowhere else, and never inside a function of C. A tracer counts these places while a scenario runs in the
+code of batch_manager; at each of them the process forks, and the child raises the exception there and runs to its end
+without the tracer. So every place is tried with the history that led there, for the price of one run and a fork.
+
+GAP: a second exception strikes so many places behind the first, which is where everybody is being answered.
+"""
+
+import dis
+import os
+import random
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import CodeType, FrameType
+
+import batch_manager
+from batch_manager.loop import forked_child
+
+from .scenarios import SCENARIOS, Run
+
+PACKAGE = os.path.dirname(batch_manager.__file__)
+# Not there: the scripted model, which is no part of the promise that a step may be run again after it was interrupted.
+ELSEWHERE = (os.path.join(PACKAGE, "runtime"),)
+
+
+PLACES_BEFORE_IT_BEGINS = 1    # the worker is not in its `try` yet, and has called nobody
+
+
+class Injected(BaseException):
+    """What another thread raised in this one."""
+
+
+@cache
+def _checks(code: CodeType) -> tuple[set[int], set[int]]:
+    """Offsets of the instructions behind which CPython looks for an exception: calls, and jumps back."""
+    steps = list(dis.get_instructions(code))
+    return ({step.offset for step in steps if step.opname in ("CALL", "CALL_FUNCTION_EX", "CALL_KW")},
+            {step.offset for step in steps if "JUMP_BACKWARD" in step.opname and "NO_INTERRUPT" not in step.opname})
+
+
+@cache
+def _is_ours(path: str) -> bool:
+    return path.startswith(PACKAGE) and not path.startswith(ELSEWHERE)
+
+
+class Tracer:
+    """Calls `at_place(number, frame)` at every place; what it raises is raised there."""
+
+    def __init__(self, at_place: Callable[[int, FrameType], None]) -> None:
+        self.number = 0
+        self._at_place = at_place
+
+    def __call__(self, frame: FrameType, event: str, _: object):
+        if event != "call" or not _is_ours(frame.f_code.co_filename) or frame.f_back.f_code is Run.send.__code__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._reach(frame)
+        (calls, jumps), before = _checks(frame.f_code), -1
+
+        def in_this_frame(frame: FrameType, event: str, _: object):
+            nonlocal before
+            if event == "opcode":
+                reached = before in calls or before in jumps and frame.f_lasti < before    # a jump not taken is none
+                before = frame.f_lasti
+                if reached:
+                    self._reach(frame)
+            return in_this_frame
+
+        return in_this_frame
+
+    def _reach(self, frame: FrameType) -> None:
+        self.number += 1
+        self._at_place(self.number, frame)
+
+
+def traced(run: Run, at_place: Callable[[int, FrameType], None]) -> int:
+    """Run to the end; the number of places on the way."""
+    tracer = Tracer(at_place)
+    sys.settrace(tracer)
+    try:
+        run.start()
+    except Injected:
+        run.history.anomalies.append("C14: the exception left the worker")
+    finally:
+        sys.settrace(None)
+    return tracer.number
+
+
+def _verdict(run: Run) -> list[str]:
+    """Nobody is lost and nobody is told twice, and it is counted right.
+
+    What somebody is told may be that the engine failed, or that his request could not be read: whoever reads it cannot
+    tell an exception that an object of the user's raised from one that somebody else did.
+    """
+    return [fault for fault in run.faults() if fault[:3] in ("I1 ", "I2 ", "I3 ", "I4 ", "I6 ", "I28", "C14")
+            and "is fair and was refused" not in fault]
+
+
+def interrupted(name: str, place: int, gap: int = 0) -> tuple[str, list[str]]:
+    """Strike at one place, and `gap` places behind it once more: (where that is, what is wrong then)."""
+    where: list[str] = []
+
+    def strike(number: int, frame: FrameType) -> None:
+        if number == place or (gap and number == place + gap):
+            where.append(_name(frame))
+            if gap and number == place:
+                sys.settrace(None)                                 # CPython does it: a tracer that raised is removed
+                sys.settrace(_second(gap, where))
+            raise Injected
+
+    run = Run(SCENARIOS[name])
+    traced(run, strike)
+    return ", then ".join(where), _verdict(run)
+
+
+def _second(gap: int, where: list[str]) -> Tracer:
+    def strike(number: int, frame: FrameType) -> None:
+        if number == gap:
+            where.append(_name(frame))
+            raise Injected
+
+    return Tracer(strike)
+
+
+def _name(frame: FrameType) -> str:
+    return f"{os.path.relpath(frame.f_code.co_filename, PACKAGE)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def sweep(name: str, wanted: Callable[[int, FrameType], bool] = lambda place, frame: True, *,
+          stops_at_first: bool = False) -> tuple[int, int, list[str]]:
+    """Every place of a scenario, or those that are wanted: (places, places tried, what is wrong).
+
+    stops_at_first   no more is tried once something is wrong
+    """
+    tried, failures, original = 0, [], os.getpid()
+
+    def fork(place: int, frame: FrameType) -> None:
+        nonlocal tried
+        if place <= PLACES_BEFORE_IT_BEGINS or (stops_at_first and failures) or not wanted(place, frame):
+            return
+        tried += 1
+        child = os.fork()
+        if child == 0:
+            forked_child._process_id = original                    # the copy goes on as the original would
+            sys.unraisablehook = lambda _: None                    # struck in a generator that is being closed
+            failures.clear()
+            tried = -place
+            raise Injected
+        if os.waitpid(child, 0)[1]:
+            failures.append(f"{name}: {_name(frame)}: python -m tests.sweep.interrupted '{name}' {place}")
+
+    run = Run(SCENARIOS[name])
+    places = traced(run, fork)
+    if tried < 0:
+        os._exit(1 if _verdict(run) else 0)
+    return places, tried, failures
+
+
+def sweep_pairs(name: str, places: int, count: int, seed: int) -> tuple[int, list[str]]:
+    """Two exceptions, at places that a seed chooses: (pairs tried, what is wrong)."""
+    rng, failures = random.Random(f"{name} {seed}"), []
+    for _ in range(count):
+        place, gap = rng.randint(1, places), rng.choice([rng.randint(1, 20), rng.randint(1, 300)])
+        where, wrong = interrupted(name, place, gap)
+        if wrong:
+            failures.append(f"{name}: {where}: {wrong[0]}: python -m tests.sweep.interrupted '{name}' {place} {gap}")
+    return count, failures
+
+
+def main() -> int:
+    name, *numbers = sys.argv[1:]
+    where, wrong = interrupted(name, *map(int, numbers))
+    print(f"{where or 'there is no such place'}\n" + ("\n".join(wrong) or "nothing is wrong"))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""A fault at every named point of the engine, at its first, second, third ... time, once and from there on.
+
+    python -m tests.sweep.points SCENARIO POINT TIME once|always      one of them again
+
+A point is a function that the loop depends on. It is made to fail at its n-th call, for n = 1, 2, 3 ... until a run has
+so few calls that nothing failed. After each run the history checker judges the calls (I1..I8), and the books of the KV
+cache are audited when the engine is idle and has not failed.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from batch_manager.errors import DeviceLostError, OutOfResourceError
+from batch_manager.kv.block_pool import OutOfBlocksError
+
+from .scenarios import SCENARIOS, Run
+
+MOST_TIMES = 10_000
+
+
+class Planted(Exception):
+    """What a point raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """spoils(run, fail): have `fail` called whenever the point is passed.
+
+    raises        what fail raises
+    in_callback   a callback of the user's: nobody else may notice
+    once_only     why it cannot be asked of the engine to live with a point that never works again
+    """
+
+    name: str
+    spoils: Callable[[Run, Callable[[], None]], None]
+    raises: tuple[type[BaseException], ...] = (Planted,)
+    in_callback: bool = False
+    once_only: str = ""
+
+
+def _callback(name: str) -> Callable:
+    return lambda run, fail: run.spoiled.__setitem__(name, fail)
+
+
+def _before(owner: Callable[[Run], Any], method: str) -> Callable:
+    """The method fails before it has done anything."""
+    def spoil(run: Run, fail: Callable[[], None]) -> None:
+        whole, target = getattr(owner(run), method), owner(run)
+
+        def failing(*arguments: Any, **named: Any) -> Any:
+            fail()
+            return whole(*arguments, **named)
+
+        setattr(target, method, failing)
+    return spoil
+
+
+def _finish(run: Run, fail: Callable[[], None]) -> None:
+    """The step fails when it is waited for."""
+    run.backend.on_finish = lambda batch: fail()
+
+
+DEVICE, LOOP = (lambda run: run.backend), (lambda run: run.loop)
+KV, ANYBODY = (lambda run: run.loop.kv), (Planted, SystemExit, KeyboardInterrupt)
+
+POINTS: dict[str, Point] = {point.name: point for point in [
+    Point("get", _callback("get"), ANYBODY, in_callback=True),
+    Point("get, between items", _callback("item"), ANYBODY, in_callback=True),
+    Point("send", _callback("send"), ANYBODY, in_callback=True),
+    Point("poll", _callback("poll"), ANYBODY, in_callback=True),
+    Point("stats", _callback("stats"), ANYBODY, in_callback=True),
+
+    Point("model start", _before(DEVICE, "start"), (Planted, MemoryError, SystemExit)),
+    Point("model finish", _finish, (Planted, MemoryError, SystemExit)),
+    Point("device lost at start", _before(DEVICE, "start"), (DeviceLostError,)),
+    Point("device lost at finish", _finish, (DeviceLostError,)),
+    Point("copy blocks", _before(DEVICE, "copy_blocks")),
+    Point("clear blocks", _before(DEVICE, "clear_blocks")),
+    Point("memory usage", _before(DEVICE, "memory_usage")),
+    Point("close", _before(DEVICE, "close")),
+
+    Point("claim", _before(KV, "claim"), (OutOfBlocksError, OutOfResourceError, Planted)),
+    Point("take blocks", _before(lambda run: run.loop.kv.pool, "take"), (OutOfBlocksError, Planted)),
+    Point("publish", _before(KV, "publish_context")),
+    Point("release", _before(KV, "release")),
+    Point("refresh", _before(KV, "refresh")),
+    Point("scheduler", _before(lambda run: run.loop.scheduler, "schedule_request"), (Planted, SystemExit)),
+
+    Point("admission", _before(lambda run: run.loop.intake._admission, "admit"), (Planted, SystemExit)),
+    Point("response", _before(lambda run: run.loop._responder, "_build")),
+    Point("note of a launch", _before(lambda run: run.loop.reporter, "note_launch")),
+    Point("time stamp", _before(lambda run: run.clock, "timestamp")),
+    Point("clock", _before(lambda run: run.clock, "monotonic"), (Planted, SystemExit),
+          once_only="a response is not sent without a heartbeat, which is a time"),
+]}
+
+
+def spoiled(scenario: str, name: str, time: int, always: bool, raises: type[BaseException]) -> tuple[Run, int]:
+    """A run in which a point fails at its n-th time: (the run, how often it failed)."""
+    passed = failed = 0
+
+    def fail() -> None:
+        nonlocal passed, failed
+        passed += 1
+        if passed == time or (always and passed > time):
+            failed += 1
+            raise raises("planted")
+
+    run = Run(SCENARIOS[scenario])
+    POINTS[name].spoils(run, fail)
+    run.start()
+    return run, failed
+
+
+def faults(run: Run, point: Point) -> list[str]:
+    """What is wrong after a run in which a point failed."""
+    found = [fault for fault in run.faults() if not (point.name == "admission" and "is fair and was refused" in fault)]
+    if point.in_callback and run.loop.failure is not None:
+        found.append(f"C15: a callback that raised failed the engine: {run.loop.failure}")
+    return found
+
+
+def scenarios_of(point: Point) -> tuple[str, ...]:
+    """Where it is passed in the shortest time."""
+    return {"get, between items": ("generator",), "copy blocks": ("reused", "beams"), "publish": ("reused",),
+            "clear blocks": ("not finite",)}.get(point.name, ("mixed", "paused"))
+
+
+def variants(point: Point) -> Iterator[tuple[bool, type[BaseException]]]:
+    for raises in point.raises:
+        yield False, raises
+        if not point.once_only:
+            yield True, raises
+
+
+def sweep(scenario: str, point: Point, most_times: int = MOST_TIMES) -> tuple[int, int, list[str]]:
+    """Every time of a point in a scenario: (runs, faults that struck, what is wrong)."""
+    runs = struck = 0
+    wrong = []
+    for always, raises in variants(point):
+        for time in range(1, most_times + 1):
+            run, failed = spoiled(scenario, point.name, time, always, raises)
+            runs, struck = runs + 1, struck + failed
+            found = faults(run, point)
+            if found:
+                how = "always" if always else "once"
+                wrong.append(f"{scenario}, {point.name}, {raises.__name__}: {found[0]}: python -m tests.sweep.points "
+                             f"'{scenario}' '{point.name}' {time} {how} {raises.__name__}")
+            if not failed:
+                break
+    return runs, struck, wrong
+
+
+def main() -> int:
+    scenario, name, time, how, *kind = sys.argv[1:]
+    point = POINTS[name]
+    raises = next((raises for raises in point.raises if [raises.__name__] == kind), point.raises[0])
+    run, failed = spoiled(scenario, name, int(time), how == "always", raises)
+    wrong = faults(run, point)
+    print(f"failed {failed} times\n" + ("\n".join(wrong) or "nothing is wrong"))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Small runs in which everything happens once or twice, for faults to strike in.
+
+    run = Run(SCENARIOS["paused"]); run.start(); run.faults()
+
+The real loop, the real worker function without a thread, a virtual clock, the scripted model, and a server that knows
+what it handed over and what it was told. A run takes a few milliseconds.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from batch_manager import gpt_manager
+from batch_manager.build import build_loop
+from batch_manager.config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from batch_manager.handover import RowFailure, ScheduledBatch
+from batch_manager.kv.audit import audit
+from batch_manager.names import ErrorCode, SchedulerPolicy, TrtGptModelType
+from batch_manager.requests.inference_request import InferenceRequest
+from batch_manager.runtime.scripted_backend import ScriptedBackend
+from tests.simulation.history import Closed, Handed, HistoryChecker, Other, Polled, Sent, scripted_oracle
+from tests.simulation.virtual import VirtualClock, virtual_control
+
+IDLE_S = 0.005
+MOST_TURNS = 400
+LOG = logging.getLogger("batch_manager")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a scenario. must: the code it has to be refused with; None: it has no usable id."""
+
+    request_id: Any
+    prompt: int = 3
+    new_tokens: int = 3
+    must: str | None = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    streams: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """arrivals: what each call of get hands over; stops: call of poll -> ids; ends: ask for "drain" or "abort" after so
+    many calls of get."""
+
+    name: str
+    arrivals: tuple[tuple[Arrival, ...], ...]
+    stops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    ends: tuple[int, str] = (5, "drain")
+    as_generator: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    backend: dict[str, Any] = field(default_factory=dict)
+    kv: dict[str, Any] = field(default_factory=dict)
+
+
+NO_ID, TOO_LONG = Arrival("x", must=None), {"prompt": 30, "must": "INVALID_REQUEST"}
+MIXED = ((Arrival(1, new_tokens=4), Arrival(2, streams=True), NO_ID),
+         (Arrival(3, **TOO_LONG), Arrival(4, new_tokens=2)), (Arrival(1, must="DUPLICATE_REQUEST_ID"), Arrival(5)))
+TIGHT = {"tokens_per_block": 2, "num_blocks": 8, "max_seq_len": 24}
+WIDE = {"tokens_per_block": 2, "num_blocks": 40, "max_seq_len": 24}
+LONG = ((Arrival(1, 4, 6), Arrival(2, 4, 6), Arrival(3, 3, 5)), (Arrival(4, 2, 2),))
+
+
+def _plant_not_finite(batch: ScheduledBatch) -> dict[int, RowFailure]:
+    """In one step, the row of one request."""
+    return {0: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")} if batch.iteration == 2 else {}
+
+
+SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in [
+    Scenario("mixed", MIXED, backend=WIDE),
+    Scenario("generator", MIXED, {2: (2, 99)}, as_generator=True, backend=WIDE),
+    Scenario("stopped", MIXED, {1: (2,), 3: (1, 5)}, ends=(4, "abort"), backend=WIDE),
+    Scenario("paused", LONG, backend=TIGHT, options={"max_num_tokens": 12}),
+    Scenario("queued", LONG, {1: (4,)}, ends=(3, "abort"), backend=WIDE, options={"max_num_sequences": 2}),
+    Scenario("no evict", LONG, engine={"scheduler_policy": SchedulerPolicy.GUARANTEED_NO_EVICT}, backend=TIGHT),
+    Scenario("chunked", ((Arrival(1, 9, 2), Arrival(2, 7, 2, streams=True)), (Arrival(3, 5, 2),)), backend=WIDE,
+             options={"enable_chunked_context": True, "max_num_tokens": 6}),
+    Scenario("reused", ((Arrival(1, 6, 3), Arrival(2, 6, 3)), (), (), (), (Arrival(3, 6, 3),)), ends=(9, "drain"),
+             backend=WIDE, kv={"enable_block_reuse": True}),
+    Scenario("overlapped", LONG, {3: (2,)}, backend=WIDE, options={"enable_trt_overlap": True}),
+    Scenario("static", ((Arrival(1, 3, 2), Arrival(2, 2, 4)), (Arrival(3, 3, 2),)), {2: (2,)}, backend=WIDE,
+             engine={"model_type": TrtGptModelType.V1}),
+    Scenario("not finite", ((Arrival(1, 3, 4), Arrival(2, 3, 4)),), backend={**WIDE, "on_step": _plant_not_finite}),
+    Scenario("beams", ((Arrival(1, 3, 3, options={"beam_width": 2}), Arrival(2, 3, 3)), (Arrival(3, 2, 2),)),
+             engine={"max_beam_width": 2}, backend=WIDE),
+]}
+
+
+class Run:
+    """One run of a scenario. What a fault wants to spoil is public: loop, backend, clock, control, and `calls`, through
+    which the engine reaches the callbacks."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.clock = VirtualClock()
+        self.control = virtual_control(self.clock)
+        self.backend = ScriptedBackend(num_slots=8, key=7, vocab_size=50, **scenario.backend)
+        self.spoiled: dict[str, Callable[[], None]] = {}          # callback -> what happens first when it is called
+        self.num_gets = self.num_polls = 0
+        self.requests = [[(arrival, _request(arrival)) for arrival in arrivals] for arrivals in scenario.arrivals]
+        self.finals: list[int] = []
+        model = {"vocab_size": 50, "key": 7, "window": None, "sink": 0}
+        self.history = HistoryChecker(scripted_oracle(model), scenario.backend["max_seq_len"],
+                                      scenario.engine.get("model_type") is TrtGptModelType.V1)
+        engine = {"model_type": TrtGptModelType.InflightFusedBatching, "max_beam_width": 1,
+                  "scheduler_policy": SchedulerPolicy.MAX_UTILIZATION, **scenario.engine}
+        self.loop = build_loop(
+            model_path=None, **engine, get_inference_requests_cb=self.get, send_response_cb=self.send,
+            poll_stop_signal_cb=self.poll, return_batch_manager_stats_cb=self.stats, terminate_req_id=None,
+            exclude_input_in_output=False, parts=Parts(backend=self.backend, clock=self.clock),
+            optional_params=TrtGptModelOptionalParams(
+                kv_cache_config=KvCacheConfig(**scenario.kv), **{"max_batch_size": 4, "max_num_tokens": 24,
+                                                                 **scenario.options}),
+            heartbeat=self.control.beat)
+        self.loop._responder._to_tensor = None                    # arrays will do: torch need not be imported
+
+    def start(self) -> None:
+        before, LOG.level = LOG.level, logging.CRITICAL + 1
+        try:
+            gpt_manager._run(self.loop, self.control, IDLE_S)
+        finally:
+            LOG.level = before
+
+    def faults(self) -> list[str]:
+        """What is wrong, once it is over."""
+        loop, owed = self.loop, self.loop.owed
+        self.history.feed(Closed(self.clock.now, owed.num_accepted, owed.num_refused, owed.num_unaddressable))
+        found = list(self.history.anomalies)
+        if not self.control.stopped.has_come or not loop.is_empty:
+            found.append("C14: the worker ended and left something")
+        if owed.num_sent != len(self.finals):
+            found.append(f"I28: {owed.num_sent} finals were counted, {len(self.finals)} received")
+        if loop.failure is None and not self.control.aborting:
+            try:
+                audit(loop.kv)
+                if loop.kv.used_blocks or len(loop.active) or len(loop.intake) or len(loop._responder):
+                    found.append("I17: somebody holds something at the end")
+            except Exception as error:
+                found.append(f"I9: {error}")
+        return found
+
+    # the server
+
+    def get(self, max_num_requests: int) -> Any:
+        self.history.feed(Other(self.clock.now))
+        self.num_gets += 1
+        turn, how = self.scenario.ends
+        if self.num_gets == turn:
+            self.control.ask_to_drain() if how == "drain" else self.control.ask_to_abort()
+        self.spoiled.get("get", _nothing)()
+        requests = self.requests.pop(0) if self.requests else []
+        if self.scenario.as_generator:
+            return self._one_by_one(requests)
+        for arrival, _ in requests:
+            self._hand_over(arrival)
+        return [request for _, request in requests]
+
+    def _one_by_one(self, requests: list[tuple[Arrival, Any]]) -> Any:
+        for arrival, request in requests:
+            self.spoiled.get("item", _nothing)()
+            self._hand_over(arrival)
+            yield request
+
+    def _hand_over(self, arrival: Arrival) -> None:
+        if arrival.must is None:
+            self.history.feed(Handed(self.clock.now, None))
+            return
+        must = None if arrival.must == "DUPLICATE_REQUEST_ID" else arrival.must
+        self.history.feed(Handed(self.clock.now, arrival.request_id, must, _prompt(arrival), arrival.new_tokens,
+                                 streams=arrival.streams))
+
+    def send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+        response = Sent(self.clock.now, request_id, final, error)
+        if tensors:
+            arrays = {}
+            for named in tensors:
+                arrays[named.name] = named.tensor
+            length = int(arrays["sequence_length"][0, 0])
+            response.tokens = arrays["output_ids"][0, 0][:length].tolist()
+            response.reason = int(arrays["finish_reason"][0, 0])
+        beams = tensors and arrays["sequence_length"].shape[1] > 1
+        if beams:                                                  # the oracle knows one beam: leave the text alone
+            response.tokens, response.error = None, "[SHUTDOWN] stands for several beams"
+        self.history.feed(response)
+        if final:
+            self.finals.append(request_id)
+        self.spoiled.get("send", _nothing)()
+
+    def poll(self) -> set[int]:
+        self.num_polls += 1
+        if self.num_polls > MOST_TURNS:
+            self.control.ask_to_abort()
+            self.history.anomalies.append("C14: it does not come to an end")
+        self.spoiled.get("poll", _nothing)()
+        stops = self.scenario.stops.get(self.num_polls - 1, ())
+        self.history.feed(Polled(self.clock.now, [i for i in stops if i in self.loop.owed.alive]))
+        return set(stops)
+
+    def stats(self, record: str) -> None:
+        self.history.feed(Other(self.clock.now))
+        self.spoiled.get("stats", _nothing)()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _prompt(arrival: Arrival) -> list[int]:
+    return [(i * i) % 50 for i in range(arrival.prompt)]
+
+
+def _request(arrival: Arrival) -> InferenceRequest:
+    if arrival.must is None:
+        return object()
+    tensors = {"input_ids": _prompt(arrival), "request_output_len": arrival.new_tokens, **arrival.options}
+    return InferenceRequest(arrival.request_id, tensors, is_streaming=arrival.streams)

@@ -1,0 +1,46 @@
+"""T4 in short: every fault point three times, a sample of the places for an exception, every way to end once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from .interrupted import sweep as sweep_places
+from .interrupted import sweep_pairs
+from .points import POINTS, scenarios_of
+from .points import sweep as sweep_point
+from .scenarios import SCENARIOS, Run
+
+EVERY = 211
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_is_wrong_without_a_fault(name):
+    run = Run(SCENARIOS[name])
+    run.start()
+    assert run.faults() == []
+    assert run.loop.failure is None and len(run.finals) > 1
+
+
+@pytest.mark.parametrize("point", POINTS.values(), ids=POINTS.keys())
+def test_a_point_that_fails_costs_nobody_an_answer(point):
+    for scenario in scenarios_of(point):
+        runs, struck, wrong = sweep_point(scenario, point, most_times=3)
+        assert struck, f"{scenario} never passes there"
+        assert wrong == []
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython looks for exceptions elsewhere from here on")
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_an_exception_anywhere_costs_nobody_an_answer(name):
+    places, tried, wrong = sweep_places(name, lambda place, frame: place % EVERY == len(name))
+    assert tried > 10
+    assert wrong == []
+    _, wrong = sweep_pairs(name, places, 5, seed=0)
+    assert wrong == []
+
+
+def test_every_way_a_process_can_end():
+    result = subprocess.run([sys.executable, "-m", "tests.sweep.processes", "all"], capture_output=True, text=True,
+                            timeout=300)
+    assert result.returncode == 0, result.stdout
