@@ -1,14 +1,11 @@
-"""GptManager: the worker thread, and everything about its life.
+"""GptManager: what a server holds in its hand.
 
 The constructor checks, builds and starts the worker, in this order. Everything else a user meets happens in callbacks,
-on that thread. The worker holds no reference to the manager, so that dropping the last one ends it.
+on that thread.
 """
 
-import contextlib
 import os
-import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +13,15 @@ from typing import Any
 from .build import build_loop
 from .clock import SystemClock
 from .config import Parts, TrtGptModelOptionalParams
-from .contained_log import log
-from .errors import BatchManagerError, ConfigError, DeviceLostError, InternalError, ManagerClosedError, type_name
+from .errors import ConfigError, ManagerClosedError
+from .interpreter_exit import is_a_worker, list_worker
 from .loop.async_callbacks import returns_before_it_runs
 from .loop.generation_loop import GenerationLoop
 from .names import SchedulerPolicy, TrtGptModelType
+from .worker import WorkerControl, close_worker, run_worker, watch_worker
 
 SECONDS_TO_STOP_AFTER_A_TIMEOUT = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
-ATTEMPTS_TO_END = 20    # without a final response between them: a backend may be past closing
 _REQUIRED: Any = object()
 _DEFAULT_PARAMS, _DEFAULT_PARTS = TrtGptModelOptionalParams(), Parts()
 
@@ -84,7 +81,7 @@ class GptManager:
                          poll_stop_signal_cb, return_batch_manager_stats_cb, params, terminate_req_id,
                          max_draft_tokens, exclude_input_in_output, parts)
 
-        control = _Control(SystemClock() if parts.clock is None else parts.clock, params.hang_warning_s)
+        control = WorkerControl(SystemClock() if parts.clock is None else parts.clock, params.hang_warning_s)
         loop = _in_a_thread_of_its_own(lambda: build_loop(
             model_path=model_path,
             model_type=model_type,
@@ -103,11 +100,13 @@ class GptManager:
         self._control = control
         self._loop = loop
         self._worker = control.worker = threading.Thread(
-            target=_run, args=(loop, control, params.idle_poll_interval_s), name="batch_manager worker", daemon=False)
-        self._watchdog = threading.Thread(target=_watch, args=(control,), name="batch_manager watchdog", daemon=True)
+            target=run_worker, args=(loop, control, params.idle_poll_interval_s),
+            name="batch_manager worker", daemon=False)
+        self._watchdog = threading.Thread(
+            target=watch_worker, args=(control,), name="batch_manager watchdog", daemon=True)
         weakref.finalize(self, control.ask_to_abort).atexit = False
         try:
-            _list(control)
+            list_worker(control)
             if params.hang_warning_s:
                 self._watchdog.start()
             self._worker.start()
@@ -115,7 +114,7 @@ class GptManager:
             control.ask_to_abort()
             if control.claim_the_loop():
                 loop.backend.close()
-                _close(control)
+                close_worker(control)
             else:    # an interrupt came when the worker was running already
                 self._join(SECONDS_TO_STOP_AFTER_A_TIMEOUT)
             raise
@@ -188,7 +187,7 @@ class GptManager:
         timeout = _checked(timeout)
         control = self._control
         control.ask_to_drain() if drain else control.ask_to_abort()
-        if _is_a_worker(threading.current_thread()):
+        if is_a_worker(threading.current_thread()):
             return False
         if not self._join(timeout):
             control.ask_to_abort()
@@ -201,7 +200,7 @@ class GptManager:
         From inside a callback, of this manager or another, it does not wait: False.
         """
         self._check_process()
-        if _is_a_worker(threading.current_thread()):
+        if is_a_worker(threading.current_thread()):
             return False
         return self._join(_checked(timeout))
 
@@ -244,81 +243,6 @@ def _checked(timeout: float | None) -> float | None:
     return min(timeout, threading.TIMEOUT_MAX)
 
 
-class _WakeUp:
-    """An event for one waiter that costs an idle worker half of what threading.Event does: no lock is made a wait.
-
-    `set` never blocks, so a forked child may call it whatever the parent's worker was doing.
-    """
-
-    def __init__(self) -> None:
-        self._set = threading.Lock()
-        self._set.acquire()
-
-    def set(self) -> None:
-        with contextlib.suppress(RuntimeError):    # it is set already
-            self._set.release()
-
-    def wait_and_clear(self, seconds: float) -> None:
-        self._set.acquire(timeout=seconds)
-
-
-class _End:
-    """An event that comes once, by one call of C: an exception that strikes in the thread that sets it leaves no lock
-    taken, as it may inside of threading.Event."""
-
-    def __init__(self) -> None:
-        self.has_come = False
-        self._until_then = threading.Lock()
-        self._until_then.acquire()
-
-    def set(self) -> None:
-        if not self.has_come:
-            self.has_come = True
-            self._until_then.release()
-
-    def wait(self, seconds: float) -> bool:
-        if not self.has_come and self._until_then.acquire(timeout=seconds):
-            self._until_then.release()
-        return self.has_come
-
-
-class _Control:
-    """What other threads tell the worker, and what the worker lets them see. Plain attributes; no lock is held."""
-
-    def __init__(self, clock: Any, hang_warning_s: float) -> None:
-        self.clock = clock
-        self.hang_warning_s = hang_warning_s
-        self.process_id = os.getpid()
-        self.wake = _WakeUp()
-        self.stopped = _End()
-        self.interruption: BaseException | None = None
-        self.attempts_to_end = 0
-        self.finals_before = 0
-        self.worker: threading.Thread | None = None
-        self._claimed_by: dict[str, int] = {}
-        self.draining = False
-        self.aborting = False
-        self.activity = "loop"
-        self.beat_at = clock.monotonic()
-
-    def beat(self, activity: str, now: float) -> None:
-        self.beat_at = now
-        self.activity = activity
-
-    def claim_the_loop(self) -> bool:
-        """True for the thread that asked first: the worker's, or that of the constructor that failed. It closes it."""
-        thread = threading.get_ident()
-        return self._claimed_by.setdefault("thread", thread) == thread
-
-    def ask_to_drain(self) -> None:
-        self.draining = True
-        self.wake.set()
-
-    def ask_to_abort(self) -> None:
-        self.draining = self.aborting = True
-        self.wake.set()
-
-
 def _in_a_thread_of_its_own(build: Callable[[], GenerationLoop]) -> GenerationLoop:
     """What `build` returns or raises, computed on a thread that has ended when this returns.
 
@@ -340,121 +264,6 @@ def _in_a_thread_of_its_own(build: Callable[[], GenerationLoop]) -> GenerationLo
     if "error" in outcome:
         raise outcome["error"]
     return outcome["loop"]
-
-
-def _run(loop: GenerationLoop, control: _Control, idle_poll_interval_s: float) -> None:
-    """The worker: iterations until it is told to stop, then an answer for whoever is left.
-
-    Whatever is raised, by a step or by another thread in this one, the worker goes on from here: it fails the engine,
-    which answers everybody, and comes back until nobody is left. The jump of a loop back to its `try` is outside of it;
-    an exception that strikes right there, behind another one, is caught by the second loop of the same kind.
-    """
-    while not control.stopped.has_come:
-        try:
-            while not control.stopped.has_come:
-                try:
-                    _go_on(loop, control, idle_poll_interval_s)
-                except BaseException as error:
-                    control.interruption = error
-        except BaseException as error:
-            control.interruption = error
-
-
-def _go_on(loop: GenerationLoop, control: _Control, idle_poll_interval_s: float) -> None:
-    """Serve until told to stop, and end. Begins with what the exception left behind that ended the last call."""
-    if not control.claim_the_loop():    # the constructor failed, and closes it
-        control.wake.wait_and_clear(idle_poll_interval_s)
-        return
-    error, control.interruption = control.interruption, None
-    if error is not None:
-        log.critical("the engine failed with %s; every request is answered with ENGINE_FAILED until shutdown\n%s",
-                     type_name(error), "".join(traceback.format_tb(error.__traceback__)))
-        if not control.aborting:
-            control.wake.wait_and_clear(idle_poll_interval_s)    # what raises for ever must not keep a core busy
-            loop.fail(_failure_of(error))
-    while not _is_done(loop, control):
-        if not loop.step(accept_new=not control.draining) and not _is_done(loop, control):
-            control.beat("idle", control.clock.monotonic())
-            control.wake.wait_and_clear(idle_poll_interval_s)
-            control.beat("loop", control.clock.monotonic())
-
-    if control.finals_before != loop.finals.num_sent:
-        control.finals_before, control.attempts_to_end = loop.finals.num_sent, 0
-    control.attempts_to_end += 1
-    if control.attempts_to_end <= ATTEMPTS_TO_END:
-        loop.answer_the_rest(_failure_of(error) if error is not None else ManagerClosedError(
-            "the engine was shut down before the request was done", fix="send it to another instance"))
-        loop.backend.close()
-    _close(control)
-
-
-def _is_done(loop: GenerationLoop, control: _Control) -> bool:
-    return control.aborting or ((control.draining or loop.intake.is_terminating) and loop.is_empty)
-
-
-def _close(control: _Control) -> None:
-    """The end, for everybody to see."""
-    _controls.pop(control, None)
-    control.stopped.set()
-
-
-def _failure_of(error: BaseException) -> BatchManagerError:
-    """What everybody is told when a step raised what nothing inside contains: a lost device, or a bug."""
-    if isinstance(error, DeviceLostError | InternalError):
-        return error
-    return InternalError(f"the engine raised {type_name(error)}", "it cannot go on",
-                         "shut the manager down, make a new one, and report the log")
-
-
-def _watch(control: _Control) -> None:
-    """Say once, with all stacks, when the worker has been inside one thing for too long. Nothing is killed."""
-    reported_beat = None
-    while not control.stopped.wait(control.hang_warning_s / 4):
-        beat_at = control.beat_at
-        seconds = control.clock.monotonic() - beat_at
-        if seconds > control.hang_warning_s and reported_beat != beat_at:
-            reported_beat = beat_at
-            stacks = "\n".join(f"thread {thread}:\n{''.join(traceback.format_stack(frame))}"
-                               for thread, frame in sys._current_frames().items())
-            log.error("no heartbeat of the worker for %.0f s; it is in: %s\n%s", seconds, control.activity, stacks)
-
-
-# Interpreter exit. `threading` joins the workers (they are no daemons) before `atexit` runs, so a worker has to be told
-# earlier: `threading` offers this hook for exactly that, and concurrent.futures uses it the same way.
-#
-# A plain dictionary: a copy of its keys is one operation of the interpreter. Copying a WeakSet is a loop in Python,
-# which raises when a worker ends meanwhile, and the others were then never told.
-_controls: dict[_Control, None] = {}
-_is_exiting = False
-
-
-def _list(control: _Control) -> None:
-    """Put a worker on the list of those that are told when the interpreter ends."""
-    _controls[control] = None
-    if _is_exiting:    # looked at after it was put on the list; the hook does the two in the other order
-        raise ManagerClosedError("the interpreter is ending", "a worker that starts now would be told by nobody",
-                                 "make managers before the main thread ends")
-
-
-def _is_a_worker(thread: threading.Thread) -> bool:
-    """Whether a callback runs on this thread. Two managers whose callbacks wait for each other would wait for ever."""
-    return any(control.worker is thread for control in list(_controls))
-
-
-def _abort_all_workers() -> None:
-    global _is_exiting
-    _is_exiting = True
-    for control in list(_controls):
-        control.ask_to_abort()
-
-
-def _forget_workers() -> None:
-    """In a forked child, which has none."""
-    _controls.clear()
-
-
-threading._register_atexit(_abort_all_workers)
-os.register_at_fork(after_in_child=_forget_workers)
 
 
 def _check_arguments(model_type, max_beam_width, scheduler_policy, get_cb, send_cb, poll_cb, stats_cb, params,

@@ -1,6 +1,6 @@
 """One iteration: fetch, schedule, claim, start, finish, advance, respond, poll, report.
 
 Owns     the order of an iteration, the table of active requests, the ledger of finals, the guard around callbacks
-Not      threads (gpt_manager), the arithmetic of a policy (scheduling), blocks (kv), anything a model computes
+Not      threads (gpt_manager, worker), the arithmetic of a policy (scheduling), blocks (kv), anything a model computes
 Yours    a new resource a request must hold goes through resources.py; generation_loop.py stays the sentence above
 """

@@ -27,11 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from batch_manager import InferenceRequest, gpt_manager
+from batch_manager import InferenceRequest
 from batch_manager.clock import SystemClock
 from batch_manager.loop import generation_loop, step_runner
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.tools.host_benchmark import Setting, Stopwatch, make_loop
+from batch_manager.worker import WorkerControl, watch_worker
 
 from .registry import Options, Summary
 
@@ -162,12 +163,12 @@ def ledger_cost(pairs: int) -> Cost:
 def watchdog_us(iteration_us: float) -> float:
     """Processor time of the watchdog in one iteration: it wakes four times in hang_warning_s."""
     default_s, quick_s = 30.0, 0.02
-    control = gpt_manager._Control(SystemClock(), quick_s)
+    control = WorkerControl(SystemClock(), quick_s)
     spent: list[float] = []
 
     def watch() -> None:
         began = thread_time()
-        gpt_manager._watch(control)
+        watch_worker(control)
         spent.append(thread_time() - began)
 
     thread = Thread(target=watch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from batch_manager import gpt_manager
+from batch_manager import gpt_manager, interpreter_exit, worker
 
 from .scheduler import Scheduler, Task
 
@@ -144,8 +144,17 @@ class Thread:
 
 
 @contextmanager
+def managers_over(threading: object) -> Iterator[None]:
+    """The manager and its worker take this for the module `threading`, and know of no other manager of this process."""
+    nobody = type(interpreter_exit._controls)()
+    with (patch.object(gpt_manager, "threading", threading), patch.object(worker, "threading", threading),
+          patch.multiple(interpreter_exit, _controls=nobody, _is_exiting=False)):
+        yield
+
+
+@contextmanager
 def installed(scheduler: Scheduler) -> Iterator[Threading]:
-    """The manager's module runs over this scheduler, and knows of no other manager of this process."""
+    """The manager runs over this scheduler."""
     threading = Threading(scheduler)
-    with patch.multiple(gpt_manager, threading=threading, _controls=type(gpt_manager._controls)(), _is_exiting=False):
+    with managers_over(threading):
         yield threading

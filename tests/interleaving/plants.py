@@ -12,13 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from batch_manager import gpt_manager
+from batch_manager import gpt_manager, interpreter_exit, worker
 from batch_manager.gpt_manager import GptManager
+from batch_manager.worker import WorkerControl
 
 from .doubles import Thread, Threading
 from .scheduler import Abandoned
-
-Control = gpt_manager._Control
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +31,21 @@ class Plant:
 
 def nobody_takes_the_lock(patch) -> None:
     """The worker and the constructor that failed both close the loop."""
-    patch.setattr(Control, "claim_the_loop", lambda self: True)
+    patch.setattr(WorkerControl, "claim_the_loop", lambda self: True)
 
 
 def woken_before_the_state_has_changed(patch) -> None:
     def ask_to_abort(self) -> None:
         self.wake.set()
         self.draining = self.aborting = True
-    patch.setattr(Control, "ask_to_abort", ask_to_abort)
+    patch.setattr(WorkerControl, "ask_to_abort", ask_to_abort)
 
 
 def a_wait_forgets_that_it_was_woken(patch) -> None:
     def wait_and_clear(self, seconds: float) -> None:
         self._set.acquire(blocking=False)
         self._set.acquire(timeout=seconds)
-    patch.setattr(gpt_manager._WakeUp, "wait_and_clear", wait_and_clear)
+    patch.setattr(worker.WakeUp, "wait_and_clear", wait_and_clear)
 
 
 def shutdown_does_not_wait_for_the_last_callback(patch) -> None:
@@ -58,17 +57,17 @@ def shutdown_does_not_wait_for_the_last_callback(patch) -> None:
 
 
 def the_end_is_announced_before_it_has_come(patch) -> None:
-    ask = Control.ask_to_abort
+    ask = WorkerControl.ask_to_abort
 
     def ask_to_abort(self) -> None:
         ask(self)
         self.stopped.set()
-    patch.setattr(Control, "ask_to_abort", ask_to_abort)
+    patch.setattr(WorkerControl, "ask_to_abort", ask_to_abort)
     patch.setattr(GptManager, "_join",
                   lambda self, timeout: self._control.stopped.wait(1e6 if timeout is None else timeout))
 
 
-def with_finaliser(patch, finaliser: Callable[[GptManager, Control], Callable[[], None]]) -> None:
+def with_finaliser(patch, finaliser: Callable[[GptManager, WorkerControl], Callable[[], None]]) -> None:
     """The manager is finalised by finaliser(manager, control)."""
     def finalize(manager: GptManager, ask_to_abort: Callable[[], None]) -> weakref.finalize:
         return weakref.finalize(manager, finaliser(manager, ask_to_abort.__self__))
@@ -76,7 +75,7 @@ def with_finaliser(patch, finaliser: Callable[[GptManager, Control], Callable[[]
 
 
 def the_finaliser_joins_the_worker(patch) -> None:
-    def finaliser(manager: GptManager, control: Control) -> Callable[[], None]:
+    def finaliser(manager: GptManager, control: WorkerControl) -> Callable[[], None]:
         def end() -> None:
             control.ask_to_abort()
             with suppress(RuntimeError):    # of a finaliser the interpreter would only print it
@@ -86,7 +85,7 @@ def the_finaliser_joins_the_worker(patch) -> None:
 
 
 def the_finaliser_waits_for_the_worker(patch) -> None:
-    def finaliser(manager: GptManager, control: Control) -> Callable[[], None]:
+    def finaliser(manager: GptManager, control: WorkerControl) -> Callable[[], None]:
         def end() -> None:
             control.ask_to_abort()
             with suppress(Abandoned):
@@ -96,7 +95,7 @@ def the_finaliser_waits_for_the_worker(patch) -> None:
 
 
 def the_worker_keeps_the_manager_alive(patch) -> None:
-    def finaliser(manager: GptManager, control: Control) -> Callable[[], None]:
+    def finaliser(manager: GptManager, control: WorkerControl) -> Callable[[], None]:
         control.manager = manager
         return control.ask_to_abort
     with_finaliser(patch, finaliser)
@@ -111,7 +110,7 @@ def the_worker_is_a_daemon(patch) -> None:
 
 
 def nobody_is_told_that_the_interpreter_ends(patch) -> None:
-    patch.setattr(gpt_manager, "_abort_all_workers", lambda: None)
+    patch.setattr(interpreter_exit, "_abort_all_workers", lambda: None)
 
 
 # Found here.
@@ -122,13 +121,13 @@ class _WeakList(weakref.WeakKeyDictionary):
 
 
 def the_list_of_workers_changes_while_it_is_read(patch) -> None:
-    patch.setattr(gpt_manager, "_controls", _WeakList())
+    patch.setattr(interpreter_exit, "_controls", _WeakList())
 
 
 def a_worker_starts_when_nobody_will_tell_it_to_end(patch) -> None:
-    def put(control: Control) -> None:
-        gpt_manager._controls[control] = None
-    patch.setattr(gpt_manager, "_list", put)
+    def put(control: WorkerControl) -> None:
+        interpreter_exit._controls[control] = None
+    patch.setattr(gpt_manager, "list_worker", put)
 
 
 def a_request_on_its_way_from_the_queue_is_not_counted(patch) -> None:
@@ -146,25 +145,22 @@ def an_idle_worker_waits_although_it_is_to_end(patch) -> None:
     def step_noted(self, *, accept_new: bool) -> bool:
         self.backend_control.has_just_stepped = True
         return step(self, accept_new=accept_new)
-    whole, step = gpt_manager._is_done, gpt_manager.GenerationLoop.step
-    run = gpt_manager._run
+    whole, step = worker._is_done, worker.GenerationLoop.step
+    run = worker.run_worker
 
     def run_noted(loop, control, seconds: float) -> None:
         loop.backend_control, control.has_just_stepped = control, False
         run(loop, control, seconds)
-    patch.setattr(gpt_manager, "_run", run_noted)
-    patch.setattr(gpt_manager, "_is_done", is_done)
-    patch.setattr(gpt_manager.GenerationLoop, "step", step_noted)
+    patch.setattr(gpt_manager, "run_worker", run_noted)
+    patch.setattr(worker, "_is_done", is_done)
+    patch.setattr(worker.GenerationLoop, "step", step_noted)
 
 
 def a_callback_waits_for_the_other_manager(patch) -> None:
-    shutdown = GptManager.shutdown
-
-    def waiting(self, drain: bool = True, timeout: float | None = None) -> bool:
-        with pytest.MonkeyPatch.context() as only_own:
-            only_own.setattr(gpt_manager, "_is_a_worker", lambda thread: thread is self._worker)
-            return shutdown(self, drain, timeout)
-    patch.setattr(GptManager, "shutdown", waiting)
+    def shutdown(self, drain: bool = True, timeout: float | None = None) -> bool:
+        self._control.ask_to_drain() if drain else self._control.ask_to_abort()
+        return gpt_manager.threading.current_thread() is not self._worker and self._join(timeout)
+    patch.setattr(GptManager, "shutdown", shutdown)
 
 
 def shutdown_leaves_the_watchdog(patch) -> None:

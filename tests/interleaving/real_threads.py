@@ -11,10 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
 
-from batch_manager import gpt_manager
-
+from .doubles import managers_over
 from .scenarios import SCENARIOS
 from .world import World, run_once
 
@@ -130,7 +128,7 @@ def run(name: str, seed: int) -> list[str]:
         scenario.body(world)
         threads.join_all()
 
-    with patch.multiple(gpt_manager, threading=threads, _controls=type(gpt_manager._controls)(), _is_exiting=False):
+    with managers_over(threads):
         return run_once(body, RealTime(random.Random(seed)), threads)
 
 

@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batch_manager import ManagerClosedError, gpt_manager
+from batch_manager import ManagerClosedError, gpt_manager, interpreter_exit, worker
 from batch_manager.loop import generation_loop
 
 from .doubles import Thread
 from .world import World
 
-LINES_OF_THE_MANAGER = frozenset({gpt_manager.__file__, weakref.__file__})
+LINES_OF_THE_MANAGER = frozenset(module.__file__ for module in (gpt_manager, worker, interpreter_exit, weakref))
 LINES_OF_THE_LOOP = frozenset({generation_loop.__file__})
 
 

@@ -19,7 +19,7 @@ from batch_manager import (
     SchedulerPolicy,
     TrtGptModelOptionalParams,
     TrtGptModelType,
-    gpt_manager,
+    interpreter_exit,
 )
 from batch_manager.gpt_manager import SECONDS_TO_STOP_AFTER_A_TIMEOUT
 from batch_manager.runtime.scripted_backend import ScriptedBackend
@@ -223,7 +223,7 @@ class World:
     def interpreter_exit(self) -> None:
         """What `threading` does when the main thread has come to its end, and what becomes of daemons then."""
         try:
-            gpt_manager._abort_all_workers()
+            interpreter_exit._abort_all_workers()
         except Abandoned:
             raise
         except BaseException as error:
@@ -270,14 +270,14 @@ class World:
                 self.wrong(f"C23: {thread.name} has not ended")
         if any(not backend.closed for backend in self.backends):
             self.wrong("C23: a backend was not closed")
-        if len(gpt_manager._controls):
+        if len(interpreter_exit._controls):
             self.wrong("C23: a worker that is gone is still on the list of those to end")
         for client in self.clients.values():
             client.close()
 
 
 def stop_all_workers() -> None:
-    for control in gpt_manager._controls:
+    for control in interpreter_exit._controls:
         control.stopped.has_come = True
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from batch_manager import gpt_manager
+from batch_manager import interpreter_exit
+from batch_manager.worker import WorkerControl
 
 STEP_S = 0.02
 
@@ -46,17 +47,17 @@ class VirtualWake:
         self._clock.now += seconds
 
 
-def virtual_control(clock: VirtualClock) -> "gpt_manager._Control":
+def virtual_control(clock: VirtualClock) -> WorkerControl:
     """The real control block; only its sleep is virtual."""
-    control = gpt_manager._Control(clock, 0.0)
+    control = WorkerControl(clock, 0.0)
     control.wake = VirtualWake(clock)
     return control
 
 
-def exit_of_the_interpreter(control: "gpt_manager._Control") -> None:
+def exit_of_the_interpreter(control: WorkerControl) -> None:
     """What `threading` would call, for this worker and no other of the process."""
-    others, gpt_manager._controls = gpt_manager._controls, {control: None}
+    others, interpreter_exit._controls = interpreter_exit._controls, {control: None}
     try:
-        gpt_manager._abort_all_workers()
+        interpreter_exit._abort_all_workers()
     finally:
-        gpt_manager._controls, gpt_manager._is_exiting = others, False
+        interpreter_exit._controls, interpreter_exit._is_exiting = others, False

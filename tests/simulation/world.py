@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 
-from batch_manager import gpt_manager
 from batch_manager.build import build_loop
 from batch_manager.config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from batch_manager.errors import BatchManagerError
@@ -25,6 +24,7 @@ from batch_manager.names import ContextChunkingPolicy, ErrorCode, SchedulerPolic
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutput
 from batch_manager.stats.trace import IterationTrace
+from batch_manager.worker import run_worker
 
 from . import invariants
 from .client import Client, PlantedInterrupt
@@ -146,7 +146,7 @@ class World:
         before = logging.getLogger("batch_manager").level
         logging.getLogger("batch_manager").setLevel(logging.CRITICAL + 1)
         try:
-            gpt_manager._run(WatchedLoop(self), self.control, IDLE_S)
+            run_worker(WatchedLoop(self), self.control, IDLE_S)
         except (Exception, SystemExit, GeneratorExit, PlantedInterrupt) as error:
             self.check(self._engine_may_fail, f"C14: {error!r} ended the worker")
         finally:

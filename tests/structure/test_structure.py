@@ -44,7 +44,9 @@ FLOORS: dict[str, list[str]] = {
     "runtime": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention", "models", "decoding"],
 
     "build": ["clock", *GROUND, *HOST, *DEVICE, "triton_kernels"],
-    "gpt_manager": ["clock", *GROUND, *HOST, "build"],
+    "interpreter_exit": GROUND,
+    "worker": [*GROUND, *HOST, "interpreter_exit"],
+    "gpt_manager": ["clock", *GROUND, *HOST, "build", "interpreter_exit", "worker"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager"],
     "extras": [*GROUND, "triton_kernels"],
     "__init__": ["_version", *GROUND, *HOST, "models", "gpt_manager"],
@@ -52,7 +54,8 @@ FLOORS: dict[str, list[str]] = {
 
 # What comes from outside, apart from the standard library.
 OUTSIDE: dict[str, set[str]] = {
-    **dict.fromkeys(["_version", "names", "errors", "contained_log", "clock", "__init__", "gpt_manager"], set()),
+    **dict.fromkeys(["_version", "names", "errors", "contained_log", "clock", "__init__", "interpreter_exit", "worker",
+                     "gpt_manager"], set()),
     **dict.fromkeys(["config", "handover", "seams", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton"},
@@ -272,11 +275,12 @@ def test_the_host_side_is_imported_without_torch(modules):
 # ---------------------------------------------------------------------- who may name what
 
 
-def test_threads_are_the_business_of_gpt_manager_alone():
+def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
+    may = {f"batch_manager/{name}.py" for name in ("gpt_manager", "worker", "interpreter_exit")}
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
     wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in CORE
              for imported in source.imports()
-             if root_of(imported.module) in threads and source.where != "batch_manager/gpt_manager.py"]
+             if root_of(imported.module) in threads and source.where not in may]
     assert not wrong, report(wrong)
 
 

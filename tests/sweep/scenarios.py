@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from batch_manager import gpt_manager
 from batch_manager.build import build_loop
 from batch_manager.config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from batch_manager.handover import RowFailure, ScheduledBatch
@@ -19,6 +18,7 @@ from batch_manager.kv.audit import audit
 from batch_manager.names import ErrorCode, SchedulerPolicy, TrtGptModelType
 from batch_manager.requests.inference_request import InferenceRequest
 from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.worker import run_worker
 from tests.simulation.history import Closed, Handed, HistoryChecker, Other, Polled, Sent, scripted_oracle
 from tests.simulation.virtual import VirtualClock, virtual_control
 
@@ -119,7 +119,7 @@ class Run:
     def start(self) -> None:
         before, LOG.level = LOG.level, logging.CRITICAL + 1
         try:
-            gpt_manager._run(self.loop, self.control, IDLE_S)
+            run_worker(self.loop, self.control, IDLE_S)
         finally:
             LOG.level = before
 

@@ -1,0 +1,170 @@
+"""The worker: what other threads tell it, how it serves, how it is watched.
+
+One thread per manager. It holds no reference to the manager, so that dropping the last one ends it.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from typing import Any
+
+from .contained_log import log
+from .errors import BatchManagerError, DeviceLostError, InternalError, ManagerClosedError, type_name
+from .interpreter_exit import forget_worker
+from .loop.generation_loop import GenerationLoop
+
+ATTEMPTS_TO_END = 20    # without a final response between them: a backend may be past closing
+
+
+class WakeUp:
+    """An event for one waiter that costs an idle worker half of what threading.Event does: no lock is made a wait.
+
+    `set` never blocks, so a forked child may call it whatever the parent's worker was doing.
+    """
+
+    def __init__(self) -> None:
+        self._set = threading.Lock()
+        self._set.acquire()
+
+    def set(self) -> None:
+        with contextlib.suppress(RuntimeError):    # it is set already
+            self._set.release()
+
+    def wait_and_clear(self, seconds: float) -> None:
+        self._set.acquire(timeout=seconds)
+
+
+class End:
+    """An event that comes once, by one call of C: an exception that strikes in the thread that sets it leaves no lock
+    taken, as it may inside of threading.Event."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._until_then = threading.Lock()
+        self._until_then.acquire()
+
+    def set(self) -> None:
+        if not self.has_come:
+            self.has_come = True
+            self._until_then.release()
+
+    def wait(self, seconds: float) -> bool:
+        if not self.has_come and self._until_then.acquire(timeout=seconds):
+            self._until_then.release()
+        return self.has_come
+
+
+class WorkerControl:
+    """What other threads tell the worker, and what the worker lets them see. Plain attributes; no lock is held."""
+
+    def __init__(self, clock: Any, hang_warning_s: float) -> None:
+        self.clock = clock
+        self.hang_warning_s = hang_warning_s
+        self.process_id = os.getpid()
+        self.wake = WakeUp()
+        self.stopped = End()
+        self.interruption: BaseException | None = None
+        self.attempts_to_end = 0
+        self.finals_before = 0
+        self.worker: threading.Thread | None = None
+        self._claimed_by: dict[str, int] = {}
+        self.draining = False
+        self.aborting = False
+        self.activity = "loop"
+        self.beat_at = clock.monotonic()
+
+    def beat(self, activity: str, now: float) -> None:
+        self.beat_at = now
+        self.activity = activity
+
+    def claim_the_loop(self) -> bool:
+        """True for the thread that asked first: the worker's, or that of the constructor that failed. It closes it."""
+        thread = threading.get_ident()
+        return self._claimed_by.setdefault("thread", thread) == thread
+
+    def ask_to_drain(self) -> None:
+        self.draining = True
+        self.wake.set()
+
+    def ask_to_abort(self) -> None:
+        self.draining = self.aborting = True
+        self.wake.set()
+
+
+def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
+    """The worker: iterations until it is told to stop, then an answer for whoever is left.
+
+    Whatever is raised, by a step or by another thread in this one, the worker goes on from here: it fails the engine,
+    which answers everybody, and comes back until nobody is left. The jump of a loop back to its `try` is outside of it;
+    an exception that strikes right there, behind another one, is caught by the second loop of the same kind.
+    """
+    while not control.stopped.has_come:
+        try:
+            while not control.stopped.has_come:
+                try:
+                    _go_on(loop, control, idle_poll_interval_s)
+                except BaseException as error:
+                    control.interruption = error
+        except BaseException as error:
+            control.interruption = error
+
+
+def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
+    """Serve until told to stop, and end. Begins with what the exception left behind that ended the last call."""
+    if not control.claim_the_loop():    # the constructor failed, and closes it
+        control.wake.wait_and_clear(idle_poll_interval_s)
+        return
+    error, control.interruption = control.interruption, None
+    if error is not None:
+        log.critical("the engine failed with %s; every request is answered with ENGINE_FAILED until shutdown\n%s",
+                     type_name(error), "".join(traceback.format_tb(error.__traceback__)))
+        if not control.aborting:
+            control.wake.wait_and_clear(idle_poll_interval_s)    # what raises for ever must not keep a core busy
+            loop.fail(_failure_of(error))
+    while not _is_done(loop, control):
+        if not loop.step(accept_new=not control.draining) and not _is_done(loop, control):
+            control.beat("idle", control.clock.monotonic())
+            control.wake.wait_and_clear(idle_poll_interval_s)
+            control.beat("loop", control.clock.monotonic())
+
+    if control.finals_before != loop.finals.num_sent:
+        control.finals_before, control.attempts_to_end = loop.finals.num_sent, 0
+    control.attempts_to_end += 1
+    if control.attempts_to_end <= ATTEMPTS_TO_END:
+        loop.answer_the_rest(_failure_of(error) if error is not None else ManagerClosedError(
+            "the engine was shut down before the request was done", fix="send it to another instance"))
+        loop.backend.close()
+    close_worker(control)
+
+
+def _is_done(loop: GenerationLoop, control: WorkerControl) -> bool:
+    return control.aborting or ((control.draining or loop.intake.is_terminating) and loop.is_empty)
+
+
+def close_worker(control: WorkerControl) -> None:
+    """The end, for everybody to see."""
+    forget_worker(control)
+    control.stopped.set()
+
+
+def _failure_of(error: BaseException) -> BatchManagerError:
+    """What everybody is told when a step raised what nothing inside contains: a lost device, or a bug."""
+    if isinstance(error, DeviceLostError | InternalError):
+        return error
+    return InternalError(f"the engine raised {type_name(error)}", "it cannot go on",
+                         "shut the manager down, make a new one, and report the log")
+
+
+def watch_worker(control: WorkerControl) -> None:
+    """Say once, with all stacks, when the worker has been inside one thing for too long. Nothing is killed."""
+    reported_beat = None
+    while not control.stopped.wait(control.hang_warning_s / 4):
+        beat_at = control.beat_at
+        seconds = control.clock.monotonic() - beat_at
+        if seconds > control.hang_warning_s and reported_beat != beat_at:
+            reported_beat = beat_at
+            stacks = "\n".join(f"thread {thread}:\n{''.join(traceback.format_stack(frame))}"
+                               for thread, frame in sys._current_frames().items())
+            log.error("no heartbeat of the worker for %.0f s; it is in: %s\n%s", seconds, control.activity, stacks)
