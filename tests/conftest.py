@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -30,6 +31,10 @@ from batch_manager.kv.audit import audit
 from batch_manager.runtime.scripted_backend import ScriptedBackend
 
 SECONDS_UNTIL_A_TEST_GIVES_UP = 60.0
+
+# The suite tries the same examples every time. Looking for new ones is what campaigns are for.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("suite")
 
 
 def open_files() -> set[str]:

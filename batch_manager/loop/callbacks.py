@@ -215,8 +215,7 @@ class GuardedCallbacks:
         return stops
 
     def return_stats(self, record: str) -> None:
-        if self._stats is None:
-            return
+        """Only where `wants_stats`."""
         started = self._enter("stats")
         try:
             self._stats(record)

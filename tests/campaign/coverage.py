@@ -2,11 +2,11 @@
 
     python -m tests.campaign --suite T14
 
-Needs the package `coverage`. The seed and the number of jobs make no difference.
+Needs the package `coverage`. The seed makes no difference. The tests run in as many processes as there are jobs, and
+what they start is measured too.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -36,30 +36,42 @@ class Missing:
         return f"{self.file}:{self.line}: {self.source!r} never goes on to {goes_to}"
 
 
-def measure(folder: Path) -> dict:
-    """Run the tests of the core under coverage; what coverage reports of its files."""
-    data, report = str(folder / "data"), folder / "report.json"
+SETTINGS = """
+[run]
+branch = true
+source = {package}
+data_file = {folder}/data
+parallel = true
+patch = subprocess
+"""
+
+
+def measure(folder: Path, jobs: int) -> dict:
+    """Run the tests of the core under coverage, in `jobs` processes; what coverage reports of its files."""
+    settings, report = folder / "settings", folder / "report.json"
+    settings.write_text(SETTINGS.format(package=ROOT / "batch_manager", folder=folder))
     tests = sorted({path for paths in CORE.values() for path in paths})
     selection = [f"--deselect={test}" for test in LEFT_OUT]
-    environment = {**os.environ, "COVERAGE_FILE": data}
 
-    def coverage(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-m", "coverage", *arguments], cwd=ROOT, env=environment, text=True,
-                              capture_output=True)
-    ran = coverage("run", "--branch", "--source=batch_manager", "-m", "pytest", "-q", "-x", *selection, *tests)
+    def run_module(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, text=True, capture_output=True)
+    ran = run_module("coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", "-x", "-n", str(jobs),
+                     *selection, *tests)
     if ran.returncode:
         raise RuntimeError(f"the tests of the core failed under coverage:\n{ran.stdout[-4000:]}{ran.stderr[-2000:]}")
-    include = ",".join(path if path.endswith(".py") else f"{path}/*" for path in CORE)
-    written = coverage("json", f"--include={include}", "-o", str(report))
-    if written.returncode:
-        raise RuntimeError(f"no report: {written.stdout}{written.stderr}")
+    include = ",".join(str(ROOT / path) if path.endswith(".py") else f"{ROOT / path}/*" for path in CORE)
+    for arguments in (("combine", "-q"), ("json", "-q", f"--include={include}", "-o", str(report))):
+        written = run_module("coverage", arguments[0], f"--rcfile={settings}", *arguments[1:])
+        if written.returncode:
+            raise RuntimeError(f"no report: {written.stdout}{written.stderr}")
     return json.loads(report.read_text())
 
 
 def missing_branches(report: dict) -> list[Missing]:
     """Those of the report, with the text of their lines."""
     missing = []
-    for file, found in sorted(report["files"].items()):
+    for path, found in sorted(report["files"].items()):
+        file = str((ROOT / path).relative_to(ROOT))
         lines = (ROOT / file).read_text().splitlines()
         for line, target in found["missing_branches"]:
             goes_to = lines[target - 1].strip() if target > 0 else ""
@@ -82,7 +94,7 @@ def run(options: Options) -> Summary:
     again = "python -m tests.campaign --suite T14"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            report = measure(Path(folder))
+            report = measure(Path(folder), options.jobs)
         except RuntimeError as error:
             return Summary("T14: nothing was measured", [f"{error}\n({again})"])
     branches = sum(found["summary"]["num_branches"] for found in report["files"].values())

@@ -71,6 +71,19 @@ def test_c14_a_shutdown_without_draining_answers_the_rest_with_shutdown(make_man
     assert len(client.pending) == 4 - len(answered), "what was not handed over stays with the client"
 
 
+def test_c14_a_timeout_that_is_no_number_is_refused_and_nothing_else_happens(make_manager, new_client, new_request):
+    client = new_client()
+    client.pending = [new_request(1, [1], 3)]
+    manager = make_manager(client)
+    for ask in (manager.shutdown, manager.wait_until_terminate):
+        with pytest.raises(ValueError, match="timeout is NaN"):
+            ask(timeout=float("nan"))
+        with pytest.raises(TypeError):
+            ask(timeout="1")
+    assert manager.health()["state"] == "RUNNING"
+    assert manager.shutdown() is True and client.final(1).code == ""
+
+
 def test_c14_a_timeout_while_draining_answers_the_rest_with_shutdown(make_manager, new_client, new_request):
     client = new_client()
     client.pending = [new_request(1, [1], 900)]

@@ -9,15 +9,23 @@ list the branch with the reason why no test can take it.
 
 from dataclasses import dataclass
 
+WORKER = ("tests/contract", "tests/interleaving", "tests/sweep", "tests/simulation")
+
 # folder or file of the package -> tests that take its branches
 CORE: dict[str, tuple[str, ...]] = {
+    "batch_manager/gpt_manager.py": WORKER,
+    "batch_manager/worker.py": WORKER,
+    "batch_manager/interpreter_exit.py": WORKER,
+    "batch_manager/loop": ("tests/contract", "tests/simulation", "tests/sweep", "tests/property"),
+    "batch_manager/requests": ("tests/requests", "tests/boundaries", "tests/fuzzing", "tests/contract"),
     "batch_manager/kv": ("tests/kv", "tests/scheduling", "tests/property", "tests/contract"),
     "batch_manager/scheduling": ("tests/scheduling", "tests/property", "tests/contract", "tests/conformance"),
 }
 
-# Tests that compare times with each other: under coverage they measure coverage.
+# Tests that compare times with each other, or stop a process by time: under coverage they measure coverage.
 LEFT_OUT: tuple[str, ...] = (
     "tests/contract/test_life_cycle.py::test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core",
+    "tests/sweep/test_sweep.py::test_every_way_a_process_can_end",
 )
 
 
@@ -37,4 +45,8 @@ class Untaken:
     reason: str
 
 
-UNTAKEN: tuple[Untaken, ...] = ()
+UNTAKEN: tuple[Untaken, ...] = (
+    Untaken("batch_manager/loop/forked_child.py", "if self._process_id != _process_id:", "os._exit(_status(error))",
+            "the forked child ends there without writing what was measured; tests/contract/test_process_level.py "
+            "looks at its exit status"),
+)

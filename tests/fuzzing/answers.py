@@ -88,7 +88,7 @@ def _check_answers(engine: Engine, items: list[tuple[Draw, Verdict, set[str]]], 
             elif tensors or not final or not error.isprintable() or len(error) > 2000:
                 outcome.wrong.append((drawn.number, f"its refusal is not one: {final}, {tensors.keys()}, {error!r}"))
             elif code == "INVALID_REQUEST" and verdict.faults and not (
-                    "could not be read" in error or any(name in error for name in verdict.faults)):
+                    "one of its values raised" in error or any(name in error for name in verdict.faults)):
                 outcome.wrong.append((drawn.number, f"is refused for another reason than {verdict.faults}: {error}"))
             continue
         if not rest:

@@ -2,6 +2,7 @@
 
 import threading
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,6 +115,22 @@ def test_a_request_whose_attributes_raise_is_refused(error, admission_with):
             admission_with().admit(item)
         assert caught.value.__cause__ is None and caught.value.__context__ is None
         assert usable_id(item) == (None if attribute == "request_id" else 7)
+
+
+@pytest.mark.parametrize("request_id", [None, -1, 2**64, "7", True])
+def test_a_request_whose_class_says_another_id_is_refused(request_id, admission_with):
+    item = hostile_type(InferenceRequest, request_id=property(lambda self: request_id))(
+        7, {"input_ids": [1], "request_output_len": 1})
+    with pytest.raises(InvalidRequestError, match="do not override request_id"):
+        admission_with().admit(item)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "temperature", "embedding_bias"])
+def test_a_torch_tensor_that_becomes_something_else_is_refused(name, refusal):
+    torch = pytest.importorskip("torch")
+    lying = torch.zeros(2)
+    lying.detach = lambda: SimpleNamespace(numpy=lambda: LyingList([1]))
+    assert refusal(**{name: lying}).startswith("[INVALID_REQUEST] request 7: ")
 
 
 def test_a_request_that_was_never_initialised_is_refused(admission_with):

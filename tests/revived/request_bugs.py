@@ -70,6 +70,10 @@ def a_bool_is_a_number(patch) -> None:
     patch.setattr(admission, "scalar", generous)
 
 
+def a_table_without_rows_is_reshaped(patch) -> None:
+    patch.setattr(reading, "_int64", lambda spec, rows: np.array(rows, np.int64).reshape(len(rows), -1))
+
+
 REQUEST_BUGS = [
     RequestBug("an id is read twice, and need not be the same", "found here", an_id_is_read_twice),
     RequestBug("a type is named without a guard", "found here", a_type_is_named_without_a_guard),
@@ -77,6 +81,7 @@ REQUEST_BUGS = [
                WITH_LARGE_TENSORS),
     RequestBug("bytes are counted as given, not as copied", "found here", bytes_are_counted_as_given,
                WITH_LARGE_TENSORS),
+    RequestBug("a table without rows is reshaped", "found by hypothesis", a_table_without_rows_is_reshaped, range(40)),
     RequestBug("a range lets pass what is no number", "one of its kind", a_range_lets_pass_what_is_no_number),
     RequestBug("a bool is a number", "one of its kind", a_bool_is_a_number),
     RequestBug("ids are those of a tokenizer", "F48", ids_are_those_of_a_tokenizer),
