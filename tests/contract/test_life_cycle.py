@@ -71,6 +71,18 @@ def test_c14_a_shutdown_without_draining_answers_the_rest_with_shutdown(make_man
     assert len(client.pending) == 4 - len(answered), "what was not handed over stays with the client"
 
 
+def test_c14_who_waits_long_looks_again_and_again(make_manager, new_client, new_request, monkeypatch):
+    monkeypatch.setattr("batch_manager.gpt_manager.SECONDS_BETWEEN_LOOKS", 0.001)
+    client = new_client()
+    client.pending = [new_request(1, [1], 5)]
+    manager = make_manager(client, backend={"on_step": slow(0.02)})
+    while not manager.num_active_requests:
+        time.sleep(0.001)
+    assert manager.wait_until_terminate(timeout=0.005) is False
+    assert manager.shutdown(timeout=20) is True
+    assert client.final(1).code == "" and manager.health()["state"] == "STOPPED"
+
+
 def test_c14_a_timeout_that_is_no_number_is_refused_and_nothing_else_happens(make_manager, new_client, new_request):
     client = new_client()
     client.pending = [new_request(1, [1], 3)]
