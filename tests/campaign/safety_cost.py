@@ -152,9 +152,14 @@ def ledger_cost(pairs: int) -> Cost:
     intake = new_loop(1).intake
     admitted = intake._admission.admit(InferenceRequest(10**6, {"input_ids": [1] * 16, "request_output_len": 4}))
 
+    owed = intake._owed
+
     def come_and_go() -> None:
-        intake._accept(admitted)
+        owed.taken.append(admitted)
+        owed.accept(10**6)
+        intake._note_accepted(admitted)
         intake.forget(10**6)
+        del owed.alive[10**6]
         intake._arrived.clear()
 
     return Cost.of([timed(come_and_go) for _ in range(pairs)], [timed(nothing) for _ in range(pairs)])

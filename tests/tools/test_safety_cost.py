@@ -1,0 +1,36 @@
+"""T16 measures what is there: each check it leaves out is found, and left out. The figures are for a quiet machine."""
+
+import pytest
+
+from tests.campaign.safety_cost import cost, finite_costs, ledger_cost, new_loop, replacements, without
+
+CHECKS = ["check_totals", "check_plan", "overlooked", "check_rows", "token ids", "guards", "heartbeat"]
+
+
+def noting(calls: list, instead):
+    def note(*given, **options):
+        calls.append(1)
+        return instead(*given, **options)
+    return note
+
+
+def test_these_are_the_checks():
+    assert list(replacements(new_loop(1))) == CHECKS
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_stands_in_for_a_check_is_what_the_loop_calls(check):
+    loop, calls = new_loop(8), []
+    replaced = [(where, name, noting(calls, instead)) for where, name, instead in replacements(loop)[check]]
+    with without(replaced):
+        loop.step(accept_new=True)
+    assert calls, f"{check} is not called in a step"
+    called = len(calls)
+    loop.step(accept_new=True)
+    assert len(calls) == called, "it is back"
+    loop.backend.close()
+
+
+def test_every_cost_can_be_measured():
+    costs = [cost("check_plan", 10), ledger_cost(10), *finite_costs(10).values()]
+    assert all(abs(taken.by_decile) < 1e6 for taken in costs)
