@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .clock import SystemClock
+from .clock import reliable
 from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams, resolve_limits
 from .contained_log import log
 from .errors import ConfigError, type_name
@@ -23,7 +23,7 @@ from .scheduling.interfaces import CapacityScheduler, RequestScheduler
 from .scheduling.policies import make_scheduler
 from .scheduling.simple import SimpleScheduler
 from .scheduling.static_batch import make_static_batch_scheduler
-from .seams import Clock, ModelBackend
+from .seams import BackendInfo, Clock, ModelBackend
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +55,13 @@ def build_loop(
         optional_params = replace(optional_params, kv_cache_config=without_block_reuse(
             optional_params.kv_cache_config, "TrtGptModelType.V1 computes every prompt whole"))
         scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # whoever starts has all it may need
-    clock = SystemClock() if parts.clock is None else parts.clock
+    clock = reliable(parts.clock)
     backend = _make_backend(model_path, model_type, max_beam_width, optional_params, parts)
     try:
-        limits = resolve_limits(optional_params, backend.info, max_beam_width, scheduler_policy)
+        info = backend.info
+        if not isinstance(info, BackendInfo):
+            raise ConfigError(f"the info of Parts.backend is a {type_name(info)}", "a BackendInfo")
+        limits = resolve_limits(optional_params, info, max_beam_width, scheduler_policy)
         if static_batch:    # a padded step is bounded by its sequences
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
         kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
@@ -93,7 +96,6 @@ def build_loop(
     except BaseException:
         backend.close()
         raise
-    info = backend.info
     log.info("%s on %s in %s, kernels by %s; %d KV cache blocks of %d tokens; %d requests of up to %d tokens at a "
              "time, %d tokens a step", model_type.name, info.device, info.dtype, info.dispatch, info.num_blocks,
              info.tokens_per_block, limits.max_batch_size, limits.max_seq_len, limits.max_num_tokens)

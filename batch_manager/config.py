@@ -162,7 +162,7 @@ class Parts:
     attention   a factory (spec, kv_pool) -> attention implementation of the device tower; `spec.windows` are those in
                 force, and with sink tokens it is called with `sink=` too
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
-    clock       a Clock
+    clock       a Clock; while it raises or says what is no number, time goes on from its last answer
     trace       called with an IterationTrace after each iteration that had an active request, on the worker thread;
                 what it raises is contained as a callback's is
     logits_post_processor_batched   called once a step with the logits of all requests whose logits_post_processor is

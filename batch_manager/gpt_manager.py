@@ -8,10 +8,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .build import build_loop
-from .clock import SystemClock
+from .clock import reliable
 from .config import Parts, TrtGptModelOptionalParams
 from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
@@ -81,7 +82,8 @@ class GptManager:
                          poll_stop_signal_cb, return_batch_manager_stats_cb, params, terminate_req_id,
                          max_draft_tokens, exclude_input_in_output, parts)
 
-        control = WorkerControl(SystemClock() if parts.clock is None else parts.clock, params.hang_warning_s)
+        clock = reliable(parts.clock)
+        control = WorkerControl(clock, params.hang_warning_s)
         loop = _in_a_thread_of_its_own(lambda: build_loop(
             model_path=model_path,
             model_type=model_type,
@@ -94,7 +96,7 @@ class GptManager:
             optional_params=params,
             terminate_req_id=terminate_req_id,
             exclude_input_in_output=exclude_input_in_output,
-            parts=parts,
+            parts=replace(parts, clock=clock),
             heartbeat=control.beat,
         ))
         self._control = control

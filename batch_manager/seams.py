@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from .errors import ConfigError
 from .handover import BlockCopy, ScheduledBatch, StepOutput
 
 
@@ -22,6 +23,8 @@ class BackendInfo:
                           one sees are given to others. None: tokens see all before them
     sink_tokens           first tokens of a sequence that stay visible outside the window
     host_blocks           blocks of a second pool in host memory, for what is evicted from the first
+
+    Raises ConfigError for a number that cannot be one.
     """
 
     vocab_size: int
@@ -36,6 +39,19 @@ class BackendInfo:
     attention_window: int | None = None
     sink_tokens: int = 0
     host_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        for lowest, names in ((1, ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots")),
+                              (0, ("hidden_size", "sink_tokens", "host_blocks"))):
+            for name in names:
+                self._check(name, lowest)
+        if self.attention_window is not None:
+            self._check("attention_window", 1)
+
+    def _check(self, name: str, lowest: int) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or value < lowest:
+            raise ConfigError(f"BackendInfo.{name} is {value!r}", f"an integer of at least {lowest}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """C1, C21, C26 and section 6: parts of the user's, his log handlers and his traces, that break."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from batch_manager import ConfigError, Parts, RequestScheduler, SchedulerOutput
+from batch_manager.seams import BackendInfo
 
 CANARY = 31337
 PROMPT = [CANARY] * 5
@@ -190,6 +192,26 @@ def test_c7_c26_control_characters_of_a_user_come_escaped(make_manager, new_clie
 def test_a_part_that_cannot_be_one_is_refused_where_it_is_given(parts):
     with pytest.raises(ConfigError, match=f"Parts.{next(iter(parts))} is a"):
         Parts(**parts)
+
+
+@pytest.mark.parametrize("change", [
+    {"vocab_size": 0}, {"num_blocks": -1}, {"tokens_per_block": 4.0}, {"num_slots": True}, {"max_seq_len": None},
+    {"attention_window": 0}, {"sink_tokens": -1}, {"host_blocks": "1"}], ids=str)
+def test_a_number_that_a_backend_cannot_have_is_refused_by_name(change):
+    numbers = ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots")
+    good = {"dispatch": "mine", **dict.fromkeys(numbers, 9)}
+    assert BackendInfo(**good).host_blocks == 0
+    with pytest.raises(ConfigError, match=f"BackendInfo.{next(iter(change))} is "):
+        BackendInfo(**good | change)
+
+
+@pytest.mark.parametrize("info", [None, 5, {"vocab_size": 9}], ids=str)
+def test_a_backend_that_does_not_say_what_it_is_is_refused_and_closed(make_manager, new_client, info):
+    closed = []
+    backend = SimpleNamespace(start=print, info=info, close=lambda: closed.append(1))
+    with pytest.raises(ConfigError, match="the info of Parts.backend is a"):
+        make_manager(new_client(), model_path="", parts={"backend": backend})
+    assert closed == [1]
 
 
 def test_a_factory_that_returns_no_backend_is_refused_in_the_caller(make_manager, new_client):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from batch_manager import interpreter_exit
+from batch_manager.clock import reliable
 from batch_manager.worker import WorkerControl
 
 STEP_S = 0.02
@@ -49,7 +50,7 @@ class VirtualWake:
 
 def virtual_control(clock: VirtualClock) -> WorkerControl:
     """The real control block; only its sleep is virtual."""
-    control = WorkerControl(clock, 0.0)
+    control = WorkerControl(reliable(clock), 0.0)
     control.wake = VirtualWake(clock)
     return control
 

@@ -23,9 +23,9 @@ FLOORS: dict[str, list[str]] = {
     "names": [],
     "errors": ["names"],
     "contained_log": [],
-    "clock": [],
     "handover": ["errors", "names"],
     "seams": ["errors", "names", "handover"],
+    "clock": ["contained_log", "errors", "seams"],
     "config": ["errors", "names", "handover", "seams"],
 
     "requests": GROUND,
