@@ -192,8 +192,9 @@ class BlockTableUpdates:
 
     slots, indices, block_ids   [u] int32. Where sequences may have beams, what is called a slot here is the row of one
                                 beam: slot * ScheduledBatch.max_beam_width + beam
-    Applying an update twice is harmless. Entries past a sequence's length are stale and must not be read, and so are
-    those of blocks that were given back because they left the window: -1, or a block that is somebody else's by now.
+    They are applied in order; doing so twice is harmless. Entries past a sequence's length are stale and must not be
+    read, and so are those of blocks that were given back because they left the window: -1, or a block that is somebody
+    else's by now.
     """
 
     slots: np.ndarray
@@ -251,6 +252,18 @@ class ScheduledBatch:
     def slots(self) -> list[int]:
         """Every slot of the batch, in batch order."""
         return [work.slot for work in self.context] + self.generation.slots.tolist()
+
+    def before(self, later: "ScheduledBatch") -> BlockTableUpdates:
+        """What both batches say of the block tables, in order, for a device that may have missed what this one said.
+
+        Nothing of slots in which the later one starts a sequence: what this one said of them was of another.
+        """
+        mine, started = self.block_table_updates, [work.slot for work in later.context if work.setup is not None]
+        kept = ~np.isin(mine.slots // self.max_beam_width, started)
+        theirs = later.block_table_updates
+        return BlockTableUpdates(np.concatenate([mine.slots[kept], theirs.slots]),
+                                 np.concatenate([mine.indices[kept], theirs.indices]),
+                                 np.concatenate([mine.block_ids[kept], theirs.block_ids]))
 
     def part(self, start: int, stop: int) -> "ScheduledBatch":
         """Sequences start..stop of the batch order, as a batch of its own, without places for others."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..config import Limits
 from ..contained_log import log
 from ..errors import BatchManagerError, InternalError, OutOfResourceError, SchedulerContractError, type_name
+from ..handover import StepOutput
 from ..kv.audit import check_totals
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
@@ -191,7 +192,7 @@ class GenerationLoop:
         except OutOfResourceError as error:
             raise SchedulerContractError(self.scheduler, f"more than there is: {error}") from error
         self._runner.copy_blocks(self._resources.take_copies())
-        step = self._runner.start(batch)
+        step = self._runner.start(batch, behind=self._window[-1].step if self._window else None)
         self._window.append(InFlight([*plan.context_requests, *plan.generation_requests], step))
         return step
 
@@ -199,11 +200,16 @@ class GenerationLoop:
 
     def _finish_oldest(self) -> Outcome:
         flight = self._window.popleft()
-        batch, output = flight.step.batch, flight.step.finish()
+        batch, output = flight.step.batch, self._output_of(flight)
         outcome = advance(batch, output, flight.requests, self._responder, self._resources)
         if batch.context:
             self._resources.publish(flight.requests[:len(batch.context)])
         return outcome
+
+    def _output_of(self, flight: InFlight) -> StepOutput:
+        batch = flight.step.batch
+        return flight.step.finish([other.step.batch for other in self._window
+                                   if other.step.batch.iteration > batch.iteration])
 
     # respond
 
@@ -237,7 +243,7 @@ class GenerationLoop:
         self.finals.answer_refusals()
         failed_slots: set[int] = set()
         while self._window:
-            failed_slots.update(self._window.popleft().step.finish().failures)
+            failed_slots.update(self._output_of(self._window.popleft()).failures)
         for request in self.active.in_order():
             self.finals.fail(request, error.code, str(error), clear_blocks=request.seq_slot in failed_slots)
 
@@ -260,5 +266,5 @@ class GenerationLoop:
         To be asked before a request ends early. Its blocks go to others then, and a step that failed is run again in
         parts: it must not write to them any more.
         """
-        return any(request.seq_slot in flight.step.finish().failures
+        return any(request.seq_slot in self._output_of(flight).failures
                    for flight in self._window if request in flight.requests)

@@ -1,7 +1,7 @@
 """Runs a step, and narrows a failing one down to the sequences that cannot run even alone."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -51,7 +51,12 @@ class StepRunner:
                                     "shut the manager down, make a new one, and report the log") from error
             self._beat("loop")
 
-    def start(self, batch: ScheduledBatch) -> "RunningStep":
+    def start(self, batch: ScheduledBatch, behind: "RunningStep | None" = None) -> "RunningStep":
+        """Launch a batch. Where the one before it could not even be launched, the device is told now what that one
+        had to say of the block tables.
+        """
+        if behind is not None and behind.error is not None:
+            batch = replace(batch, block_table_updates=behind.batch.before(batch))
         self._beat("model step")
         try:
             return RunningStep(self, batch, self._backend.start(batch), None)
@@ -60,8 +65,12 @@ class StepRunner:
         except BaseException as error:
             return RunningStep(self, batch, None, error)
 
-    def finish(self, step: "RunningStep") -> StepOutput:
-        """Wait for a step. Raises DeviceLostError when nothing can run any more."""
+    def finish(self, step: "RunningStep", later: Sequence[ScheduledBatch] = ()) -> StepOutput:
+        """Wait for a step. Raises DeviceLostError when nothing can run any more.
+
+        later   batches that were launched behind it. Where it has to be run again, the block tables stay as they say:
+                slots it told of may have been given to others
+        """
         try:
             if step.error is not None:
                 raise step.error
@@ -70,7 +79,10 @@ class StepRunner:
         except DeviceLostError:
             raise
         except BaseException as error:
-            output = self._narrow_down(step.batch, error)
+            batch = step.batch
+            for newer in later:
+                batch = replace(batch, block_table_updates=batch.before(newer))
+            output = self._narrow_down(batch, error)
         finally:
             self._beat("loop")
         return self._without_invalid_tokens(output)
@@ -130,9 +142,9 @@ class RunningStep:
         self._runner, self.batch, self.pending, self.error = runner, batch, pending, error
         self._output: StepOutput | None = None
 
-    def finish(self) -> StepOutput:
+    def finish(self, later: Sequence[ScheduledBatch] = ()) -> StepOutput:
         if self._output is None:
-            self._output = self._runner.finish(self)
+            self._output = self._runner.finish(self, later)
         return self._output
 
 

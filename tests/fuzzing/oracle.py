@@ -251,7 +251,7 @@ class _Reading:
         if "embedding_bias" in tensors:
             bias = self.row("embedding_bias", float)
             if bias is not None and (len(bias) != engine.vocab_size or not all(map(_is_float32, bias))
-                                     or (engine.is_static and any(bias))):
+                                     or (engine.is_static and any(map(_counts, bias)))):
                 self.wrong("embedding_bias")
         shapes = {name: self.rows(name, int if name == "lora_config" else float) for name in TABLES if name in tensors}
         for name, shape in shapes.items():
@@ -267,7 +267,7 @@ class _Reading:
         weights, config = shapes.get("lora_weights"), shapes.get("lora_config")
         if {"lora_weights", "lora_config"} & tensors.keys() and not (
                 weights and config and weights[0] == config[0] and config[1] == 3
-                and not any(weights[2]) and not any(config[2])):
+                and not any(map(_counts, weights[2])) and not any(config[2])):
             self.wrong("lora_weights", "lora_config")
         if "draft_logits" in tensors:
             self.wrong("draft_logits", "draft_input_ids")
@@ -318,6 +318,11 @@ def _kind(value: Value, number: Any) -> str:
     if value.kind is not PYTHON:
         return value.kind
     return {int: INT, float: FLOAT, bool: BOOL}.get(type(number), STRANGE)
+
+
+def _counts(value: float) -> bool:
+    """Whether it is not 0 as a float32, which rounds half of its smallest number down."""
+    return abs(value) > 2.0**-150
 
 
 def _is_float32(number: Any) -> bool:

@@ -10,6 +10,8 @@ from .bugs import BUSY, TIGHT, Bug
 
 BEAMS = {**TIGHT, "max_beam_width": 3, "num_blocks": 60, "vocab_size": 17}
 SEARCHING = {**BUSY, "streams": 0.0, "beams": 0.6}
+OVERLAPPING = {**BEAMS, "overlap": True}
+ENDING = {**SEARCHING, "stops": 0.2}
 WORDY = {**BUSY, "words": 1.0}
 
 
@@ -43,6 +45,17 @@ def the_history_ends_with_the_prompt(patch) -> None:
     patch.setattr(SlotSetup, "continuing", continuing)
 
 
+def a_step_that_is_run_again_repeats_what_it_said_of_the_tables(patch) -> None:
+    finish = StepRunner.finish
+    patch.setattr(StepRunner, "finish", lambda self, step, later=(): finish(self, step))
+
+
+def what_a_step_that_could_not_be_launched_said_of_the_tables_is_lost(patch) -> None:
+    start = StepRunner.start
+    patch.setattr(StepRunner, "start", lambda self, batch, behind=None: start(self, batch))
+    patch.setattr(ScheduledBatch, "before", lambda self, later: later.block_table_updates)
+
+
 BEAM_BUGS = [
     Bug("a part without generation keeps its beams", "found here", a_part_without_generation_keeps_its_beams, BEAMS,
         SEARCHING, ("model.raises_once",)),
@@ -51,4 +64,9 @@ BEAM_BUGS = [
     Bug("the copies of parting beams are lost", "of its kind", the_copies_of_parting_beams_are_lost, BEAMS, SEARCHING),
     Bug("after a pause the device is told the prompt only", "F19", the_history_ends_with_the_prompt,
         traffic=WORDY),
+    Bug("a step that is run again repeats what it said of the tables", "found by T1",
+        a_step_that_is_run_again_repeats_what_it_said_of_the_tables, OVERLAPPING, ENDING, ("model.raises_once",)),
+    Bug("what a step that could not be launched said of the tables is lost", "of its kind",
+        what_a_step_that_could_not_be_launched_said_of_the_tables_is_lost, OVERLAPPING, ENDING,
+        ("model.raises_once",)),
 ]

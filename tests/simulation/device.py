@@ -94,6 +94,8 @@ class SimulatedDevice(ScriptedBackend):
                              "I29: a step failed, and is run again, to which nothing had happened")
         if self.is_lost:
             raise DeviceLostError("the device is lost")
+        if batch.iteration % 2 and not self.order_of(batch).in_finish:
+            self._raise(self.order_of(batch), batch)                # before it has looked at anything of the batch
         return SimulatedStep(self, batch, super().start(batch))
 
     def _set_up(self, batch: ScheduledBatch) -> None:

@@ -439,7 +439,7 @@ class World:
             if request is not None:
                 self._failed_now.append(request)
         elif sent.code == "ENGINE_FAILED":
-            self.check(self._engine_may_fail or "ENGINE_FAILED" in names,
+            self.check(self._engine_may_fail or self.device.is_lost or "ENGINE_FAILED" in names,
                        f"I29: request {sent.request_id} ended with {sent.error}")
         elif sent.code == "SHUTDOWN":
             self.check(self.control.aborting, f"C14: request {sent.request_id} was answered with SHUTDOWN")
