@@ -166,7 +166,8 @@ def sweep_pairs(name: str, places: int, count: int, seed: int) -> tuple[int, lis
     """Two exceptions, at places that a seed chooses: (pairs tried, what is wrong)."""
     rng, failures = random.Random(f"{name} {seed}"), []
     for _ in range(count):
-        place, gap = rng.randint(1, places), rng.choice([rng.randint(1, 20), rng.randint(1, 300)])
+        place = rng.randint(PLACES_BEFORE_IT_BEGINS + 1, places)
+        gap = rng.choice([rng.randint(1, 20), rng.randint(1, 300)])
         where, wrong = interrupted(name, place, gap)
         if wrong:
             failures.append(f"{name}: {where}: {wrong[0]}: python -m tests.sweep.interrupted '{name}' {place} {gap}")

@@ -147,7 +147,7 @@ class Run:
         self.history.feed(Other(self.clock.now))
         self.num_gets += 1
         turn, how = self.scenario.ends
-        if self.num_gets == turn:
+        if self.num_gets >= turn and not self.control.draining:    # again, if an exception struck before it was done
             self.control.ask_to_drain() if how == "drain" else self.control.ask_to_abort()
         self.spoiled.get("get", _nothing)()
         requests = self.requests.pop(0) if self.requests else []
