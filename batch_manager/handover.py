@@ -201,6 +201,15 @@ class BlockTableUpdates:
     indices: np.ndarray
     block_ids: np.ndarray
 
+    def then(self, later: "BlockTableUpdates") -> "BlockTableUpdates":
+        """Both, in order, with each entry once: no longer than the tables have entries, however often this is done."""
+        slots, indices, block_ids = (np.concatenate([mine, theirs]) for mine, theirs in (
+            (self.slots, later.slots), (self.indices, later.indices), (self.block_ids, later.block_ids)))
+        entries = slots.astype(np.int64) << 32 | indices
+        _, from_the_end = np.unique(entries[::-1], return_index=True)
+        last = len(entries) - 1 - from_the_end
+        return BlockTableUpdates(slots[last], indices[last], block_ids[last])
+
 
 NO_UPDATES = BlockTableUpdates(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
 
@@ -260,10 +269,8 @@ class ScheduledBatch:
         """
         mine, started = self.block_table_updates, [work.slot for work in later.context if work.setup is not None]
         kept = ~np.isin(mine.slots // self.max_beam_width, started)
-        theirs = later.block_table_updates
-        return BlockTableUpdates(np.concatenate([mine.slots[kept], theirs.slots]),
-                                 np.concatenate([mine.indices[kept], theirs.indices]),
-                                 np.concatenate([mine.block_ids[kept], theirs.block_ids]))
+        return BlockTableUpdates(mine.slots[kept], mine.indices[kept], mine.block_ids[kept]).then(
+            later.block_table_updates)
 
     def part(self, start: int, stop: int) -> "ScheduledBatch":
         """Sequences start..stop of the batch order, as a batch of its own, without places for others."""

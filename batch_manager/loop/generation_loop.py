@@ -192,7 +192,7 @@ class GenerationLoop:
         except OutOfResourceError as error:
             raise SchedulerContractError(self.scheduler, f"more than there is: {error}") from error
         self._runner.copy_blocks(self._resources.take_copies())
-        step = self._runner.start(batch, behind=self._window[-1].step if self._window else None)
+        step = self._runner.start(batch)
         self._window.append(InFlight([*plan.context_requests, *plan.generation_requests], step))
         return step
 

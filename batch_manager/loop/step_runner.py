@@ -19,6 +19,9 @@ class StepRunner:
     A batch that raises is run again in halves, and these in halves, so that only sequences that fail alone are lost.
     That is sound because a step that raised left nothing a second run would notice (seams.ModelBackend).
 
+    A launch that raised may have told the device nothing of the block tables, and the parts that are run again may all
+    raise likewise. What it had to say may concern sequences of other batches, so the next launch says it first.
+
     num_failed_steps   launches that raised
     """
 
@@ -29,6 +32,7 @@ class StepRunner:
         self._clock = clock
         self._heartbeat = heartbeat
         self.num_failed_steps = 0
+        self._untold: ScheduledBatch | None = None     # the last launch, if it raised, and what those before it said
 
     def _beat(self, activity: str) -> None:
         self._heartbeat(activity, self._clock.monotonic())
@@ -51,19 +55,23 @@ class StepRunner:
                                     "shut the manager down, make a new one, and report the log") from error
             self._beat("loop")
 
-    def start(self, batch: ScheduledBatch, behind: "RunningStep | None" = None) -> "RunningStep":
-        """Launch a batch. Where the one before it could not even be launched, the device is told now what that one
-        had to say of the block tables.
-        """
-        if behind is not None and behind.error is not None:
-            batch = replace(batch, block_table_updates=behind.batch.before(batch))
+    def start(self, batch: ScheduledBatch) -> "RunningStep":
+        """Launch a batch. One that cannot be launched raises when it is waited for. Raises DeviceLostError."""
         self._beat("model step")
         try:
-            return RunningStep(self, batch, self._backend.start(batch), None)
+            return RunningStep(self, batch, self._launch(batch), None)
         except DeviceLostError:
             raise
         except BaseException as error:
             return RunningStep(self, batch, None, error)
+
+    def _launch(self, batch: ScheduledBatch) -> PendingStep:
+        if self._untold is not None:
+            batch = replace(batch, block_table_updates=self._untold.before(batch))
+        self._untold = batch
+        pending = self._backend.start(batch)
+        self._untold = None
+        return pending
 
     def finish(self, step: "RunningStep", later: Sequence[ScheduledBatch] = ()) -> StepOutput:
         """Wait for a step. Raises DeviceLostError when nothing can run any more.
@@ -106,7 +114,7 @@ class StepRunner:
     def _run_again(self, batch: ScheduledBatch) -> StepOutput:
         self._beat("model step")
         try:
-            output = self._backend.start(batch).finish()
+            output = self._launch(batch).finish()
             check_rows(batch, output)
             return output
         except DeviceLostError:

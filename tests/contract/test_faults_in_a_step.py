@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from batch_manager.clock import SystemClock
 from batch_manager.errors import DeviceLostError
-from batch_manager.handover import RowFailure, StepOutput
+from batch_manager.handover import BlockTableUpdates, GenerationWork, RowFailure, ScheduledBatch, StepOutput
+from batch_manager.loop.step_runner import StepRunner
 from batch_manager.names import ErrorCode
 from batch_manager.runtime.scripted_backend import ScriptedBackend
 
@@ -191,3 +193,43 @@ def test_the_scripted_oracle_agrees_with_itself():
     backend = ScriptedBackend()
     assert np.array_equal(backend.expected([1, 2], 5), backend.expected([1, 2], 3) + backend.expected(
         [1, 2, *backend.expected([1, 2], 3)], 2))
+
+
+class Launches:
+    """A device that cannot launch anything until it is mended, and notes what it was told of the tables."""
+
+    def __init__(self):
+        self.told, self.is_mended = [], False
+
+    def start(self, batch):
+        updates = batch.block_table_updates
+        self.told.append(sorted(zip(updates.slots.tolist(), updates.indices.tolist(), updates.block_ids.tolist())))
+        if not self.is_mended:
+            raise RuntimeError
+        return self
+
+    def finish(self):
+        slots = np.array([0, 1], np.int32)
+        return StepOutput(0, slots, slots, slots)
+
+
+def batch_that_says(*entries):
+    slots, indices, block_ids = np.array(entries, np.int32).T
+    both = np.array([0, 1], np.int32)
+    return ScheduledBatch(1, generation=GenerationWork(both, both + 5),
+                          block_table_updates=BlockTableUpdates(slots, indices, block_ids))
+
+
+def test_c21_the_next_launch_says_what_those_that_raised_had_to_say_of_the_block_tables():
+    """They may concern a sequence of neither batch: slot 2 waits."""
+    device = Launches()
+    runner = StepRunner(device, 100, SystemClock())
+    for said in [(2, 0, 10), (0, 1, 11)], [(2, 0, 12)]:
+        assert set(runner.start(batch_that_says(*said)).finish().failures) == {0, 1}
+    assert len(device.told) == 2 * 3                              # whole, and each half
+    assert device.told[-1] == [(0, 1, 11), (2, 0, 12)], "each entry once, as it was said last"
+
+    device.is_mended = True
+    for said, expected in [([(1, 0, 13)], [(0, 1, 11), (1, 0, 13), (2, 0, 12)]), ([(1, 1, 14)], [(1, 1, 14)])]:
+        runner.start(batch_that_says(*said)).finish()
+        assert device.told[-1] == expected

@@ -12,6 +12,7 @@ BEAMS = {**TIGHT, "max_beam_width": 3, "num_blocks": 60, "vocab_size": 17}
 SEARCHING = {**BUSY, "streams": 0.0, "beams": 0.6}
 OVERLAPPING = {**BEAMS, "overlap": True}
 ENDING = {**SEARCHING, "stops": 0.2}
+MANY_BEAMS = {**SEARCHING, "beams": 0.9}
 WORDY = {**BUSY, "words": 1.0}
 
 
@@ -51,9 +52,12 @@ def a_step_that_is_run_again_repeats_what_it_said_of_the_tables(patch) -> None:
 
 
 def what_a_step_that_could_not_be_launched_said_of_the_tables_is_lost(patch) -> None:
-    start = StepRunner.start
-    patch.setattr(StepRunner, "start", lambda self, batch, behind=None: start(self, batch))
-    patch.setattr(ScheduledBatch, "before", lambda self, later: later.block_table_updates)
+    launch = StepRunner._launch
+
+    def without_what_is_untold(self, batch):
+        self._untold = None
+        return launch(self, batch)
+    patch.setattr(StepRunner, "_launch", without_what_is_untold)
 
 
 BEAM_BUGS = [
@@ -67,6 +71,9 @@ BEAM_BUGS = [
     Bug("a step that is run again repeats what it said of the tables", "found by T1",
         a_step_that_is_run_again_repeats_what_it_said_of_the_tables, OVERLAPPING, ENDING, ("model.raises_once",)),
     Bug("what a step that could not be launched said of the tables is lost", "of its kind",
-        what_a_step_that_could_not_be_launched_said_of_the_tables_is_lost, OVERLAPPING, ENDING,
-        ("model.raises_once",)),
+        what_a_step_that_could_not_be_launched_said_of_the_tables_is_lost, OVERLAPPING, MANY_BEAMS,
+        ("model.raises_for_all", "model.raises_once")),
+    Bug("also where none of its parts could be launched", "found by T1",
+        what_a_step_that_could_not_be_launched_said_of_the_tables_is_lost, BEAMS, MANY_BEAMS,
+        ("model.raises_for_all",)),
 ]

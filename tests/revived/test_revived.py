@@ -17,7 +17,7 @@ from tests.sweep.interrupted import sweep
 from .beam_bugs import BEAM_BUGS
 from .bugs import BUGS, INTERRUPTION_BUGS, THREAD_BUGS, Bug
 
-SEEDS = range(40)
+SEEDS = range(80)
 ITERATIONS = 200
 RATE = 0.1
 SECONDS_TO_LEAVE = 3.0
