@@ -48,6 +48,7 @@ SUITES: dict[str, str] = {
     "T7": "tests.campaign.soak",
     "T10": "tests.campaign.interleavings",
     "T14": "tests.campaign.coverage",
+    "T14-mutants": "tests.campaign.mutants",
     "T16": "tests.campaign.safety_cost",
 }
 
