@@ -19,6 +19,8 @@
 A message is three parts: the fact with its value; the expectation; the way out.
 """
 
+import traceback
+
 from .names import ErrorCode
 
 
@@ -122,12 +124,29 @@ def error_text(code: ErrorCode, message: str) -> str:
     return f"[{code.value}] {printable(message)}"
 
 
-_NAME_OF_A_TYPE = type.__dict__["__name__"]    # a metaclass may have a `__name__` that raises
+# A class of the user's, or its metaclass, may have attributes of these names that raise.
+_NAME_OF_A_TYPE, _CLASSES_OF_A_TYPE = type.__dict__["__name__"], type.__dict__["__mro__"]
+_TRACEBACK = BaseException.__dict__["__traceback__"]
 
 
 def type_name(value: object) -> str:
     """The name of a value's type, short enough for a message and on one line; runs no code of the type's own."""
     return printable(_NAME_OF_A_TYPE.__get__(type(value))[:64])
+
+
+def names_of_classes(value: object) -> set[str]:
+    """The names of the value's type and of all it inherits from; runs no code of the type's own."""
+    return {_NAME_OF_A_TYPE.__get__(cls) for cls in _CLASSES_OF_A_TYPE.__get__(type(value))}
+
+
+def is_a(value: object, types: type | tuple[type, ...]) -> bool:
+    """isinstance for classes of this package and of Python's; runs no code of the value's type, which may raise."""
+    return issubclass(type(value), types)
+
+
+def where_raised(error: BaseException) -> str:
+    """The lines an exception came through, for a log. Not what it says, which may quote a prompt."""
+    return "".join(traceback.format_tb(_TRACEBACK.__get__(error)))
 
 
 def printable(text: str) -> str:

@@ -4,6 +4,7 @@ The constructor checks, builds and starts the worker, in this order. Everything 
 on that thread.
 """
 
+import math
 import os
 import threading
 import weakref
@@ -16,8 +17,8 @@ from .clock import reliable
 from .config import Parts, TrtGptModelOptionalParams
 from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
+from .loading_thread import in_a_thread_of_its_own
 from .loop.async_callbacks import returns_before_it_runs
-from .loop.generation_loop import GenerationLoop
 from .names import SchedulerPolicy, TrtGptModelType
 from .worker import WorkerControl, close_worker, run_worker, watch_worker
 
@@ -51,7 +52,11 @@ class GptManager:
     trt_engine_path                 another name of model_path
 
     Raises ConfigError and its subclasses (ModelLoadError, InsufficientMemoryError, ...), before any thread exists, and
-    ManagerClosedError while the interpreter exits.
+    ManagerClosedError while the interpreter exits. What interrupts the constructor, such as Ctrl-C, interrupts the
+    loading, and passes once that has come to its end.
+
+    The last reference to a manager that is dropped ends it, as `shutdown(drain=False)` does. The worker holds the
+    callbacks: where they are methods of an object that holds the manager, that one lives until `shutdown`.
     """
 
     def __init__(
@@ -72,6 +77,8 @@ class GptManager:
         *,
         trt_engine_path: str | os.PathLike | None = None,
     ) -> None:
+        if hasattr(self, "_control"):
+            raise ConfigError("this manager was constructed already", "its worker runs", "make another manager")
         if trt_engine_path is not None:
             if model_path is not None:
                 raise ConfigError("model_path and trt_engine_path are both given", "they are two names of one thing")
@@ -84,7 +91,7 @@ class GptManager:
 
         clock = reliable(parts.clock)
         control = WorkerControl(clock, params.hang_warning_s)
-        loop = _in_a_thread_of_its_own(lambda: build_loop(
+        loop = in_a_thread_of_its_own(lambda: build_loop(
             model_path=model_path,
             model_type=model_type,
             max_beam_width=max_beam_width,
@@ -98,7 +105,7 @@ class GptManager:
             exclude_input_in_output=exclude_input_in_output,
             parts=replace(parts, clock=clock),
             heartbeat=control.beat,
-        ))
+        ), undo=lambda loop: loop.backend.close())
         self._control = control
         self._loop = loop
         self._worker = control.worker = threading.Thread(
@@ -140,7 +147,7 @@ class GptManager:
         state                  "RUNNING", "DRAINING", "FAILED" or "STOPPED"
         activity               what the worker does now: "loop", "idle", "model step", or the callback it is inside
         seconds_in_activity    since when
-        is_hanging             longer than hang_warning_s without a heartbeat
+        is_hanging             longer than hang_warning_s without a heartbeat, and not idle
         failure                text of the error that failed the engine, or ""
         active_requests, queued_requests, iterations, final_responses
         errors                 error finals by code
@@ -162,7 +169,7 @@ class GptManager:
             "state": state,
             "activity": activity,
             "seconds_in_activity": seconds,
-            "is_hanging": state != "STOPPED" and 0 < control.hang_warning_s < seconds,
+            "is_hanging": state != "STOPPED" and control.is_hanging(seconds),
             "failure": "" if loop.failure is None else loop.failure.response_text(),
             "active_requests": alive - queued,
             "queued_requests": queued,
@@ -206,6 +213,9 @@ class GptManager:
             return False
         return self._join(_checked(timeout))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a GptManager cannot be copied or pickled: it is one worker in one process")
+
     def __enter__(self) -> "GptManager":
         self._check_process()
         if self._control.stopped.has_come:
@@ -240,32 +250,15 @@ def _checked(timeout: float | None) -> float | None:
     """Seconds as a thread can be joined with. Raises ValueError for NaN and TypeError for what is no number."""
     if timeout is None:
         return None
-    if timeout != timeout:
+    if isinstance(timeout, str | bytes | bytearray):    # float would read the number in it
+        raise TypeError(f"timeout is a {type(timeout).__name__}; seconds, or None to wait as long as it takes")
+    try:
+        seconds = float(timeout)
+    except OverflowError:
+        seconds = math.inf if timeout > 0 else -math.inf
+    if seconds != seconds:
         raise ValueError("timeout is NaN; seconds, or None to wait as long as it takes")
-    return min(timeout, threading.TIMEOUT_MAX)
-
-
-def _in_a_thread_of_its_own(build: Callable[[], GenerationLoop]) -> GenerationLoop:
-    """What `build` returns or raises, computed on a thread that has ended when this returns.
-
-    OpenMP keeps a team of threads for every thread that ever computed. With one for the caller, which loaded the model,
-    and one for the worker there are more threads than cores, and libgomp then puts a team to sleep at every barrier: a
-    step of a 135M model on two cores took 40 ms instead of 20.
-    """
-    outcome: dict[str, Any] = {}
-
-    def work() -> None:
-        try:
-            outcome["loop"] = build()
-        except BaseException as error:
-            outcome["error"] = error
-
-    builder = threading.Thread(target=work, name="batch_manager loading", daemon=True)
-    builder.start()
-    builder.join()
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["loop"]
+    return min(seconds, threading.TIMEOUT_MAX)
 
 
 def _check_arguments(model_type, max_beam_width, scheduler_policy, get_cb, send_cb, poll_cb, stats_cb, params,

@@ -1,9 +1,12 @@
 """The workers of this process, and how they learn that the interpreter ends.
 
 `threading` joins the workers (they are no daemons) before `atexit` runs, so a worker has to be told earlier:
-`threading` offers a hook for exactly that, and concurrent.futures uses it the same way.
+`threading` offers a hook for exactly that, and concurrent.futures uses it the same way. What was hooked in last is
+called first: the threads of an executor, which its hook joins, may wait for a worker, so that hook has to be there
+already when ours is put in.
 """
 
+import concurrent.futures.thread  # noqa: F401
 import os
 import threading
 from typing import Protocol
@@ -12,7 +15,7 @@ from .errors import ManagerClosedError
 
 
 class Abortable(Protocol):
-    """The control of a worker, as far as this file needs it."""
+    """The control of a worker, or a thread that loads one's model, as far as this file needs it."""
 
     worker: threading.Thread | None
 

@@ -11,7 +11,8 @@ import traceback
 from typing import Any
 
 from .contained_log import log
-from .errors import BatchManagerError, DeviceLostError, InternalError, ManagerClosedError, type_name
+from .end import End
+from .errors import BatchManagerError, DeviceLostError, InternalError, ManagerClosedError, is_a, type_name, where_raised
 from .interpreter_exit import forget_worker
 from .loop.generation_loop import GenerationLoop
 
@@ -36,26 +37,6 @@ class WakeUp:
         self._set.acquire(timeout=seconds)
 
 
-class End:
-    """An event that comes once, by one call of C: an exception that strikes in the thread that sets it leaves no lock
-    taken, as it may inside of threading.Event."""
-
-    def __init__(self) -> None:
-        self.has_come = False
-        self._until_then = threading.Lock()
-        self._until_then.acquire()
-
-    def set(self) -> None:
-        if not self.has_come:
-            self.has_come = True
-            self._until_then.release()
-
-    def wait(self, seconds: float) -> bool:
-        if not self.has_come and self._until_then.acquire(timeout=seconds):
-            self._until_then.release()
-        return self.has_come
-
-
 class WorkerControl:
     """What other threads tell the worker, and what the worker lets them see. Plain attributes; no lock is held."""
 
@@ -78,6 +59,10 @@ class WorkerControl:
     def beat(self, activity: str, now: float) -> None:
         self.beat_at = now
         self.activity = activity
+
+    def is_hanging(self, seconds: float) -> bool:
+        """Whether so many seconds without a heartbeat are too many. An idle worker sleeps as long as it was told to."""
+        return self.activity != "idle" and 0 < self.hang_warning_s < seconds
 
     def claim_the_loop(self) -> bool:
         """True for the thread that asked first: the worker's, or that of the constructor that failed. It closes it."""
@@ -119,7 +104,7 @@ def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
     error, control.interruption = control.interruption, None
     if error is not None:
         log.critical("the engine failed with %s; every request is answered with ENGINE_FAILED until shutdown\n%s",
-                     type_name(error), "".join(traceback.format_tb(error.__traceback__)))
+                     type_name(error), where_raised(error))
         if not control.aborting:
             control.wake.wait_and_clear(idle_poll_interval_s)    # what raises for ever must not keep a core busy
             loop.fail(_failure_of(error))
@@ -151,7 +136,7 @@ def close_worker(control: WorkerControl) -> None:
 
 def _failure_of(error: BaseException) -> BatchManagerError:
     """What everybody is told when a step raised what nothing inside contains: a lost device, or a bug."""
-    if isinstance(error, DeviceLostError | InternalError):
+    if is_a(error, (DeviceLostError, InternalError)):
         return error
     return InternalError(f"the engine raised {type_name(error)}", "it cannot go on",
                          "shut the manager down, make a new one, and report the log")
@@ -163,7 +148,7 @@ def watch_worker(control: WorkerControl) -> None:
     while not control.stopped.wait(control.hang_warning_s / 4):
         beat_at = control.beat_at
         seconds = control.clock.monotonic() - beat_at
-        if seconds > control.hang_warning_s and reported_beat != beat_at:
+        if control.is_hanging(seconds) and reported_beat != beat_at:
             reported_beat = beat_at
             stacks = "\n".join(f"thread {thread}:\n{''.join(traceback.format_stack(frame))}"
                                for thread, frame in sys._current_frames().items())

@@ -22,8 +22,8 @@ it cannot do.
 Source   TensorRT-LLM's LogitsPostProcessor and LogitsPostProcessorBatched, without their stream argument.
 """
 
-import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,7 +32,8 @@ import numpy as np
 import torch
 
 from ..contained_log import log
-from ..errors import RequestError, type_name
+from ..errors import RequestError, is_a, type_name, where_raised
+from ..forked_child import Fork
 from ..handover import LogitsPostProcessor, RowFailure, SlotSetup
 from ..names import ErrorCode
 
@@ -73,6 +74,7 @@ class LogitsPostProcessors:
     def __init__(self) -> None:
         # The host drops a request's function with the request; a slot that nobody has taken since must not keep it.
         self._of_slot: WeakValueDictionary[int, LogitsPostProcessor] = WeakValueDictionary()
+        self._fork = Fork()
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         """A sequence takes the slot."""
@@ -99,10 +101,10 @@ class LogitsPostProcessors:
         for of in wanted:
             if of.processor.is_batched:
                 batches.setdefault((of.processor.function, of.end - of.first), []).append(of)
-            elif (wrong := _run_one(of, logits)) is not None:
+            elif (wrong := self._run_one(of, logits)) is not None:
                 failures[of.slot] = wrong
         for batch in batches.values():
-            failures |= _run_batched(batch, logits)
+            failures |= self._run_batched(batch, logits)
         return PostProcessed(slots[rows], model_finite, failures)
 
     def _rows(self, slots: list[int]) -> Iterable[_Rows]:
@@ -114,46 +116,53 @@ class LogitsPostProcessors:
                     yield _Rows(slots[first], first, end, processor)
                 first = end
 
-
-def _run_one(of: _Rows, logits: torch.Tensor) -> RowFailure | None:
-    place = logits[None, of.first : of.end]
-    given = place.detach()    # the same numbers; what becomes of its shape is for the function to answer for
-    try:
-        result = of.processor.function(of.processor.request_id, given, of.token_ids())
-    except BaseException as error:
-        return _raised(error)
-    if result is given and (given.shape, given.data_ptr()) == (place.shape, place.data_ptr()):
+    def _run_one(self, of: _Rows, logits: torch.Tensor) -> RowFailure | None:
+        place = logits[None, of.first : of.end]
+        given = place.detach()    # the same numbers; what becomes of its shape is for the function to answer for
+        try:
+            result = self._call(of.processor, of.processor.request_id, given, of.token_ids())
+        except BaseException as error:
+            return _raised(error)
+        if result is given and (given.shape, given.data_ptr()) == (place.shape, place.data_ptr()):
+            return None
+        if not isinstance(result, torch.Tensor):
+            return _wrong(f"returned {_type_name(result)}", "it must return the logits")
+        expected = tuple(place.shape), place.dtype, place.device, place.layout
+        if (tuple(result.shape), result.dtype, result.device, result.layout) != expected:
+            return _wrong(f"returned a tensor of shape {_shape(result)}, {result.dtype}, on {result.device}",
+                          f"it must be {_shape(place)}, {place.dtype}, on {place.device}, dense")
+        place.copy_(result)
         return None
-    if not isinstance(result, torch.Tensor):
-        return _wrong(f"returned {_type_name(result)}", "it must return the logits")
-    expected = tuple(place.shape), place.dtype, place.device, place.layout
-    if (tuple(result.shape), result.dtype, result.device, result.layout) != expected:
-        return _wrong(f"returned a tensor of shape {_shape(result)}, {result.dtype}, on {result.device}",
-                      f"it must be {_shape(place)}, {place.dtype}, on {place.device}, dense")
-    place.copy_(result)
-    return None
 
+    def _run_batched(self, batch: list[_Rows], logits: torch.Tensor) -> dict[int, RowFailure]:
+        """Failures by slot."""
+        width = batch[0].end - batch[0].first
+        rows = np.concatenate([np.arange(of.first, of.end) for of in batch])
+        picked = _picked(logits, rows)
+        given = picked.view(len(batch), 1, width, logits.shape[1])
+        try:
+            result = self._call(batch[0].processor, [of.processor.request_id for of in batch], given,
+                                [of.token_ids() for of in batch])
+        except BaseException as error:
+            if len(batch) > 1:
+                raise                                              # the loop runs the step again in halves
+            return {batch[0].slot: _raised(error)}
+        if result is not None and result is not given:
+            wrong = _wrong(f"returned {_type_name(result)}",
+                           "the batched form changes the logits in place and returns None")
+            return {of.slot: wrong for of in batch}
+        if picked is not logits:
+            logits[torch.from_numpy(rows).to(logits.device)] = picked
+        return {}
 
-def _run_batched(batch: list[_Rows], logits: torch.Tensor) -> dict[int, RowFailure]:
-    """Failures by slot."""
-    width = batch[0].end - batch[0].first
-    rows = np.concatenate([np.arange(of.first, of.end) for of in batch])
-    picked = _picked(logits, rows)
-    given = picked.view(len(batch), 1, width, logits.shape[1])
-    try:
-        result = batch[0].processor.function(
-            [of.processor.request_id for of in batch], given, [of.token_ids() for of in batch])
-    except BaseException as error:
-        if len(batch) > 1:
-            raise                                                  # the loop runs the step again in halves
-        return {batch[0].slot: _raised(error)}
-    if result is not None and result is not given:
-        wrong = _wrong(f"returned {_type_name(result)}",
-                       "the batched form changes the logits in place and returns None")
-        return {of.slot: wrong for of in batch}
-    if picked is not logits:
-        logits[torch.from_numpy(rows).to(logits.device)] = picked
-    return {}
+    def _call(self, processor: LogitsPostProcessor, *arguments: Any) -> Any:
+        try:
+            result = processor.function(*arguments)
+        except BaseException as error:
+            self._fork.end_the_child(error)
+            raise
+        self._fork.end_the_child()
+        return result
 
 
 def _picked(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
@@ -163,10 +172,10 @@ def _picked(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 
 def _raised(error: BaseException) -> RowFailure:
     """The words of a RequestError are made for the response; those of others may quote tokens and go nowhere."""
-    if isinstance(error, RequestError):
-        return RowFailure(error.code, f"from the logits post-processor of this request: {error}")
-    log.error("a logits post-processor raised %s\n%s", type_name(error),
-              "".join(traceback.format_tb(error.__traceback__)))
+    if is_a(error, RequestError):
+        with suppress(BaseException):                              # it may be of a class of the user's
+            return RowFailure(ErrorCode(error.code), f"from the logits post-processor of this request: {error}")
+    log.error("a logits post-processor raised %s\n%s", type_name(error), where_raised(error))
     return _wrong(f"raised {type_name(error)}", "the others go on; see the log of the engine")
 
 

@@ -7,18 +7,18 @@ stats   ignored
 Every failure is counted; each callback's failures are logged at most once a second.
 """
 
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
-from operator import index
+from operator import index, length_hint
 from typing import Any
 
 from ..contained_log import log
-from ..errors import type_name
+from ..errors import type_name, where_raised
+from ..forked_child import Fork
 from ..names import ErrorCode
 from ..seams import Clock
-from .forked_child import Fork
 from .owed import Owed
 
 SECONDS_BETWEEN_LOGS = 1.0
@@ -36,18 +36,23 @@ ReturnBatchManagerStatsCallback = Callable[[str], None]
 class HandedOver:
     """What one call of get returned, read item by item.
 
-    A sized collection was handed over whole: what one iteration does not read waits for the next. Of anything else,
-    generators above all, only what is read within the first iteration was ever handed over.
+    A collection that knows its size, or an iterator that knows what is left, was handed over whole: what one iteration
+    does not read waits for the next. Of anything else, generators above all, only what is read within the first
+    iteration was ever handed over.
 
     returned    what get returned, or nothing
     iterators   the one over it, once somebody wants to read
+    num_taken   items that were read
+    sizes       how many it had when the end began: what is added after that was never handed over
     """
 
-    __slots__ = ("returned", "iterators")
+    __slots__ = ("returned", "iterators", "num_taken", "sizes")
 
     def __init__(self) -> None:
         self.returned: list[Any] = []
         self.iterators: list[Iterator[Any]] = []
+        self.num_taken = 0
+        self.sizes: list[int] = []
 
     @property
     def is_nothing(self) -> bool:
@@ -59,7 +64,16 @@ class HandedOver:
 
     @property
     def is_whole(self) -> bool:
-        return hasattr(type(self.returned[0]), "__len__")
+        return hasattr(type(self.returned[0]), "__len__") or hasattr(type(self.returned[0]), "__length_hint__")
+
+    @property
+    def is_a_copy(self) -> bool:
+        """What is read is: its owner may empty the collection and use it again."""
+        return type(self.returned[0]) in COLLECTIONS
+
+    @property
+    def is_used_up(self) -> bool:
+        return bool(self.sizes) and self.num_taken >= self.sizes[0]
 
 
 class GuardedCallbacks:
@@ -110,7 +124,7 @@ class GuardedCallbacks:
 
     def get(self, max_num_requests: int) -> None:
         """Ask for requests, unless the back-off after a failure still holds. `take` gives what was handed over."""
-        if self._clock.monotonic() < self._get_again_at:
+        if 0 < self._get_again_at - self._clock.monotonic() <= LONGEST_BACK_OFF_S:    # more: the clock was set back
             return
         handed_over = HandedOver()
         self._waiting.append(handed_over)
@@ -124,12 +138,22 @@ class GuardedCallbacks:
         """Make the oldest item that was handed over the one that is `owed.taken`. False when there is none."""
         while self._waiting:
             handed_over = self._waiting[0]
-            if self._is_open(handed_over):
+            if self._is_open(handed_over) and not handed_over.is_used_up:
+                handed_over.num_taken += 1
                 self._keep(self.owed.taken, islice(handed_over.iterators[0], 1))
                 if self.owed.taken:
                     return True
             del self._waiting[0]
         return False
+
+    def begin_the_end(self) -> None:
+        """What was handed over grows no more, so that it comes to an end: a client may put what was refused back into
+        what holds it."""
+        for handed_over in self._waiting:
+            if handed_over.returned and handed_over.is_whole and not (handed_over.is_a_copy or handed_over.sizes):
+                if not hasattr(type(handed_over.returned[0]), "__len__"):
+                    handed_over.num_taken = 0    # it says what is left
+                self._keep(handed_over.sizes, map(length_hint, handed_over.returned))
 
     def end_of_taking(self) -> None:
         """This iteration takes no more. What is left in something that was begun and has no size is let go."""
@@ -139,7 +163,8 @@ class GuardedCallbacks:
     def _is_open(self, handed_over: HandedOver) -> bool:
         """Whether there may be something to read. Begins to iterate, unless that was done."""
         if not handed_over.iterators and not handed_over.is_nothing:
-            self._keep(handed_over.iterators, map(iter, handed_over.returned))
+            given = handed_over.returned
+            self._keep(handed_over.iterators, map(iter, map(tuple, given) if handed_over.is_a_copy else given))
         return bool(handed_over.iterators)
 
     def _keep(self, kept: list, given: Iterator[Any]) -> None:
@@ -201,12 +226,9 @@ class GuardedCallbacks:
             elif not hasattr(type(signals), "__len__"):
                 signals = islice(() if signals is None else signals, MOST_STOPS_OF_AN_ITERATOR)
             for signal in signals:
-                if isinstance(signal, bool):
-                    continue
-                try:
-                    stops.add(index(signal))
-                except Exception:  # noqa: S112  it is no integer, whatever it raised when it was asked
-                    continue
+                if type(signal) is not bool:
+                    with suppress(BaseException):    # it is no integer, whatever it raised when it was asked
+                        stops.add(index(signal))
         except BaseException as error:
             self._failed("poll", error)
             stops = set()
@@ -230,6 +252,7 @@ class GuardedCallbacks:
 
     def _enter(self, name: str) -> float:
         now = self._clock.monotonic()
+        self._fork.end_the_child()
         self._heartbeat(name, now)
         return now
 
@@ -248,7 +271,5 @@ class GuardedCallbacks:
             self._get_again_at = now + self._back_off_s
         if now - self._last_log.get(name, float("-inf")) >= SECONDS_BETWEEN_LOGS:
             self._last_log[name] = now
-            # Where it was raised, not what it says: the message may quote a prompt.
-            where = "".join(traceback.format_tb(error.__traceback__))
             log.error("the %s callback raised %s (%d so far); the loop goes on\n%s",
-                      name, type_name(error), self.failures[name], where)
+                      name, type_name(error), self.failures[name], where_raised(error))

@@ -1,13 +1,20 @@
 """The engine in one sentence: fetch, schedule, claim, start, finish, advance, respond, poll, report."""
 
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..config import Limits
 from ..contained_log import log
-from ..errors import BatchManagerError, InternalError, OutOfResourceError, SchedulerContractError, type_name
+from ..errors import (
+    BatchManagerError,
+    InternalError,
+    OutOfResourceError,
+    SchedulerContractError,
+    type_name,
+    where_raised,
+)
+from ..forked_child import Fork
 from ..handover import StepOutput
 from ..kv.audit import check_totals
 from ..kv.kv_cache_manager import KvCacheManager
@@ -75,6 +82,7 @@ class GenerationLoop:
         self._runner = StepRunner(backend, limits.vocab_size, clock, heartbeat)
         self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle, window_depth,
                                  static_batch)
+        self._fork = Fork()
         self._window: deque[InFlight] = deque()
         self._window_depth = window_depth
 
@@ -119,6 +127,7 @@ class GenerationLoop:
         self._window.clear()
         if self.failure is None:
             self._give_everything_back()
+        self.callbacks.begin_the_end()
         self.finals.fail_everything(error)
         while not self.is_empty:
             self.intake.fetch(0, self.active.__contains__, error)
@@ -178,9 +187,8 @@ class GenerationLoop:
         return plan
 
     def _blamed(self, what: str, error: BaseException) -> SchedulerContractError:
-        # The log says where it was raised, not what it says: the message may quote a prompt.
-        log.error("the scheduler: %s %s\n%s", what, type_name(error),
-                  "".join(traceback.format_tb(error.__traceback__)))
+        self._fork.end_the_child(error)
+        log.error("the scheduler: %s %s\n%s", what, type_name(error), where_raised(error))
         return SchedulerContractError(self.scheduler, f"{what} {type_name(error)}")
 
     def _launch(self, plan: SchedulerOutput) -> RunningStep | None:

@@ -1,6 +1,5 @@
 """From what the get callback returned to accepted requests, refusals, and a bounded queue between them."""
 
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ..errors import (
     QueueFullError,
     RequestError,
     type_name,
+    where_raised,
 )
 from ..requests.admission import Admission, Admitted, usable_id
 from ..seams import Clock
@@ -48,7 +48,7 @@ class Intake:
         self._callbacks = callbacks
         self._owed = callbacks.owed
         self._admission = admission
-        self._last_log = float("-inf")
+        self._last_log = self._last_warning = float("-inf")
         self._bounds = bounds
         self._clock = clock
         self._at_most = max_admissions_per_iteration
@@ -156,8 +156,7 @@ class Intake:
         except RequestError:
             raise
         except Exception as error:
-            log.error("admission raised %s\n%s", type_name(error),    # not what it says, which may quote a prompt
-                      "".join(traceback.format_tb(error.__traceback__)))
+            log.error("admission raised %s\n%s", type_name(error), where_raised(error))
             raise InvalidRequestError(f"request {request_id}: it could not be read ({type_name(error)})") from error
         if admitted.request.request_id != request_id:
             raise InvalidRequestError(f"request {request_id}: its request_id is another one each time it is read",
@@ -188,7 +187,10 @@ class Intake:
             self._deadlines[request_id] = self._clock.monotonic() + admitted.response.deadline_s
         for warning in admitted.warnings:
             self.num_warnings += 1
-            log.warning("%s", warning)
+            now = self._clock.monotonic()
+            if now - self._last_warning >= SECONDS_BETWEEN_LOGS:
+                self._last_warning = now
+                log.warning("%s (%d so far)", warning, self.num_warnings)
 
     def _enqueue(self, admitted: Admitted) -> None:
         self._queue.append(admitted)

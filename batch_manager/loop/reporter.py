@@ -1,10 +1,12 @@
 """Counts what an iteration did, and reports it: statistics for the callback, a trace for pictures."""
 
 from collections.abc import Callable
+from operator import index
 from typing import TYPE_CHECKING
 
 from ..handover import ScheduledBatch
 from ..scheduling.interfaces import SchedulerOutput
+from ..seams import MemoryUsage
 from ..stats.iteration_stats import IterationStats, KvCacheStats, StaticBatchStats
 from ..stats.stats_json import to_json
 from ..stats.trace import IterationTrace
@@ -97,7 +99,7 @@ class Reporter:
                 iteration=self.iteration,
                 active_requests=self._active_requests,
                 max_requests=loop.limits.max_num_sequences,
-                memory=loop.backend.memory_usage(),
+                memory=self._memory_now(),
                 kv_cache=self._kv_cache,
                 micro_batch_id=self.micro_batch_id,
                 scheduled_requests=contexts + generations,
@@ -121,6 +123,18 @@ class Reporter:
             )
             loop.callbacks.return_stats(to_json(stats))
         self.iteration += 1
+
+    def _memory_now(self) -> MemoryUsage:
+        """Zeros from a backend that does not know: a number for people to look at costs no request."""
+        try:
+            memory = self._loop.backend.memory_usage()
+            gpu, cpu, pinned = (index(number) for number in (memory.gpu, memory.cpu, memory.pinned))
+            if not 0 <= min(gpu, cpu, pinned) <= max(gpu, cpu, pinned) < 2**63:
+                raise ValueError("no number of bytes")
+        except BaseException as error:
+            self._loop.callbacks.note_failure("memory_usage", error)
+            return MemoryUsage()
+        return MemoryUsage(gpu, cpu, pinned)
 
     def _static_batch_now(self) -> StaticBatchStats | None:
         if self._static_batch is None:

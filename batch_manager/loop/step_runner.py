@@ -1,13 +1,21 @@
 """Runs a step, and narrows a failing one down to the sequences that cannot run even alone."""
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from ..contained_log import log
-from ..errors import DeviceLostError, InsufficientMemoryError, InternalError, type_name
+from ..errors import (
+    DeviceLostError,
+    InsufficientMemoryError,
+    InternalError,
+    is_a,
+    names_of_classes,
+    type_name,
+    where_raised,
+)
+from ..forked_child import Fork
 from ..handover import BeamOutput, BlockCopy, RowFailure, ScheduledBatch, StepOutput
 from ..names import ErrorCode
 from ..seams import Clock, ModelBackend, PendingStep
@@ -31,11 +39,14 @@ class StepRunner:
         self._vocab_size = vocab_size
         self._clock = clock
         self._heartbeat = heartbeat
+        self._fork = Fork()
         self.num_failed_steps = 0
         self._untold: ScheduledBatch | None = None     # the last launch, if it raised, and what those before it said
 
     def _beat(self, activity: str) -> None:
-        self._heartbeat(activity, self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._fork.end_the_child()
+        self._heartbeat(activity, now)
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """Carry out what the batch to be started next relies on.
@@ -50,6 +61,7 @@ class StepRunner:
             except DeviceLostError:
                 raise
             except BaseException as error:
+                self._fork.end_the_child(error)
                 raise InternalError(f"copying KV cache blocks raised {type_name(error)}",
                                     "what the cache holds is not known any more",
                                     "shut the manager down, make a new one, and report the log") from error
@@ -63,6 +75,7 @@ class StepRunner:
         except DeviceLostError:
             raise
         except BaseException as error:
+            self._fork.end_the_child(error)
             return RunningStep(self, batch, None, error)
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
@@ -96,6 +109,7 @@ class StepRunner:
         return self._without_invalid_tokens(output)
 
     def _narrow_down(self, batch: ScheduledBatch, error: BaseException) -> StepOutput:
+        self._fork.end_the_child(error)
         self.num_failed_steps += 1
         count = batch.num_sequences
         if count > 1:
@@ -103,8 +117,7 @@ class StepRunner:
             halves = [self._run_again(batch.part(0, middle)), self._run_again(batch.part(middle, count))]
             return StepOutput.merge(halves, batch.micro_batch_id)
 
-        log.error("a step of one sequence raised %s\n%s", type_name(error),
-                  "".join(traceback.format_tb(error.__traceback__)))
+        log.error("a step of one sequence raised %s\n%s", type_name(error), where_raised(error))
         code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.MODEL_ERROR
         (slot,) = batch.slots()
         failure = RowFailure(code, f"the model step raised {type_name(error)} for this request alone; the others "
@@ -176,5 +189,4 @@ def check_rows(batch: ScheduledBatch, output: StepOutput) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     # torch's classes by name: this side of the house does not import torch.
-    names = {cls.__name__ for cls in type(error).__mro__}
-    return isinstance(error, MemoryError | InsufficientMemoryError) or "OutOfMemoryError" in names
+    return is_a(error, (MemoryError, InsufficientMemoryError)) or "OutOfMemoryError" in names_of_classes(error)

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from ..loading_thread import check_interruption
+
 Shape = Sequence[int]
 
 
@@ -55,6 +57,7 @@ class DummyWeights:
         return self.stacked([(name, shape)])
 
     def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
+        check_interruption()
         rows = sum(shape[0] for _, shape in parts)
         result = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
         start = 0

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from batch_manager.clock import SystemClock
-from batch_manager.loop.forked_child import _status
+from batch_manager.forked_child import _status
 from batch_manager.worker import WorkerControl, run_worker
 
 

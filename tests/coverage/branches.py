@@ -16,6 +16,8 @@ CORE: dict[str, tuple[str, ...]] = {
     "batch_manager/gpt_manager.py": WORKER,
     "batch_manager/worker.py": WORKER,
     "batch_manager/interpreter_exit.py": WORKER,
+    "batch_manager/forked_child.py": WORKER,
+    "batch_manager/loading_thread.py": WORKER,
     "batch_manager/loop": ("tests/contract", "tests/simulation", "tests/sweep", "tests/property"),
     "batch_manager/requests": ("tests/requests", "tests/boundaries", "tests/fuzzing", "tests/contract"),
     "batch_manager/kv": ("tests/kv", "tests/scheduling", "tests/property", "tests/contract"),
@@ -46,7 +48,7 @@ class Untaken:
 
 
 UNTAKEN: tuple[Untaken, ...] = (
-    Untaken("batch_manager/loop/forked_child.py", "if self._process_id != _process_id:", "os._exit(_status(error))",
+    Untaken("batch_manager/forked_child.py", "if self._process_id != _process_id:", "os._exit(_status(error))",
             "the forked child ends there without writing what was measured; tests/contract/test_process_level.py "
             "looks at its exit status"),
 )

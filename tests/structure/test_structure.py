@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
 
-GROUND = ["contained_log", "errors", "names", "config", "handover", "seams"]
+GROUND = ["contained_log", "forked_child", "errors", "names", "config", "handover", "seams"]
 HOST = ["requests", "kv", "scheduling", "stats", "loop"]
 DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "runtime"]
 
@@ -23,6 +23,8 @@ FLOORS: dict[str, list[str]] = {
     "names": [],
     "errors": ["names"],
     "contained_log": [],
+    "forked_child": ["errors", "names"],
+    "end": [],
     "handover": ["errors", "names"],
     "seams": ["errors", "names", "handover"],
     "clock": ["contained_log", "errors", "seams"],
@@ -36,7 +38,7 @@ FLOORS: dict[str, list[str]] = {
 
     "triton_kernels": [],
     "parallel": GROUND,
-    "weights": GROUND,
+    "weights": [*GROUND, "loading_thread"],
     "layers": [*GROUND, "triton_kernels", "parallel", "weights"],
     "attention": [*GROUND, "triton_kernels", "parallel", "weights"],
     "models": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention"],
@@ -44,9 +46,10 @@ FLOORS: dict[str, list[str]] = {
     "runtime": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention", "models", "decoding"],
 
     "build": ["clock", *GROUND, *HOST, *DEVICE, "triton_kernels"],
-    "interpreter_exit": GROUND,
-    "worker": [*GROUND, *HOST, "interpreter_exit"],
-    "gpt_manager": ["clock", *GROUND, *HOST, "build", "interpreter_exit", "worker"],
+    "interpreter_exit": ["errors", "names"],
+    "loading_thread": ["end", "errors", "names", "interpreter_exit"],
+    "worker": ["end", *GROUND, *HOST, "interpreter_exit"],
+    "gpt_manager": ["clock", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager"],
     "extras": [*GROUND, "triton_kernels"],
     "__init__": ["_version", *GROUND, *HOST, "models", "gpt_manager"],
@@ -54,8 +57,8 @@ FLOORS: dict[str, list[str]] = {
 
 # What comes from outside, apart from the standard library.
 OUTSIDE: dict[str, set[str]] = {
-    **dict.fromkeys(["_version", "names", "errors", "contained_log", "clock", "__init__", "interpreter_exit", "worker",
-                     "gpt_manager"], set()),
+    **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "end", "clock", "__init__",
+                     "interpreter_exit", "loading_thread", "worker", "gpt_manager"], set()),
     **dict.fromkeys(["config", "handover", "seams", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton"},
@@ -276,7 +279,8 @@ def test_the_host_side_is_imported_without_torch(modules):
 
 
 def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
-    may = {f"batch_manager/{name}.py" for name in ("gpt_manager", "worker", "interpreter_exit")}
+    may = {f"batch_manager/{name}.py" for name in ("gpt_manager", "worker", "end", "loading_thread", "interpreter_exit",
+                                                   "clock")}
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
     wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in CORE
              for imported in source.imports()

@@ -20,7 +20,7 @@ from functools import cache
 from types import CodeType, FrameType
 
 import batch_manager
-from batch_manager.loop import forked_child
+from batch_manager import forked_child
 
 from .scenarios import SCENARIOS, Run
 

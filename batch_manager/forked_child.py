@@ -1,10 +1,14 @@
-"""A process that was forked inside a callback and comes back from it, into a worker that the parent has too.
+"""A process that was forked inside the user's code and comes back from it, into a worker that the parent has too.
 
-It must answer nobody and ask nobody: its requests are the parent's. So it ends where it leaves the callback, as a
-thread's function ends its thread. A child that stays in the callback (subprocess, multiprocessing) is not met here.
+It must answer nobody and ask nobody: its requests are the parent's. So it ends where it leaves a callback or a logits
+post-processor, as a thread's function ends its thread; from a scheduler, a clock or another part it comes no further
+than to the next step, callback or answer. A child that stays in the user's code (subprocess, multiprocessing) is not
+met here.
 """
 
 import os
+
+from .errors import is_a
 
 
 class Fork:
@@ -24,7 +28,7 @@ class Fork:
 def _status(error: BaseException | None) -> int:
     if error is None:
         return 0
-    if isinstance(error, SystemExit):
+    if is_a(error, SystemExit):
         return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
     return 1
 
