@@ -2,8 +2,15 @@
 
 import json
 import logging
+from collections import UserList, deque
+from itertools import islice
+from types import SimpleNamespace
 
 import pytest
+
+from batch_manager import FinishReason
+from batch_manager.clock import reliable
+from batch_manager.errors import ManagerClosedError
 
 RAISED = [ValueError("secret prompt"), SystemExit(1), KeyboardInterrupt(), GeneratorExit(), MemoryError()]
 
@@ -156,3 +163,145 @@ def test_a_callback_may_keep_and_change_the_tensors_it_got(make_world, new_reque
     expected = world.expected([1, 2], 5)
     assert [tokens[0] for i, tokens in kept if i == 1] == expected
     assert [tokens for i, tokens in kept if i == 2] == [[1, 2, *expected]]
+
+
+class OddTraceback(Exception):
+    __traceback__ = property(lambda self: 1 / 0)
+
+
+class OddClass(Exception):
+    __class__ = property(lambda self: 1 / 0)
+
+
+class OddNames(type):
+    __name__ = property(lambda cls: 1 / 0)
+    __mro__ = property(lambda cls: 1 / 0)
+
+
+class OddMeta(Exception, metaclass=OddNames):
+    pass
+
+
+@pytest.mark.parametrize("odd", [OddTraceback, OddClass, OddMeta], ids=["traceback", "class", "names"])
+@pytest.mark.parametrize("place", ["get", "send", "poll", "stats", "trace", "clock", "step"])
+def test_c15_c21_an_exception_of_an_odd_class_costs_no_more_than_another(make_world, new_request, odd, place):
+    raised = []
+
+    def raising(*_):
+        raised.append(place)
+        raise odd
+
+    def first_step(batch):
+        if not raised:
+            raising()
+
+    parts = {"trace": raising} if place == "trace" else {}
+    world = make_world(parts=parts, backend={"on_step": first_step} if place == "step" else None)
+    world.client.pending = [new_request(1, [1], 3), new_request(2, [2], 3)]
+    if place == "clock":
+        world.loop.callbacks._clock = reliable(SimpleNamespace(monotonic=raising))
+    elif place in ("get", "send", "poll", "stats"):
+        world.step()
+        setattr(world.loop.callbacks, f"_{place}", raising)
+    for _ in range(8):
+        world.step()
+    assert raised and world.loop.failure is None
+    if place != "send":
+        assert world.client.final(1).error == world.client.final(2).error == ""
+
+
+def test_c6_one_signal_that_cannot_be_read_does_not_hide_the_others(make_world, new_request):
+    class Odd:
+        def __index__(self):
+            raise SystemExit
+
+    world = make_world()
+    world.client.pending = [new_request(1, [1], 30)]
+    world.step(2)
+    world.client.stops = [OddClass(), Odd(), "1", 1.0, True, 1]
+    world.step()
+    assert world.client.final(1).finish_reason == FinishReason.CANCELLED
+
+
+@pytest.mark.parametrize("form", [list, tuple, iter, deque, lambda items: iter(tuple(items)),
+                                  lambda items: dict.fromkeys(items)],
+                         ids=["list", "tuple", "iterator over a list", "deque", "iterator over a tuple", "dict"])
+def test_c2_c20_what_one_iteration_does_not_read_waits_for_the_next(make_world, new_request, form):
+    world = make_world(max_admissions_per_iteration=3, max_num_sequences=-1)
+    sources = [form([new_request(i, [1], 1) for i in range(10)])]
+    world.loop.callbacks._get = lambda count: sources.pop() if sources else []
+    world.run()
+    assert all(world.client.final(i).error == "" for i in range(10))
+
+
+def test_c2_a_list_that_its_owner_empties_and_returns_again_loses_nothing(make_world, new_request):
+    world = make_world(max_admissions_per_iteration=3, max_num_sequences=-1)
+    ids, handed_over = iter(range(20)), []
+
+    def get(count):
+        handed_over[:] = [new_request(i, [1], 1) for i in islice(ids, 10)]
+        return handed_over
+
+    world.loop.callbacks._get = get
+    world.run()
+    assert all(world.client.final(i).error == "" for i in range(20))
+
+
+class Growing(UserList):
+    """Each look at it finds one more."""
+
+    def __iter__(self):
+        while True:
+            yield from self.data
+            self.data.append(self.make(len(self.data)))
+
+
+@pytest.mark.parametrize("reading", ["what has a size", "an iterator over what grows"])
+def test_c14_the_end_comes_although_what_was_handed_over_grows(make_world, new_request, reading):
+    """A client may put what was refused back into what it handed over."""
+    world = make_world(max_admissions_per_iteration=2)
+    items = [new_request(i, [1], 9) for i in range(6)]
+    if reading == "what has a size":
+        given = Growing(items)
+        given.make = lambda number: new_request(number, [1], 9)
+        expected = 6
+    else:
+        given, expected = iter(items), 6
+        world.client.on_send = lambda request_id, response: items.append(new_request(len(items), [1], 9))
+    sources = [given]
+    world.loop.callbacks._get = lambda count: sources.pop() if sources else []
+    world.step()
+    world.loop.answer_the_rest(ManagerClosedError("the end"))
+    assert world.loop.is_empty
+    assert all(world.client.final(i).code == "SHUTDOWN" for i in range(expected))
+
+
+def memory(gpu):
+    return SimpleNamespace(gpu=gpu, cpu=0, pinned=0)
+
+
+@pytest.mark.parametrize("said", [RuntimeError("x"), None, memory(0.5), memory(2**64), memory(-1)],
+                         ids=["raises", "None", "a float", "too many bytes", "negative"])
+def test_c15_a_memory_number_that_is_none_costs_nobody_anything(make_world, new_request, said):
+    world = make_world()
+
+    def memory_usage():
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    world.backend.memory_usage = memory_usage
+    world.client.pending = [new_request(1, [1], 3)]
+    world.run()
+    assert world.client.final(1).error == "" and world.loop.failure is None
+    assert json.loads(world.client.stats[0])["Runtime GPU Memory Usage"] == 0
+    assert world.loop.callbacks.failures["memory_usage"] > 0
+
+
+def test_c26_requests_that_are_cut_to_length_are_all_counted_and_logged_once_a_second(make_world, new_request, caplog):
+    world = make_world(max_seq_len=8)
+    world.client.pending = [new_request(i, [1, 2], 100) for i in range(5)]
+    with caplog.at_level(logging.WARNING, "batch_manager"):
+        world.run()
+    assert len(caplog.records) == 1
+    assert json.loads(world.client.stats[-1])["Clamped Requests"] == 5

@@ -1,13 +1,18 @@
 """C14, C16 to C19, C22, C23: the worker thread from the constructor to the end, in this process."""
 
+import copy
 import gc
 import json
 import logging
 import os
+import pickle
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from batch_manager import ConfigError, GptManager, ManagerClosedError, Parts, SchedulerPolicy, TrtGptModelType
@@ -239,6 +244,47 @@ def test_c19_a_worker_that_hangs_is_reported_once_with_all_stacks_and_not_killed
     gate.set()
     client.wait_for_finals(1, 2)
     assert not manager.health()["is_hanging"]
+
+
+def test_c19_an_idle_worker_that_sleeps_as_long_as_it_was_told_to_does_not_hang(make_manager, new_client, caplog):
+    with caplog.at_level(logging.ERROR, "batch_manager"):
+        manager = make_manager(new_client(), hang_warning_s=0.05, idle_poll_interval_s=30.0)
+        time.sleep(0.3)
+        health = manager.health()
+    assert health["activity"] == "idle" and health["seconds_in_activity"] > 0.05
+    assert not health["is_hanging"] and not caplog.records
+
+
+@pytest.mark.parametrize("timeout", [Decimal(20), Fraction(41, 2), np.float32(20.0), np.array(20), 10**400],
+                         ids=lambda timeout: type(timeout).__name__)
+def test_c14_a_timeout_may_be_any_number(make_manager, new_client, new_request, timeout):
+    client = new_client()
+    client.pending = [new_request(1, [1], 20)]
+    manager = make_manager(client)
+    client.wait_for_finals(1)
+    assert manager.shutdown(timeout=timeout) and manager.wait_until_terminate(timeout)
+
+
+@pytest.mark.parametrize("timeout", ["1", b"1", [1], np.array([1, 2]), 1j], ids=lambda timeout: type(timeout).__name__)
+def test_c14_a_timeout_of_another_type_is_refused_and_nothing_else_happens(make_manager, new_client, timeout):
+    manager = make_manager(new_client())
+    for ask in (manager.shutdown, manager.wait_until_terminate):
+        with pytest.raises(TypeError):
+            ask(timeout=timeout)
+    assert manager.health()["state"] == "RUNNING"
+
+
+def test_a_manager_is_one_worker_and_is_neither_copied_nor_made_twice(make_manager, new_client, new_request):
+    client = new_client()
+    manager = make_manager(client)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copied(manager)
+    with pytest.raises(ConfigError, match="constructed already"):
+        manager.__init__(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, client.get,
+                         client.send, parts=Parts(backend=ScriptedBackend()))
+    client.pending = [new_request(1, [1], 2)]
+    client.wait_for_finals(1)
 
 
 def test_c22_an_idle_worker_picks_a_request_up_by_itself_and_at_once_after_notify(

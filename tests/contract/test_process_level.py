@@ -1,5 +1,6 @@
 """C17 and C18 in processes of their own: how they end, and what they said before."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -48,7 +49,9 @@ def run(body: str, seconds: float = 30.0) -> subprocess.CompletedProcess:
     ("raise ValueError('at the top')", 1),
     ("threading.Thread(target=lambda: time.sleep(0.2)).start()", 0),
     ("import atexit; atexit.register(lambda: manager.shutdown())", 0),
-], ids=["the script ends", "sys.exit", "an uncaught exception", "another thread lives", "shutdown at exit"])
+    ("from concurrent.futures import ThreadPoolExecutor as Pool; Pool(1).submit(manager.wait_until_terminate)", 0),
+], ids=["the script ends", "sys.exit", "an uncaught exception", "another thread lives", "shutdown at exit",
+        "a thread of an executor waits"])
 def test_c17_interpreter_exit_aborts_with_finals_without_hanging_and_keeps_the_exit_status(body, status):
     result = run(body)
     assert result.returncode == status
@@ -125,6 +128,96 @@ def test_c18_a_callback_that_forks_answers_nobody_in_the_child(ending):
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.split("\n") if line]
     assert sorted(lines) == sorted(FINALS | {f"final {i} " for i in range(3, 6)})
+
+
+@pytest.mark.parametrize("ending", ["return", "sys.exit(5)"])
+@pytest.mark.parametrize("place", ["trace", "scheduler", "clock", "step"])
+def test_c18_a_child_that_is_forked_in_other_code_of_the_users_answers_nobody(place, ending):
+    """It ends where it comes to the next callback or step, not in the parent's loop."""
+    result = run(f"""
+        forked, sent = [], []
+
+        def fork(*_):
+            if not forked and sent:
+                forked.append(os.fork())
+                if forked[0] == 0:
+                    {ending}
+
+        class Clock:
+            def monotonic(self):
+                if threading.current_thread().name == "batch_manager worker":
+                    fork()
+                return time.monotonic()
+
+            def timestamp(self):
+                return "now"
+
+        def scheduler(limits, kv_cache_manager):
+            from batch_manager.scheduling.policies import make_scheduler
+            made = make_scheduler(limits, kv_cache_manager)
+
+            class Forking(RequestScheduler):
+                def schedule_request(self, active, inflight):
+                    fork()
+                    return made.schedule_request(active, inflight)
+            return Forking()
+
+        manager.shutdown(drain=False)
+        lines = []
+
+        def send(request_id, tensors, final, error):
+            sent.append(request_id)
+            os.write(1, f"{{'final' if final else 'token'}} {{request_id}} {{error}}\\n".encode())
+
+        place = {place!r}
+        parts = {{"trace": dict(trace=fork), "scheduler": dict(scheduler=scheduler), "clock": dict(clock=Clock()),
+                 "step": {{}}}}[place]
+        backend = ScriptedBackend(on_step=fork if place == "step" else slow)
+        pending = [InferenceRequest(i, {{"input_ids": [i + 1], "request_output_len": 20}}, is_streaming=True)
+                   for i in range(3, 6)]
+        second = GptManager(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, get, send,
+                            return_batch_manager_stats_cb=lambda record: None, parts=Parts(backend=backend, **parts))
+        while not forked:
+            time.sleep(0.001)
+        os.waitpid(forked[0], 0)
+        second.shutdown()
+        """)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.split("\n") if line and line not in FINALS]
+    assert sorted(lines) == sorted([f"token {i} " for i in range(3, 6)] * 19 + [f"final {i} " for i in range(3, 6)])
+
+
+@pytest.mark.parametrize(("caught", "status"), [(False, -2), (True, 0)])
+def test_c17_an_interrupt_while_a_model_is_loaded_passes_and_leaves_no_thread(tmp_path, caught, status):
+    """Exit status and text are Python's own: no thread computes on while the interpreter ends."""
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4000, "hidden_size": 1024,
+        "intermediate_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "float32"}))
+    result = run(f"""
+        manager.shutdown(drain=False)
+        import torch
+
+        def interrupt():
+            while not any(thread.name == "batch_manager loading" for thread in threading.enumerate()):
+                time.sleep(0.001)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        try:
+            params = TrtGptModelOptionalParams(load_format="dummy", device="cpu",
+                                               kv_cache_config=KvCacheConfig(max_tokens=256))
+            GptManager({str(tmp_path)!r}, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,
+                       get, send, optional_params=params)
+            os.write(1, b"loaded\\n")
+        except KeyboardInterrupt:
+            os.write(1, f"threads {{[thread.name for thread in threading.enumerate()]}}\\n".encode())
+            if not {caught}:
+                raise
+        """, seconds=120)
+    assert result.returncode == status, result.stderr
+    assert "threads ['MainThread']" in result.stdout and "terminate called" not in result.stderr
 
 
 def test_a_keyboard_interrupt_in_the_main_thread_aborts_with_finals():

@@ -1,5 +1,8 @@
 import gc
 import logging
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import torch
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.logits_post_processors import LogitsPostProcessors
 from batch_manager.decoding.slots import DrawRows
+from batch_manager.errors import InvalidRequestError
 from batch_manager.handover import LogitsPostProcessor, SlotSetup
 from batch_manager.names import ErrorCode
 
@@ -188,3 +192,42 @@ def test_the_token_and_its_log_prob_are_of_the_changed_logits_and_what_is_return
                                                              logits[1].log_softmax(0).max()]))
     assert torch.equal(drawn.logits, logits) and drawn.logits_slots == [0, 1]
     assert decoder.draw(logits[1:].clone(), rows_of([1])).post_processed is None
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize(("ending", "status"), [("return logits", 0), ("sys.exit(5)", 5), ("raise ValueError", 1)])
+def test_a_child_that_is_forked_in_a_function_ends_where_it_leaves_it(is_batched, ending, status):
+    """The rest of the step would be computed by threads that the child does not have."""
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(f"""
+        import os, sys
+        import numpy as np, torch
+        from batch_manager.decoding.logits_post_processors import LogitsPostProcessors
+        from batch_manager.handover import LogitsPostProcessor, SlotSetup
+
+        def function(ids, logits, token_ids):
+            child = os.fork()
+            if child == 0:
+                {ending}
+            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            return None if {is_batched} else logits
+
+        processor = LogitsPostProcessor(1, function, lambda: [[1]], {is_batched})
+        processors = LogitsPostProcessors()
+        processors.set_up(0, SlotSetup(logits_post_processor=processor))
+        processors.apply(torch.zeros((1, 4)), np.array([0]))
+        print("came back", flush=True)
+        """)], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines() == [f"child {status}", "came back"], result.stderr
+
+
+def test_an_error_of_a_class_of_the_users_that_cannot_be_told_ends_its_request_alone(post_processors):
+    class Odd(InvalidRequestError):
+        def __str__(self):
+            raise RuntimeError
+
+    def function(request_id, logits, token_ids):
+        raise Odd("secret")
+
+    processed = post_processors({4: processor(function)}).apply(logits_of(2), np.array([7, 4]))
+    assert list(processed.failures) == [4] and processed.failures[4].code is ErrorCode.MODEL_ERROR
+    assert "secret" not in processed.failures[4].message

@@ -1,0 +1,81 @@
+"""C17: a constructor that is interrupted while it loads leaves nothing behind."""
+
+import threading
+import time
+
+import pytest
+
+from batch_manager import GptManager, Parts, SchedulerPolicy, TrtGptModelType, interpreter_exit
+from batch_manager.errors import ManagerClosedError
+from batch_manager.loading_thread import Loading, check_interruption, in_a_thread_of_its_own
+from batch_manager.runtime.scripted_backend import ScriptedBackend
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """What waits for the loading is interrupted as often as this says, by Ctrl-C."""
+    left, wait = [0], Loading.wait
+
+    def interrupted_wait(self):
+        if left[0]:
+            left[0] -= 1
+            raise KeyboardInterrupt("of the caller")
+        wait(self)
+
+    monkeypatch.setattr(Loading, "wait", interrupted_wait)
+    return left
+
+
+def endless():
+    while True:
+        check_interruption()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_c17_an_interrupt_reaches_what_loads_and_passes_when_that_has_ended(interrupted, times):
+    interrupted[0] = times
+    with pytest.raises(KeyboardInterrupt, match="of the caller"):
+        in_a_thread_of_its_own(endless, undo=lambda loaded: pytest.fail("nothing was loaded"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "batch_manager loading"]
+
+
+def test_c17_what_was_loaded_all_the_same_is_undone(interrupted):
+    interrupted[0], undone = 1, []
+    with pytest.raises(KeyboardInterrupt, match="of the caller"):
+        in_a_thread_of_its_own(lambda: time.sleep(0.05) or "a model", undone.append)
+    assert undone == ["a model"]
+
+
+def test_c17_the_backend_of_an_interrupted_constructor_is_closed(interrupted, new_client):
+    class Closing(ScriptedBackend):
+        closed = 0
+
+        def close(self):
+            Closing.closed += 1
+
+    interrupted[0], client = 1, new_client()
+    with pytest.raises(KeyboardInterrupt):
+        GptManager(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, client.get,
+                   client.send, parts=Parts(backend=Closing))
+    assert Closing.closed == 1 and not client.asked
+
+
+def test_c17_the_end_of_the_interpreter_interrupts_what_loads(monkeypatch):
+    monkeypatch.setattr(interpreter_exit, "_controls", {})
+    monkeypatch.setattr(interpreter_exit, "_is_exiting", False)
+    ending = threading.Timer(0.05, interpreter_exit._abort_all_workers)
+    ending.start()
+    with pytest.raises(ManagerClosedError, match="the interpreter is ending"):
+        in_a_thread_of_its_own(endless, undo=lambda loaded: None)
+    with pytest.raises(ManagerClosedError):                      # it has begun already
+        in_a_thread_of_its_own(endless, undo=lambda loaded: None)
+    ending.join()
+    assert not interpreter_exit._controls
+
+
+def test_what_is_loaded_and_what_is_raised_are_handed_on():
+    assert in_a_thread_of_its_own(lambda: threading.current_thread().name, undo=None) == "batch_manager loading"
+    with pytest.raises(ZeroDivisionError):
+        in_a_thread_of_its_own(lambda: 1 / 0, undo=None)
+    check_interruption()                                          # nobody interrupts this thread
