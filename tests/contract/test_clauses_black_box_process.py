@@ -120,7 +120,7 @@ def test_c17_while_the_interpreter_exits_no_manager_can_be_made_that_would_hold_
 def test_c14_c17_an_interrupt_of_who_waits_for_the_worker_costs_no_final(waiting, then):
     result = run(f"""
         import signal
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             {waiting}
         except KeyboardInterrupt:
