@@ -11,6 +11,7 @@ from .clock import reliable
 from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams, resolve_limits
 from .contained_log import log
 from .errors import ConfigError, type_name
+from .interpreter_exit import is_a_worker
 from .kv.kv_cache_manager import KvCacheManager
 from .loop.callbacks import GuardedCallbacks
 from .loop.generation_loop import GenerationLoop
@@ -180,7 +181,7 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
     num_slots = params.max_num_sequences if (params.max_num_sequences or 0) > 0 else params.max_batch_size
     return build_native_backend(
         model_path, params, layout=layout, num_slots=num_slots, max_beam_width=max_beam_width,
-        attention_factory=parts.attention)
+        attention_factory=parts.attention, is_own_thread=is_a_worker)
 
 
 def _make_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:

@@ -16,6 +16,7 @@ from .seams import BackendInfo
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+MAX_THREADS = 1024            # on some thousands OpenMP ends the process when one of them cannot be started
 LONGEST_WAIT_S = 1_000_000    # eleven days: what a thread waits for has a limit, and it is not the same everywhere
 
 
@@ -80,7 +81,8 @@ class TrtGptModelOptionalParams:
     dtype                       "auto": the checkpoint's on a GPU, float32 on a CPU; or a dtype by name
     load_format                 "auto": safetensors; "dummy": seeded random weights, config.json is enough
     gather_context_logits, gather_generation_logits   whether requests may ask for logits
-    num_threads                 threads of a CPU backend; None: torch's current setting
+    num_threads                 threads a CPU backend computes with, at most 1,024; None: torch's current setting. Holds
+                                for the worker's thread, callbacks included, and for no other
     cuda_graphs                 replay captured graphs for generation steps; None: where it can
     deterministic               bit by bit the same tokens, log-probabilities and logits alone or batched, whole or
                                 chunked, paused or not, cached or not, in any layout. Holds for one machine, build of
@@ -141,7 +143,7 @@ class TrtGptModelOptionalParams:
         for name in ("max_queued_requests", "max_queued_tokens"):
             _require_count(name, getattr(self, name), minimum=0)
         _require_count("max_seq_len", self.max_seq_len, minimum=2, optional=True)
-        _require_count("num_threads", self.num_threads, optional=True)
+        _require_count("num_threads", self.num_threads, optional=True, maximum=MAX_THREADS)
         if type(self.max_num_sequences) is not int or self.max_num_sequences != -1:
             _require_count("max_num_sequences", self.max_num_sequences, optional=True)
         if self.device is not None and not isinstance(self.device, str):
@@ -269,11 +271,14 @@ def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_bea
     )
 
 
-def _require_count(name: str, value: object, *, minimum: int = 1, optional: bool = False) -> None:
+def _require_count(name: str, value: object, *, minimum: int = 1, optional: bool = False,
+                   maximum: int | None = None) -> None:
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        allowed = f"an integer of at least {minimum}" + (", or None" if optional else "")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum or (
+            maximum is not None and value > maximum):
+        allowed = f"an integer of at least {minimum}" if maximum is None else f"an integer in {minimum:,}..{maximum:,}"
+        allowed += ", or None" if optional else ""
         raise ConfigError(f"{name} is {value!r}", allowed)
 
 

@@ -160,23 +160,6 @@ class Readback:
         return {name: tensor.numpy() for name, tensor in self._host.items()}
 
 
-@contextlib.contextmanager
-def compute_threads(device: torch.device, count: int | None) -> Iterator[None]:
-    """Run a CPU step on `count` threads and leave the process's setting as it was. None: as it is.
-
-    torch's setting belongs to the whole process: while a step runs, other threads that compute with torch see it too.
-    """
-    before = torch.get_num_threads()
-    if count is None or count == before or device.type != "cpu":
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Host memory that a GPU can copy from and to while the host goes on; torch keeps it for the next time."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -40,7 +41,6 @@ from .device import (
     Readback,
     Uploads,
     allocated_bytes,
-    compute_threads,
     device_name,
     first_line,
     free_memory,
@@ -53,6 +53,7 @@ from .kv_pool import block_bytes, clear_blocks, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
+from .thread_count import compute_threads, thread_count
 
 NOT_FINITE = ("the model computed values that are not finite for this request, or its bans left no token that could be "
               "chosen")
@@ -60,7 +61,8 @@ NOT_FINITE = ("the model computed values that are not finite for this request, o
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
                          num_slots: int, max_beam_width: int = 1,
-                         attention_factory: Callable[..., Attention] | None = None) -> "NativeBackend":
+                         attention_factory: Callable[..., Attention] | None = None,
+                         is_own_thread: Callable[..., bool] = lambda thread: False) -> "NativeBackend":
     """Load a checkpoint, size and allocate the pool, and run one step to see that it works.
 
     layout      how a step is cut into calls of the model, one of layouts.py
@@ -68,6 +70,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     max_beam_width   beams a sequence may have
     attention_factory   (spec, kv_pool) -> Attention; spec.windows are those in force, the model's or the configured
                         ones. With sink tokens also `sink=`, so that one who knows none fails here, not in the mask
+    is_own_thread   (threading.Thread) -> whether it runs nothing but the engine, so that it may keep num_threads
     Raises      ConfigError and its subclasses; nothing is left behind then
     """
     if params.cuda_graphs:
@@ -115,7 +118,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
             dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}),
             **({"deterministic": True} if params.deterministic else {}))
     backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
-                            windows=windows, sink_tokens=sink, host_pool=host_pool, num_threads=params.num_threads)
+                            windows=windows, sink_tokens=sink, host_pool=host_pool, num_threads=params.num_threads,
+                            is_own_thread=is_own_thread)
     try:
         backend.warm_up(max_beam_width)
     except ConfigError:
@@ -157,11 +161,13 @@ class NativeBackend:
     windows, sink_tokens   what the attention was made with; None: no layer has a window
     host_pool     blocks in host memory
     num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is
+    is_own_thread   which threads keep that number between steps, see thread_count.py
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
                  max_seq_len: int, windows: Sequence[int | None] = (None,), sink_tokens: int = 0,
-                 host_pool: Sequence[torch.Tensor] = (), num_threads: int | None = None) -> None:
+                 host_pool: Sequence[torch.Tensor] = (), num_threads: int | None = None,
+                 is_own_thread: Callable[..., bool] = lambda thread: False) -> None:
         spec, device = loaded.spec, loaded.device
         num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
         self.info = BackendInfo(
@@ -171,7 +177,7 @@ class NativeBackend:
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."),
             attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
             host_blocks=len(host_pool))
-        self._device, self._num_threads = device, num_threads
+        self._device, self._num_threads, self._is_own_thread = device, num_threads, is_own_thread
         self._pinned_bytes = sum(block.nbytes for block in host_pool)
         self._host_bytes = 0
         if device.type == "cpu":
@@ -183,13 +189,13 @@ class NativeBackend:
         with torch.inference_mode():
             self._decoder = GptDecoder(num_slots, device, deterministic=loaded.deterministic)
         if loaded.deterministic and num_threads is None:
-            self._num_threads = torch.get_num_threads()               # on others the bits might be others
+            self._num_threads = thread_count()                        # on others the bits might be others
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep":
         """Launch a step; see seams.ModelBackend. A raise leaves pages written that the next run writes again, and
         nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
-        with on_device(self._device), torch.inference_mode(), compute_threads(self._device, self._num_threads):
+        with on_device(self._device), torch.inference_mode(), self._threads():
             self._tables.update(batch)
             self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
             fed_tokens = None
@@ -230,14 +236,18 @@ class NativeBackend:
                                no_repeat_ngram_size=2, bad_words=((0, 0),), stop_words=((0, 0),)).continuing([0])}
         if max_beam_width > 1:
             setups[max_beam_width] = SlotSetup(beams=BeamSetup(max_beam_width, max_new_tokens=2))
-        for width, setup in setups.items():
-            rows = np.arange(width, dtype=np.int32)
-            self.start(ScheduledBatch(
-                iteration=0, context=(ContextWork(0, zero, 0, True, setup),), max_beam_width=max_beam_width,
-                block_table_updates=BlockTableUpdates(rows, 0 * rows, 0 * rows))).finish()
-            self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1, width), num_places=2,
-                                      max_beam_width=max_beam_width)).finish()
+        with self._threads():                         # once for all the steps, on the thread that loads
+            for width, setup in setups.items():
+                rows = np.arange(width, dtype=np.int32)
+                self.start(ScheduledBatch(
+                    iteration=0, context=(ContextWork(0, zero, 0, True, setup),), max_beam_width=max_beam_width,
+                    block_table_updates=BlockTableUpdates(rows, 0 * rows, 0 * rows))).finish()
+                self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1, width), num_places=2,
+                                          max_beam_width=max_beam_width)).finish()
         self.clear_blocks([0])
+
+    def _threads(self) -> AbstractContextManager[None]:
+        return compute_threads(self._device, self._num_threads, self._is_own_thread)
 
     def _draw(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
         """Logits, tokens, and their way back to the host."""

@@ -8,7 +8,7 @@ from math import inf, nan, nextafter
 import pytest
 
 from batch_manager import GptManager, KvCacheConfig, Parts, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
-from batch_manager.config import LONGEST_WAIT_S, ContextChunkingPolicy
+from batch_manager.config import LONGEST_WAIT_S, MAX_THREADS, ContextChunkingPolicy
 from batch_manager.errors import ConfigError
 from batch_manager.runtime.scripted_backend import ScriptedBackend
 
@@ -48,7 +48,7 @@ OPTIONS = {
     "load_format": (("auto", "dummy"), ("", "pickle", None, 5)),
     "gather_context_logits": FLAG,
     "gather_generation_logits": FLAG,
-    "num_threads": COUNT_OR_NONE,
+    "num_threads": ((None, 1, MAX_THREADS), (0, -1, MAX_THREADS + 1, 2**70, *NO_COUNT)),
     "cuda_graphs": OPEN_FLAG,
     "deterministic": FLAG,
     "flush_stats_when_idle": FLAG,

@@ -5,6 +5,7 @@ import json
 import pathlib
 import random
 import shutil
+import threading
 import warnings
 
 import numpy as np
@@ -217,6 +218,24 @@ def test_c18_a_real_model_changes_nothing_of_the_process(real_manager, new_clien
     assert client.final(1).error == client.final(2).error == ""
     assert settings() == before
     assert capfd.readouterr().out == ""
+
+
+def test_c18_two_managers_with_threads_of_their_own_leave_the_hosts_number_alone(
+        real_manager, new_client, new_request):
+    def of_a_new_thread():
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+
+    before, seen, clients = torch.get_num_threads(), [], [new_client(), new_client()]
+    for number, client in enumerate(clients, 1):
+        client.pending = [new_request(number, PROMPT, 60, streaming=True)]
+        client.on_send = lambda *response: of_a_new_thread()
+        real_manager(client, num_threads=before + number)      # made while steps of the first run
+    for number, client in enumerate(clients, 1):
+        client.wait_for_finals(number)
+        assert client.final(number).error == ""
+    assert torch.get_num_threads() == before and len(seen) >= 2 and set(seen) == {before}
 
 
 @pytest.mark.parametrize("change", ["resized", "other data", "sparse"])

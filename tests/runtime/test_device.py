@@ -10,7 +10,6 @@ from batch_manager.runtime import device as device_module
 from batch_manager.runtime.device import (
     Readback,
     Uploads,
-    compute_threads,
     free_memory,
     is_out_of_memory,
     on_device,
@@ -112,16 +111,6 @@ def test_an_upload_in_one_copy_keeps_values_types_and_shapes(monkeypatch):
             assert tensor.shape == array.shape and tensor.numpy().dtype == array.dtype
             assert np.array_equal(tensor.numpy(), array)
     assert FakeEvent.waits == 2 and uploads.pinned_bytes > 2 * 40_000 * 8
-
-
-def test_the_thread_count_is_put_back_even_after_a_raise():
-    before = torch.get_num_threads()
-    with pytest.raises(ValueError), compute_threads(CPU, before + 1):
-        assert torch.get_num_threads() == before + 1
-        raise ValueError
-    assert torch.get_num_threads() == before
-    with compute_threads(CPU, None):
-        assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

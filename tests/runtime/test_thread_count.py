@@ -1,0 +1,95 @@
+import threading
+
+import pytest
+import torch
+
+from batch_manager.runtime.thread_count import compute_threads, thread_count
+
+CPU = torch.device("cpu")
+
+
+def on_a_new_thread(action):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(action()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.fixture(params=[1, 4], ids=lambda count: f"the host has {count}")
+def before(request):
+    """What the host has set, and still has afterwards, also for threads of its own that it begins later."""
+    kept = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    assert torch.get_num_threads() == on_a_new_thread(torch.get_num_threads) == request.param
+    torch.set_num_threads(kept)
+
+
+def test_the_thread_count_is_put_back_even_after_a_raise(before):
+    with pytest.raises(ValueError), compute_threads(CPU, before + 1):
+        assert torch.get_num_threads() == thread_count() == before + 1
+        raise ValueError
+    assert torch.get_num_threads() == before
+    with compute_threads(CPU, None), compute_threads(torch.device("cuda"), before + 1):
+        assert torch.get_num_threads() == before
+
+
+def test_c18_a_thread_of_the_hosts_that_begins_meanwhile_has_the_hosts_number(before):
+    with compute_threads(CPU, before + 1):
+        assert on_a_new_thread(torch.get_num_threads) == before
+        assert f"at::get_num_threads() : {before + 1}" in torch.__config__.parallel_info()
+        assert f"omp_get_max_threads() : {before + 1}" in torch.__config__.parallel_info()
+
+
+def test_c18_engines_on_two_threads_do_not_take_each_others_number_for_the_hosts(before):
+    first_is_in, second_is_out, numbers = threading.Event(), threading.Event(), []
+
+    def first():
+        with compute_threads(CPU, before + 1):
+            first_is_in.set()
+            second_is_out.wait(20)
+            numbers.append(torch.get_num_threads())
+        numbers.append(torch.get_num_threads())
+
+    def second():
+        first_is_in.wait(20)
+        with compute_threads(CPU, before + 2):
+            numbers.append(torch.get_num_threads())
+        numbers.append(torch.get_num_threads())
+        second_is_out.set()
+
+    threads = [threading.Thread(target=action) for action in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert numbers == [before + 2, before, before + 1, before]
+
+
+def test_a_thread_of_the_engines_keeps_its_number_and_nothing_is_done_for_it_again(before, monkeypatch):
+    started, start = [], threading.Thread.start
+
+    def steps():
+        for _ in range(3):
+            with compute_threads(CPU, before + 1, lambda thread: thread is threading.current_thread()):
+                yield torch.get_num_threads()
+            yield torch.get_num_threads()
+
+    def counted():
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread))[1])
+        return list(steps())
+
+    assert on_a_new_thread(counted) == [before + 1] * 6
+    assert len(started) == 1 and not started[0].is_alive()
+
+
+def test_what_the_host_sets_meanwhile_stays(before):
+    def step():
+        with compute_threads(CPU, before + 1, lambda thread: True):
+            on_a_new_thread(lambda: torch.set_num_threads(before + 4))
+            return torch.get_num_threads()
+
+    assert on_a_new_thread(step) == before + 1
+    assert on_a_new_thread(torch.get_num_threads) == before + 4
+    torch.set_num_threads(before)
