@@ -17,6 +17,7 @@ from .source import Shape
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class SafetensorsWeights:
         tensors = read_header(path)
         try:
             reader = safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError, ValueError) as fault:
+        except (SafetensorError, OSError, ValueError, RuntimeError) as fault:    # torch's, of a file that just shrank
             raise incomplete(path, str(fault)[:200]) from None
         for name, stored in tensors.items():
             if name in self._tensors:
@@ -135,8 +136,17 @@ class SafetensorsWeights:
                                  "quantised checkpoints are not supported")
 
     def _read(self, name: str) -> torch.Tensor:
+        """The tensor as its file has it. The library opened the file after its header was checked: it may be another
+        by then, and is then read as that one says."""
         tensor = self._tensors[name]
         try:
-            return tensor.reader.get_tensor(name)
+            found = tensor.reader.get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as fault:
             raise ModelLoadError(f"{tensor.path}: {name!r} cannot be read ({str(fault)[:200]})") from None
+        stored = tensor.stored
+        if tuple(found.shape) != stored.shape or found.dtype is not TORCH_DTYPES.get(stored.dtype, found.dtype):
+            raise ModelLoadError(
+                f"{tensor.path}: {name!r} has shape {shown(list(found.shape))} and type {found.dtype}",
+                f"the file said {shown(list(stored.shape))} and {shown(stored.dtype)} before it was replaced",
+                "load it again, and replace no file while it is loaded")
+        return found

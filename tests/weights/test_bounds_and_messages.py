@@ -170,6 +170,30 @@ def test_what_the_library_refuses_later_is_refused_by_name(checkpoint, monkeypat
     assert "model.embed_tokens.weight" in text and "the disk is gone" in text
 
 
+@pytest.mark.parametrize("replaced, words", [
+    (lambda tensor: tensor[:, :5].contiguous(), "[11, 5]"), (lambda tensor: tensor.half(), "torch.float16"),
+    (lambda tensor: tensor[0].clone(), "[8]")], ids=["shape", "dtype", "rank"])
+def test_a_file_that_is_replaced_between_its_header_and_its_data_is_refused_by_name(
+        replaced, words, checkpoint, monkeypatch):
+    def open_another(path, **options):
+        save_file({**checkpoint.tensors, name: replaced(checkpoint.tensors[name])}, path)
+        return really_open(path, **options)
+
+    name, really_open = "model.embed_tokens.weight", safetensors_source.safe_open
+    monkeypatch.setattr(safetensors_source, "safe_open", open_another)
+    text = refusal_of(checkpoint.write())
+    assert all(word in text for word in ("model.safetensors", name, words, "[11, 8]", "'F32'", "replaced"))
+
+
+def test_a_file_that_shrinks_while_the_library_opens_it_is_refused_by_name(checkpoint, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("unable to mmap 4711 bytes from file")
+
+    monkeypatch.setattr(safetensors_source, "safe_open", fail)
+    text = refusal_of(checkpoint.write())
+    assert "model.safetensors" in text and "unable to mmap 4711 bytes" in text
+
+
 def test_a_tied_head_of_another_type_or_without_its_embedding_is_refused_by_name(checkpoint):
     checkpoint.config["tie_word_embeddings"] = True
     for head in (torch.ones(11, 8).to(torch.float8_e4m3fn), torch.ones(11, 9)):
