@@ -62,6 +62,7 @@ class Gpt2:
             qkv_bias=True,
             out_bias=True,
             mlp_bias=True,
+            gated_mlp=False,
             dtype=read_dtype(config),
         ))
 

@@ -45,6 +45,7 @@ class ModelSpec:
     qkv_bias, out_bias       of the attention's projections
     mlp_bias                 of the feed-forward projections
     qk_norm                  queries and keys are normed per head
+    gated_mlp                the feed-forward network has three matrices, not two
     dtype                    "float32", "float16" or "bfloat16" as config.json says; None: it does not
     """
 
@@ -66,7 +67,17 @@ class ModelSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    gated_mlp: bool = True
     dtype: str | None = None
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in the matrices of the model. Norms and biases, which are few beside them, are not counted."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
+        rows = self.num_layers * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
+        rows += self.vocab_size if self.tie_word_embeddings else 2 * self.vocab_size
+        rows += self.max_position_embeddings if self.rotary is None else 0
+        return rows * self.hidden_size
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:

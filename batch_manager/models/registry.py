@@ -114,12 +114,14 @@ def read_spec(folder: str | os.PathLike) -> ModelSpec:
 
 
 def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
-               load_format: str = "auto", seed: int = 0, deterministic: bool = False) -> LoadedModel:
+               load_format: str = "auto", seed: int = 0, deterministic: bool = False,
+               free_bytes: int | None = None) -> LoadedModel:
     """Load the checkpoint in `folder`.
 
     dtype         a torch dtype or its name; "auto": the checkpoint's on a GPU, float32 on a CPU
     load_format   "auto": safetensors; "dummy": random weights from `seed`, config.json is enough
     deterministic   a row's bits come from that row alone; ConfigError where the model's class does not promise it
+    free_bytes    of the device's memory; weights that take more are refused before any is allocated. None: tried anyhow
     Raises ModelLoadError naming file and field, UnsupportedModelError, or InsufficientMemoryError.
     """
     device = torch.device(device)
@@ -136,9 +138,13 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
     try:
         with torch.inference_mode():
             if load_format == "dummy":
+                _refuse_too_many(spec.num_weights, opened, device, dtype, free_bytes)
                 weights = DummyWeights(seed, device, dtype, deterministic)
                 return LoadedModel(spec, model_class(spec, weights), weights.num_bytes, device, dtype, deterministic)
             weights = SafetensorsWeights(opened, device, dtype, deterministic)
+            # What is allocated is both asked for by the configuration and there: where the two differ, which is refused
+            # by name below, the smaller bounds it.
+            _refuse_too_many(min(spec.num_weights, weights.num_weights), opened, device, dtype, free_bytes)
             model = model_class(spec, weights)
             weights.finish(model_class.harmless_tensors)
             return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic)
@@ -147,6 +153,20 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
             raise
         raise InsufficientMemoryError(f"the weights of {opened.path} in {dtype} do not fit into the memory of {device}",
                                       "room for all of them", "a smaller dtype, or a larger device") from fault
+
+
+def _refuse_too_many(num_weights: int, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype,
+                     free_bytes: int | None) -> None:
+    """Raise InsufficientMemoryError where the weights alone are larger than what is free.
+
+    Pages of a large allocation are taken as they are written: the allocation may well succeed, and the system then ends
+    the process while it loads.
+    """
+    num_bytes = num_weights * dtype.itemsize
+    if free_bytes is not None and num_bytes > free_bytes:
+        raise InsufficientMemoryError(
+            f"the weights of {folder.path} in {dtype} do not fit into the memory of {device}: they take "
+            f"{num_bytes:,} bytes", f"{free_bytes:,} bytes are free", "take a smaller dtype or a larger device")
 
 
 def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:

@@ -12,6 +12,7 @@ from ..errors import ConfigError, DeviceLostError
 
 UPLOAD_BUFFERS = 3                 # so that a buffer is not written while an earlier step's copy still reads it
 ALIGNMENT = 16                     # bytes; of each array within an upload
+CONTROL_GROUP = Path("/sys/fs/cgroup")    # this process's, where it is in a container
 
 _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())
 
@@ -178,14 +179,15 @@ def _is_lost(device: torch.device, error: RuntimeError) -> bool:
 
 
 def _free_host_memory() -> int:
-    """MemAvailable, or what a control group leaves where that is less."""
+    """MemAvailable, or what a control group leaves where that is less: its page cache can be had, as the system's."""
     free = _meminfo_available()
     if free is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = int((group / "memory.max").read_text())
-        return max(0, min(free, limit - int((group / "memory.current").read_text())))
+        limit, used = (int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
+        page_cache = int(statistics.get("active_file", 0)) + int(statistics.get("inactive_file", 0))
+        return max(0, min(free, limit - used + page_cache))
     except (OSError, ValueError):                   # no control group, or no limit in it
         return free
 

@@ -80,7 +80,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         refuse_what_is_not_deterministic(device, attention_factory)
     try:
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
-                            deterministic=params.deterministic)
+                            deterministic=params.deterministic, free_bytes=free_memory(device))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -1,5 +1,6 @@
 """Tensors of a checkpoint folder: model.safetensors, or the shards of model.safetensors.index.json."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class SafetensorsWeights:
         self._tensors: dict[str, _Tensor] = {}
         self._used: set[str] = set()
         self._open_all()
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in all tensors that the files say they hold."""
+        return sum(math.prod(tensor.stored.shape) for tensor in self._tensors.values())
 
     def has(self, name: str) -> bool:
         return name in self._tensors

@@ -9,6 +9,7 @@ from batch_manager.errors import ConfigError, ModelLoadError, UnsupportedModelEr
 from batch_manager.layers.rotary import RotaryParameters, inverse_frequencies
 from batch_manager.models import load_model, read_spec, register_model
 from batch_manager.models.registry import _models, find_model
+from batch_manager.weights.source import DummyWeights
 
 DECODER = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -156,6 +157,18 @@ def test_what_is_not_implemented_or_not_sane_is_refused_by_name(architecture, fi
         spec_of(architecture, **{field: value})
     assert str(tmp_path / "config.json") in str(refusal.value)
     assert field in str(refusal.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", BASE)
+def test_the_number_of_weights_is_that_of_the_matrices_a_model_asks_for(
+        architecture, tied, spec_of, tmp_path, monkeypatch):
+    asked_for, fill = [], DummyWeights._fill
+    monkeypatch.setattr(DummyWeights, "_fill", lambda weights, name, rows: (
+        asked_for.append(rows.numel() if rows.dim() == 2 else 0), fill(weights, name, rows)))
+    spec = spec_of(architecture, tie_word_embeddings=tied)
+    load_model(tmp_path, device="cpu", load_format="dummy")
+    assert spec.num_weights == sum(asked_for)
 
 
 def test_an_unknown_architecture_lists_the_known_ones_and_the_way_to_add_one(spec_of):

@@ -46,6 +46,18 @@ def test_free_host_memory_is_a_plausible_number():
     assert 2**20 < free_memory(CPU) < 2**50
 
 
+@pytest.mark.parametrize("used, statistics, expected", [
+    (900_000, "anon 600000\ninactive_file 250000\nactive_file 50000\nshmem 7", 400_000),
+    (999_999, "anon 999999", 1), (1_000_001, "anon 1000001", 0)])
+def test_the_page_cache_of_a_control_group_is_free(used, statistics, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(device_module, "CONTROL_GROUP", tmp_path)
+    for name, text in (("memory.max", "1000000"), ("memory.current", str(used)), ("memory.stat", statistics)):
+        (tmp_path / name).write_text(text + "\n")
+    assert free_memory(CPU) == expected
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(CPU) > 2**20
+
+
 def test_out_of_memory_is_told_apart_from_other_errors():
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
     assert not is_out_of_memory(RuntimeError("a shape is wrong")) and not is_out_of_memory(ValueError("out of memory"))

@@ -16,7 +16,7 @@ from batch_manager.handover import (
     SlotSetup,
 )
 from batch_manager.names import ErrorCode
-from batch_manager.runtime import layouts
+from batch_manager.runtime import layouts, native_backend
 from batch_manager.runtime.native_backend import build_native_backend
 
 VOCAB, SIZE, BLOCKS, PER_SEQUENCE = 160, 8, 40, 8
@@ -358,6 +358,13 @@ def test_what_cannot_run_is_refused_before_anything_starts(checkpoint, changes, 
 def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(checkpoint):
     with pytest.raises(InsufficientMemoryError, match="lower KvCacheConfig.max_tokens"):
         build(checkpoint, kv_cache_config=KvCacheConfig(max_tokens=10**12))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint, load_format, monkeypatch):
+    monkeypatch.setattr(native_backend, "free_memory", lambda device: 12_345)
+    with pytest.raises(InsufficientMemoryError, match="do not fit.*12,345 bytes are free"):
+        build(checkpoint, load_format=load_format)
 
 
 @pytest.mark.parametrize("fault, error", [(ValueError("odd"), ConfigError), (MemoryError(), InsufficientMemoryError)])

@@ -8,6 +8,8 @@ import torch
 
 from batch_manager.errors import InsufficientMemoryError, ModelLoadError
 from batch_manager.models import load_model
+from batch_manager.weights.safetensors_source import SafetensorsWeights
+from batch_manager.weights.source import DummyWeights
 
 
 def refused(folder, *words, **options):
@@ -274,6 +276,29 @@ def test_weights_that_do_not_fit_into_memory_are_an_error_of_their_own(checkpoin
     checkpoint.write_config()
     with pytest.raises(InsufficientMemoryError, match="do not fit"):
         load_model(checkpoint.folder, device="cpu", dtype="float32", load_format="dummy")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_weights_larger_than_what_is_free_are_refused_before_any_is_allocated(load_format, checkpoint, monkeypatch):
+    folder, options = checkpoint.write(), {"device": "cpu", "dtype": "bfloat16", "load_format": load_format}
+    matrices = 2 * sum(tensor.numel() for tensor in checkpoint.tensors.values() if tensor.dim() == 2)
+    load_model(folder, free_bytes=matrices, **options)
+    for source in (SafetensorsWeights, DummyWeights):
+        monkeypatch.setattr(source, "stacked", lambda *_: pytest.fail("asked for a tensor"))
+    with pytest.raises(InsufficientMemoryError) as refusal:
+        load_model(folder, free_bytes=matrices - 1, **options)
+    assert all(part in str(refusal.value) for part in (
+        str(folder), f"{matrices:,} bytes", f"{matrices - 1:,} bytes", "bfloat16", "smaller dtype"))
+
+
+def test_what_is_not_there_or_not_needed_takes_no_memory(checkpoint):
+    honest = 4 * sum(tensor.numel() for tensor in checkpoint.tensors.values())
+    checkpoint.tensors["model.rotary_emb.inv_freq"] = torch.ones(10_000)         # nobody asks for it
+    load_model(checkpoint.write(), device="cpu", dtype="float32", free_bytes=honest)
+    checkpoint.config |= {"vocab_size": 2**20}                                   # no file has so many rows
+    checkpoint.write()
+    with pytest.raises(ModelLoadError, match="model.embed_tokens.weight"):
+        load_model(checkpoint.folder, device="cpu", dtype="float32", free_bytes=honest + 40_000)
 
 
 def test_a_message_holds_no_control_characters_of_the_file(checkpoint):
