@@ -16,6 +16,7 @@ from .seams import BackendInfo
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+MAX_POSITION = 2**31 - 1      # what a step computes with; no model has so many
 MAX_THREADS = 1024            # on some thousands OpenMP ends the process when one of them cannot be started
 LONGEST_WAIT_S = 1_000_000    # eleven days: what a thread waits for has a limit, and it is not the same everywhere
 
@@ -45,7 +46,7 @@ class KvCacheConfig:
     def __post_init__(self) -> None:
         _require_count("KvCacheConfig.max_tokens", self.max_tokens, optional=True)
         _require_count("KvCacheConfig.max_attention_window", self.max_attention_window, optional=True)
-        _require_count("KvCacheConfig.sink_token_length", self.sink_token_length, minimum=0)
+        _require_count("KvCacheConfig.sink_token_length", self.sink_token_length, minimum=0, maximum=MAX_POSITION)
         _require_count("KvCacheConfig.host_cache_size", self.host_cache_size, minimum=0)
         _require_flag("KvCacheConfig.enable_block_reuse", self.enable_block_reuse)
         fraction = self.free_gpu_memory_fraction

@@ -55,6 +55,8 @@ from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 from .thread_count import compute_threads, thread_count
 
+SLOT_BYTES = 64                    # of a slot's numbers on the host, at least; block tables take theirs when used
+
 NOT_FINITE = ("the model computed values that are not finite for this request, or its bans left no token that could be "
               "chosen")
 
@@ -111,29 +113,43 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         max_num_sequences=None if params.max_num_sequences == -1 else num_slots * max_beam_width)
     log.info("weights of %s bytes on %s; %s", f"{loaded.weight_bytes:,}", device_name(device), plan.reason)
 
-    with torch.inference_mode():
-        pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
-        host_pool = make_host_pool(spec, host_blocks, kv.tokens_per_block, loaded.dtype, device)
-        attention = (attention_factory or make_attention)(
-            dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}),
-            **({"deterministic": True} if params.deterministic else {}))
-    backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
-                            windows=windows, sink_tokens=sink, host_pool=host_pool, num_threads=params.num_threads,
-                            is_own_thread=is_own_thread)
+    refuse_too_many_slots(num_slots, free_memory(torch.device("cpu")))
+
+    backend = None
     try:
+        with torch.inference_mode():
+            pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
+            host_pool = make_host_pool(spec, host_blocks, kv.tokens_per_block, loaded.dtype, device)
+            attention = (attention_factory or make_attention)(
+                dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}),
+                **({"deterministic": True} if params.deterministic else {}))
+        backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
+                                windows=windows, sink_tokens=sink, host_pool=host_pool,
+                                num_threads=params.num_threads, is_own_thread=is_own_thread)
         backend.warm_up(max_beam_width)
-    except ConfigError:
-        backend.close()
-        raise
     except Exception as error:
-        backend.close()
+        if backend is not None:
+            backend.close()
+        if isinstance(error, ConfigError):
+            raise
+        state = f"{num_slots:,} sequences of {max_seq_len:,} tokens and {max_beam_width:,} beams"
         if is_out_of_memory(error):
             raise InsufficientMemoryError(
-                f"no memory is left for a step: {first_line(error)}",
-                fix="lower KvCacheConfig.free_gpu_memory_fraction or KvCacheConfig.max_tokens") from error
-        raise ConfigError(f"the model was loaded but its first step raised {first_line(error)}",
+                f"no memory is left for a step and the state of {state}: {first_line(error)}",
+                fix="lower max_num_sequences, max_batch_size or max_beam_width, KvCacheConfig.free_gpu_memory_fraction "
+                    "or KvCacheConfig.max_tokens") from error
+        raise ConfigError(f"the model was loaded but its first step, with room for {state}, raised {first_line(error)}",
                           fix="the cause above says more") from error
     return backend
+
+
+def refuse_too_many_slots(num_slots: int, free_bytes: int) -> None:
+    """Raise InsufficientMemoryError where the state of so many sequences alone is larger than what is free."""
+    if num_slots * SLOT_BYTES > free_bytes:
+        raise InsufficientMemoryError(
+            f"the state of {num_slots:,} sequences takes {num_slots * SLOT_BYTES:,} bytes",
+            f"{free_bytes:,} bytes of host memory are free",
+            "lower max_num_sequences, or max_batch_size where that is not set")
 
 
 def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:

@@ -8,7 +8,7 @@ from math import inf, nan, nextafter
 import pytest
 
 from batch_manager import GptManager, KvCacheConfig, Parts, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
-from batch_manager.config import LONGEST_WAIT_S, MAX_THREADS, ContextChunkingPolicy
+from batch_manager.config import LONGEST_WAIT_S, MAX_POSITION, MAX_THREADS, ContextChunkingPolicy
 from batch_manager.errors import ConfigError
 from batch_manager.runtime.scripted_backend import ScriptedBackend
 
@@ -24,7 +24,7 @@ OPEN_FLAG = ((None, True, False), NO_FLAG)
 KV_OPTIONS = {
     "max_tokens": COUNT_OR_NONE,
     "max_attention_window": COUNT_OR_NONE,
-    "sink_token_length": COUNT_FROM_0,
+    "sink_token_length": ((0, 1, MAX_POSITION), (-1, None, MAX_POSITION + 1, 2**70, *NO_COUNT)),
     "free_gpu_memory_fraction": ((5e-324, 0.9, nextafter(1, 0), 1, 1.0),
                                  (0, -0.1, nextafter(1, 2), 2, nan, inf, "0.9", True, None, [0.9])),
     "enable_block_reuse": FLAG,

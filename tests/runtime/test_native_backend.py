@@ -360,6 +360,28 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(checkpoint):
         build(checkpoint, kv_cache_config=KvCacheConfig(max_tokens=10**12))
 
 
+@pytest.mark.parametrize("num_slots", [10**13, 2**70])
+def test_more_sequences_than_memory_has_room_for_are_refused_before_anything_is_made(
+        checkpoint, num_slots, monkeypatch):
+    monkeypatch.setattr(native_backend, "make_kv_pool", lambda *_: pytest.fail("made a pool"))
+    with pytest.raises(InsufficientMemoryError, match=f"{num_slots:,} sequences.*lower max_num_sequences"):
+        build(checkpoint, num_slots=num_slots)
+
+
+@pytest.mark.parametrize("part", ["make_kv_pool", "make_attention", "BlockTables", "GptDecoder"])
+@pytest.mark.parametrize("fault, error", [
+    (MemoryError("no room"), InsufficientMemoryError), (ValueError("too large"), ConfigError),
+    (RuntimeError("DefaultCPUAllocator: no room"), InsufficientMemoryError), (OverflowError("too large"), ConfigError)])
+def test_whatever_cannot_be_made_is_refused_with_the_sizes(checkpoint, part, fault, error, monkeypatch):
+    def fail(*_, **__):
+        raise fault
+
+    monkeypatch.setattr(native_backend, part, fail)
+    with pytest.raises(ConfigError, match="5 sequences of 64 tokens") as raised:
+        build(checkpoint)
+    assert type(raised.value) is error and raised.value.__cause__ is fault and str(fault) in str(raised.value)
+
+
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint, load_format, monkeypatch):
     monkeypatch.setattr(native_backend, "free_memory", lambda device: 12_345)
