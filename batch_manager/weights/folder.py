@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from ..errors import ModelLoadError
+from ..errors import ModelLoadError, type_name
 from .json_file import shown
 
 
@@ -13,9 +13,17 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike) -> None:
         try:
-            self.path = Path(os.fsdecode(path)).resolve(strict=True)
-        except (OSError, ValueError, TypeError, RuntimeError) as fault:
-            raise ModelLoadError(f"the model folder {path!r} cannot be opened ({fault})",
+            given = os.fsdecode(path)
+        except Exception as fault:                  # of an os.PathLike of the user's too, whose repr may raise as well
+            raise ModelLoadError(f"model_path is a {type_name(path)} that is no path ({type_name(fault)})",
+                                 "a folder with config.json and *.safetensors files") from None
+        if not given:                               # the working directory, to pathlib
+            raise ModelLoadError("model_path is empty", "a folder with config.json and *.safetensors files",
+                                 'pass its path, "." for the working directory')
+        try:
+            self.path = Path(given).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError) as fault:
+            raise ModelLoadError(f"the model folder {given!r} cannot be opened ({fault})",
                                  "a folder with config.json and *.safetensors files") from None
         if not self.path.is_dir():
             raise ModelLoadError(f"{self.path} is not a folder",

@@ -120,6 +120,11 @@ class SafetensorsWeights:
     def _open(self, path: Path) -> None:
         tensors = read_header(path)
         try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise ModelLoadError(f"the path {str(path)!r} is not UTF-8",
+                                 "the library that reads weights opens no other", "rename the folder") from None
+        try:
             reader = safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError, ValueError, RuntimeError) as fault:    # torch's, of a file that just shrank
             raise incomplete(path, str(fault)[:200]) from None

@@ -2,6 +2,7 @@
 
 import os
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -276,6 +277,30 @@ def test_weights_that_do_not_fit_into_memory_are_an_error_of_their_own(checkpoin
     checkpoint.write_config()
     with pytest.raises(InsufficientMemoryError, match="do not fit"):
         load_model(checkpoint.folder, device="cpu", dtype="float32", load_format="dummy")
+
+
+class NoPath:
+    def __fspath__(self):
+        return 5
+
+    def __repr__(self):
+        raise KeyError
+
+
+@pytest.mark.parametrize("path, words", [
+    ("", "model_path is empty"), (b"", "model_path is empty"), (5, "model_path is a int"),
+    (NoPath(), "model_path is a NoPath")])
+def test_a_path_that_is_none_is_refused_wherever_the_process_stands(path, words, checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint.write())
+    load_model(".", device="cpu")
+    refused(path, words)
+
+
+@pytest.mark.parametrize("type_of_path", [os.fsencode, os.fsdecode, Path])
+def test_a_folder_whose_path_is_not_utf_8_is_refused_for_what_it_is(type_of_path, checkpoint):
+    folder = Path(os.fsdecode(os.fsencode(checkpoint.write()) + b"\xff"))
+    checkpoint.folder.rename(folder)
+    refused(type_of_path(folder), "UTF-8", "\\udcff", "rename the folder")
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
