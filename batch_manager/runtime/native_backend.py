@@ -138,8 +138,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 f"no memory is left for a step and the state of {state}: {first_line(error)}",
                 fix="lower max_num_sequences, max_batch_size or max_beam_width, KvCacheConfig.free_gpu_memory_fraction "
                     "or KvCacheConfig.max_tokens") from error
-        raise ConfigError(f"the model was loaded but its first step, with room for {state}, raised {first_line(error)}",
-                          fix="the cause above says more") from error
+        raise ConfigError(f"the model was loaded but making a first step, with room for {state}, raised "
+                          f"{first_line(error)}", fix="the cause above says more") from error
     return backend
 
 

@@ -6,6 +6,7 @@ import torch
 
 from batch_manager.attention.registry import make_attention
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
@@ -198,7 +199,7 @@ def test_an_attention_that_is_passed_in_gets_the_windows_in_force_and_the_sinks_
 
 
 def test_an_attention_that_knows_no_sinks_is_refused_before_anything_starts(checkpoint):
-    with pytest.raises(TypeError, match="sink"):
+    with pytest.raises(ConfigError, match="TypeError.*sink"):
         build(checkpoint, 16, 4, attention_factory=lambda spec, kv_pool: make_attention(spec, kv_pool))
     build(checkpoint, 16, 0, attention_factory=lambda spec, kv_pool: make_attention(spec, kv_pool))
 
