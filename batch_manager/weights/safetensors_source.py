@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ModelLoadError
+from ..loading_thread import check_interruption
 from .folder import CheckpointFolder
 from .json_file import Fields, read_json_file, shown
 from .safetensors_header import ELEMENT_BYTES, StoredTensor, incomplete, read_header
@@ -57,6 +58,7 @@ class SafetensorsWeights:
         return self.stacked([(name, shape)])
 
     def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
+        check_interruption()
         for name, shape in parts:
             self._check(name, shape)
         rows = sum(shape[0] for _, shape in parts)
