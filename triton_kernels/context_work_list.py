@@ -23,17 +23,17 @@ def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int 
     query_lengths, kv_lengths   [C] integers: new tokens, and keys after this step, of each context sequence
     padded_to                   at least this many rows, the last ones (-1, -1): programs that leave at once
     """
-    query_lengths = torch.as_tensor(query_lengths, dtype=torch.int64)
-    kv_lengths = torch.as_tensor(kv_lengths, dtype=torch.int64)
+    query_lengths = torch.as_tensor(query_lengths, dtype=torch.int64, device="cpu")
+    kv_lengths = torch.as_tensor(kv_lengths, dtype=torch.int64, device="cpu")
     num_tiles = (query_lengths + tile_rows - 1) // tile_rows
-    sequence = torch.repeat_interleave(torch.arange(len(num_tiles)), num_tiles)
+    sequence = torch.arange(len(num_tiles), dtype=torch.int64, device="cpu").repeat_interleave(num_tiles)
     first_of_sequence = num_tiles.cumsum(0) - num_tiles
-    tile = torch.arange(len(sequence)) - first_of_sequence[sequence]
+    tile = torch.arange(len(sequence), dtype=torch.int64, device="cpu") - first_of_sequence[sequence]
 
     computed = kv_lengths - query_lengths
     keys_seen = torch.minimum(computed[sequence] + (tile + 1) * tile_rows, kv_lengths[sequence])
     order = keys_seen.argsort(descending=True, stable=True)
 
-    work_list = torch.full((max(len(order), padded_to), 2), -1, dtype=torch.int32)
+    work_list = torch.full((max(len(order), padded_to), 2), -1, dtype=torch.int32, device="cpu")
     work_list[: len(order)] = torch.stack([sequence[order], tile[order]], dim=1)
     return work_list

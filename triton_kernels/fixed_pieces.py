@@ -60,8 +60,9 @@ def agreeing_sizes(operation: Callable[..., torch.Tensor], *operands: torch.Tens
     """
     largest = sizes[-1]
     expected = in_pieces(operation, *operands, sizes=(largest,))
-    generator = torch.Generator().manual_seed(0)
-    for order in (torch.arange(len(expected)).roll(1), torch.randperm(len(expected), generator=generator)):
+    generator = torch.Generator("cpu").manual_seed(0)
+    shuffled = torch.randperm(len(expected), generator=generator, dtype=torch.int64, device="cpu")
+    for order in (torch.arange(len(expected), dtype=torch.int64, device="cpu").roll(1), shuffled):
         moved = in_pieces(operation, *(operand[order] for operand in operands), sizes=(largest,))
         if not torch.equal(moved, expected[order]):
             return ()

@@ -216,8 +216,8 @@ def paged_attention_decode(
     splits = settings.splits if splits is None else splits
     partial_out = partial_lse = None
     if splits > 1:
-        partial_out = torch.empty(num_sequences, num_heads, splits, head_size, device=query.device)
-        partial_lse = torch.empty(num_sequences, num_heads, splits, device=query.device)
+        partial_out = torch.empty(query.shape[:2] + (splits, head_size), dtype=torch.float32, device=query.device)
+        partial_lse = torch.empty(query.shape[:2] + (splits,), dtype=torch.float32, device=query.device)
 
     _decode_kernel[(num_sequences, num_kv_heads, splits)](
         query, kv_pool, block_table, kv_lengths, slots, out, partial_out, partial_lse,

@@ -228,10 +228,11 @@ class FixedTileAttention(TorchPagedAttention):
         Measured against context tiles in the largest number; the lowest height that agrees serves generation rows.
         """
         height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
 
         def draw(*shape):
-            return torch.randn(shape, generator=generator).to(self.device)
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            return drawn.to(self.device)
 
         queries, keys = draw(count, height, self.head_size), draw(count, self.tile, self.head_size)
         weights, values = draw(count, height, self.tile).abs_(), draw(count, self.tile, self.head_size)
@@ -249,7 +250,7 @@ class FixedTileAttention(TorchPagedAttention):
             return tuple(sorted(found))
 
         counts = {height: agreeing(height)}
-        order = torch.arange(height).roll(1)
+        order = torch.arange(height, dtype=torch.int64, device=self.device).roll(1)
         places_agree = all(torch.equal(in_pieces(product, rows[:, order], others, sizes=(count,)), whole[:, order])
                            for (product, rows, others), whole in zip(kinds, expected))
         if not counts[height] or not places_agree:

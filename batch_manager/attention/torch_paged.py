@@ -205,8 +205,9 @@ class TorchPagedAttention:
             return _Tile(slice(row, end), self.sink, keys, behind)
         behind = None
         if window and stop - window > self.sink:
-            key = torch.arange(stop - window, device=self.device)
-            outside = (key <= torch.arange(first, stop, device=self.device)[:, None] - window) & (key >= self.sink)
+            key = torch.arange(stop - window, dtype=torch.int64, device=self.device)
+            query = torch.arange(first, stop, dtype=torch.int64, device=self.device)[:, None]
+            outside = (key <= query - window) & (key >= self.sink)
             behind = torch.zeros(outside.shape, dtype=self.dtype, device=self.device).masked_fill_(outside, -torch.inf)
         return _Tile(slice(row, end), 0, slice(stop), behind)
 

@@ -124,7 +124,8 @@ class GptDecoder:
         drawn = [self._stage_and_draw(logits[row : row + 1].clone(), rows.one(row)) for row in range(len(rows))]
         tokens, finite, log_probs = zip(*drawn)
         if any(row is not None for row in log_probs):
-            log_probs = torch.cat([torch.zeros(1) if row is None else row for row in log_probs])
+            none = torch.zeros(1, dtype=torch.float32, device=logits.device)
+            log_probs = torch.cat([none if row is None else row for row in log_probs])
         else:
             log_probs = None
         return torch.cat(tokens), torch.cat(finite), log_probs
@@ -167,7 +168,7 @@ class GptDecoder:
         if asked.all():
             return chosen_log_probs(logits, tokens, temperature)
         asked = torch.from_numpy(asked.nonzero()[0])
-        log_probs = torch.zeros(len(tokens))
+        log_probs = torch.zeros(len(tokens), dtype=torch.float32, device="cpu")
         log_probs[asked] = chosen_log_probs(logits[asked], tokens[asked], temperature[asked])
         return log_probs
 

@@ -13,7 +13,7 @@ ROWS_AT_ONCE = 256         # context rows projected together: bounds what a long
 def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor,
                    vocab_size: int) -> np.ndarray:
     """[n, vocab] float32 from the hidden states [n, hidden size] of one context chunk."""
-    logits = torch.empty((len(hidden), vocab_size), dtype=torch.float32)
+    logits = torch.empty((len(hidden), vocab_size), dtype=torch.float32, device="cpu")
     for start in range(0, len(hidden), ROWS_AT_ONCE):
         logits[start : start + ROWS_AT_ONCE] = project(hidden[start : start + ROWS_AT_ONCE])
     return logits.numpy()

@@ -23,6 +23,7 @@ from .logprobs import heat_of
 
 BLOCK = 64
 CANDIDATES = 64
+PLACES = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # in a block
 
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)         # of Philox-4x32-10
 WORD = np.uint64(0xFFFFFFFF)
@@ -50,7 +51,7 @@ def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top
     by_count = (top_k > 0) & (top_k < logits.shape[1])
     by_mass = ~by_count & (top_p > 0) & (top_p < 1)
 
-    tokens = torch.empty(len(logits), dtype=torch.int64)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device="cpu")
     for rows, choose in ((by_count, _by_count), (by_mass, _by_mass), (~by_count & ~by_mass, _from_all)):
         if rows.all():
             return choose(draw)
@@ -111,7 +112,7 @@ def _by_count(draw: _Draw) -> torch.Tensor:
     if few.all():
         tokens, solved = _from_largest(draw)
         return tokens if solved.all() else _solve_rest(draw, tokens, solved)
-    tokens, solved = torch.empty(len(few), dtype=torch.int64), torch.zeros_like(few)
+    tokens, solved = torch.empty(len(few), dtype=torch.int64, device="cpu"), torch.zeros_like(few)
     if few.any():
         tokens[few], solved[few] = _from_largest(draw.select(few))
     return _solve_rest(draw, tokens, solved)
@@ -131,7 +132,7 @@ def _from_largest(draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
     kth = values.gather(1, last)
     solved = ((kth > values.gather(1, last + 1)) | (kth == -torch.inf))[:, 0]
     weights = draw.weights(values, values[:, 0]).double()
-    weights.masked_fill_(torch.arange(values.shape[1]) > last, 0)
+    weights.masked_fill_(torch.arange(values.shape[1], dtype=torch.int64, device="cpu") > last, 0)
     filtered = (draw.top_p > 0) & (draw.top_p < 1)
     if filtered.any():
         target = torch.where(filtered, draw.top_p, 2.0) * weights.sum(1)
@@ -172,7 +173,8 @@ def _by_sorting(draw: _Draw) -> torch.Tensor:
     # Row by row: what is looked at stays in the processor's cache.
     smallest = torch.tensor([
         _smallest_of_row(row, heat, count, mass) for row, heat, count, mass in zip(
-            draw.logits.numpy(), draw.heat.numpy(), draw.top_k.tolist(), draw.top_p.tolist())])
+            draw.logits.numpy(), draw.heat.numpy(), draw.top_k.tolist(), draw.top_p.tolist())
+    ], dtype=draw.logits.dtype, device="cpu")
     maxima = draw.logits.amax(1)
     smallest = smallest.maximum(maxima + draw.reach)
     weights = draw.weights(draw.logits, maxima).masked_fill_(draw.logits < smallest[:, None], 0)
@@ -220,7 +222,7 @@ def _reduce_blocks(rows: torch.Tensor, reduce) -> torch.Tensor:
 
 def _ids_of(blocks: torch.Tensor, vocab: int) -> torch.Tensor:
     """Token ids in `blocks` [n, m], [n, m * BLOCK]; past the vocabulary its last id is repeated."""
-    return (blocks[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1).clamp_(max=vocab - 1)
+    return (blocks[:, :, None] * BLOCK + PLACES).flatten(1).clamp_(max=vocab - 1)
 
 
 def _largest(logits: torch.Tensor, blocks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,7 +230,7 @@ def _largest(logits: torch.Tensor, blocks: torch.Tensor, count: int) -> tuple[to
     if 2 * count > blocks.shape[1]:
         return logits.topk(count, 1)
     best = blocks.topk(count, 1, sorted=False).indices
-    ids = (best[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)
+    ids = (best[:, :, None] * BLOCK + PLACES).flatten(1)
     outside = ids >= logits.shape[1]
     values = logits.gather(1, ids.clamp(max=logits.shape[1] - 1)).masked_fill_(outside, -torch.inf)
     values, order = values.topk(count, 1)
@@ -259,7 +261,7 @@ def _draw_weights(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
 
-    ids = block * BLOCK + torch.arange(BLOCK)
+    ids = block * BLOCK + PLACES
     inside = weights.gather(1, ids.clamp(max=weights.shape[1] - 1)).masked_fill_(ids >= weights.shape[1], 0).double()
     cumulative = inside.cumsum(1)
     # The block's sum was rounded: its last token that has any weight takes what rounding left over.

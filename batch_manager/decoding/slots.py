@@ -71,7 +71,7 @@ class SlotState:
             self._write(slot, setup)
             slots.append(slot)
         if slots and self.device.type != "cpu":
-            rows = torch.tensor(slots, device=self.device)
+            rows = torch.tensor(slots, dtype=torch.int64, device=self.device)
             for name, column in self._columns.items():
                 column[rows] = torch.from_numpy(self.host[name][slots]).to(self.device)
 

@@ -43,7 +43,7 @@ class StopWords:
 
     def _on_host(self, tokens: torch.Tensor, rows: DrawRows) -> torch.Tensor:
         history_rows, drawn = self._history.rows_of(rows), tokens.numpy()
-        ended = torch.zeros(len(rows), dtype=torch.bool)
+        ended = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         for row in self._words.indices(rows).tolist():
             history = self._history.of_row(int(history_rows[row]), int(rows.positions[row]))
             ended[row] = bool((self._words.last_tokens(int(rows.slots[row]), history) == drawn[row]).any())

@@ -16,7 +16,7 @@ class RmsNorm:
         self.epsilon = epsilon
         self._kernel = dispatch.kernel("rms_norm", weights.device) if dispatch.use_triton(weights.device) else None
         self._is_deterministic = weights.deterministic
-        self._root_epsilon = torch.tensor((size * epsilon) ** 0.5, device=weights.device)
+        self._root_epsilon = torch.tensor((size * epsilon) ** 0.5, dtype=torch.float32, device=weights.device)
         self._root_weight = self.weight.float() * size**0.5
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

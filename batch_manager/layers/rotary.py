@@ -40,14 +40,15 @@ class RotaryParameters:
 def rotary_table(rotary: RotaryParameters, head_size: int, max_positions: int,
                  device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin [max_positions, head_size / 2] float32 on `device`, the amplitude multiplied in."""
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rotary, head_size))
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"),
+                         inverse_frequencies(rotary, head_size))
     # In place: with the positions of a long context each copy is hundreds of megabytes.
     return angles.cos().mul_(rotary.amplitude).to(device), angles.sin_().mul_(rotary.amplitude).to(device)
 
 
 def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tensor:
     """[head_size / 2] float32: radians per position."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
     plain = 1.0 / rotary.theta**exponents
     if rotary.kind == "default":
         return plain
@@ -84,5 +85,6 @@ def _yarn(rotary: RotaryParameters, head_size: int, periods: torch.Tensor) -> to
     low, high = max(low, 0), min(high, head_size - 1)
     if low == high:
         high += 0.001
-    kept = 1 - ((torch.arange(head_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    dimension = torch.arange(head_size // 2, dtype=torch.float32, device="cpu")
+    kept = 1 - ((dimension - low) / (high - low)).clamp(0, 1)
     return 1.0 / (rotary.factor * periods) * (1 - kept) + 1.0 / periods * kept

@@ -61,11 +61,13 @@ def cancelling(size: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tenso
     Every term of a sum meets its negative somewhere else in it. What is left over shows the order of the sum in every
     bit; a sum of another size would hide it when it is rounded to 16 bits.
     """
-    generator = torch.Generator().manual_seed(0)
-    order, half = torch.randperm(size, generator=generator), size // 2
+    generator = torch.Generator("cpu").manual_seed(0)
+    order = torch.randperm(size, generator=generator, dtype=torch.int64, device="cpu")
+    half = size // 2
 
     def paired(count: int, sign: int) -> torch.Tensor:
-        values, rows = torch.randn((count, half), generator=generator), torch.zeros(count, size)
+        values = torch.randn((count, half), generator=generator, dtype=torch.float32, device="cpu")
+        rows = torch.zeros((count, size), dtype=torch.float32, device="cpu")
         rows[:, order[:half]], rows[:, order[half : 2 * half]] = values, sign * values
         return rows.to(dtype)
 

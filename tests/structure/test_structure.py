@@ -87,6 +87,15 @@ ALLOWED_ENVIRONMENT = {
     "triton_kernels/dispatch.py": "TRITON_INTERPRET is Triton's own switch",
 }
 
+# Functions of torch whose result has the host's default dtype, or lies on its default device, unless they are told.
+TENSOR_MAKERS = {"arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full",
+                 "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range",
+                 "scalar_tensor", "tensor", "tril_indices", "triu_indices", "vander", "zeros"}
+TENSOR_CLASSES = {"Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor"}
+ALLOWED_WITHOUT = {
+    ("batch_manager/runtime/device.py", "empty", "device"): "pinned memory is the host's or raises",
+}
+
 BANNED_IN_THE_LOOP = ["lora", "grammar", "beam", "draft", "penalty", "prefix", "logit", "attention"]
 FOREIGN_WORDS = {"scheduling": "tensor", "kv": "logit", "runtime": "request"}
 
@@ -300,6 +309,47 @@ def test_torch_cuda_is_named_by_the_device_file_alone():
         if source.where not in allowed:
             wrong += [f"{source.where}:{line} names torch.cuda" for line in named]
     assert not wrong, report(wrong)
+
+
+def left_to_the_default(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """(line, function, what it is not told) of every tensor whose dtype or device is whatever the host set."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            yield from ((node.lineno, alias.name, "torch") for alias in node.names
+                        if alias.name in TENSOR_MAKERS | TENSOR_CLASSES)
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+            continue
+        name = ast.unparse(node.func).removeprefix("torch.")
+        told = {keyword.arg for keyword in node.keywords}
+        if name in TENSOR_MAKERS:
+            yield from ((node.lineno, name, what) for what in ("dtype", "device") if what not in told)
+        elif name in TENSOR_CLASSES or name == "where" and len(node.args) == 3 and all(
+                isinstance(value, ast.Constant) for value in node.args[1:]):
+            yield node.lineno, name, "dtype"
+
+
+def test_no_tensor_has_the_hosts_default_dtype_or_device():
+    """C13: torch.set_default_dtype and set_default_device of the host change nothing."""
+    wrong = [f"{source.where}:{line} calls torch.{name} without {what}" for source in SOURCES
+             for line, name, what in left_to_the_default(source.tree)
+             if (source.where, name, what) not in ALLOWED_WITHOUT]
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("line, missing", [
+    ("torch.zeros(3)", ["dtype", "device"]),
+    ("torch.tensor([0.5], device=x.device)", ["dtype"]),
+    ("torch.arange(3, dtype=torch.int64)", ["device"]),
+    ("torch.zeros(3, dtype=x.dtype, device=x.device)", []),
+    ("torch.zeros_like(x)", []),
+    ("x.new_zeros(3)", []),
+    ("torch.where(x > 0, 1.0, 0.0)", ["dtype"]),
+    ("torch.where(x > 0, 1.0, x)", []),
+    ("torch.Tensor([0.5])", ["dtype"]),
+    ("from torch import zeros", ["torch"]),
+])
+def test_that_rule_sees_what_it_is_for(line, missing):
+    assert [what for _, _, what in left_to_the_default(ast.parse(line))] == missing
 
 
 def test_no_exception_is_caught_without_being_named():

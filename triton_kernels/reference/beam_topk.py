@@ -67,5 +67,5 @@ def _ranked(bin, value, num_bins, *columns):
     order = value.argsort(descending=True, stable=True)
     order = order[bin[order].argsort(stable=True)]
     counts = torch.bincount(bin, minlength=num_bins)
-    places = torch.arange(len(bin), device=bin.device) - (counts.cumsum(0) - counts)[bin[order]]
+    places = torch.arange(len(bin), dtype=torch.int64, device=bin.device) - (counts.cumsum(0) - counts)[bin[order]]
     return *(column[order] for column in columns), places

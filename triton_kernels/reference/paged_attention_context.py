@@ -43,8 +43,9 @@ def paged_attention_context(
     for sequence in range(len(kv_lengths)):
         begin, end, kv_length = int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1]), int(kv_lengths[sequence])
         row = sequence if slots is None else int(slots[sequence])
-        query_position = torch.arange(kv_length - (end - begin), kv_length, device=query.device)[:, None]
-        key_position = torch.arange(kv_length, device=query.device)[None, :]
+        first_position = kv_length - (end - begin)
+        query_position = torch.arange(first_position, kv_length, dtype=torch.int64, device=query.device)[:, None]
+        key_position = torch.arange(kv_length, dtype=torch.int64, device=query.device)[None, :]
         visible = key_position <= query_position
         if window:
             visible &= (key_position > query_position - window) | (key_position < sink)

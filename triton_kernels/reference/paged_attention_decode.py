@@ -41,7 +41,7 @@ def paged_attention_decode(
             out[sequence] = 0
             continue
         row = sequence if slots is None else int(slots[sequence])
-        position = torch.arange(kv_length, device=query.device)
+        position = torch.arange(kv_length, dtype=torch.int64, device=query.device)
         if window:
             position = position[(position >= kv_length - window) | (position < sink)]
         block, offset = block_table[row, position // tokens_per_block].long(), position % tokens_per_block
