@@ -102,6 +102,8 @@ def scalar(spec: TensorSpec, value: object) -> int | float | bool:
             array = _as_array(spec, value)
             if array.ndim > 2 or array.size != 1:
                 raise _wrong_shape(spec, array.shape)
+            if _is_torch_tensor(value) and _is_bfloat16(value):
+                array = _widened(array)
             value = array.item() if array.itemsize <= 8 else float(array.item())
     if spec.content is Content.FLAG:
         if type(value) is float or value not in (0, 1):
@@ -146,8 +148,8 @@ def floats(given: Given) -> np.ndarray:
     name = given.spec.name
     try:
         with np.errstate(all="ignore"):
-            if given.is_bfloat16:    # each is the upper half of a float32
-                copy = (given.source.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            if given.is_bfloat16:
+                copy = _widened(given.source)
             else:
                 copy = np.array(given.source, np.float32).reshape(given.shape)
     except OverflowError:
@@ -158,6 +160,11 @@ def floats(given: Given) -> np.ndarray:
                                   f"every value must be finite as float32 (at most {FLOAT32_MAX:.4g})",
                                   f"correct {name}")
     return copy
+
+
+def _widened(bits: np.ndarray) -> np.ndarray:
+    """float32 from the bits of bfloat16 numbers: each is the upper half of one."""
+    return np.array(bits.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def integers(given: Given, allowed: Range) -> np.ndarray:
@@ -208,12 +215,12 @@ def _torch_as_array(spec: TensorSpec, tensor) -> np.ndarray:
     if str(tensor.layout) != "torch.strided":
         raise InvalidRequestError(f"{spec.name} is a torch tensor of layout {tensor.layout}",
                                   "tensors of a request are dense", "pass it through .to_dense() first")
-    if _is_bfloat16(tensor) and spec.content is Content.NUMBER and spec.shape is not Shape.SCALAR:
+    if _is_bfloat16(tensor) and spec.content is Content.NUMBER:
         tensor = tensor.view(sys.modules["torch"].int16)
     try:
         array = tensor.detach().numpy()
     except (TypeError, RuntimeError):
-        way_out = ".int()" if spec.content is Content.INTEGER else ".float()"
+        way_out = ".float()" if spec.content is Content.NUMBER else ".int()"
         raise InvalidRequestError(f"{spec.name} is a torch tensor of dtype {tensor.dtype}",
                                   "numpy cannot read it", f"pass it through {way_out} first") from None
     if type(array) is not np.ndarray:

@@ -274,9 +274,11 @@ def test_c7_tensors_of_a_model_in_bfloat16_may_come_in_bfloat16(real_manager, ne
     client = new_client()
     client.pending = [new_request(i, [VOCAB + 2, 5, VOCAB], 6, prompt_vocab_size=3, **row) for i, row in rows.items()]
     client.pending += [new_request(5, PROMPT, 3, embedding_bias=bias),
-                       new_request(6, table[0], 3), new_request(7, PROMPT, 3, temperature=bias[:1])]
+                       new_request(6, table[0], 3), new_request(7, PROMPT, 3, runtime_top_k=bias[:1]),
+                       new_request(8, PROMPT, 3, temperature=bias[:1])]
     real_manager(client)
-    client.wait_for_finals(*range(1, 8))
+    client.wait_for_finals(*range(1, 9))
+    assert client.final(8).error == ""
     assert client.final(1).tokens() == client.final(2).tokens() == client.final(3).tokens()
     assert client.final(5).tokens()[-3:] == [42, 42, 42]
     assert [client.final(i).code for i in (4, 6, 7)] == ["INVALID_REQUEST"] * 3

@@ -115,6 +115,8 @@ def _laid_out(random: Random, array: np.ndarray) -> np.ndarray:
 
 def _as_torch(random: Random, array: np.ndarray) -> torch.Tensor:
     tensor = torch.from_numpy(array.copy())
+    if tensor.is_floating_point() and random.random() < 0.3 and torch.equal(tensor.bfloat16().to(tensor.dtype), tensor):
+        tensor = tensor.bfloat16()
     if tensor.is_floating_point() and random.random() < 0.2:
         return torch.nn.Parameter(tensor)
     if tensor.ndim and random.random() < 0.3:
@@ -207,7 +209,7 @@ STRANGE_THINGS: list[Callable[[Random], Any]] = [
     lambda random: [[[[[1]]]]],
     lambda random: np.broadcast_to(random.choice([np.int8(0), np.float16(0), np.True_]), random.choice(HUGE_SHAPES)),
     lambda random: torch.zeros(1, dtype=torch.int8).expand(2**40),
-    lambda random: torch.zeros(1, dtype=random.choice([torch.complex64, torch.bfloat16])),
+    lambda random: torch.zeros(1, dtype=random.choice([torch.complex64, torch.float8_e4m3fn])),
     lambda random: torch.zeros(1, device="meta"),
     lambda random: torch.ones(2, 2).to_sparse(),
     lambda random: (number for number in (1, 2)),

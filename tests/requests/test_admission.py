@@ -630,9 +630,28 @@ def test_torch_tensors_are_read(admit):
     assert admitted.setup == SlotSetup(end_id=3, temperature=0.5, top_p=0.25, return_log_probs=True, prompt_length=3)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_scalars_are_read_from_torch_tensors_of_any_float_type(dtype, shape, admit, refusal):
+    torch = pytest.importorskip("torch")
+
+    def tensor(value):
+        return torch.full(shape, value, dtype=getattr(torch, dtype))
+
+    admitted = admit(temperature=tensor(0.5), runtime_top_p=torch.nn.Parameter(tensor(0.25)),
+                     presence_penalty=tensor(-3.0), flags={"priority": tensor(0.75), "deadline_s": tensor(2.0)})
+    assert admitted.setup == SlotSetup(temperature=0.5, top_p=0.25, presence_penalty=-3.0, prompt_length=3)
+    assert (admitted.request.priority, admitted.response.deadline_s) == (0.75, 2.0)
+    for value in (-0.5, INF, NAN):
+        assert f"temperature is {value}; it must be a finite float32" in refusal(temperature=tensor(value))
+    assert "temperature has shape [2]" in refusal(temperature=torch.ones(2, dtype=getattr(torch, dtype)))
+
+
 def test_torch_tensors_that_numpy_cannot_read_say_what_to_do(refusal):
     torch = pytest.importorskip("torch")
-    assert ".float()" in refusal(temperature=torch.tensor([1.0], dtype=torch.bfloat16))
+    assert ".float()" in refusal(temperature=torch.tensor([1.0]).to(torch.float8_e4m3fn))
+    assert ".int()" in refusal(runtime_top_k=torch.tensor([1.0], dtype=torch.bfloat16))
+    assert ".int()" in refusal(streaming=torch.tensor([1.0], dtype=torch.bfloat16))
     assert ".cpu()" in refusal(input_ids=torch.ones(3, dtype=torch.int32, device="meta"))
     assert ".to_dense()" in refusal(input_ids=torch.ones(3, dtype=torch.int32).to_sparse())
     assert "elements" in refusal(input_ids=torch.ones(1, dtype=torch.int32).expand(2**40))
