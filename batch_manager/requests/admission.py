@@ -35,7 +35,7 @@ from .response import ResponseOptions
 from .sampling_config import FLOAT32_MAX, INT32_MAX, KNOBS, MAX_TOP_K, SHARE, UINT64_MAX, Range, SamplingConfig
 
 # What is documented and checked but does not run yet, and what it would be. A value other than the neutral one is
-# refused by name; building a feature means deleting its rows.
+# refused by name, and only `draft_input_ids` has one: no tokens. Building a feature means deleting its rows.
 NOT_BUILT: dict[str, str] = {
     "lora_task_id": "a LoRA adapter",
     "lora_weights": "a LoRA adapter",
@@ -393,8 +393,9 @@ class Admission:
 
     def _refuse_what_is_not_built(self, looked: _Looked, values: Mapping[str, Any], beam_width: int) -> None:
         asked = [name for name, value in looked.scalars.items() if value != TENSORS[name].default]
+        # An adapter of zeros, or of no rows, is one that was asked for; only a bias of zeros is the same as none.
         asked += [name for name, value in values.items()
-                  if (value.any() if isinstance(value, np.ndarray) else value)]
+                  if (value.any() if name == "embedding_bias" else isinstance(value, np.ndarray) or value)]
         for name in asked:
             if self.static_batching and name in NOT_IN_STATIC_BATCHES:
                 raise InvalidRequestError(f"{name} asks for {NOT_IN_STATIC_BATCHES[name]}",

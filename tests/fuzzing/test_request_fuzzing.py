@@ -93,6 +93,8 @@ BY_HAND = [
     ({"stop_words_list": Value(np.zeros((2, 3)), INT, [[5, 7, 9], [2, -1, 3]])}, {"stop_words_list"}),
     ({"prompt_vocab_size": Value(2, PYTHON, 2)}, {"prompt_embedding_table", "prompt_vocab_size"}),
     ({"lora_task_id": Value(0, PYTHON, 0)}, {"lora_task_id"}),
+    ({"lora_weights": Value([[0.0]], PYTHON, [[0.0]]), "lora_config": Value([[0, 0, 0]], PYTHON, [[0, 0, 0]])},
+     {"lora_weights", "lora_config"}),
     ({"draft_input_ids": Value([3], PYTHON, [3])}, {"draft_input_ids"}),
 ]
 

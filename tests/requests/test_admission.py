@@ -185,6 +185,13 @@ def test_a_neutral_value_is_the_same_as_a_missing_one(name, neutral, admit):
     assert admitted_fields(admit(**{name: neutral})) == admitted_fields(admit())
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("limits", [{}, {"static_batching": True}], ids=["in flight", "static"])
+def test_an_adapter_has_no_neutral_value(rows, limits, refusal):
+    text = refusal(lora_weights=np.zeros((rows, 8), np.float32), lora_config=np.zeros((rows, 3), int), limits=limits)
+    assert "lora_weights asks for a LoRA adapter; this version cannot do that yet; leave lora_weights out" in text
+
+
 def test_an_ordinary_request_becomes_what_the_loop_needs(admit):
     admitted = admit(end_id=2, temperature=0.5, runtime_top_k=4, runtime_top_p=0.75, random_seed=11,
                      return_log_probs=True, flags={"is_streaming": True, "priority": 1, "deadline_s": 2,
