@@ -61,7 +61,8 @@ def build_loop(
     try:
         info = backend.info
         if not isinstance(info, BackendInfo):
-            raise ConfigError(f"the info of Parts.backend is a {type_name(info)}", "a BackendInfo")
+            raise ConfigError(f"the info of Parts.backend is a {type_name(info)}", "a BackendInfo",
+                              "let the backend build one from batch_manager.seams")
         limits = resolve_limits(optional_params, info, max_beam_width, scheduler_policy)
         if static_batch:    # a padded step is bounded by its sequences
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
@@ -169,10 +170,12 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
             return parts.backend
         backend = parts.backend()
         if not hasattr(backend, "start"):
-            raise ConfigError(f"the factory in Parts.backend returned a {type_name(backend)}", "a ModelBackend")
+            raise ConfigError(f"the factory in Parts.backend returned a {type_name(backend)}", "a ModelBackend",
+                              "return an object with the methods of seams.ModelBackend")
         return backend
     if model_path is None:
-        raise ConfigError("model_path is None", "the folder of a Hugging Face checkpoint, or parts=Parts(backend=...)")
+        raise ConfigError("model_path is None", "there is no backend in its place",
+                          "pass the folder of a Hugging Face checkpoint, or parts=Parts(backend=...)")
     from .runtime import layouts
     from .runtime.native_backend import build_native_backend
 
@@ -190,14 +193,15 @@ def _make_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager)
     if isinstance(part, type) or not isinstance(part, RequestScheduler | CapacityScheduler):
         if not callable(part):
             raise ConfigError(f"Parts.scheduler is a {type(part).__name__}",
-                              "a RequestScheduler, a CapacityScheduler, or a factory (limits, kv_cache_manager) of one")
+                              "a RequestScheduler, a CapacityScheduler, or a factory (limits, kv_cache_manager) of one",
+                              "inherit one of them, or leave it None")
         part = part(limits, kv_cache_manager)
     if isinstance(part, CapacityScheduler):
         default = make_scheduler(limits, kv_cache_manager)
         return SimpleScheduler(part, default.micro_batch_scheduler)
     if not isinstance(part, RequestScheduler):
         raise ConfigError(f"the factory in Parts.scheduler returned a {type(part).__name__}",
-                          "a RequestScheduler or a CapacityScheduler")
+                          "a RequestScheduler or a CapacityScheduler", "inherit one of them")
     return part
 
 

@@ -58,10 +58,10 @@ class KvCacheConfig:
                               f"it must be one of {', '.join(map(str, BLOCK_SIZES))}", "64 is the default")
         if self.sink_token_length and self.max_attention_window is None:
             raise ConfigError(f"sink_token_length is {self.sink_token_length} but max_attention_window is not set",
-                              fix="sink tokens only mean something outside a sliding window; set both or neither")
+                              "sink tokens only mean something outside a sliding window", "set both or neither")
         if self.host_cache_size and not self.enable_block_reuse:
             raise ConfigError(f"host_cache_size is {self.host_cache_size:,} but enable_block_reuse is not set",
-                              fix="the host keeps blocks for prompts to reuse; set both or neither")
+                              "the host keeps blocks for prompts to reuse", "set both or neither")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,8 @@ class TrtGptModelOptionalParams:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_cache_config, KvCacheConfig):
-            raise ConfigError(f"kv_cache_config is a {type(self.kv_cache_config).__name__}", "a KvCacheConfig")
+            raise ConfigError(f"kv_cache_config is a {type(self.kv_cache_config).__name__}", "a KvCacheConfig",
+                              "pass KvCacheConfig(max_tokens=...)")
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
                      "gather_generation_logits", "deterministic", "flush_stats_when_idle"):
             _require_flag(name, getattr(self, name))
@@ -137,7 +138,7 @@ class TrtGptModelOptionalParams:
             _require_flag("cuda_graphs", self.cuda_graphs)
         if not isinstance(self.context_chunking_policy, ContextChunkingPolicy):
             raise ConfigError(f"context_chunking_policy is {self.context_chunking_policy!r}",
-                              "a member of ContextChunkingPolicy")
+                              "a member of ContextChunkingPolicy", "FIRST_COME_FIRST_SERVED is the default")
         for name in ("max_batch_size", "max_num_tokens", "max_request_bytes", "max_bytes_in_flight",
                      "max_admissions_per_iteration"):
             _require_count(name, getattr(self, name))
@@ -148,11 +149,12 @@ class TrtGptModelOptionalParams:
         if type(self.max_num_sequences) is not int or self.max_num_sequences != -1:
             _require_count("max_num_sequences", self.max_num_sequences, optional=True)
         if self.device is not None and not isinstance(self.device, str):
-            raise ConfigError(f"device is {self.device!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None')
+            raise ConfigError(f"device is {self.device!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None',
+                              "leave it None for a GPU where there is one")
         for name, allowed in (("dtype", DTYPES), ("load_format", LOAD_FORMATS)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
-                raise ConfigError(f"{name} is {value!r}", f"one of {', '.join(allowed)}")
+                raise ConfigError(f"{name} is {value!r}", f"one of {', '.join(allowed)}", '"auto" is the default')
         _require_seconds("idle_poll_interval_s", self.idle_poll_interval_s, positive=True)
         _require_seconds("hang_warning_s", self.hang_warning_s, positive=False)
 
@@ -185,14 +187,17 @@ class Parts:
                             ("logits_post_processor_batched", "request_ids, logits, token_ids")):
             part = getattr(self, name)
             if part is not None and not callable(part):
-                raise ConfigError(f"Parts.{name} is a {type(part).__name__}", f"a callable of ({takes}), or None")
+                raise ConfigError(f"Parts.{name} is a {type(part).__name__}", f"a callable of ({takes}), or None",
+                                  "pass a function, or leave it None")
         if self.clock is not None and not all(callable(getattr(self.clock, name, None))
                                               for name in ("monotonic", "timestamp")):
             raise ConfigError(f"Parts.clock is a {type(self.clock).__name__}",
-                              "an object with monotonic() and timestamp(), see seams.Clock, or None")
+                              "an object with monotonic() and timestamp(), see seams.Clock, or None",
+                              "give it both methods, or leave it None")
         if self.backend is not None and not callable(self.backend) and not hasattr(self.backend, "start"):
             raise ConfigError(f"Parts.backend is a {type(self.backend).__name__}",
-                              "a ModelBackend, a factory () of one, or None")
+                              "a ModelBackend, a factory () of one, or None",
+                              "give it the methods of seams.ModelBackend, or leave it None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +285,12 @@ def _require_count(name: str, value: object, *, minimum: int = 1, optional: bool
             maximum is not None and value > maximum):
         allowed = f"an integer of at least {minimum}" if maximum is None else f"an integer in {minimum:,}..{maximum:,}"
         allowed += ", or None" if optional else ""
-        raise ConfigError(f"{name} is {value!r}", allowed)
+        raise ConfigError(f"{name} is {value!r}", allowed, f"correct {name}")
 
 
 def _require_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}", "True or False")
+        raise ConfigError(f"{name} is {value!r}", "True or False", f"set {name} to one of them")
 
 
 def _require_seconds(name: str, value: object, *, positive: bool) -> None:
@@ -293,4 +298,5 @@ def _require_seconds(name: str, value: object, *, positive: bool) -> None:
         (value > 0 if positive else value >= 0) and value <= LONGEST_WAIT_S)
     if not good:
         raise ConfigError(f"{name} is {value!r}",
-                          f"seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}")
+                          f"seconds, {'more than 0' if positive else '0 or more'}, at most {LONGEST_WAIT_S:,}",
+                          f"correct {name}")

@@ -95,7 +95,8 @@ class SchedulerContractError(BatchManagerError):
         parts = getattr(scheduler, "part_names", ())
         name = type(scheduler).__name__ + (f"({', '.join(parts)})" if parts else "")
         super().__init__(f"{name} broke the scheduler contract: {rule}",
-                         fix="correct the scheduler, or use SimpleScheduler")
+                         "a plan is checked before anything of it is carried out",
+                         "correct the scheduler, or use SimpleScheduler")
 
 
 class DeviceLostError(BatchManagerError):
@@ -111,12 +112,20 @@ class ManagerClosedError(BatchManagerError):
 class InternalError(BatchManagerError):
     """An invariant of this package does not hold: a bug, please report it."""
 
+    def __init__(self, fact: str, expectation: str = "an invariant of this package says otherwise",
+                 fix: str = "please report it") -> None:
+        super().__init__(fact, expectation, fix)
+
 
 class OutOfResourceError(InternalError):
     """More of something was asked for than is free. Nothing was changed.
 
-    Under our own policies a bug of ours; after a custom scheduler's plan the loop says whose plan it was.
+    Under our own policies a bug of ours; after a custom scheduler's plan the loop says whose plan it was, and what is
+    to be done about it.
     """
+
+    def __init__(self, fact: str, expectation: str = "a plan asks for no more than is free", fix: str = "") -> None:
+        super().__init__(fact, expectation, fix)
 
 
 def error_text(code: ErrorCode, message: str) -> str:

@@ -51,7 +51,8 @@ class BackendInfo:
     def _check(self, name: str, lowest: int) -> None:
         value = getattr(self, name)
         if type(value) is not int or value < lowest:
-            raise ConfigError(f"BackendInfo.{name} is {value!r}", f"an integer of at least {lowest}")
+            raise ConfigError(f"BackendInfo.{name} is {value!r}", f"an integer of at least {lowest}",
+                              "correct what the backend says of itself")
 
 
 @dataclass(frozen=True, slots=True)

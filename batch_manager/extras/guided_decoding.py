@@ -62,13 +62,13 @@ class GuidedDecoding:
         try:
             import llguidance
         except ImportError as error:
-            raise ConfigError("guided decoding needs llguidance, which is not installed",
-                              fix="pip install batch-manager[guided]") from error
+            raise ConfigError("llguidance is not installed", "guided decoding needs it",
+                              "pip install batch-manager[guided]") from error
         try:
             self._tokenizer = llguidance.LLTokenizer(os.fspath(tokenizer), n_vocab=vocab_size, eos_token=end_id)
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(f"llguidance cannot use {os.fspath(tokenizer)!r}: {error}",
-                              "the tokenizer.json of the model") from error
+                              "the tokenizer.json of the model", "pass the path of that file") from error
         self._make_matcher = llguidance.LLMatcher
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
@@ -124,7 +124,8 @@ class GuidedDecoding:
             session = self._sessions.get(request_id)
             if session is None:
                 raise InvalidRequestError(f"request {request_id} has no grammar",
-                                          fix="call constrain(request_id, grammar) before the request is handed over")
+                                          "every request that is constrained has one",
+                                          "call constrain(request_id, grammar) before the request is handed over")
             if len(beams) > 1:
                 raise InvalidRequestError(f"request {request_id} has {len(beams)} beams",
                                           "guided decoding follows one", "set beam_width to 1")
@@ -154,9 +155,11 @@ def _catch_up(session: _Session, tokens: list[int]) -> None:
         session.matcher.consume_tokens(new)
         session.num_tokens = len(tokens)
     if session.matcher.is_error():
-        raise InvalidRequestError("the tokens do not match the grammar, or it became too complex")
+        raise InvalidRequestError("the tokens do not match the grammar, or it became too complex",
+                                  "each token is one that the grammar allowed",
+                                  "let nothing else choose the tokens, or simplify the grammar")
 
 
 def _unusable(reason: object) -> InvalidRequestError:
     return InvalidRequestError(f"the grammar does not compile: {str(reason)[:300]!r}",
-                               fix="correct the expression, the schema or the grammar")
+                               "a regular expression, a JSON schema or a grammar of llguidance", "correct it")

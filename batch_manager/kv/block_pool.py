@@ -10,8 +10,7 @@ class OutOfBlocksError(OutOfResourceError):
     """More blocks were asked for than are free."""
 
     def __init__(self, wanted: int, free: int) -> None:
-        super().__init__(f"{wanted} KV cache blocks were asked for and {free} are free",
-                         "a plan asks for no more than is free")
+        super().__init__(f"{wanted} KV cache blocks were asked for and {free} are free")
 
 
 class BlockPool:

@@ -57,8 +57,7 @@ class PeftCacheManager:
         wanted = {request.lora_task_id for request in new if not self._users[request.lora_task_id]}
         needed = sum(self.pages_of(task_id) for task_id in wanted)
         if needed > self.free_pages:
-            raise OutOfResourceError(f"{needed} adapter pages were asked for and {self.free_pages} are free",
-                                     "a plan asks for no more than is free")
+            raise OutOfResourceError(f"{needed} adapter pages were asked for and {self.free_pages} are free")
 
         for task_id in wanted:
             self._idle.pop(task_id, None)

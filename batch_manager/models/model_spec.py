@@ -135,15 +135,17 @@ def checked(config: Fields, spec: ModelSpec) -> ModelSpec:
         raise config.fault("num_key_value_heads", f"a divisor of num_attention_heads, {spec.num_heads}")
     if spec.head_size % 2 and spec.rotary is not None:
         raise ModelLoadError(f"{config.where}: the head size is {spec.head_size}",
-                             "an even number: rotary positions turn pairs")
+                             "an even number: rotary positions turn pairs", "check hidden_size and head_dim")
     if spec.rotary is not None and spec.max_position_embeddings * spec.head_size > MAX_ROTARY_ENTRIES:
         raise ModelLoadError(f"{config.where}: max_position_embeddings is {spec.max_position_embeddings:,}",
-                             f"at most {MAX_ROTARY_ENTRIES // spec.head_size:,} with a head size of {spec.head_size}")
+                             f"at most {MAX_ROTARY_ENTRIES // spec.head_size:,} with a head size of {spec.head_size}",
+                             "lower max_position_embeddings")
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size * spec.hidden_size
     total = spec.num_layers * (attention + 2 * spec.intermediate_size * spec.hidden_size) + (
         spec.vocab_size * spec.hidden_size)
     if total > MAX_WEIGHTS:
-        raise ModelLoadError(f"{config.where}: the sizes ask for {total:,} weights", f"at most {MAX_WEIGHTS:,}")
+        raise ModelLoadError(f"{config.where}: the sizes ask for {total:,} weights", f"at most {MAX_WEIGHTS:,}",
+                             "check that config.json belongs to this checkpoint")
     return spec
 
 
@@ -213,7 +215,8 @@ def read_rotary(config: Fields, max_positions: int) -> RotaryParameters:
              "mscale_all_dim", "truncate"}
     strange = sorted(name for name in rope.values.keys() - known if name in rope)
     if kind not in KINDS:
-        raise ModelLoadError(f"{rope.where}: the rotary embedding is of type {kind!r}", f"one of {', '.join(KINDS)}")
+        raise ModelLoadError(f"{rope.where}: the rotary embedding is of type {kind!r}", f"one of {', '.join(KINDS)}",
+                             "use a model with one of these")
     if strange:
         raise rope.fault(strange[0], "not supported")
     if kind == "default":

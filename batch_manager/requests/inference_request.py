@@ -201,7 +201,8 @@ def checked_request_id(request_id: object) -> int:
 def unknown_name(name: object) -> InvalidRequestError:
     """The error for a tensor name that is not in the table; suggests the nearest one."""
     if not isinstance(name, str):
-        return InvalidRequestError(f"a tensor name is of type {type_name(name)}", "names are strings")
+        return InvalidRequestError(f"a tensor name is of type {type_name(name)}", "names are strings",
+                                   f"the names are {', '.join(TENSORS)}")
     near = ([known for known in _WIRE_NAMES if len(name) > 2 and name in known]
             or get_close_matches(name[:64], _WIRE_NAMES, n=1, cutoff=0.5))
     return InvalidRequestError(
@@ -211,7 +212,8 @@ def unknown_name(name: object) -> InvalidRequestError:
 
 def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(tensors, Mapping):
-        raise InvalidRequestError(f"tensors is of type {type_name(tensors)}", "it must be a mapping of names to values")
+        raise InvalidRequestError(f"tensors is of type {type_name(tensors)}", "it must be a mapping of names to values",
+                                  "pass a dict")
     named: dict[str, Any] = {}
     for name, value in tensors.items():
         wire_name = _WIRE_NAMES.get(name)

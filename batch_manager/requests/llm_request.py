@@ -49,17 +49,19 @@ class Retention:
         for part in sorted(self.ranges, key=lambda part: part.start):
             if end is None or part.start < end:
                 raise InvalidRequestError(f"the retention range from token {part.start} overlaps the one before it",
-                                          "only the last range may be open, and none may overlap")
+                                          "only the last range may be open, and none may overlap", "cut one of the two")
             end = part.end
             if end is not None and end <= part.start:
                 raise InvalidRequestError(f"the retention range {part.start}..{end} is empty",
-                                          "a range ends behind its start")
+                                          "a range ends behind its start", "leave it out")
         durations = [part.duration_s for part in self.ranges] + [self.decode_duration_s]
         if any(duration is not None and not duration >= 0 for duration in durations):
-            raise InvalidRequestError("a retention duration is negative or no number", "seconds, 0 or more")
+            raise InvalidRequestError("a retention duration is negative or no number", "seconds, 0 or more",
+                                      "None keeps the priority for good")
         for priority in [part.priority for part in self.ranges] + [self.decode_priority]:
             if not 0 <= priority <= 100:
-                raise InvalidRequestError(f"a retention priority is {priority}", "it must be in 0..100")
+                raise InvalidRequestError(f"a retention priority is {priority}", "it must be in 0..100",
+                                          "35 is the default")
 
 
 class LlmRequest:

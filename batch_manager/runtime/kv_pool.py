@@ -38,8 +38,8 @@ def make_kv_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype:
         if not is_out_of_memory(error):
             raise
         raise InsufficientMemoryError(
-            f"the KV cache of {num_blocks:,} blocks takes {num_bytes:,} bytes, and {device} does not give them",
-            fix="lower KvCacheConfig.max_tokens or KvCacheConfig.free_gpu_memory_fraction") from error
+            f"the KV cache of {num_blocks:,} blocks takes {num_bytes:,} bytes", f"{device} does not give so many",
+            "lower KvCacheConfig.max_tokens or KvCacheConfig.free_gpu_memory_fraction") from error
 
 
 def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype: torch.dtype,
@@ -57,8 +57,8 @@ def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtyp
         if not is_out_of_memory(error):
             raise
         raise InsufficientMemoryError(
-            f"{num_blocks:,} KV cache blocks in host memory take {num_blocks * one_block:,} bytes, and the system does "
-            "not pin them", fix="lower KvCacheConfig.host_cache_size") from error
+            f"{num_blocks:,} KV cache blocks in host memory take {num_blocks * one_block:,} bytes",
+            "the system does not pin so many", "lower KvCacheConfig.host_cache_size") from error
 
 
 def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:

@@ -320,7 +320,8 @@ class ScriptedBackend:
             else:
                 tokens[row] = 0
                 failures.setdefault(slot, RowFailure(
-                    ErrorCode.INVALID_TOKEN, f"the script chose token {token}; ids are below {self.info.vocab_size}"))
+                    ErrorCode.INVALID_TOKEN, f"the script chose token {token}; ids are below {self.info.vocab_size}; "
+                    "correct the script"))
 
     def _post_process(self, slots: np.ndarray, tokens: np.ndarray, failures: dict[int, RowFailure]) -> np.ndarray:
         """The tokens with the largest logits, once users' functions have changed those of `tokens`."""
@@ -376,7 +377,9 @@ class ScriptedBackend:
             columns = np.arange(count)
             columns[sinks:] += skipped
             if self._poisoned[self._tables.rows[row, columns]].any():
-                failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, "a KV cache block holds non-finite values")
+                failures[slot] = RowFailure(
+                    ErrorCode.NON_FINITE_LOGITS, "a KV cache block of the request holds values that are not finite; "
+                    "what a step reads must be; clear blocks before they are reused")
         return failures
 
     def _check(self, batch: ScheduledBatch, step: "_Layout") -> None:

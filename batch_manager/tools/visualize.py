@@ -397,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace]]:
     """What was run, in words, and its trace."""
     if options.num_blocks < 1:
-        raise ConfigError(f"--num-blocks is {options.num_blocks}", "at least 1")
+        raise ConfigError(f"--num-blocks is {options.num_blocks}", "at least 1", "leave it out for the default")
     chunking = CHUNKING[options.chunking]
     params = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(tokens_per_block=options.tokens_per_block),

@@ -96,6 +96,14 @@ ALLOWED_WITHOUT = {
     ("batch_manager/runtime/device.py", "empty", "device"): "pinned memory is the host's or raises",
 }
 
+# The others say two of the three parts themselves.
+ERRORS_OF_THREE_PARTS = {"ConfigError", "ModelLoadError", "UnsupportedModelError", "InsufficientMemoryError",
+                         "InvalidRequestError", "DuplicateRequestIdError", "RequestTooLargeError", "QueueFullError",
+                         "DeviceLostError", "ManagerClosedError"}
+ERRORS_NOT_YET_OF_THREE_PARTS = tuple(f"batch_manager/{path}" for path in (
+    "gpt_manager.py", "worker.py", "loop/intake.py", "models/registry.py", "runtime/device.py",
+    "runtime/native_backend.py", "weights/"))
+
 BANNED_IN_THE_LOOP = ["lora", "grammar", "beam", "draft", "penalty", "prefix", "logit", "attention"]
 FOREIGN_WORDS = {"scheduling": "tensor", "kv": "logit", "runtime": "request"}
 
@@ -461,6 +469,15 @@ def test_every_folder_says_what_it_owns_what_it_must_not_know_and_where_a_new_cl
         text = ast.get_docstring(ast.parse(front.read_text(encoding="utf-8"))) or "" if front.exists() else ""
         wrong += [f"{where}/__init__.py does not say {answer}" for answer, pattern in answers.items()
                   if not re.search(pattern, text, re.M)]
+    assert not wrong, report(wrong)
+
+
+def test_every_error_says_fact_expectation_and_way_out():
+    wrong = [f"{source.where}:{node.lineno} has fewer than three parts: {ast.unparse(node)[:80]}"
+             for source in SOURCES if not source.where.startswith(ERRORS_NOT_YET_OF_THREE_PARTS)
+             for node in source.walk()
+             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ERRORS_OF_THREE_PARTS
+             and len(node.args) + len(node.keywords) < 3]
     assert not wrong, report(wrong)
 
 
