@@ -45,7 +45,8 @@ class ConfigError(BatchManagerError, ValueError):
 class ModelLoadError(ConfigError):
     """The checkpoint cannot be loaded. Names the file and the field; what they say is escaped where it is not text."""
 
-    def __init__(self, fact: str, expectation: str = "", fix: str = "") -> None:
+    def __init__(self, fact: str, expectation: str = "a checkpoint as it was written",
+                 fix: str = "download or save it again, or correct the file") -> None:
         super().__init__(printable(fact), printable(expectation), printable(fix))
 
 

@@ -81,7 +81,8 @@ class GptManager:
             raise ConfigError("this manager was constructed already", "its worker runs", "make another manager")
         if trt_engine_path is not None:
             if model_path is not None:
-                raise ConfigError("model_path and trt_engine_path are both given", "they are two names of one thing")
+                raise ConfigError("model_path and trt_engine_path are both given", "they are two names of one thing",
+                                  "leave one of them out")
             model_path = trt_engine_path
         params = _DEFAULT_PARAMS if optional_params is None else optional_params
         parts = _DEFAULT_PARTS if parts is None else parts
@@ -269,17 +270,21 @@ def _check_arguments(model_type, max_beam_width, scheduler_policy, get_cb, send_
     if missing:
         raise TypeError(f"GptManager() is missing {', '.join(missing)}")
     if not isinstance(model_type, TrtGptModelType):
-        raise ConfigError(f"model_type is {model_type!r}", "a member of TrtGptModelType")
+        raise ConfigError(f"model_type is {model_type!r}", "a member of TrtGptModelType",
+                          "for instance TrtGptModelType.InflightFusedBatching")
     if not isinstance(scheduler_policy, SchedulerPolicy):
-        raise ConfigError(f"scheduler_policy is {scheduler_policy!r}", "a member of SchedulerPolicy")
+        raise ConfigError(f"scheduler_policy is {scheduler_policy!r}", "a member of SchedulerPolicy",
+                          "for instance SchedulerPolicy.GUARANTEED_NO_EVICT")
     if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int) or max_beam_width < 1:
-        raise ConfigError(f"max_beam_width is {max_beam_width!r}", "an integer of at least 1")
+        raise ConfigError(f"max_beam_width is {max_beam_width!r}", "an integer of at least 1",
+                          "1 for servers that do no beam search")
     for name, callback in (("get_inference_requests_cb", get_cb), ("send_response_cb", send_cb)):
         if not callable(callback):
-            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable")
+            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable", "pass a function")
     for name, callback in (("poll_stop_signal_cb", poll_cb), ("return_batch_manager_stats_cb", stats_cb)):
         if callback is not None and not callable(callback):
-            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable or None")
+            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable or None",
+                              "pass a function, or leave it out")
     for name, callback, may_yield in (
             ("get_inference_requests_cb", get_cb, True), ("send_response_cb", send_cb, False),
             ("poll_stop_signal_cb", poll_cb, True), ("return_batch_manager_stats_cb", stats_cb, False)):
@@ -288,13 +293,16 @@ def _check_arguments(model_type, max_beam_width, scheduler_policy, get_cb, send_
                               "the worker calls it, and nobody would run it to its end",
                               "give it a plain function, for instance one that uses loop.call_soon_threadsafe")
     if not isinstance(params, TrtGptModelOptionalParams):
-        raise ConfigError(f"optional_params is a {type(params).__name__}", "a TrtGptModelOptionalParams")
+        raise ConfigError(f"optional_params is a {type(params).__name__}", "a TrtGptModelOptionalParams",
+                          "leave it out, or construct one")
     if not isinstance(parts, Parts):
-        raise ConfigError(f"parts is a {type(parts).__name__}", "a Parts")
+        raise ConfigError(f"parts is a {type(parts).__name__}", "a Parts", "leave it out, or construct one")
     if terminate_req_id is not None and (isinstance(terminate_req_id, bool) or not isinstance(terminate_req_id, int)
                                          or not 0 <= terminate_req_id < 2**64):
-        raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "an id in 0..2^64-1, or None")
+        raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "an id in 0..2^64-1, or None",
+                          "leave it out where no request ends the worker")
     if max_draft_tokens is not None and (type(max_draft_tokens) is not int or max_draft_tokens):
         raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", "draft tokens are not built yet", "leave it out")
     if not isinstance(exclude_input_in_output, bool):
-        raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "True or False")
+        raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "True or False",
+                          "leave it out for False")

@@ -119,7 +119,8 @@ def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
     control.attempts_to_end += 1
     if control.attempts_to_end <= ATTEMPTS_TO_END:
         loop.answer_the_rest(_failure_of(error) if error is not None else ManagerClosedError(
-            "the engine was shut down before the request was done", fix="send it to another instance"))
+            "the engine was shut down before the request was done", "what it generated so far is dropped",
+            "send it to another instance"))
         loop.backend.close()
     close_worker(control)
 

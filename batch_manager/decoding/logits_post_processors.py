@@ -37,7 +37,8 @@ from ..forked_child import Fork
 from ..handover import LogitsPostProcessor, RowFailure, SlotSetup
 from ..names import ErrorCode
 
-NO_TOKEN = "after its logits post-processor a logit is NaN or +inf, or no token is left that may be drawn"
+NO_TOKEN = ("after its logits post-processor a logit is NaN or +inf, or no token is left that may be drawn; each row "
+            "needs a finite logit; correct the function")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,8 @@ def _raised(error: BaseException) -> RowFailure:
 
 
 def _wrong(what: str, expectation: str) -> RowFailure:
-    return RowFailure(ErrorCode.MODEL_ERROR, f"the logits post-processor of this request {what}; {expectation}")
+    return RowFailure(ErrorCode.MODEL_ERROR, f"the logits post-processor of this request {what}; {expectation}; "
+                                             "correct the function")
 
 
 def _type_name(value: object) -> str:

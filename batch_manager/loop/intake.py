@@ -157,7 +157,9 @@ class Intake:
             raise
         except Exception as error:
             log.error("admission raised %s\n%s", type_name(error), where_raised(error))
-            raise InvalidRequestError(f"request {request_id}: it could not be read ({type_name(error)})") from error
+            raise InvalidRequestError(f"request {request_id}: it could not be read ({type_name(error)})",
+                                      "its values must be torch CPU tensors, numpy arrays, numbers or lists",
+                                      "report it with the log; the others go on") from error
         if admitted.request.request_id != request_id:
             raise InvalidRequestError(f"request {request_id}: its request_id is another one each time it is read",
                                       "an id stays what it is until the final response", "do not override request_id")

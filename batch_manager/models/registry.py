@@ -83,7 +83,8 @@ def register_model(architecture: str, model_class: type[Model]) -> None:
                if getattr(model_class, name, None) is None]
     if not isinstance(architecture, str) or not architecture or missing:
         raise ConfigError(f"{model_class!r} cannot be registered as {architecture!r}",
-                          "a name, and a class with " + (", ".join(missing) or "the members of models.registry.Model"))
+                          "a name, and a class with " + (", ".join(missing) or "the members of models.registry.Model"),
+                          "correct the class")
     _models[architecture] = model_class
 
 
@@ -126,7 +127,8 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
     """
     device = torch.device(device)
     if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format is {load_format!r}", f"one of {', '.join(LOAD_FORMATS)}")
+        raise ConfigError(f"load_format is {load_format!r}", f"one of {', '.join(LOAD_FORMATS)}",
+                          "leave it out for files")
     opened = CheckpointFolder(folder)
     model_class, spec = _read_spec(opened)
     dtype = _resolve_dtype(dtype, spec, device)
@@ -183,7 +185,7 @@ def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
 def _resolve_dtype(dtype: torch.dtype | str, spec: ModelSpec, device: torch.device) -> torch.dtype:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}", f"one of {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype is {dtype!r}", f"one of {', '.join(DTYPES)}", "leave it out for the checkpoint's")
     if name == "auto":
         name = "float32" if device.type == "cpu" else spec.dtype or "float32"
     return getattr(torch, name)

@@ -26,7 +26,8 @@ def resolve_device(name: str | None) -> torch.device:
     except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None')
+        raise ConfigError(f"device is {name!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None',
+                          "leave it out for a GPU where there is one")
     if device.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -34,8 +35,8 @@ def resolve_device(name: str | None) -> torch.device:
     if index is None:
         index = torch.cuda.current_device()
     if index >= count:
-        raise ConfigError(f"device is {name!r} and torch finds {count} GPUs", fix='use device="cpu", or install a '
-                          "driver and a build of torch that see the GPU")
+        raise ConfigError(f"device is {name!r} and torch finds {count} GPUs", "a device that is there",
+                          'use device="cpu", or install a driver and a build of torch that see the GPU')
     return torch.device("cuda", index)
 
 
@@ -163,7 +164,7 @@ class Readback:
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Host memory that a GPU can copy from and to while the host goes on; torch keeps it for the next time."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def _is_lost(device: torch.device, error: RuntimeError) -> bool:

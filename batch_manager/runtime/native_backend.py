@@ -58,7 +58,7 @@ from .thread_count import compute_threads, thread_count
 SLOT_BYTES = 64                    # of a slot's numbers on the host, at least; block tables take theirs when used
 
 NOT_FINITE = ("the model computed values that are not finite for this request, or its bans left no token that could be "
-              "chosen")
+              "chosen; the others go on; ban less, or compute in a dtype with a larger range")
 
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
@@ -136,10 +136,11 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         if is_out_of_memory(error):
             raise InsufficientMemoryError(
                 f"no memory is left for a step and the state of {state}: {first_line(error)}",
-                fix="lower max_num_sequences, max_batch_size or max_beam_width, KvCacheConfig.free_gpu_memory_fraction "
+                "one step of the largest batch has to fit beside weights and KV cache",
+                "lower max_num_sequences, max_batch_size or max_beam_width, KvCacheConfig.free_gpu_memory_fraction "
                     "or KvCacheConfig.max_tokens") from error
         raise ConfigError(f"the model was loaded but making a first step, with room for {state}, raised "
-                          f"{first_line(error)}", fix="the cause above says more") from error
+                          f"{first_line(error)}", "a first step that works", "the cause above says more") from error
     return backend
 
 

@@ -92,17 +92,10 @@ TENSOR_MAKERS = {"arange", "as_tensor", "asarray", "empty", "empty_permuted", "e
                  "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range",
                  "scalar_tensor", "tensor", "tril_indices", "triu_indices", "vander", "zeros"}
 TENSOR_CLASSES = {"Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor"}
-ALLOWED_WITHOUT = {
-    ("batch_manager/runtime/device.py", "empty", "device"): "pinned memory is the host's or raises",
-}
 
 # The others say two of the three parts themselves.
-ERRORS_OF_THREE_PARTS = {"ConfigError", "ModelLoadError", "UnsupportedModelError", "InsufficientMemoryError",
-                         "InvalidRequestError", "DuplicateRequestIdError", "RequestTooLargeError", "QueueFullError",
-                         "DeviceLostError", "ManagerClosedError"}
-ERRORS_NOT_YET_OF_THREE_PARTS = tuple(f"batch_manager/{path}" for path in (
-    "gpt_manager.py", "worker.py", "loop/intake.py", "models/registry.py", "runtime/device.py",
-    "runtime/native_backend.py", "weights/"))
+ERRORS_OF_THREE_PARTS = {"ConfigError", "InsufficientMemoryError", "InvalidRequestError", "DuplicateRequestIdError",
+                         "RequestTooLargeError", "QueueFullError", "DeviceLostError", "ManagerClosedError"}
 
 BANNED_IN_THE_LOOP = ["lora", "grammar", "beam", "draft", "penalty", "prefix", "logit", "attention"]
 FOREIGN_WORDS = {"scheduling": "tensor", "kv": "logit", "runtime": "request"}
@@ -339,8 +332,7 @@ def left_to_the_default(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 def test_no_tensor_has_the_hosts_default_dtype_or_device():
     """C13: torch.set_default_dtype and set_default_device of the host change nothing."""
     wrong = [f"{source.where}:{line} calls torch.{name} without {what}" for source in SOURCES
-             for line, name, what in left_to_the_default(source.tree)
-             if (source.where, name, what) not in ALLOWED_WITHOUT]
+             for line, name, what in left_to_the_default(source.tree)]
     assert not wrong, report(wrong)
 
 
@@ -474,7 +466,7 @@ def test_every_folder_says_what_it_owns_what_it_must_not_know_and_where_a_new_cl
 
 def test_every_error_says_fact_expectation_and_way_out():
     wrong = [f"{source.where}:{node.lineno} has fewer than three parts: {ast.unparse(node)[:80]}"
-             for source in SOURCES if not source.where.startswith(ERRORS_NOT_YET_OF_THREE_PARTS)
+             for source in SOURCES
              for node in source.walk()
              if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ERRORS_OF_THREE_PARTS
              and len(node.args) + len(node.keywords) < 3]
