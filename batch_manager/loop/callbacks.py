@@ -123,7 +123,12 @@ class GuardedCallbacks:
         return seconds
 
     def get(self, max_num_requests: int) -> None:
-        """Ask for requests, unless the back-off after a failure still holds. `take` gives what was handed over."""
+        """Ask for requests, unless the back-off after a failure still holds. `take` gives what was handed over.
+
+        While items of an earlier call are unread nobody is asked for more: they would pile up without a bound.
+        """
+        if self._waiting:
+            return
         if 0 < self._get_again_at - self._clock.monotonic() <= LONGEST_BACK_OFF_S:    # more: the clock was set back
             return
         handed_over = HandedOver()

@@ -305,3 +305,17 @@ def test_c26_requests_that_are_cut_to_length_are_all_counted_and_logged_once_a_s
         world.run()
     assert len(caplog.records) == 1
     assert json.loads(world.client.stats[-1])["Clamped Requests"] == 5
+
+
+def test_c20_get_is_not_asked_for_more_while_what_it_gave_is_unread(make_world, new_request):
+    world = make_world(max_admissions_per_iteration=3, max_num_sequences=-1)
+    ids, calls = iter(range(10**6)), []
+
+    def get(count):
+        calls.append(count)
+        return [new_request(i, [1], 1) for i in islice(ids, 10)]
+
+    world.loop.callbacks._get = get
+    world.step(40)
+    assert 40 / 5 <= len(calls) <= 40 / 3, "ten are read in four iterations"
+    assert len(world.client.responses) == 10 * len(calls)
