@@ -93,8 +93,8 @@ class SchedulerContractError(BatchManagerError):
 
     def __init__(self, scheduler: object, rule: str) -> None:
         # A scheduler made of parts names them: one of them is the one to look at.
-        parts = getattr(scheduler, "part_names", ())
-        name = type(scheduler).__name__ + (f"({', '.join(parts)})" if parts else "")
+        parts = _part_names(scheduler)
+        name = type_name(scheduler) + (f"({', '.join(parts)})" if parts else "")
         super().__init__(f"{name} broke the scheduler contract: {rule}",
                          "a plan is checked before anything of it is carried out",
                          "correct the scheduler, or use SimpleScheduler")
@@ -127,6 +127,17 @@ class OutOfResourceError(InternalError):
 
     def __init__(self, fact: str, expectation: str = "a plan asks for no more than is free", fix: str = "") -> None:
         super().__init__(fact, expectation, fix)
+
+
+def _part_names(scheduler: object) -> tuple[str, ...]:
+    """What the scheduler says it is made of; nothing where that cannot be read: the error is the one to be told."""
+    try:
+        names = scheduler.part_names
+    except BaseException:    # a property of a user's class
+        return ()
+    if type(names) not in (tuple, list) or {type(name) for name in names} != {str}:
+        return ()
+    return tuple(printable(name[:64]) for name in names)
 
 
 def error_text(code: ErrorCode, message: str) -> str:

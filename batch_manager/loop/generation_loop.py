@@ -20,7 +20,7 @@ from ..kv.audit import check_totals
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
 from ..requests.llm_request import LlmRequest
-from ..scheduling.contract import check_plan
+from ..scheduling.contract import check_plan, plain_plan
 from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
 from ..seams import Clock, ModelBackend
 from ..stats.trace import IterationTrace
@@ -175,6 +175,7 @@ class GenerationLoop:
         except BaseException as error:  # noqa: B036  whatever it raises, it costs the active requests and no more
             raise self._blamed("schedule_request raised", error) from error
         try:
+            plan = plain_plan(plan, len(active))
             check_plan(self.scheduler, plan, active, inflight, self.kv, self.limits)
         except (SchedulerContractError, InternalError):
             raise

@@ -1,7 +1,7 @@
 """The rules a plan keeps, checked before anything of it is carried out."""
 
-from collections.abc import Collection
-from itertools import chain
+from collections.abc import Collection, Iterable
+from itertools import chain, islice
 from numbers import Integral
 
 from ..config import Limits
@@ -9,6 +9,35 @@ from ..errors import SchedulerContractError, type_name
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
 from .interfaces import GENERATING, RequestList, SchedulerOutput
+
+
+def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
+    """The plan with everything in lists: whatever can be iterated is taken for what that gives, once.
+
+    What is checked is then what is carried out, whatever a container of the user's gives the next time it is asked.
+    Of one that never ends no more is read than it takes to see that it breaks a rule. What is no plan is returned as
+    it is, for `check_plan` to say so. Raises whatever reading raises.
+
+    num_active   requests a plan can name
+    """
+    if not isinstance(plan, SchedulerOutput):
+        return plan
+    contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
+    chunk_sizes = plan.chunk_sizes
+    if (type(plan) is SchedulerOutput and chunk_sizes is None
+            and type(contexts) is type(generation) is type(paused) is list):
+        return plan                                             # so it is in most iterations
+    contexts, generation, paused = (plain_list(named, num_active) for named in (contexts, generation, paused))
+    if chunk_sizes is not None:
+        # Narrow integers of numpy would overflow in sums.
+        chunk_sizes = [int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size
+                       for size in plain_list(chunk_sizes, len(contexts))]
+    return SchedulerOutput(contexts, generation, paused, chunk_sizes, plan.draft_lengths)
+
+
+def plain_list(things: Iterable, most: int) -> list:
+    """The things in a list, or `most` + 1 of them where there are more. A list is returned as it is."""
+    return things if type(things) is list else list(islice(things, most + 1))
 
 
 def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
@@ -61,7 +90,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     if len(contexts) + len(generation) > limits.max_batch_size:
         return f"{len(contexts) + len(generation)} requests are to run and max_batch_size is {limits.max_batch_size}"
     tokens = sum([request.beam_width + request.draft_len for request in generation])
-    if contexts:
+    if contexts or plan.chunk_sizes is not None:
         broken = _broken_chunk_rule(plan, limits)
         if broken is not None:
             return broken

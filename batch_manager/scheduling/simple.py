@@ -2,7 +2,8 @@
 
 from collections.abc import Collection
 
-from ..errors import SchedulerContractError
+from ..errors import SchedulerContractError, type_name
+from .contract import plain_list
 from .interfaces import CapacityScheduler, MicroBatchScheduler, RequestList, RequestScheduler, SchedulerOutput
 
 
@@ -15,11 +16,12 @@ class SimpleScheduler(RequestScheduler):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        return type(self.capacity_scheduler).__name__, type(self.micro_batch_scheduler).__name__
+        return type_name(self.capacity_scheduler), type_name(self.micro_batch_scheduler)
 
     def schedule_request(self, active_requests: RequestList, inflight_request_ids: Collection[int]) -> SchedulerOutput:
         fitting, *elsewhere, paused = self.capacity_scheduler.schedule_request(active_requests)
         if any(elsewhere):
             raise SchedulerContractError(self.capacity_scheduler, "its second list of three must be empty")
+        fitting = plain_list(fitting, len(active_requests))
         context, generation, *sizes = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
         return SchedulerOutput(context, generation, paused, *sizes)
