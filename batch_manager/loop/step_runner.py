@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ..contained_log import log
 from ..errors import (
     DeviceLostError,
@@ -19,10 +17,13 @@ from ..forked_child import Fork
 from ..handover import BeamOutput, BlockCopy, RowFailure, ScheduledBatch, StepOutput
 from ..names import ErrorCode
 from ..seams import Clock, ModelBackend, PendingStep
+from .step_output_check import StepOutputCheck, WrongOutputError
 
 
 class StepRunner:
     """Launches batches on a backend; what comes back has one row, or one failure, for every sequence.
+
+    What a backend returns is taken for what it should be, or for a step that raised.
 
     A batch that raises is run again in halves, and these in halves, so that only sequences that fail alone are lost.
     That is sound because a step that raised left nothing a second run would notice (seams.ModelBackend).
@@ -37,6 +38,7 @@ class StepRunner:
                  heartbeat: Callable[[str, float], None] = lambda activity, now: None) -> None:
         self._backend = backend
         self._vocab_size = vocab_size
+        self._check = StepOutputCheck(vocab_size)
         self._clock = clock
         self._heartbeat = heartbeat
         self._fork = Fork()
@@ -70,6 +72,7 @@ class StepRunner:
     def start(self, batch: ScheduledBatch) -> "RunningStep":
         """Launch a batch. One that cannot be launched raises when it is waited for. Raises DeviceLostError."""
         self._beat("model step")
+        self._check.note(batch)
         try:
             return RunningStep(self, batch, self._launch(batch), None)
         except DeviceLostError:
@@ -95,8 +98,7 @@ class StepRunner:
         try:
             if step.error is not None:
                 raise step.error
-            output = step.pending.finish()
-            check_rows(step.batch, output)
+            output = self._check.checked(step.batch, step.pending.finish())
         except DeviceLostError:
             raise
         except BaseException as error:
@@ -117,7 +119,8 @@ class StepRunner:
             halves = [self._run_again(batch.part(0, middle)), self._run_again(batch.part(middle, count))]
             return StepOutput.merge(halves, batch.micro_batch_id)
 
-        log.error("a step of one sequence raised %s\n%s", type_name(error), where_raised(error))
+        fact = f": {error}" if type(error) is WrongOutputError else ""    # what others say may quote a prompt
+        log.error("a step of one sequence raised %s%s\n%s", type_name(error), fact, where_raised(error))
         code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.MODEL_ERROR
         (slot,) = batch.slots()
         failure = RowFailure(code, f"the model step raised {type_name(error)} for this request alone; the others "
@@ -127,9 +130,7 @@ class StepRunner:
     def _run_again(self, batch: ScheduledBatch) -> StepOutput:
         self._beat("model step")
         try:
-            output = self._launch(batch).finish()
-            check_rows(batch, output)
-            return output
+            return self._check.checked(batch, self._launch(batch).finish())
         except DeviceLostError:
             raise
         except BaseException as error:
@@ -167,24 +168,6 @@ class RunningStep:
         if self._output is None:
             self._output = self._runner.finish(self, later)
         return self._output
-
-
-class WrongRowsError(Exception):
-    """A backend returned rows that do not match its batch."""
-
-
-def check_rows(batch: ScheduledBatch, output: StepOutput) -> None:
-    """One row for each last chunk and each generation step, in batch order. Raises WrongRowsError."""
-    last_chunks = [work.slot for work in batch.context if work.is_last_chunk]
-    if last_chunks:
-        expected = np.concatenate([np.array(last_chunks, np.int32), batch.generation.slots])
-    else:
-        expected = batch.generation.slots
-    if not np.array_equal(output.slots, expected):
-        raise WrongRowsError(f"{len(output.slots)} rows for {len(expected)} sequences, or in another order")
-    if len(output.tokens) != len(expected) or len(output.finish) != len(expected):
-        raise WrongRowsError(f"{len(output.tokens)} tokens and {len(output.finish)} finish codes for "
-                             f"{len(expected)} rows")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

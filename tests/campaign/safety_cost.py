@@ -5,7 +5,7 @@ difference of the two medians. The loop is the real one around a scripted model,
 in the time of a real one. That of a real one is then measured for the share: the generation step of a small Llama in
 bf16 with random weights. All of it is processor time of one thread, which others on the machine do not count in.
 
-    check_totals        free + live == total                  check_rows     a row for each sequence of the step
+    check_totals        free + live == total                  step output    its rows, types and finish codes
     check_plan          the rules of a plan                   token ids      each below the size of the vocabulary
     overlooked          requests that no plan takes up        finite         logits, row by row; flags: what came of it
     guards              around get, send, poll and stats: contain, time and count, and the heartbeat
@@ -29,7 +29,7 @@ import numpy as np
 
 from batch_manager import InferenceRequest
 from batch_manager.clock import SystemClock
-from batch_manager.loop import generation_loop, step_runner
+from batch_manager.loop import generation_loop
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.tools.host_benchmark import Setting, Stopwatch, make_loop
 from batch_manager.worker import WorkerControl, watch_worker
@@ -66,7 +66,7 @@ def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
         "check_totals": [(generation_loop, "check_totals", nothing)],
         "check_plan": [(generation_loop, "check_plan", nothing)],
         "overlooked": [(loop._overlooked, "look", nothing)],
-        "check_rows": [(step_runner, "check_rows", nothing)],
+        "step output": [(runner._check, "checked", lambda batch, output: output)],
         "token ids": [(runner, "_without_invalid_tokens", lambda output: output)],
         "guards": [(callbacks, "get", callbacks._get), (callbacks, "send", callbacks._send),
                    (callbacks, "poll_stops", callbacks._poll), (callbacks, "return_stats", callbacks._stats)],

@@ -12,6 +12,8 @@ def with_a_wrong_token(beams: BeamOutput, token: int) -> BeamOutput:
     if not beams.hypotheses:
         return replace(beams, tokens=np.append(beams.tokens[:-1], np.int32(token)))
     *others, last = beams.hypotheses
+    if not len(last.tokens):
+        last = replace(last, log_probs=np.zeros(1, np.float32), rows=np.zeros(1, np.int32))
     return replace(beams, hypotheses=(*others, replace(last, tokens=np.append(last.tokens[:-1], np.int32(token)))))
 
 
