@@ -1,7 +1,8 @@
 """What a scheduler is asked and what it answers. The names and signatures are those of TensorRT-LLM.
 
-Subclassing is a courtesy: any object with the method will do. A scheduler changes nothing, neither requests nor
-blocks; the same question gives the same answer.
+Subclassing is a courtesy: any object with the method will do. A `schedule_request` of two arguments is that of a
+RequestScheduler, of one that of a CapacityScheduler. A scheduler changes nothing, neither requests nor blocks; the same
+question gives the same answer.
 """
 
 from abc import ABC, abstractmethod

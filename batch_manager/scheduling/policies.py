@@ -9,7 +9,7 @@ from ..names import SchedulerPolicy
 from ..requests.llm_request import LlmRequest
 from .capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
 from .chunking import DIVISIONS, ContextChunking
-from .interfaces import MicroBatchScheduler, RequestScheduler
+from .interfaces import MicroBatchScheduler
 from .micro_batch import EvenMicroBatches, TokenBudgetScheduler
 from .simple import SimpleScheduler
 
@@ -20,7 +20,7 @@ CAPACITY_SCHEDULERS = {
 
 
 def make_scheduler(limits: Limits, kv_cache_manager: KvCacheManager,
-                   peft_cache_manager: PeftCacheManager | None = None) -> RequestScheduler:
+                   peft_cache_manager: PeftCacheManager | None = None) -> SimpleScheduler:
     """The scheduler that `limits` describes."""
     capacity = CAPACITY_SCHEDULERS[limits.scheduler_policy](
         limits.max_num_requests, kv_cache_manager, peft_cache_manager=peft_cache_manager)

@@ -1,0 +1,131 @@
+"""Section 1 and 6: parts are told by what they can do, and what they lack is said in the constructor's caller."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from batch_manager import CapacityScheduler, MicroBatchScheduler, Parts, RequestScheduler, SchedulerOutput
+from batch_manager.build import _checked_attention
+from batch_manager.errors import ConfigError
+from batch_manager.runtime.scripted_backend import ScriptedBackend
+
+PROMPTS = {1: [5, 6, 7], 2: [8, 9], 3: [4]}
+METHODS = ("start", "clear_blocks", "memory_usage", "close")
+
+
+class Everything:
+    def schedule_request(self, active_requests, inflight_request_ids):
+        return SchedulerOutput(*contexts_and_generation(active_requests))
+
+
+class WhoGetsBlocks:
+    def schedule_request(self, active_requests):
+        return active_requests, []
+
+
+class OneAtATime:
+    asked = 0
+
+    def schedule(self, fitting_requests, inflight_request_ids):
+        self.asked += 1
+        return contexts_and_generation(fitting_requests[:1])
+
+
+def contexts_and_generation(requests):
+    return [r for r in requests if r.is_context], [r for r in requests if r.is_generating]
+
+
+class InheritsEverything(Everything, RequestScheduler):
+    pass
+
+
+class InheritsWhoGetsBlocks(WhoGetsBlocks, CapacityScheduler):
+    pass
+
+
+class InheritsOneAtATime(OneAtATime, MicroBatchScheduler):
+    pass
+
+
+KINDS = [Everything, WhoGetsBlocks, OneAtATime, InheritsEverything, InheritsWhoGetsBlocks, InheritsOneAtATime]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", ["object", "class", "factory"])
+def test_a_scheduler_of_any_kind_may_be_an_object_a_class_or_a_factory(make_world, new_request, kind, given):
+    scheduler = {"object": kind(), "class": kind, "factory": lambda limits, kv_cache_manager: kind()}[given]
+    world = make_world(parts={"scheduler": scheduler})
+    world.client.pending = [new_request(i, prompt, 4) for i, prompt in PROMPTS.items()]
+    world.run()
+    for i, prompt in PROMPTS.items():
+        assert world.client.final(i).tokens() == prompt + world.expected(prompt, 4)
+    if kind is OneAtATime and given == "object":
+        assert scheduler.asked == 4 * len(PROMPTS)
+
+
+def test_a_class_may_take_the_limits_and_the_kv_cache_manager(make_world):
+    class Takes(InheritsWhoGetsBlocks):
+        def __init__(self, limits, kv_cache_manager):
+            self.limits, self.kv = limits, kv_cache_manager
+
+    world = make_world(parts={"scheduler": Takes})
+    assert world.loop.scheduler.capacity_scheduler.limits is world.loop.limits
+    assert world.loop.scheduler.capacity_scheduler.kv is world.loop.kv
+
+
+class TakesFive(InheritsOneAtATime):
+    def __init__(self, a, b, c, d, e):
+        pass
+
+
+@pytest.mark.parametrize(("scheduler", "said"), [
+    (TakesFive, "TakesFive in Parts.scheduler takes neither"), (5, "Parts.scheduler is a int"),
+    (SimpleNamespace(), "Parts.scheduler is a SimpleNamespace"), (lambda limits, kv: None, "returned a NoneType"),
+    (lambda limits, kv: Everything, "returned a type"),
+    (lambda limits, kv: SimpleNamespace(schedule=1), "returned a SimpleNamespace")])
+def test_what_is_no_scheduler_is_refused(make_world, scheduler, said):
+    with pytest.raises(ConfigError, match=said):
+        make_world(parts={"scheduler": scheduler})
+
+
+@pytest.mark.parametrize("given", ["object", "factory"])
+@pytest.mark.parametrize("missing", METHODS)
+def test_a_backend_is_refused_by_the_name_of_the_method_it_lacks(make_manager, new_client, missing, given):
+    closed = []
+    methods = dict.fromkeys(METHODS, print) | {"close": lambda: closed.append(1), "info": ScriptedBackend().info}
+    backend = SimpleNamespace(**methods | {missing: None})
+    with pytest.raises(ConfigError, match=f"SimpleNamespace in Parts.backend has no {missing}; "):
+        make_manager(new_client(), model_path="", parts={"backend": backend if given == "object" else lambda: backend})
+    assert closed == [1] * (missing != "close")
+
+
+def test_copy_blocks_is_needed_by_nobody_who_copies_no_blocks(make_manager, new_client, new_request):
+    whole = ScriptedBackend()
+    client = new_client()
+    client.pending = [new_request(1, [5, 6], 3)]
+    make_manager(client, model_path="", parts={"backend": SimpleNamespace(
+        info=whole.info, **{name: getattr(whole, name) for name in METHODS})})
+    client.wait_for_finals(1)
+    assert client.final(1).tokens() == [5, 6, *whole.expected([5, 6], 3)]
+
+
+@pytest.mark.parametrize(("made", "lacks"), [
+    (None, "a NoneType, which has no plan, run, dispatch"),
+    (SimpleNamespace(plan=print, run=print), "a SimpleNamespace, which has no dispatch"),
+    (SimpleNamespace(plan=print, run=5, dispatch="torch"), "a SimpleNamespace, which has no run")])
+def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new_client, made, lacks):
+    with pytest.raises(ConfigError, match=f"Parts.attention returned {lacks}; an implementation"):
+        make_manager(new_client(), model_path="examples/models/austen-4m", max_seq_len=64,
+                     parts={"attention": lambda *given, **options: made})
+
+
+def test_a_factory_of_attention_is_given_what_it_was_given_before():
+    whole = SimpleNamespace(plan=print, run=print, dispatch="torch")
+    given = []
+
+    def factory(spec, kv_pool, **options):
+        given.append((spec, kv_pool, options))
+        return whole
+
+    assert _checked_attention(None) is None and Parts(attention=factory).attention is factory
+    assert _checked_attention(factory)(1, 2, sink=3) is whole and given == [(1, 2, {"sink": 3})]
