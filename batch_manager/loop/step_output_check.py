@@ -121,13 +121,12 @@ class StepOutputCheck:
         judged = [row for slot, row in row_of.items() if slot not in beams]
         if (finish[judged] > STOP_WORDS).any():
             raise WrongOutputError("a finish code is neither NOT_FINISHED nor END_ID nor STOP_WORDS")
-        for slot, wants in drawing.items():
-            if not wants.log_probs or slot in beams:
-                continue
-            if log_probs is None:
-                raise WrongOutputError("log_probs is None and was asked for")
-            if np.isnan(log_probs[row_of[slot]]):
-                failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_LOG_PROB)
+        told = [slot for slot, wants in drawing.items() if wants.log_probs and slot not in beams]
+        if told and log_probs is None:
+            raise WrongOutputError("log_probs is None and was asked for")
+        if told and np.isnan(log_probs).any():
+            failures |= {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_LOG_PROB) for slot in told
+                         if np.isnan(log_probs[row_of[slot]])}
         return StepOutput(batch.micro_batch_id, slots, tokens, finish, log_probs, context_logits, generation_logits,
                           failures, beams)
 

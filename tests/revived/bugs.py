@@ -25,6 +25,7 @@ from batch_manager.loop.finals import Finals
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.loop.intake import Intake
 from batch_manager.loop.resources import Resources
+from batch_manager.loop.step_output_check import StepOutputCheck
 from batch_manager.loop.step_runner import StepRunner
 from batch_manager.names import ContextChunkingPolicy, FinishReason, SchedulerPolicy, TrtGptModelType
 from batch_manager.requests import admission
@@ -470,6 +471,10 @@ def an_abort_keeps_the_blocks(patch) -> None:
     patch.setattr(GenerationLoop, "_give_everything_back", lambda self: None)
 
 
+def nobody_looks_at_what_a_step_returned(patch) -> None:
+    patch.setattr(StepOutputCheck, "checked", lambda self, batch, output: output)
+
+
 BUGS = [
     Bug("the same block twice in one release", "F01", same_block_twice_in_one_release),
     Bug("a stop forgets the blocks", "F03", a_stop_forgets_the_blocks, traffic=STOPPING),
@@ -517,6 +522,8 @@ BUGS = [
     Bug("the salt is no part of the domain", "F12", the_salt_is_no_part_of_the_domain, REUSING, ALIKE,
         needs="reuse"),
 
+    Bug("nobody looks at what a step returned", "found here", nobody_looks_at_what_a_step_returned,
+        faults=("model.wrong_rows",)),
     Bug("refusals are lost with the engine", "found here", refusals_are_lost_with_the_engine,
         traffic={**BUSY, "invalid": 0.5}, faults=("model.device_lost",)),
     Bug("refusals come after the finals of a broken plan", "found here",
