@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,10 +19,8 @@ from .loop.intake import Intake, QueueBounds
 from .loop.responder import Responder
 from .loop.static_batch import StaticBatch
 from .names import SchedulerPolicy, TrtGptModelType
+from .parts import checked_attention, chosen_scheduler, custom_backend
 from .requests.admission import Admission
-from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler
-from .scheduling.policies import make_scheduler
-from .scheduling.simple import SimpleScheduler
 from .scheduling.static_batch import make_static_batch_scheduler
 from .seams import BackendInfo, Clock, ModelBackend
 
@@ -86,7 +83,7 @@ def build_loop(
             intake=Intake(callbacks, admission, QueueBounds.of(optional_params), clock,
                           optional_params.max_admissions_per_iteration, terminate_req_id),
             scheduler=(make_static_batch_scheduler(limits, kv_cache_manager) if static_batch
-                       else _make_scheduler(parts.scheduler, limits, kv_cache_manager)),
+                       else chosen_scheduler(parts.scheduler, limits, kv_cache_manager)),
             kv_cache_manager=kv_cache_manager,
             backend=backend,
             responder=Responder(callbacks, numpy_to_tensor, limits.vocab_size),
@@ -163,18 +160,7 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
 def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: int,
                   params: TrtGptModelOptionalParams, parts: Parts) -> ModelBackend:
     if parts.backend is not None:
-        for name in ("deterministic", "cuda_graphs"):
-            if getattr(params, name):
-                raise ConfigError(f"{name} was asked for with Parts.backend",
-                                  "a backend of your own decides how it computes", "leave one of them out")
-        backend = parts.backend
-        if isinstance(backend, type) or not hasattr(backend, "start"):
-            backend = backend()
-            if not hasattr(backend, "start"):
-                raise ConfigError(f"the factory in Parts.backend returned a {type_name(backend)}", "a ModelBackend",
-                                  "return an object with the methods of seams.ModelBackend")
-        _refuse_what_lacks_a_method(backend)
-        return backend
+        return custom_backend(parts.backend, params)
     if model_path is None:
         raise ConfigError("model_path is None", "there is no backend in its place",
                           "pass the folder of a Hugging Face checkpoint, or parts=Parts(backend=...)")
@@ -186,97 +172,7 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
     num_slots = params.max_num_sequences if (params.max_num_sequences or 0) > 0 else params.max_batch_size
     return build_native_backend(
         model_path, params, layout=layout, num_slots=num_slots, max_beam_width=max_beam_width,
-        attention_factory=_checked_attention(parts.attention), is_own_thread=is_a_worker)
-
-
-def _refuse_what_lacks_a_method(backend: Any) -> None:
-    """Raise ConfigError, with the backend closed where it can be, for one that would be found out in a step."""
-    missing = [name for name in ("start", "clear_blocks", "memory_usage", "close")
-               if not callable(getattr(backend, name, None))]
-    if not missing:
-        return
-    if "close" not in missing:
-        backend.close()
-    raise ConfigError(f"a {type_name(backend)} in Parts.backend has no {', '.join(missing)}",
-                      "a ModelBackend: all of its methods but copy_blocks are needed", "see seams.ModelBackend")
-
-
-def _checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """The factory, with what it returns looked at before anybody uses it."""
-    if factory is None:
-        return None
-
-    def make(*given: Any, **options: Any) -> Any:
-        attention = factory(*given, **options)
-        missing = [name for name in ("plan", "run") if not callable(getattr(attention, name, None))]
-        if not isinstance(getattr(attention, "dispatch", None), str):
-            missing.append("dispatch")
-        if missing:
-            raise ConfigError(f"the factory in Parts.attention returned a {type_name(attention)}, which has no "
-                              f"{', '.join(missing)}", "an attention implementation",
-                              "see attention.interface.Attention")
-        return attention
-
-    return make
-
-
-SCHEDULERS = "a RequestScheduler, a CapacityScheduler, a MicroBatchScheduler"
-
-
-def _make_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
-    default = make_scheduler(limits, kv_cache_manager)
-    if part is None:
-        return default
-    scheduler = _with_defaults(part, default)
-    if scheduler is not None:
-        return scheduler
-    if not callable(part):
-        raise ConfigError(f"Parts.scheduler is a {type_name(part)}",
-                          f"{SCHEDULERS}, or a factory (limits, kv_cache_manager) of one",
-                          "inherit one of them, or leave it None")
-    if isinstance(part, type) and not _takes(part, 2):
-        if not _takes(part, 0):
-            raise ConfigError(f"the class {part.__name__} in Parts.scheduler takes neither (limits, kv_cache_manager) "
-                              "nor no arguments", "a class that can be constructed so",
-                              "hand over an object, or a factory (limits, kv_cache_manager)")
-        made = part()
-    else:
-        made = part(limits, kv_cache_manager)
-    scheduler = _with_defaults(made, default)
-    if scheduler is None:
-        raise ConfigError(f"the factory in Parts.scheduler returned a {type_name(made)}", SCHEDULERS,
-                          "inherit one of them")
-    return scheduler
-
-
-def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | None:
-    """The part, with the default for the half that it leaves open; None where it is no scheduler, but a class perhaps.
-
-    What inherits nothing is told by its methods, and by how many arguments `schedule_request` takes.
-    """
-    if isinstance(part, type):
-        return None
-    if isinstance(part, RequestScheduler):
-        return part
-    decides = getattr(part, "schedule_request", None)
-    if isinstance(part, CapacityScheduler) or callable(decides) and not _takes(decides, 2) and _takes(decides, 1):
-        return SimpleScheduler(part, default.micro_batch_scheduler)
-    if callable(decides):
-        return part
-    if isinstance(part, MicroBatchScheduler) or callable(getattr(part, "schedule", None)):
-        return SimpleScheduler(default.capacity_scheduler, part)
-    return None
-
-
-def _takes(function: Callable, count: int) -> bool:
-    """Whether it can be called with so many arguments; so it is said of one that does not tell."""
-    try:
-        signature(function).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:
-        return True
-    return True
+        attention_factory=checked_attention(parts.attention), is_own_thread=is_a_worker)
 
 
 def numpy_to_tensor(array: np.ndarray) -> "torch.Tensor":

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from batch_manager import CapacityScheduler, MicroBatchScheduler, Parts, RequestScheduler, SchedulerOutput
-from batch_manager.build import _checked_attention
 from batch_manager.errors import ConfigError
+from batch_manager.parts import checked_attention
 from batch_manager.runtime.scripted_backend import ScriptedBackend
 
 PROMPTS = {1: [5, 6, 7], 2: [8, 9], 3: [4]}
@@ -114,7 +114,7 @@ def test_copy_blocks_is_needed_by_nobody_who_copies_no_blocks(make_manager, new_
     (SimpleNamespace(plan=print, run=print), "a SimpleNamespace, which has no dispatch"),
     (SimpleNamespace(plan=print, run=5, dispatch="torch"), "a SimpleNamespace, which has no run")])
 def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new_client, made, lacks):
-    with pytest.raises(ConfigError, match=f"Parts.attention returned {lacks}; an implementation"):
+    with pytest.raises(ConfigError, match=f"Parts.attention returned {lacks}; an attention implementation"):
         make_manager(new_client(), model_path="examples/models/austen-4m", max_seq_len=64,
                      parts={"attention": lambda *given, **options: made})
 
@@ -127,5 +127,5 @@ def test_a_factory_of_attention_is_given_what_it_was_given_before():
         given.append((spec, kv_pool, options))
         return whole
 
-    assert _checked_attention(None) is None and Parts(attention=factory).attention is factory
-    assert _checked_attention(factory)(1, 2, sink=3) is whole and given == [(1, 2, {"sink": 3})]
+    assert checked_attention(None) is None and Parts(attention=factory).attention is factory
+    assert checked_attention(factory)(1, 2, sink=3) is whole and given == [(1, 2, {"sink": 3})]

@@ -45,7 +45,8 @@ FLOORS: dict[str, list[str]] = {
     "decoding": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention"],
     "runtime": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention", "models", "decoding"],
 
-    "build": ["clock", *GROUND, *HOST, *DEVICE, "triton_kernels", "interpreter_exit"],
+    "parts": [*GROUND, "requests", "kv", "scheduling"],
+    "build": ["clock", "parts", *GROUND, *HOST, *DEVICE, "triton_kernels", "interpreter_exit"],
     "interpreter_exit": ["errors", "names"],
     "loading_thread": ["end", "errors", "names", "interpreter_exit"],
     "worker": ["end", *GROUND, *HOST, "interpreter_exit"],
@@ -59,7 +60,7 @@ FLOORS: dict[str, list[str]] = {
 OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "end", "clock", "__init__",
                      "interpreter_exit", "loading_thread", "worker", "gpt_manager"], set()),
-    **dict.fromkeys(["config", "handover", "seams", *HOST], {"numpy"}),
+    **dict.fromkeys(["config", "handover", "seams", "parts", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),

@@ -1,0 +1,122 @@
+"""What the user hands over as a part of the engine: looked at, and completed, before anything runs with it.
+
+Parts are told by their methods; none has to inherit anything.
+"""
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+from .config import Limits, TrtGptModelOptionalParams
+from .errors import ConfigError, type_name
+from .kv.kv_cache_manager import KvCacheManager
+from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler
+from .scheduling.policies import make_scheduler
+from .scheduling.simple import SimpleScheduler
+from .seams import ModelBackend
+
+SCHEDULERS = "a RequestScheduler, a CapacityScheduler, a MicroBatchScheduler"
+
+
+def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend:
+    """The backend of `Parts.backend`, or of the factory there. Raises ConfigError for what is none."""
+    for name in ("deterministic", "cuda_graphs"):
+        if getattr(params, name):
+            raise ConfigError(f"{name} was asked for with Parts.backend",
+                              "a backend of your own decides how it computes", "leave one of them out")
+    backend = part
+    if isinstance(backend, type) or not hasattr(backend, "start"):
+        backend = backend()
+        if not hasattr(backend, "start"):
+            raise ConfigError(f"the factory in Parts.backend returned a {type_name(backend)}", "a ModelBackend",
+                              "return an object with the methods of seams.ModelBackend")
+    _refuse_what_lacks_a_method(backend)
+    return backend
+
+
+def _refuse_what_lacks_a_method(backend: Any) -> None:
+    """Raise ConfigError, with the backend closed where it can be, for one that would be found out in a step."""
+    missing = [name for name in ("start", "clear_blocks", "memory_usage", "close")
+               if not callable(getattr(backend, name, None))]
+    if not missing:
+        return
+    if "close" not in missing:
+        backend.close()
+    raise ConfigError(f"a {type_name(backend)} in Parts.backend has no {', '.join(missing)}",
+                      "a ModelBackend: all of its methods but copy_blocks are needed", "see seams.ModelBackend")
+
+
+def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The factory, with what it returns looked at before anybody uses it."""
+    if factory is None:
+        return None
+
+    def make(*given: Any, **options: Any) -> Any:
+        attention = factory(*given, **options)
+        missing = [name for name in ("plan", "run") if not callable(getattr(attention, name, None))]
+        if not isinstance(getattr(attention, "dispatch", None), str):
+            missing.append("dispatch")
+        if missing:
+            raise ConfigError(f"the factory in Parts.attention returned a {type_name(attention)}, which has no "
+                              f"{', '.join(missing)}", "an attention implementation",
+                              "see attention.interface.Attention")
+        return attention
+
+    return make
+
+
+def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
+    """The scheduler of `Parts.scheduler`, whole; None: the one of the policy. Raises ConfigError for what is none."""
+    default = make_scheduler(limits, kv_cache_manager)
+    if part is None:
+        return default
+    scheduler = _with_defaults(part, default)
+    if scheduler is not None:
+        return scheduler
+    if not callable(part):
+        raise ConfigError(f"Parts.scheduler is a {type_name(part)}",
+                          f"{SCHEDULERS}, or a factory (limits, kv_cache_manager) of one",
+                          "inherit one of them, or leave it None")
+    if isinstance(part, type) and not _takes(part, 2):
+        if not _takes(part, 0):
+            raise ConfigError(f"the class {part.__name__} in Parts.scheduler takes neither (limits, kv_cache_manager) "
+                              "nor no arguments", "a class that can be constructed so",
+                              "hand over an object, or a factory (limits, kv_cache_manager)")
+        made = part()
+    else:
+        made = part(limits, kv_cache_manager)
+    scheduler = _with_defaults(made, default)
+    if scheduler is None:
+        raise ConfigError(f"the factory in Parts.scheduler returned a {type_name(made)}", SCHEDULERS,
+                          "inherit one of them")
+    return scheduler
+
+
+def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | None:
+    """The part, with the default for the half that it leaves open; None where it is no scheduler, but a class perhaps.
+
+    What inherits nothing is told by its methods, and by how many arguments `schedule_request` takes.
+    """
+    if isinstance(part, type):
+        return None
+    if isinstance(part, RequestScheduler):
+        return part
+    decides = getattr(part, "schedule_request", None)
+    if isinstance(part, CapacityScheduler) or callable(decides) and not _takes(decides, 2) and _takes(decides, 1):
+        return SimpleScheduler(part, default.micro_batch_scheduler)
+    if callable(decides):
+        return part
+    if isinstance(part, MicroBatchScheduler) or callable(getattr(part, "schedule", None)):
+        return SimpleScheduler(default.capacity_scheduler, part)
+    return None
+
+
+def _takes(function: Callable, count: int) -> bool:
+    """Whether it can be called with so many arguments; so it is said of one that does not tell."""
+    try:
+        signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
