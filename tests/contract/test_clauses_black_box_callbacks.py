@@ -245,7 +245,7 @@ def test_c15_a_set_to_stop_may_be_added_to_while_it_is_read(make_manager, new_cl
 
 def test_c16_a_callback_may_do_anything_with_the_manager_and_make_another_one(make_manager, new_client, new_request):
     client, inner_client = new_client(), new_client()
-    client.pending, inner_client.pending = [new_request(1, [1], 20, streaming=True)], [new_request(7, [7], 3)]
+    inner_client.pending = [new_request(7, [7], 3)]
     managers, answers = [], []
 
     def on_send(request_id, response):
@@ -259,8 +259,9 @@ def test_c16_a_callback_may_do_anything_with_the_manager_and_make_another_one(ma
             with managers[1]:
                 inner_client.wait_for_finals(7)
 
-    client.on_send = lambda request_id, response: managers and on_send(request_id, response)
+    client.on_send = on_send
     managers.append(make_manager(client))
+    client.pending.append(new_request(1, [1], 20, streaming=True))
     client.wait_for_finals(1)
     assert managers[0].shutdown()
     assert answers == [(1, "send"), (False, False)]
