@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from batch_manager import GptManager, Parts, SchedulerPolicy, TrtGptModelType, interpreter_exit
+from batch_manager import GptManager, Parts, SchedulerPolicy, TrtGptModelType, interpreter_exit, loading_thread
 from batch_manager.errors import ManagerClosedError
 from batch_manager.loading_thread import Loading, check_interruption, in_a_thread_of_its_own
 from batch_manager.runtime.scripted_backend import ScriptedBackend
@@ -79,3 +79,18 @@ def test_what_is_loaded_and_what_is_raised_are_handed_on():
     with pytest.raises(ZeroDivisionError):
         in_a_thread_of_its_own(lambda: 1 / 0, undo=None)
     check_interruption()                                          # nobody interrupts this thread
+
+
+def test_a_load_may_take_longer_than_one_look_at_it(monkeypatch):
+    monkeypatch.setattr(loading_thread, "SECONDS_BETWEEN_LOOKS", 0.01)
+    assert in_a_thread_of_its_own(lambda: time.sleep(0.1) or 5, undo=None) == 5
+
+
+def test_c17_a_thread_that_cannot_be_started_leaves_nothing_behind(monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Loading, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"):
+        in_a_thread_of_its_own(lambda: 5, undo=lambda loaded: pytest.fail("nothing was loaded"))
+    assert not [control for control in interpreter_exit._controls if isinstance(control, Loading)]
