@@ -138,7 +138,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 f"no memory is left for a step and the state of {state}: {first_line(error)}",
                 "one step of the largest batch has to fit beside weights and KV cache",
                 "lower max_num_sequences, max_batch_size or max_beam_width, KvCacheConfig.free_gpu_memory_fraction "
-                    "or KvCacheConfig.max_tokens") from error
+                "or KvCacheConfig.max_tokens") from error
         raise ConfigError(f"the model was loaded but making a first step, with room for {state}, raised "
                           f"{first_line(error)}", "a first step that works", "the cause above says more") from error
     return backend
