@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from ..handover import SlotSetup
+from .position_ring import COLUMNS as COLUMNS_OF_RING
+from .position_ring import PositionRing
 
 COLUMNS = {
     "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.int64,
@@ -45,8 +47,8 @@ class SlotState:
     """Per slot: the sampling parameters, what is to be returned, and the tokens drawn last.
 
     host          the columns of COLUMNS and FLAGS as numpy arrays, for decisions that must not wait for the device
-    last_tokens   [slots, 2] int64 on the device: the token of position p in column p % 2. A step reads the column of
-                  the token it is fed and writes the other, so that running it again is fed the same token.
+    last_tokens   int64 on the device: the tokens sampled last, by position. A step reads the one before the position
+                  that it samples and writes that
 
     Grows by doubling when a larger slot arrives.
     """
@@ -55,7 +57,7 @@ class SlotState:
         self.device = device
         self.host = {name: np.zeros(max(num_slots, 1), dtype)
                      for name, dtype in {**COLUMNS, **dict.fromkeys(FLAGS, np.bool_)}.items()}
-        self.last_tokens = torch.zeros((self.capacity, 2), dtype=torch.int64, device=device)
+        self.last_tokens = PositionRing(torch.zeros((self.capacity, COLUMNS_OF_RING), dtype=torch.int64, device=device))
         self._columns = self._upload()
 
     @property
@@ -81,11 +83,11 @@ class SlotState:
 
     def fed_tokens(self, device_slots: torch.Tensor, device_positions: torch.Tensor) -> torch.Tensor:
         """[g] int64: the tokens that stand at these positions, drawn by the step before."""
-        return self.last_tokens[device_slots, device_positions & 1]
+        return self.last_tokens.at(device_slots, device_positions)
 
     def keep_tokens(self, rows: DrawRows, tokens: torch.Tensor) -> None:
         """Store what was drawn; the next step is fed it."""
-        self.last_tokens[rows.device_slots, rows.device_positions & 1] = tokens.long()
+        self.last_tokens.put(rows.device_slots, rows.device_positions, tokens.long())
 
     def _write(self, slot: int, setup: SlotSetup) -> None:
         host = self.host
@@ -107,9 +109,9 @@ class SlotState:
         for name, column in self.host.items():
             self.host[name] = np.zeros(capacity, column.dtype)
             self.host[name][:before] = column
-        last_tokens = torch.zeros((capacity, 2), dtype=torch.int64, device=self.device)
-        last_tokens[:before] = self.last_tokens
-        self.last_tokens, self._columns = last_tokens, self._upload()
+        last_tokens = torch.zeros((capacity, COLUMNS_OF_RING), dtype=torch.int64, device=self.device)
+        last_tokens[:before] = self.last_tokens.values
+        self.last_tokens.values, self._columns = last_tokens, self._upload()
 
     def _upload(self) -> dict[str, torch.Tensor]:
         # On a CPU the tensors are the host's arrays.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..handover import SlotSetup
+from .position_ring import COLUMNS, PositionRing
 from .slot_table import SlotTable
 from .slots import DrawRows
 
@@ -18,14 +19,13 @@ class TopPDecay:
     """The top-p of every draw, a function of what was generated: a resumed sequence and a step that runs twice get the
     same.
 
-    _current   [slots, 2] float32 on the device: what the draw at position p uses is in column p % 2, and the draw
-               writes the other
+    _current   float32 on the device, by position: what the draw at a position uses; the draw writes the next one
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._table = SlotTable(num_slots, device, decays=np.bool_(False), first=np.float32(0), decay=np.float32(1),
                                 floor=np.float32(0), reset_id=np.int32(-1))
-        self._current = torch.zeros((num_slots, 2), dtype=torch.float32, device=device)
+        self._current = PositionRing(torch.zeros((num_slots, COLUMNS), dtype=torch.float32, device=device))
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         self._table.put(slot, setup.decays, decays=True, first=setup.top_p, decay=setup.top_p_decay,
@@ -34,8 +34,8 @@ class TopPDecay:
             return
         self._reserve(slot + 1)
         generated = setup.history[setup.prompt_length :]
-        self._current[slot, len(setup.history) & 1] = float(
-            top_p_behind(generated, setup.top_p, setup.top_p_decay, setup.top_p_min, setup.top_p_reset_id))
+        self._current.put(slot, len(setup.history), float(
+            top_p_behind(generated, setup.top_p, setup.top_p_decay, setup.top_p_min, setup.top_p_reset_id)))
 
     def is_wanted(self, rows: DrawRows) -> bool:
         return self._table.is_wanted(rows)
@@ -43,7 +43,7 @@ class TopPDecay:
     def top_p(self, rows: DrawRows, unchanging: torch.Tensor) -> torch.Tensor:
         """[r] float32: what these draws use. unchanging [r]: the top-p of the rows where it does not change."""
         self._reserve(int(rows.slots.max()) + 1)
-        current = self._current[rows.device_slots, rows.device_positions & 1]
+        current = self._current.at(rows.device_slots, rows.device_positions)
         return torch.where(self._table.column("decays", rows), current, unchanging)
 
     def keep(self, rows: DrawRows, drawn: torch.Tensor) -> None:
@@ -52,15 +52,15 @@ class TopPDecay:
             return
         slots, positions, column = rows.device_slots, rows.device_positions, self._table.column
         self._reserve(int(rows.slots.max()) + 1)
-        shrunk = (self._current[slots, positions & 1] * column("decay", rows)).maximum(column("floor", rows))
-        self._current[slots, (positions + 1) & 1] = torch.where(
-            drawn == column("reset_id", rows), column("first", rows), shrunk)
+        shrunk = (self._current.at(slots, positions) * column("decay", rows)).maximum(column("floor", rows))
+        self._current.put(slots, positions + 1,
+                          torch.where(drawn == column("reset_id", rows), column("first", rows), shrunk))
 
     def _reserve(self, num_slots: int) -> None:
-        before = self._current
+        before = self._current.values
         if num_slots > len(before):
-            self._current = before.new_zeros((max(2 * len(before), num_slots), 2))
-            self._current[: len(before)] = before
+            self._current.values = before.new_zeros((max(2 * len(before), num_slots), COLUMNS))
+            self._current.values[: len(before)] = before
 
 
 def top_p_behind(generated: np.ndarray, first: float, decay: float, floor: float, reset_id: int) -> np.float32:
