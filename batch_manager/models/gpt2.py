@@ -27,6 +27,10 @@ from .model_spec import (
     refuse_windows,
 )
 
+# Other names of four fields. As in transformers, a value under the alias comes before the one under the first name.
+_ALIASES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
+            "n_positions": "max_position_embeddings"}
+
 
 class Gpt2:
     """GPT2LMHeadModel."""
@@ -42,18 +46,20 @@ class Gpt2:
         for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
             if config.flag(name, False):
                 raise config.fault(name, "false")
-        num_layers, num_heads = layer_count(config, "n_layer"), config.count("n_head", maximum=MAX_HEADS)
-        hidden_size = config.count("n_embd", maximum=MAX_WIDTH)
+        names = {name: alias if alias in config else name for name, alias in _ALIASES.items()}
+        num_layers = layer_count(config, names["n_layer"])
+        num_heads = config.count(names["n_head"], maximum=MAX_HEADS)
+        hidden_size = config.count(names["n_embd"], maximum=MAX_WIDTH)
         return checked(config, ModelSpec(
             architecture=architecture,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_heads,
-            head_size=even_share(config, "n_embd", hidden_size, num_heads),
+            head_size=even_share(config, names["n_embd"], hidden_size, num_heads),
             hidden_size=hidden_size,
             intermediate_size=config.count("n_inner", 4 * hidden_size, maximum=4 * MAX_WIDTH),
             vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
-            max_position_embeddings=config.count("n_positions", 1024, maximum=MAX_POSITIONS),
+            max_position_embeddings=config.count(names["n_positions"], 1024, maximum=MAX_POSITIONS),
             windows=(None,) * num_layers,
             norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
             tie_word_embeddings=config.flag("tie_word_embeddings", True),

@@ -13,7 +13,7 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import rotary_table
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, layer_count, read_decoder_spec
+from .model_spec import ModelSpec, layer_count, read_decoder_spec, read_window
 
 
 class Mistral:
@@ -25,12 +25,12 @@ class Mistral:
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
         # transformers leaves `layer_types` aside for this class; a list that says something else is another model.
-        # A window that is null is none; one that is left out is the class's default.
-        window = config.count("sliding_window", None if "sliding_window" in config.values else 4096)
+        window = read_window(config)
         kind = "full_attention" if window is None else "sliding_attention"
         if set(config.texts("layer_types", [])) - {kind}:
             raise config.fault("layer_types", f"{kind} everywhere, as sliding_window says")
-        return read_decoder_spec(config, architecture, windows=(window,) * layer_count(config), max_positions=131072)
+        return read_decoder_spec(config, architecture, windows=(window,) * layer_count(config), num_kv_heads=8,
+                                 max_positions=131072)
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self.embedding = Embedding(weights, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

@@ -22,7 +22,7 @@ _NEUTRAL = {
     "residual_multiplier": (1, 1.0), "attention_multiplier": (), "query_pre_attn_scalar": (), "clip_qkv": (),
     "parallel_attn": (False,), "use_parallel_residual": (False,), "alibi": (False,), "num_experts": (0, 1),
     "num_local_experts": (0, 1), "is_encoder_decoder": (False,), "add_cross_attention": (False,),
-    "prune_heads": ({},), "pruned_heads": ({},), "is_causal": (True,),
+    "prune_heads": ({},), "pruned_heads": ({},), "is_causal": (True,), "per_layer_config": ({},),
 }
 
 # activation names of transformers -> ours; different spellings of one function
@@ -95,12 +95,15 @@ def refuse_unknown_numerics(config: Fields) -> None:
 
 def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int | None, ...], qkv_bias: bool = False,
                       out_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False,
-                      head_size: int | None = None, max_positions: int) -> ModelSpec:
+                      head_size: int | None = None, num_kv_heads: int | None = None, max_positions: int) -> ModelSpec:
     """The spec of a pre-norm decoder with rotary positions and a gated feed-forward network, as Llama's relatives have.
 
-    head_size, max_positions   the family's defaults
+    head_size, num_kv_heads, max_positions   the family's defaults; num_kv_heads None: the number of attention heads
     """
     num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
+    # As in transformers: the family's default holds where the field is left out. A null means one for each head.
+    if num_kv_heads is None or "num_key_value_heads" in config.values:
+        num_kv_heads = config.count("num_key_value_heads", num_heads, maximum=MAX_HEADS)
     hidden_size = config.count("hidden_size", maximum=MAX_WIDTH)
     head_size = config.count("head_dim", head_size, maximum=MAX_WIDTH) or even_share(config, "hidden_size",
                                                                                       hidden_size, num_heads)
@@ -109,7 +112,7 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
         architecture=architecture,
         num_layers=len(windows),
         num_heads=num_heads,
-        num_kv_heads=config.count("num_key_value_heads", num_heads, maximum=MAX_HEADS),
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         hidden_size=hidden_size,
         intermediate_size=config.count("intermediate_size", maximum=MAX_WIDTH),
@@ -132,7 +135,9 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
 def checked(config: Fields, spec: ModelSpec) -> ModelSpec:
     """The spec, if its numbers fit each other."""
     if spec.num_heads % spec.num_kv_heads:
-        raise config.fault("num_key_value_heads", f"a divisor of num_attention_heads, {spec.num_heads}")
+        default = "" if "num_key_value_heads" in config else ", the default of this architecture"
+        raise ModelLoadError(f"{config.where}: num_key_value_heads is {spec.num_kv_heads}{default}",
+                             f"a divisor of num_attention_heads, {spec.num_heads}", "check that both are right")
     if spec.head_size % 2 and spec.rotary is not None:
         raise ModelLoadError(f"{config.where}: the head size is {spec.head_size}",
                              "an even number: rotary positions turn pairs", "check hidden_size and head_dim")
@@ -178,11 +183,14 @@ def read_dtype(config: Fields) -> str | None:
 
 
 def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Windows of a family whose layers slide or not, by `layer_types` or by `max_window_layers` (Qwen2, Qwen3)."""
+    """Windows of a family whose layers slide or not, by `layer_types` or by `max_window_layers` (Qwen2, Qwen3).
+
+    As in transformers: a `sliding_window` that is left out is 4096, one that is null is none.
+    """
     slides = config.flag("use_sliding_window", False)
-    window = config.count("sliding_window", 4096) if slides else None
+    window = read_window(config) if slides else None
     first = config.count("max_window_layers", 28, minimum=0)
-    default = ["sliding_attention" if slides and i >= first else "full_attention" for i in range(num_layers)]
+    default = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
     kinds = config.texts("layer_types", default)
     if len(kinds) != num_layers:
         raise config.fault("layer_types", f"one entry for each of the {num_layers} layers")
@@ -190,7 +198,14 @@ def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...
         raise config.fault("layer_types", "full_attention or sliding_attention")
     if "sliding_attention" in kinds and not slides:
         raise config.fault("layer_types", "no sliding_attention while use_sliding_window is false")
+    if "sliding_attention" in kinds and window is None:
+        raise config.fault("sliding_window", "a number of tokens, as layer_types names sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def read_window(config: Fields) -> int | None:
+    """`sliding_window` of a family that has 4096 where the field is left out, and none where it is null."""
+    return config.count("sliding_window", None if "sliding_window" in config.values else 4096)
 
 
 def refuse_windows(config: Fields) -> None:

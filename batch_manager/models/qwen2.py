@@ -25,7 +25,8 @@ class Qwen2:
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
         windows = read_layer_windows(config, layer_count(config))
-        return read_decoder_spec(config, architecture, windows=windows, qkv_bias=True, max_positions=32768)
+        return read_decoder_spec(config, architecture, windows=windows, qkv_bias=True, num_kv_heads=32,
+                                 max_positions=32768)
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self.embedding = Embedding(weights, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

@@ -26,7 +26,7 @@ class Qwen3:
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
         windows, bias = read_layer_windows(config, layer_count(config)), config.flag("attention_bias", False)
         return read_decoder_spec(config, architecture, windows=windows, qkv_bias=bias, out_bias=bias, qk_norm=True,
-                                 head_size=128, max_positions=32768)
+                                 head_size=128, num_kv_heads=32, max_positions=32768)
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self.embedding = Embedding(weights, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

@@ -73,6 +73,10 @@ _models: dict[str, type[Model] | tuple[str, str]] = {
     "Qwen3ForCausalLM": ("qwen3", "Qwen3"),
 }
 
+# What transformers calls the family of a shipped architecture. It chooses the class by this field.
+_MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
+                "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
 
 def register_model(architecture: str, model_class: type[Model]) -> None:
     """Run checkpoints whose config.json names `architecture` with `model_class`, which satisfies `Model`.
@@ -178,6 +182,10 @@ def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
     if len(names) != 1:
         raise config.fault("architectures", "a list with one name")
     model_class = find_model(names[0], named_by=f"{path}: architectures: ")
+    expected = _MODEL_TYPES.get(names[0])
+    if expected is not None and config.text("model_type", expected) != expected:
+        raise config.fault("model_type", f"{expected!r}, as architectures is {shown(names)}",
+                           "correct the one of the two that is wrong")
     refuse_unknown_numerics(config)
     return model_class, model_class.read_spec(config, names[0])
 

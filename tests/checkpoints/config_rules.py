@@ -9,12 +9,14 @@ from typing import Any
 
 ARCHITECTURES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
                  "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}               # where the field is left out
 POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
 FOREIGN = {"auto_map": [], "quantization_config": [], "pretraining_tp": [1], "final_logit_softcapping": [],
            "num_local_experts": [0, 1], "is_encoder_decoder": [False], "pruned_heads": [{}], "clip_qkv": [],
-           "use_mrope": [False], "partial_rotary_factor": [1], "no_rope_layers": [[]], "attention_multiplier": []}
+           "use_mrope": [False], "partial_rotary_factor": [1], "no_rope_layers": [[]], "attention_multiplier": [],
+           "per_layer_config": [{}]}
 # Rotary parameters whose meaning is known here -> the name in the refusal; None: they are fine.
 ROTARY: list[tuple[dict[str, Any], str | None]] = [
     ({"rope_type": "default"}, None), ({"type": "linear", "factor": 2.0}, None),
@@ -75,6 +77,7 @@ def read_config(config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     if type(names) is not list or len(names) != 1 or type(names[0]) is not str or names[0] not in ARCHITECTURES:
         return ["architectures"], {}
     family = ARCHITECTURES[names[0]]
+    fields.one_of("model_type", {family: family}, family)
     for name, neutral in FOREIGN.items():
         value = config.get(name)
         if value is not None and not any(value == good and type(value) in (type(good), int, float)
@@ -95,15 +98,19 @@ def _read_gpt2(fields: _Fields, family: str) -> dict[str, Any]:
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
         if fields.flag(name, False):
             fields.faults.append(name)
-    layers, heads = fields.size("n_layer", 4096), fields.size("n_head", 4096)
-    hidden = fields.size("n_embd", 2**20)
+    def name_of(name: str, other: str) -> str:
+        return name if fields.config.get(other) is None else other
+
+    layers = fields.size(name_of("n_layer", "num_hidden_layers"), 4096)
+    heads = fields.size(name_of("n_head", "num_attention_heads"), 4096)
+    hidden = fields.size(name_of("n_embd", "hidden_size"), 2**20)
     if heads and hidden and hidden % heads:
-        fields.faults.append("n_embd")
+        fields.faults.append(name_of("n_embd", "hidden_size"))
     return {"num_layers": layers, "num_heads": heads, "num_kv_heads": heads, "hidden_size": hidden,
             "head_size": hidden // heads if heads and hidden else None, "windows": (None,) * (layers or 0),
             "intermediate_size": fields.size("n_inner", 2**22, 4 * (hidden or 0)),
             "vocab_size": fields.size("vocab_size", 2**24),
-            "max_position_embeddings": fields.size("n_positions", 2**24, 1024),
+            "max_position_embeddings": fields.size(name_of("n_positions", "max_position_embeddings"), 2**24, 1024),
             "norm_epsilon": fields.number("layer_norm_epsilon", 1e-5),
             "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
             "activation": fields.one_of("activation_function", ACTIVATIONS, "gelu_new"),
@@ -123,8 +130,9 @@ def _read_decoder(fields: _Fields, family: str) -> dict[str, Any]:
         _refuse_windows(fields)
     windows = (_mistral_windows if family == "mistral" else _qwen_windows if "qwen" in family
                else lambda fields, layers: (None,) * layers)(fields, layers or 0)
+    kv_heads = KV_HEADS.get(family, heads) if "num_key_value_heads" not in fields.config else heads
     numbers = {
-        "num_layers": layers, "num_heads": heads, "num_kv_heads": fields.size("num_key_value_heads", 4096, heads),
+        "num_layers": layers, "num_heads": heads, "num_kv_heads": fields.size("num_key_value_heads", 4096, kv_heads),
         "hidden_size": hidden, "head_size": head_size, "windows": windows,
         "intermediate_size": fields.size("intermediate_size", 2**20), "vocab_size": fields.size("vocab_size", 2**24),
         "max_position_embeddings": fields.size("max_position_embeddings", 2**24, POSITIONS[family]),
@@ -144,8 +152,12 @@ def _refuse_windows(fields: _Fields) -> None:
         fields.faults.append("layer_types")
 
 
+def _window(fields: _Fields) -> int | None:
+    return fields.size("sliding_window", 2**40, None if "sliding_window" in fields.config else 4096)
+
+
 def _mistral_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
-    window = fields.size("sliding_window", 2**40, None if "sliding_window" in fields.config else 4096)
+    window = _window(fields)
     if set(fields.texts("layer_types")) - {"full_attention" if window is None else "sliding_attention"}:
         fields.faults.append("layer_types")
     return (window,) * layers
@@ -153,7 +165,7 @@ def _mistral_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
 
 def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
     slides = fields.flag("use_sliding_window", False)
-    window = fields.size("sliding_window", 2**40, 4096) if slides else None
+    window = _window(fields) if slides else None
     first = fields.size("max_window_layers", 2**40, 28, minimum=0) or 0
     kinds = fields.texts("layer_types")
     if fields.config.get("layer_types") is None:
@@ -161,6 +173,8 @@ def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
     if (len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}
             or "sliding_attention" in kinds and not slides):
         fields.faults.append("layer_types")
+    if slides and window is None and "sliding_attention" in kinds:
+        fields.faults.append("sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -18,9 +18,13 @@ OPTIONAL = ("head_dim", "num_key_value_heads", "rope_theta", "rms_norm_eps", "ti
             "dtype", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias",
             "mlp_bias", "n_inner", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
             "layer_norm_epsilon", "hidden_act", "activation_function", "rope_scaling", "rope_parameters",
-            "original_max_position_embeddings", *FOREIGN)
+            "original_max_position_embeddings", "model_type", "num_hidden_layers", "num_attention_heads",
+            "hidden_size", "max_position_embeddings", *FOREIGN)
 LIKELY = {"hidden_act": [*ACTIVATIONS, "tanh"], "activation_function": [*ACTIVATIONS, "tanh"],
           "dtype": ["float16", "torch.bfloat16", "auto", "torch.", "int8"], "torch_dtype": ["float32", "half"],
+          "model_type": ["gpt2", "llama", "mistral", "qwen2", "qwen3", "Llama"], "num_hidden_layers": [1, 2],
+          "num_attention_heads": [1, 2, 3], "hidden_size": [4, 6], "max_position_embeddings": [8, 16],
+          "per_layer_config": [{}, {"0": {}}, {"0": {"num_key_value_heads": 2}}],
           "layer_types": [["full_attention"], ["sliding_attention"], ["full_attention"] * 2, ["chunked"], [1]],
           "rope_scaling": [known for known, _ in ROTARY], "rope_parameters": [known for known, _ in ROTARY],
           "auto_map": [{"AutoModelForCausalLM": "evil--modeling.X"}]}

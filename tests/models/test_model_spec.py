@@ -82,9 +82,57 @@ def test_the_dtype_under_its_old_and_new_name(fields, expected, spec_of):
     ("Qwen2ForCausalLM", {"sliding_window": None, "use_sliding_window": False,
                           "layer_types": ["full_attention"] * 4}, (None,) * 4),
     ("LlamaForCausalLM", {"sliding_window": 4096, "use_sliding_window": False}, (None,) * 4),
+    ("Qwen2ForCausalLM", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (None,) * 4),
+    ("Qwen3ForCausalLM", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 1}, (None,) * 4),
+    ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 3}, (None,) * 3 + (4096,)),
+    ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 3, "layer_types": None},
+     (None,) * 3 + (4096,)),
 ])
 def test_windows_per_layer(architecture, fields, windows, spec_of):
     assert spec_of(architecture, **fields).windows == windows
+
+
+@pytest.mark.parametrize("architecture, fields, num_kv_heads", [
+    ("LlamaForCausalLM", {"num_key_value_heads": "absent"}, 4),
+    ("MistralForCausalLM", {"num_key_value_heads": "absent", "num_attention_heads": 16}, 8),
+    ("MistralForCausalLM", {"num_key_value_heads": None}, 4),
+    ("Qwen2ForCausalLM", {"num_key_value_heads": "absent", "num_attention_heads": 64, "head_dim": 8}, 32),
+    ("Qwen2ForCausalLM", {"num_key_value_heads": None}, 4),
+    ("Qwen3ForCausalLM", {"num_key_value_heads": "absent", "num_attention_heads": 64}, 32),
+])
+def test_heads_of_keys_and_values_that_are_left_out_are_the_family_s_default(
+        architecture, fields, num_kv_heads, spec_of):
+    assert spec_of(architecture, **fields).num_kv_heads == num_kv_heads
+
+
+def test_a_default_that_does_not_divide_the_heads_is_named_with_its_value(spec_of):
+    with pytest.raises(ModelLoadError, match="num_key_value_heads is 8, the default.*a divisor.*, 4"):
+        spec_of("MistralForCausalLM", num_key_value_heads="absent")
+
+
+def test_an_alias_of_gpt2_comes_before_the_first_name(spec_of):
+    spec = spec_of("GPT2LMHeadModel", num_attention_heads=2, num_hidden_layers=3, max_position_embeddings=77,
+                   hidden_size=32)
+    assert (spec.num_heads, spec.num_layers, spec.max_position_embeddings, spec.hidden_size) == (2, 3, 77, 32)
+    assert (spec.head_size, spec.intermediate_size) == (16, 128)
+    spec = spec_of("GPT2LMHeadModel", num_attention_heads=2, n_head="absent", num_hidden_layers=None)
+    assert (spec.num_heads, spec.num_layers) == (2, 4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", None, "absent"])
+def test_a_model_type_that_agrees_or_is_not_given(model_type, spec_of):
+    assert spec_of("LlamaForCausalLM", model_type=model_type).num_layers == 4
+
+
+@pytest.mark.parametrize("architecture, model_type", [
+    ("MistralForCausalLM", "llama"), ("LlamaForCausalLM", "mistral"), ("Qwen2ForCausalLM", "qwen3"),
+    ("Qwen3ForCausalLM", "Qwen3"), ("GPT2LMHeadModel", "gpt_neo"),
+])
+def test_a_model_type_that_contradicts_the_architecture_is_refused_naming_both(architecture, model_type, spec_of):
+    with pytest.raises(ModelLoadError) as refusal:
+        spec_of(architecture, model_type=model_type)
+    for name in ("model_type", repr(model_type), "architectures", architecture):
+        assert name in str(refusal.value)
 
 
 def test_null_means_not_given(spec_of):
@@ -136,6 +184,12 @@ REFUSED = [
     ("LlamaForCausalLM", "architectures", "LlamaForCausalLM"),
     ("LlamaForCausalLM", "architectures", []),
     ("LlamaForCausalLM", "architectures", [1]),
+    ("LlamaForCausalLM", "per_layer_config", {"0": {"num_key_value_heads": 4}}),
+    ("GPT2LMHeadModel", "per_layer_config", {"1": {}}),
+    ("Qwen2ForCausalLM", "per_layer_config", []),
+    ("LlamaForCausalLM", "model_type", 7),
+    ("GPT2LMHeadModel", "num_attention_heads", 3.0),
+    ("GPT2LMHeadModel", "hidden_size", 65),
     ("MistralForCausalLM", "sliding_window", 0),
     ("MistralForCausalLM", "layer_types", ["full_attention"] * 4),
     ("Qwen2ForCausalLM", "layer_types", ["sliding_attention"] * 4),
@@ -157,6 +211,12 @@ def test_what_is_not_implemented_or_not_sane_is_refused_by_name(architecture, fi
         spec_of(architecture, **{field: value})
     assert str(tmp_path / "config.json") in str(refusal.value)
     assert field in str(refusal.value)
+
+
+def test_layers_that_slide_without_a_window_are_refused(spec_of):
+    with pytest.raises(ModelLoadError, match="sliding_window is None.*layer_types"):
+        spec_of("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=None,
+                layer_types=["sliding_attention"] * 4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
