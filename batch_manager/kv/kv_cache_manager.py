@@ -9,6 +9,7 @@ from ..handover import NO_UPDATES, BlockCopy, BlockTableUpdates
 from ..requests.llm_request import LlmRequest
 from . import beams, block_needs, rewinding, starting
 from .block_pool import BlockPool
+from .claims import Claim
 from .estimates import Estimates
 from .ledger import KvLedger
 from .prefix_cache import PrefixCache
@@ -109,14 +110,6 @@ class KvCacheManager:
         """Tokens the request has room for: its whole prompt with the first chunk, one more with each step claimed."""
         return int(self.sequences.kv_lengths[request.seq_slot]) if self.owns(request) else 0
 
-    def slots(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """The slots of requests that all hold blocks, [n] int32."""
-        return self.sequences.slots_of(requests).astype(np.int32)
-
-    def kv_lengths(self, slots: np.ndarray) -> np.ndarray:
-        """`kv_length` of the requests in these slots, [n] int32."""
-        return self.sequences.kv_lengths[slots].astype(np.int32)
-
     def block_ids(self, request: LlmRequest, beam: int = 0) -> list[int]:
         """The blocks of one beam of the request in token order."""
         return self.sequences.blocks_of_beam(request, beam) if self.owns(request) else []
@@ -216,46 +209,41 @@ class KvCacheManager:
 
     # What changes.
 
-    def claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> BlockTableUpdates:
+    def claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> Claim:
         """Make room for one step: the whole prompt of each first chunk, one more token of each generating request.
 
         Later chunks need no claim. All or nothing. With reuse, `reused_tokens` says from then on how much of a prompt
-        need not be computed, and `take_copies` what has to be copied before the step.
+        need not be computed.
 
         Raises OutOfBlocksError, InternalError for a first chunk that holds blocks or a generation step that does not;
         nothing was changed then.
         """
         self.sequences.check_slots_are_free(first_chunks)
         slots = self.sequences.slots_of(generation)
+        lengths = self.sequences.kv_lengths[slots]
         crossing = self._crossing(slots)
         crossing_blocks = self.sequences.num_beams(crossing)
-        if self.cache is None:
-            changed = starting.start(self.pool, self.sequences, first_chunks, crossing_blocks, self.tokens_per_block)
-        else:
-            changed = starting.start_with_reuse(self.cache, self.sequences, first_chunks, crossing_blocks)
+        changed = list(self._reordered)
+        if first_chunks:
+            changed += self._start(first_chunks, crossing_blocks)
         if crossing_blocks:
             changed.append(self._grow(crossing, crossing_blocks))
-        self.sequences.kv_lengths[slots] += 1
+        self.sequences.kv_lengths[slots] = lengths + 1
         if self.window.slides:
             self._leave_window(slots)
 
-        if self._reordered:
-            changed = self._reordered + changed
+        updates = NO_UPDATES
+        if changed:
             self._reordered = []
-        if not changed:
-            return NO_UPDATES
-        return BlockTableUpdates(*(np.concatenate(column) for column in zip(*changed, strict=True)))
+            updates = BlockTableUpdates(*(np.concatenate(column) for column in zip(*changed, strict=True)))
+        copies = ()
+        if self.cache is not None and self.cache.copies:
+            copies, self.cache.copies = tuple(self.cache.copies), []
+        return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))
 
     def reused_tokens(self, request: LlmRequest) -> int:
         """Tokens at the front of the prompt that were in the cache when the request claimed its blocks."""
         return self.sequences.reused_tokens.get(request.seq_slot, 0) if self.owns(request) else 0
-
-    def take_copies(self) -> list[BlockCopy]:
-        """What claims since the last call need copied before their step, in order."""
-        if self.cache is None or not self.cache.copies:
-            return []
-        copies, self.cache.copies = self.cache.copies, []
-        return copies
 
     def publish_context(self, request: LlmRequest, computed_tokens: int) -> None:
         """Let other prompts use the full blocks of the prompt that are computed; not the block of its last token.
@@ -313,6 +301,11 @@ class KvCacheManager:
     def refresh(self) -> None:
         """Let retention priorities end whose time is over. Once per iteration is enough."""
         self.pool.refresh()
+
+    def _start(self, first_chunks: Sequence[LlmRequest], taken_elsewhere: int) -> list[Entries]:
+        if self.cache is None:
+            return starting.start(self.pool, self.sequences, first_chunks, taken_elsewhere, self.tokens_per_block)
+        return starting.start_with_reuse(self.cache, self.sequences, first_chunks, taken_elsewhere)
 
     def _grow(self, crossing: np.ndarray, blocks: int) -> Entries:
         if self.cache is None:

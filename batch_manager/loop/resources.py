@@ -8,12 +8,12 @@ import numpy as np
 from ..handover import (
     NO_GENERATION,
     BlockCopy,
-    BlockTableUpdates,
     ContextWork,
     GenerationWork,
     ScheduledBatch,
     SlotSetup,
 )
+from ..kv.claims import Claim
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
@@ -84,7 +84,9 @@ class Resources:
         Raises OutOfResourceError, with nothing changed, when there is not enough for the plan.
         """
         first_chunks = [request for request in plan.context_requests if request.is_first_context_chunk]
-        updates = self._claim_all(first_chunks, plan.generation_requests)
+        claim = self._claim_all(first_chunks, plan.generation_requests)
+        # What the beams of a step became comes first: a claim may have given away what they have left since.
+        self._copies += claim.copies
         chunk_sizes = plan.chunk_sizes
         if chunk_sizes is None:
             chunk_sizes = [request.remaining_context for request in plan.context_requests]
@@ -92,25 +94,19 @@ class Resources:
                         for request, size in zip(plan.context_requests, chunk_sizes, strict=True))
         generation = NO_GENERATION
         if plan.generation_requests:
-            slots = self._kv.slots(plan.generation_requests)
-            # The step feeds the newest token, for which the claim has just made room.
-            generation = GenerationWork(slots, self._kv.kv_lengths(slots) - 1, plan.generation_requests[0].beam_width)
+            generation = GenerationWork(claim.slots, claim.kv_lengths, plan.generation_requests[0].beam_width)
         num_places = 0
         if self._static_batch is not None:
             if plan.context_requests:
                 self._static_batch.form(plan.context_requests)
             num_places = self._static_batch.num_places
-        return ScheduledBatch(iteration, micro_batch_id, context, generation, updates, num_places,
+        return ScheduledBatch(iteration, micro_batch_id, context, generation, claim.table_updates, num_places,
                               self._kv.sequences.max_beam_width)
 
     def take_copies(self) -> list[BlockCopy]:
         """What has to be copied before the batch of the last claim is started."""
-        claimed = self._kv.take_copies()
-        if not self._copies:
-            return claimed
-        # What the beams of a step became comes first: a claim may have given away what they have left since.
         copies, self._copies = self._copies, []
-        return copies + claimed
+        return copies
 
     def follow(self, request: LlmRequest, parents: Sequence[int]) -> None:
         """Make each beam of the request hold what its parent does; behind the context that is the first one for all."""
@@ -119,7 +115,7 @@ class Resources:
         else:
             self._copies += self._kv.fork(request)
 
-    def _claim_all(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> BlockTableUpdates:
+    def _claim_all(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> Claim:
         claimed: list[Resource] = []
         try:
             for resource in self.others:
@@ -150,7 +146,6 @@ class Resources:
             setup=setup,
             embeddings=None if table is None else table.embeddings(token_ids),
         )
-
 
     def publish(self, contexts: Sequence[LlmRequest]) -> None:
         """Let other prompts use what a finished step has computed of these. One whose row failed did not advance, so

@@ -105,11 +105,13 @@ class BlockLaboratory:
             return False
         expected = self.expected_reuse(new[0]) if new and self.exact else None
         found = {request: len(self.kv.cache.shareable(request)) if self.reuse else 0 for request in new}
-        self.model.update(self.kv.claim(new, growing))
-        copies = self.kv.take_copies()
-        self.model.copy(copies)
+        claim = self.kv.claim(new, growing)
+        self.model.update(claim.table_updates)
+        self.model.copy(claim.copies)
+        assert claim.slots.tolist() == [request.seq_slot for request in growing]
+        assert claim.kv_lengths.tolist() == [request.num_tokens - 1 for request in growing]
         assert free - self.kv.free_blocks == needed
-        copied = {one.destination for one in copies if not one.to_host}
+        copied = {one.destination for one in claim.copies if not one.to_host}
         for request in new:
             self.running[request.seq_slot] = request
             self.started(request, found[request], copied)

@@ -80,7 +80,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
         self.model.copy(self.kv.reorder(request, parents))
         assert self.kv.free_blocks >= free
         request.tokens = [list(request.tokens[parent]) for parent in parents]
-        self.model.update(self.kv.claim([], []))                    # the next claim reports the tables
+        self.model.update(self.kv.claim([], []).table_updates)                    # the next claim reports the tables
 
     @rule(first=PAIRS, second=PAIRS)
     def look_up(self, first, second):

@@ -32,7 +32,6 @@ def kv(make_request, start):
         for text in request.tokens:
             text.append(1)
     kv.claim([], [kv.sequences.owners[0]])
-    kv.take_copies()
     audit(kv)
     assert kv.used_host_blocks and kv.cache.index.num_nodes > 2
     return kv

@@ -10,7 +10,8 @@ from batch_manager.kv.block_pool import OutOfBlocksError
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 
 
-def entries(updates) -> list[tuple[int, int, int]]:
+def entries(claim) -> list[tuple[int, int, int]]:
+    updates = claim.table_updates
     assert {column.dtype for column in (updates.slots, updates.indices, updates.block_ids)} == {np.dtype(np.int32)}
     return list(zip(updates.slots.tolist(), updates.indices.tolist(), updates.block_ids.tolist(), strict=True))
 
@@ -25,7 +26,7 @@ def test_a_first_chunk_takes_the_blocks_of_its_whole_prompt(make_request):
 def test_a_generation_step_takes_a_block_when_it_crosses_a_boundary(make_request, start):
     kv = KvCacheManager(10, 4, 100)
     request = start(kv, make_request(0, 3))
-    assert kv.claim([], [request]) is NO_UPDATES
+    assert kv.claim([], [request]).table_updates is NO_UPDATES
     assert entries(kv.claim([], [request])) == [(0, 1, 1)]
     assert (kv.kv_length(request), kv.block_ids(request)) == (5, [0, 1])
 
@@ -33,8 +34,11 @@ def test_a_generation_step_takes_a_block_when_it_crosses_a_boundary(make_request
 def test_contexts_and_generation_are_claimed_together(make_request, start):
     kv = KvCacheManager(10, 4, 100)
     running, young, new = start(kv, make_request(0, 4)), start(kv, make_request(1, 5)), make_request(2, 2)
-    assert entries(kv.claim([new], [running, young])) == [(2, 0, 3), (0, 1, 4)]
-    assert kv.kv_lengths(np.array([0, 1, 2])).tolist() == [5, 6, 2]
+    claim = kv.claim([new], [running, young])
+    assert entries(claim) == [(2, 0, 3), (0, 1, 4)]
+    assert (claim.slots.tolist(), claim.kv_lengths.tolist(), claim.copies) == ([0, 1], [4, 5], ())
+    assert claim.slots.dtype == claim.kv_lengths.dtype == np.int32
+    assert [kv.kv_length(request) for request in (running, young, new)] == [5, 6, 2]
 
 
 def test_a_claim_that_does_not_fit_changes_nothing(make_request, start):

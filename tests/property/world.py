@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 from batch_manager.config import Limits
 from batch_manager.kv.audit import audit
+from batch_manager.kv.claims import Claim
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.kv.peft_cache_manager import PeftCacheManager
 from batch_manager.loop.active_requests import ActiveRequests
@@ -160,7 +161,10 @@ class World:
             sizes = [request.remaining_context for request in plan.context_requests]
         first_chunks = [request for request in plan.context_requests if request.is_first_context_chunk]
         needed, free = self.kv.blocks_to_claim(first_chunks, plan.generation_requests), self.kv.free_blocks
-        self.device.update(self.kv.claim(first_chunks, plan.generation_requests))
+        claim = self.kv.claim(first_chunks, plan.generation_requests)
+        self.prepare(claim)
+        if claim.kv_lengths.tolist() != [self.kv.kv_length(request) - 1 for request in plan.generation_requests]:
+            raise Wrong(f"the claim gives the lengths {claim.kv_lengths.tolist()}")
         if self.options.window is None and free - self.kv.free_blocks != needed:
             raise Wrong(f"{needed} blocks were to be claimed and {free - self.kv.free_blocks} were")
         contexts = [(request, self.begin(request, size))
@@ -173,7 +177,6 @@ class World:
         flight = Flight(contexts, list(plan.generation_requests), failing, self.draft(plan.generation_requests))
         self.check_budget(flight)
         self.look()
-        self.device.copy(self.kv.take_copies())
         self.compute(flight)
         self.window.append(flight)
         self.counts["steps"] += 1
@@ -200,7 +203,7 @@ class World:
                 drafted[request] = count, self.chance(request, "accept") % (count + 1)
         for number in range(max((count for count, _ in drafted.values()), default=0)):
             more = [request for request, (count, _) in drafted.items() if count > number]
-            self.device.update(self.kv.claim([], more))
+            self.prepare(self.kv.claim([], more))
         self.counts["drafts"] += len(drafted)
         return drafted
 
@@ -211,6 +214,11 @@ class World:
             raise Wrong(f"{tokens} tokens run and there is room for {self.limits.max_num_tokens}")
 
     # The device.
+
+    def prepare(self, claim: Claim) -> None:
+        """What the device does before the step."""
+        self.device.update(claim.table_updates)
+        self.device.copy(claim.copies)
 
     def compute(self, flight: Flight) -> None:
         """Read and write what the step reads and writes. Copies and steps are carried out in the order of launch."""

@@ -187,7 +187,7 @@ class Markers:
             reach("two micro-batches in flight")
         if len(contexts) + len(generation) + len(inflight) < len(active):
             reach("somebody waits who could not run")
-        if generation and bool((kv.kv_lengths([r.seq_slot for r in generation]) % kv.tokens_per_block == 0).any()):
+        if any(kv.kv_length(request) % kv.tokens_per_block == 0 for request in generation):
             reach("new block for a generated token")
         if contexts:
             self._plan_contexts(plan)
