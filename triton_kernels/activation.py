@@ -6,6 +6,7 @@
                               "relu"      max(x, 0)
 
 Shapes      hidden, out              [T, I]   contiguous rows, any row stride
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     out, which may be `hidden`; None: allocated.
 Oracle      triton_kernels/reference/activation.py
 Source      Hendrycks and Gimpel 2016 (gelu); written for this project.
@@ -46,7 +47,7 @@ def _activation_kernel(
     tl.store(out_ptr + token * out_stride_t + lane, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def activation(hidden, kind, out=None):
+def activation(hidden, kind, out=None, deterministic=False):
     """f(hidden), elementwise; see the module's docstring. Returns out."""
     num_tokens, size = hidden.shape
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out

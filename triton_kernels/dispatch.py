@@ -1,8 +1,8 @@
-"""Triton or torch: one decision per kind of device, logged once, readable as a word.
+"""Which function runs an operation on a device: a Triton kernel, the CPU's own, or the oracle. One logged decision.
 
     triton   on a GPU (CUDA or HIP) with triton installed, or anywhere with TRITON_INTERPRET=1 in the environment when
              the kernels are first imported: then triton's interpreter runs them on the CPU, slowly, for debugging
-    torch    everywhere else: the oracles of `reference/`
+    torch    everywhere else: `cpu/<name>.py` on a CPU where there is one, else the oracle `reference/<name>.py`
 
 Imports triton only when a kernel is asked for and the answer is "triton".
 """
@@ -29,9 +29,22 @@ def kernel_backend(device) -> str:
 
 
 def kernel(name: str, device):
-    """The function `name` for tensors on `device`: `<name>.py`'s on "triton", `reference/<name>.py`'s on "torch"."""
-    folder = "" if use_triton(device) else ".reference"
+    """The function `name` for tensors on `device`. All three forms have one signature.
+
+    On "triton" it is that of `<name>.py`. On "torch" it is that of `cpu/<name>.py` where `device` is a CPU and the file
+    exists, else the oracle of `reference/<name>.py`.
+    """
+    if use_triton(device):
+        folder = ""
+    elif torch.device(device).type == "cpu" and _has_cpu_twin(name):
+        folder = ".cpu"
+    else:
+        folder = ".reference"
     return getattr(importlib.import_module(f"{__package__}{folder}.{name}"), name)
+
+
+def _has_cpu_twin(name: str) -> bool:
+    return importlib.util.find_spec(f"{__package__}.cpu.{name}") is not None
 
 
 @functools.cache

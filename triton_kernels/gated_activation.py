@@ -4,6 +4,7 @@
 
 Shapes      gate_up                  [T, 2 I]   gate first, then up; contiguous rows, any row stride
             out                      [T, I]   None: allocated
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     out.
 Oracle      triton_kernels/reference/gated_activation.py
 Source      Shazeer 2020; written for this project.
@@ -30,7 +31,7 @@ def _gated_activation_kernel(
     tl.store(out_ptr + token * out_stride_t + lane, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gated_activation(gate_up, kind="silu", out=None):
+def gated_activation(gate_up, kind="silu", out=None, deterministic=False):
     """f(gate) * up; see the module's docstring. Returns out."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device) if out is None else out

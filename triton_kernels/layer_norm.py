@@ -7,6 +7,7 @@
 Shapes      hidden, out              [..., E]   two or three dimensions, the last contiguous, the others with any stride
             residual                 [T, E]   contiguous rows; None: no addition
             weight, bias             [E]   bias may be None
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     residual and out. out may be `hidden`; None: allocated.
 Oracle      triton_kernels/reference/layer_norm.py
 Source      Ba, Kiros and Hinton 2016; written for this project.
@@ -51,7 +52,7 @@ def _layer_norm_kernel(
     tl.store(out_ptr + lane, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None):
+def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, deterministic=False):
     """Norm over the last dimension; see the module's docstring for shapes. Returns out."""
     size = hidden.shape[-1]
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out

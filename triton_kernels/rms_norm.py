@@ -8,6 +8,7 @@ Shapes      hidden, out              [..., E]   two or three dimensions, the las
                                                 stride (heads of a packed tensor are fine)
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E]
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     residual and out. out may be `hidden`; None: allocated.
 Oracle      triton_kernels/reference/rms_norm.py
 Source      Zhang and Sennrich 2019; written for this project.
@@ -49,7 +50,7 @@ def _rms_norm_kernel(
     tl.store(out_ptr + lane, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None):
+def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None, deterministic=False):
     """Norm over the last dimension; see the module's docstring for shapes. Returns out."""
     size = hidden.shape[-1]
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from ..errors import ConfigError
-from ..triton_kernels.fixed_pieces import agreeing_sizes, elementwise, in_pieces, row_by_row
+from ..triton_kernels.cpu.fixed_pieces import agreeing_sizes, elementwise, in_pieces, row_by_row
 from .interface import HeadLayout
 from .torch_paged import TorchPagedAttention
 from .windows import blocks_seen

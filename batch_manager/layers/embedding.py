@@ -4,8 +4,7 @@ import torch
 from torch.nn import functional
 
 from ..weights.source import Weights
-from .linear import pack
-from .row_products import RowProduct
+from .linear import pack, row_product
 
 
 class Embedding:
@@ -33,7 +32,7 @@ class Head:
             self.weight = pack(tied_to.weight, weights.deterministic)
             if self.weight is not tied_to.weight:
                 weights.num_bytes += tied_to.weight.nbytes
-        self._by_row = RowProduct(self.weight) if weights.deterministic else None
+        self._by_row = row_product(self.weight) if weights.deterministic else None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._by_row is not None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from batch_manager.triton_kernels.fixed_pieces import ELEMENTS, agreeing_sizes, elementwise, in_pieces, row_by_row
+from batch_manager.triton_kernels.cpu.fixed_pieces import ELEMENTS, agreeing_sizes, elementwise, in_pieces, row_by_row
 from torch.nn import functional
 
 

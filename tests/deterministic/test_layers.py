@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
+from batch_manager.triton_kernels.cpu import deterministic_linear
 
 from batch_manager.errors import ConfigError
-from batch_manager.layers import row_products
 from batch_manager.layers.embedding import Head
 from batch_manager.layers.linear import Linear
 from batch_manager.layers.mlp import GatedMlp, Mlp
@@ -82,6 +82,6 @@ def test_feed_forward_networks(dtype, activation):
 
 
 def test_a_machine_whose_products_depend_on_a_rows_place_is_refused(monkeypatch):
-    monkeypatch.setattr(row_products, "agreeing_sizes", lambda *operands, sizes: ())
+    monkeypatch.setattr(deterministic_linear, "agreeing_sizes", lambda *operands, sizes: ())
     with pytest.raises(ConfigError, match="deterministic was asked for, and on this machine the product of 64 rows"):
         Linear(weights(torch.float32), ["a"], 41, [43])(torch.zeros(1, 41))

@@ -20,6 +20,8 @@ import torch
 HERE = Path(__file__).parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+TWIN_ROUNDINGS = 2      # to the storage dtype, that the CPU's own form of an operation may have above the kernel's
+
 
 def _load(path):
     """A helper beside this file; the folder is no package and not on sys.path."""
@@ -94,18 +96,26 @@ def run_oracle():
     return run
 
 
-def _widened(values):
-    """Copies in float64; one tensor given twice (an output that is an input) stays one tensor."""
+def _copies(values, dtype=None):
+    """Copies, floating point ones in `dtype`; one tensor given twice (an output that is an input) stays one tensor."""
     copies = {}
     for value in values:
         if isinstance(value, torch.Tensor) and id(value) not in copies:
-            copies[id(value)] = value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+            copies[id(value)] = value.to(dtype if dtype and value.is_floating_point() else value.dtype, copy=True)
     return [copies.get(id(value), value) for value in values]
+
+
+def _twin_of(module):
+    """The CPU's own form of an operation, or None."""
+    name = f"batch_manager.triton_kernels.cpu.{module}"
+    return getattr(importlib.import_module(name), module) if importlib.util.find_spec(name) else None
 
 
 @pytest.fixture(scope="session")
 def assert_equals_oracle(run_kernel, run_oracle):
     """Runs both sides, the oracle on float64 copies, and compares the result and every tensor argument after the call.
+
+    Where the CPU has a form of its own, that is compared too, on copies of the arguments. It may round more often.
 
     The largest allowed error is (roundings * eps(dtype) + reduction * eps(float32)) * largest expected value:
     `roundings` counts the values rounded to the storage dtype on the way to a result (the result itself: 1),
@@ -114,11 +124,21 @@ def assert_equals_oracle(run_kernel, run_oracle):
     """
 
     def check(module, *args, roundings=1, reduction, dtype, **kwargs):
-        wide = _widened([*args, *kwargs.values()])
+        wide = _copies([*args, *kwargs.values()], torch.float64)
         wide_args, wide_kwargs = wide[: len(args)], dict(zip(kwargs, wide[len(args) :]))
+        twin = _twin_of(module) if DEVICE == "cpu" else None
+        if twin is not None:
+            copies = _copies([*args, *kwargs.values()])
+            twin_args, twin_kwargs = copies[: len(args)], dict(zip(kwargs, copies[len(args) :]))
         expected = run_oracle(module, *wide_args, **wide_kwargs)
         got = run_kernel(module, *args, **kwargs)
+        compare(got, args, kwargs, expected, wide_args, wide_kwargs, dtype, roundings, reduction)
+        if twin is not None:
+            compare(twin(*twin_args, **twin_kwargs), twin_args, twin_kwargs, expected, wide_args, wide_kwargs, dtype,
+                    roundings + TWIN_ROUNDINGS, reduction)
+        return got
 
+    def compare(got, args, kwargs, expected, wide_args, wide_kwargs, dtype, roundings, reduction):
         eps = 0.0 if not dtype.is_floating_point else torch.finfo(dtype).eps
         share = roundings * eps + reduction * torch.finfo(torch.float32).eps
         for mine, theirs in zip(
@@ -131,7 +151,6 @@ def assert_equals_oracle(run_kernel, run_oracle):
             assert mine.dtype in (dtype, torch.float32) and mine.shape == theirs.shape
             size = float(theirs.nan_to_num().abs().max()) if theirs.numel() else 0.0
             torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=share * size, equal_nan=True)
-        return got
 
     return check
 

@@ -1,5 +1,6 @@
 import logging
 import sys
+import types
 
 import pytest
 import torch
@@ -39,7 +40,21 @@ def test_the_decision_is_logged_once(caplog):
     ]
 
 
-def test_a_function_is_found_by_its_name():
-    found = dispatch.kernel("rms_norm", "cpu")
-    assert found.__module__ == "batch_manager.triton_kernels.reference.rms_norm"
-    assert found is sys.modules[found.__module__].rms_norm
+@pytest.mark.parametrize("name, device, folder", [
+    ("rms_norm", "cpu", ".cpu"), ("rms_norm", torch.device("cpu"), ".cpu"), ("rms_norm", "meta", ".reference"),
+    ("paged_attention_merge", "cpu", ".reference")])
+def test_a_function_is_found_by_its_name(name, device, folder):
+    """On a CPU its own where there is one, else the oracle."""
+    found = dispatch.kernel(name, device)
+    assert found.__module__ == f"batch_manager.triton_kernels{folder}.{name}"
+    assert found is getattr(sys.modules[found.__module__], name)
+
+
+def test_a_kernel_is_tritons_where_triton_runs(monkeypatch):
+    """Interpreted too: a CPU's own way would hide the kernel from who debugs it."""
+    imported = []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("importlib.import_module", lambda module: imported.append(module) or types.SimpleNamespace(
+        rms_norm="the kernel"))
+    assert dispatch.kernel("rms_norm", "cpu") == "the kernel"
+    assert imported == ["batch_manager.triton_kernels.rms_norm"]

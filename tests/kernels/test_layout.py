@@ -12,8 +12,9 @@ import pytest
 
 KERNELS = Path(triton_kernels.__file__).parent
 TESTS = Path(__file__).parent
-NOT_KERNELS = {"__init__", "dispatch", "context_work_list", "device_limits", "fixed_pieces", "strides"}
+NOT_KERNELS = {"__init__", "dispatch", "context_work_list", "device_limits", "strides"}
 NAMES = sorted({path.stem for path in KERNELS.glob("*.py")} - NOT_KERNELS)
+TWINS = sorted({path.stem for path in (KERNELS / "cpu").glob("*.py")} - {"__init__", "fixed_pieces"})
 
 
 def parameters_of(path, name):
@@ -38,6 +39,18 @@ def test_kernel_and_oracle_have_one_signature(name):
     assert list(inspect.signature(getattr(oracle, name)).parameters) == [parameter for parameter, _ in kernel]
 
 
+def test_every_twin_of_the_cpu_has_a_kernel():
+    assert TWINS and set(TWINS) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_kernel_and_twin_of_the_cpu_have_one_signature(name):
+    kernel = parameters_of(KERNELS / f"{name}.py", name)
+    assert kernel == parameters_of(KERNELS / "cpu" / f"{name}.py", name)
+    twin = importlib.import_module(f"batch_manager.triton_kernels.cpu.{name}")
+    assert list(inspect.signature(getattr(twin, name)).parameters) == [parameter for parameter, _ in kernel]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kernel_file_says_what_the_project_asks(name):
     docstring = ast.get_docstring(ast.parse((KERNELS / f"{name}.py").read_text()))
@@ -59,7 +72,8 @@ def test_the_package_imports_torch_and_triton_only():
 
 
 def test_oracles_and_dispatch_do_not_import_triton():
-    modules = ["dispatch", "context_work_list", "fixed_pieces", *(f"reference.{name}" for name in NAMES)]
+    modules = ["dispatch", "context_work_list", "cpu.fixed_pieces", *(f"reference.{name}" for name in NAMES),
+               *(f"cpu.{name}" for name in TWINS)]
     program = "import sys, importlib\n" + "\n".join(
         f"importlib.import_module('batch_manager.triton_kernels.{module}')" for module in modules
     ) + "\nprint('triton' in sys.modules)"

@@ -81,7 +81,7 @@ CODE_LOADING_ATTRIBUTES = {("torch", "load"), ("torch", "hub"), ("torch", "jit")
 ALLOWED_LOADERS = {
     ("batch_manager/__init__.py", "importlib"): "public names are served lazily, from a table in the file",
     ("batch_manager/models/registry.py", "importlib"): "model families are imported when wanted, from a table there",
-    ("triton_kernels/dispatch.py", "importlib"): "a kernel or its oracle, from a table in the file",
+    ("triton_kernels/dispatch.py", "importlib"): "a kernel, the CPU's own form of it or its oracle, by its name",
 }
 
 ALLOWED_ENVIRONMENT = {

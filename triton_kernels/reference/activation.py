@@ -6,6 +6,7 @@
                               "relu"      max(x, 0)
 
 Shapes      hidden, out              [T, I]   contiguous rows, any row stride
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     out, which may be `hidden`; None: allocated.
 Returns     out.
 """
@@ -21,7 +22,7 @@ FUNCTIONS = {
 }
 
 
-def activation(hidden, kind, out=None):
+def activation(hidden, kind, out=None, deterministic=False):
     """f(hidden), elementwise; see the module's docstring."""
     result = FUNCTIONS[kind](hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
     return result.to(hidden.dtype) if out is None else out.copy_(result)

@@ -4,6 +4,7 @@
 
 Shapes      gate_up                  [T, 2 I]   gate first, then up; contiguous rows, any row stride
             out                      [T, I]   None: allocated
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     out.
 Returns     out.
 """
@@ -13,7 +14,7 @@ import torch
 from .activation import FUNCTIONS
 
 
-def gated_activation(gate_up, kind="silu", out=None):
+def gated_activation(gate_up, kind="silu", out=None, deterministic=False):
     """f(gate) * up; see the module's docstring."""
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
     result = FUNCTIONS[kind](gate) * up

@@ -7,6 +7,7 @@
 Shapes      hidden, out              [..., E]   two or three dimensions, the last contiguous, the others with any stride
             residual                 [T, E]   contiguous rows; None: no addition
             weight, bias             [E]   bias may be None
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     residual and out. out may be `hidden`; None: allocated.
 Returns     out.
 """
@@ -14,7 +15,7 @@ Returns     out.
 import torch
 
 
-def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None):
+def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, deterministic=False):
     """Norm over the last dimension; see the module's docstring for shapes."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if residual is not None:

@@ -8,6 +8,7 @@ Shapes      hidden, out              [..., E]   two or three dimensions, the las
                                                 stride (heads of a packed tensor are fine)
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E]
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     residual and out. out may be `hidden`; None: allocated.
 Returns     out.
 """
@@ -15,7 +16,7 @@ Returns     out.
 import torch
 
 
-def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None):
+def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None, deterministic=False):
     """Norm over the last dimension; see the module's docstring for shapes."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if residual is not None:

@@ -8,7 +8,7 @@ shape is one code path. `in_pieces` cuts the rows of an operation into pieces of
     element-wise     pieces of ELEMENTS in a row: no vector loop has a tail in it, and no thread shares it with another
     row by row       pieces of as many rows as make up about ELEMENTS
 
-Torch only; nothing here is a kernel or has one.
+Nothing here is an operation that a kernel has.
 """
 
 from collections.abc import Callable, Sequence
