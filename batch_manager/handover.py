@@ -51,6 +51,15 @@ class BeamSetup:
     diversity_rate: float = 0.0
 
 
+def num_beam_candidates(width: int, end_id: int, stop_words: Sequence[Sequence[int]]) -> int:
+    """Continuations that a step of beam search looks at: so many that `width` are left, however many of them end.
+
+    A beam has at most one continuation by each last token of a stop word, and one by the end id (-1: none).
+    """
+    ends = {word[-1] for word in stop_words} | ({end_id} - {-1})
+    return max(2, 1 + len(ends)) * width
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotSetup:
     """What the device must know about a sequence before its first token, written once per admission or resume.

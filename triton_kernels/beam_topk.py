@@ -22,10 +22,12 @@ Returns     log_probs       [G, K] float32   of the token, without what came bef
 Oracle      triton_kernels/reference/beam_topk.py
 Source      top-k of blocks, of rows, of groups; written for this project.
 
-Nothing is sorted. A penalty by rank never lets a token of a row overtake a larger one of that row, so the best of a
-group are among the K largest logits of its rows, and those are among the K largest of each block of logits. One program
-finds these for one block, taking the largest out K times while the block stays in registers; each logit is read once. A
-second kernel merges the blocks of a row, a third the rows of a group; both look at K candidates from each.
+A penalty by rank never lets a token of a row overtake a larger one of that row, so the best of a group are among the K
+largest logits of its rows, and those are among the K largest of each block of logits. One program finds these for one
+block, best first, taking the largest out K times while the block stays in registers; each logit is read once. A second
+kernel merges the lists of a row's blocks, a third those of a group's rows. Both hold the first entry left of each list,
+take the best of these K times, and load the next entry of the list it was in. So K may be any number: registers hold a
+block, or one entry for each block or row.
 """
 
 import torch
@@ -46,14 +48,14 @@ def _heat_log2(temperature_ptr, row):
 
 
 # Slices of the per-row tensors start anywhere, and steps have any number of candidates: neither makes a variant.
-@triton.jit(do_not_specialize=["num_candidates"], do_not_specialize_on_alignment=["temperature_ptr"])
+@triton.jit(do_not_specialize=["num_kept"], do_not_specialize_on_alignment=["temperature_ptr"])
 def _beam_block_kernel(
     logits_ptr, temperature_ptr,
-    value_ptr, token_ptr,               # [R, blocks, K]: the largest logits of the block, falling, and their ids
+    value_ptr, token_ptr,               # [R, blocks, kept]: the largest logits of the block, falling, and their ids
     top_ptr, total_ptr, broken_ptr,     # [R, blocks]: largest logit, sum of the weights, whether there is a non-number
     num_tokens,                         # V
     logits_stride_r,                    # elements from one row to the next
-    num_candidates,
+    num_kept,                           # entries of a block's list: K, or the block's size where that is less
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -69,25 +71,24 @@ def _beam_block_kernel(
     tl.store(total_ptr + place, total)
     tl.store(broken_ptr + place, broken)
 
-    for candidate in range(num_candidates):
+    for candidate in range(num_kept):
         value = tl.max(x, 0)
         token = tl.min(tl.where(x == value, lane, num_tokens), 0)
-        tl.store(value_ptr + place * num_candidates + candidate, value)
-        tl.store(token_ptr + place * num_candidates + candidate, token)
+        tl.store(value_ptr + place * num_kept + candidate, value)
+        tl.store(token_ptr + place * num_kept + candidate, token)
         x = tl.where(lane == token, -float("inf"), x)
 
 
 @triton.jit(
-    do_not_specialize=["num_candidates", "num_blocks"],
+    do_not_specialize=["num_candidates", "num_kept", "num_blocks"],
     do_not_specialize_on_alignment=["temperature_ptr", "cum_log_prob_ptr", "are_log_probs_ptr"],
 )
 def _beam_row_kernel(
     temperature_ptr, cum_log_prob_ptr, are_log_probs_ptr, value_ptr, token_ptr, top_ptr, total_ptr, broken_ptr,
     row_log_prob_ptr, row_token_ptr,    # [R, K]: the largest of the row, falling; -inf where there are none
     finite_ptr,
-    num_candidates, num_blocks,
-    BLOCKS: tl.constexpr,               # the powers of two that hold the blocks, and the candidates of all blocks
-    CANDIDATES: tl.constexpr,
+    num_candidates, num_kept, num_blocks,
+    BLOCKS: tl.constexpr,               # the power of two that holds the blocks
 ):
     row = tl.program_id(0).to(tl.int64)
     heat_log2 = _heat_log2(temperature_ptr, row)
@@ -103,19 +104,25 @@ def _beam_row_kernel(
     are_log_probs = tl.load(are_log_probs_ptr + row) != 0
     usable = finite & (tl.load(cum_log_prob_ptr + row) > -float("inf"))
 
-    lane = tl.arange(0, CANDIDATES)
-    first = row * num_blocks * num_candidates
-    there = lane < tl.where(usable, num_blocks * num_candidates, 0)
-    values = tl.load(value_ptr + first + lane, mask=there, other=-float("inf"))
-    tokens = tl.load(token_ptr + first + lane, mask=there, other=0)
+    # The lists of the blocks, which lie in the order of ids: of equal entries the first block's is taken.
+    values_ptr = value_ptr + row * num_blocks * num_kept + block * num_kept
+    tokens_ptr = token_ptr + row * num_blocks * num_kept
+    usable_blocks = tl.where(usable, num_blocks, 0)
+    taken = tl.zeros((BLOCKS,), tl.int32)
+    values = tl.load(values_ptr, mask=block < usable_blocks, other=-float("inf"))
     for candidate in range(num_candidates):
         value = tl.max(values, 0)
-        chosen = tl.min(tl.where(values == value, lane, CANDIDATES), 0)         # blocks lie in the order of ids
-        token = tl.sum(tl.where(lane == chosen, tokens, 0), 0)
+        chosen = tl.min(tl.where((values == value) & (block < usable_blocks), block, BLOCKS), 0)
+        exists = value > -float("inf")
+        is_chosen = block == chosen
+        rank = tl.sum(tl.where(is_chosen, taken, 0), 0)
+        token = tl.load(tokens_ptr + chosen * num_kept + rank, mask=exists, other=0)
         log_prob = tl.where(are_log_probs, value, ((value - top) * heat_log2 - tl.log2(total)) * LN_2)
-        tl.store(row_log_prob_ptr + row * num_candidates + candidate, tl.where(usable, log_prob, -float("inf")))
+        tl.store(row_log_prob_ptr + row * num_candidates + candidate, tl.where(exists, log_prob, -float("inf")))
         tl.store(row_token_ptr + row * num_candidates + candidate, token)
-        values = tl.where(lane == chosen, -float("inf"), values)
+        taken += is_chosen.to(tl.int32)
+        values = tl.where(is_chosen, tl.load(values_ptr + taken, mask=is_chosen & (taken < num_kept),
+                                             other=-float("inf")), values)
 
 
 @triton.jit(
@@ -126,32 +133,33 @@ def _beam_group_kernel(
     cum_log_prob_ptr, diversity_rate_ptr, group_start_ptr, row_log_prob_ptr, row_token_ptr,
     log_prob_ptr, parent_ptr, token_ptr,
     num_candidates,
-    CANDIDATES: tl.constexpr,           # the power of two that holds the candidates of the largest group
+    ROWS: tl.constexpr,                 # the power of two that holds the rows of the largest group
 ):
     group = tl.program_id(0)
     begin = tl.load(group_start_ptr + group).to(tl.int64)
     num_rows = tl.load(group_start_ptr + group + 1).to(tl.int64) - begin
     rate = tl.load(diversity_rate_ptr + group)
 
-    lane = tl.arange(0, CANDIDATES)
-    parents, ranks = lane // num_candidates, lane % num_candidates
-    there = parents < num_rows
-    log_probs = tl.load(row_log_prob_ptr + begin * num_candidates + lane, mask=there, other=-float("inf"))
-    tokens = tl.load(row_token_ptr + begin * num_candidates + lane, mask=there, other=0)
-    sums = tl.load(cum_log_prob_ptr + begin + parents, mask=there, other=0.0)
-    scores = sums + log_probs - rate * ranks.to(tl.float32)
-
+    row = tl.arange(0, ROWS)
+    there = row < num_rows
+    sums = tl.load(cum_log_prob_ptr + begin + row, mask=there, other=0.0)
+    log_probs_ptr = row_log_prob_ptr + (begin + row) * num_candidates
+    taken = tl.zeros((ROWS,), tl.int32)
+    scores = sums + tl.load(log_probs_ptr, mask=there, other=-float("inf"))
     for candidate in range(num_candidates):
         best = tl.max(scores, 0)
-        chosen = tl.min(tl.where(scores == best, lane, CANDIDATES), 0)
+        chosen = tl.min(tl.where((scores == best) & there, row, ROWS), 0)
         exists = best > -float("inf")
-        log_prob = tl.sum(tl.where(lane == chosen, log_probs, 0.0), 0)
-        token = tl.sum(tl.where(lane == chosen, tokens, 0), 0)
+        is_chosen = row == chosen
+        rank = tl.sum(tl.where(is_chosen, taken, 0), 0)
+        source = (begin + chosen) * num_candidates + rank
         place = group.to(tl.int64) * num_candidates + candidate
-        tl.store(log_prob_ptr + place, tl.where(exists, log_prob, -float("inf")))
-        tl.store(parent_ptr + place, tl.where(exists, chosen // num_candidates, 0))
-        tl.store(token_ptr + place, tl.where(exists, token, 0))
-        scores = tl.where(lane == chosen, -float("inf"), scores)
+        tl.store(log_prob_ptr + place, tl.load(row_log_prob_ptr + source, mask=exists, other=-float("inf")))
+        tl.store(parent_ptr + place, tl.where(exists, chosen, 0))
+        tl.store(token_ptr + place, tl.load(row_token_ptr + source, mask=exists, other=0))
+        taken += is_chosen.to(tl.int32)
+        following = tl.load(log_probs_ptr + taken, mask=is_chosen & (taken < num_candidates), other=-float("inf"))
+        scores = tl.where(is_chosen, sums + following - rate * taken.to(tl.float32), scores)
 
 
 def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, num_candidates, max_rows,
@@ -169,25 +177,24 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
         are_log_probs = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     block = min(MAX_BLOCK, triton.next_power_of_2(vocabulary))
-    num_blocks = triton.cdiv(vocabulary, block)
-    values = torch.empty((num_rows, num_blocks, num_candidates), dtype=torch.float32, device=device)
-    ids = torch.empty((num_rows, num_blocks, num_candidates), dtype=torch.int32, device=device)
+    num_blocks, num_kept = triton.cdiv(vocabulary, block), min(num_candidates, block)
+    values = torch.empty((num_rows, num_blocks, num_kept), dtype=torch.float32, device=device)
+    ids = torch.empty((num_rows, num_blocks, num_kept), dtype=torch.int32, device=device)
     tops, totals = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
     broken = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
     _beam_block_kernel[(num_rows, num_blocks)](
-        logits, temperature, values, ids, tops, totals, broken, vocabulary, logits.stride(0), num_candidates,
+        logits, temperature, values, ids, tops, totals, broken, vocabulary, logits.stride(0), num_kept,
         BLOCK=block, num_warps=8,
     )
     row_log_probs = torch.empty((num_rows, num_candidates), dtype=torch.float32, device=device)
     row_tokens = torch.empty((num_rows, num_candidates), dtype=torch.int32, device=device)
     _beam_row_kernel[(num_rows,)](
         temperature, cum_log_probs, are_log_probs, values, ids, tops, totals, broken, row_log_probs, row_tokens, finite,
-        num_candidates, num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks), CANDIDATES=triton.next_power_of_2(num_blocks * num_candidates),
-        num_warps=4,
+        num_candidates, num_kept, num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1,
     )
     _beam_group_kernel[(num_groups,)](
         cum_log_probs, diversity_rate, group_starts, row_log_probs, row_tokens, log_probs, parents, tokens,
-        num_candidates, CANDIDATES=triton.next_power_of_2(max_rows * num_candidates), num_warps=4,
+        num_candidates, ROWS=triton.next_power_of_2(max_rows), num_warps=1,
     )
     return log_probs, parents, tokens, finite

@@ -1,9 +1,9 @@
 """Beam search: which continuations a sequence goes on with, which texts are finished, and when the search is over.
 
-In each step the operation `beam_topk` gives the 2 * width best continuations of a sequence's beams, best first. So
-many, because at most one continuation of each beam is its end, and `width` are left to go on with. With stop words a
-beam may end in more ways: then (1 + ways) * width are looked at, where that is not more than MOST_CANDIDATES, and fewer
-than `width` may be left. The rest is done here, on the host, on a few numbers:
+In each step the operation `beam_topk` gives the (1 + ends) * width best continuations of a sequence's beams, best
+first. `ends` counts the end id and the different last tokens of its stop words, and is 1 at least. At most `ends`
+continuations of each beam end it, so `width` are left to go on with. The rest is done here, on the host, on a few
+numbers:
 
     finished    a continuation by the end id or by the last token of a stop word, if it is among the first `width`; at
                 `max_new_tokens` each of the first `width`. Worth cum_log_prob / length ** len_penalty, where the token
@@ -43,11 +43,11 @@ from ..handover import (
     GenerationWork,
     Hypothesis,
     SlotSetup,
+    num_beam_candidates,
 )
 from .beam_stop_words import BeamStopWords
 
 NOWHERE = np.float32(-np.inf)
-MOST_CANDIDATES = 64           # of a sequence with stop words; those without have 2 * width, however many that are
 START = -1                     # the position of a search that has not drawn yet
 
 
@@ -99,6 +99,7 @@ class _Finished:
 class BeamSearch:
     """The search of one sequence between two steps. Never changed: a step makes a new one, so a step can be run again.
 
+    num_candidates  continuations that `advance` takes
     cum_log_probs   [beams] float32 of the live texts: one, empty, before the first step, then `width`; -inf: none
     last_tokens     [width] int32: what the live texts end with, and what the next step is fed
     texts           [beams, n] int32: what was generated of the live texts; None where nothing depends on it
@@ -108,7 +109,8 @@ class BeamSearch:
     """
 
     setup: BeamSetup
-    end_id: int = -1
+    end_id: int
+    num_candidates: int
     cum_log_probs: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
     last_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     texts: np.ndarray | None = None
@@ -127,17 +129,9 @@ class BeamSearch:
             stop_words = BeamStopWords(setup.stop_words, np.empty(0, np.int32) if prompt is None else prompt)
         is_told = setup.changes_logits and prompt is not None
         texts = np.empty((1, 0), np.int32) if is_told or stop_words is not None else None
-        return BeamSearch(setup.beams, setup.end_id, texts=texts, stop_words=stop_words,
-                          is_changed=setup.changes_logits, is_told=is_told)
-
-    @property
-    def num_candidates(self) -> int:
-        """Continuations that `advance` wants to see."""
-        width = self.setup.width
-        if self.stop_words is None:
-            return 2 * width
-        ways = len(self.stop_words.last_tokens | {self.end_id} - {-1})
-        return max(2 * width, min((1 + ways) * width, MOST_CANDIDATES))
+        return BeamSearch(
+            setup.beams, setup.end_id, num_beam_candidates(setup.beams.width, setup.end_id, setup.stop_words),
+            texts=texts, stop_words=stop_words, is_changed=setup.changes_logits, is_told=is_told)
 
     @property
     def has_finished(self) -> bool:

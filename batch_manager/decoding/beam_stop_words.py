@@ -17,20 +17,19 @@ class BeamStopWords:
         self._others: dict[int, dict[int, set[tuple[int, ...]]]] = {}
         for *others, last in words:
             self._others.setdefault(last, {}).setdefault(len(others), set()).add(tuple(others))
-        self._last_tokens = np.array(list(self._others), np.int32)
+        # A word of one token ends any text; the others are looked for token by token.
+        alone = [last for last, others in self._others.items() if 0 in others]
+        self._alone = np.array(alone, np.int32)
+        self._last_tokens = np.array(list(self._others.keys() - alone), np.int32)
         longest = max(len(word) for word in words) - 1
         self._prompt_end = prompt[max(len(prompt) - longest, 0) :]
-
-    @property
-    def last_tokens(self) -> set[int]:
-        return set(self._others)
 
     def ended(self, texts: np.ndarray, parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """[k] bool: whether tokens[i], behind the text parents[i], is the last one of a word.
 
         texts   [beams, n] int32, generated so far
         """
-        ended = np.zeros(len(tokens), np.bool_)
+        ended = np.isin(tokens, self._alone)
         for place in np.flatnonzero(np.isin(tokens, self._last_tokens)).tolist():
             text = texts[parents[place]]
             ended[place] = any(self._end(text, length) in others

@@ -5,6 +5,10 @@ from typing import Any
 
 from ..config import Limits
 from ..errors import InvalidRequestError
+from ..handover import num_beam_candidates
+
+# Continuations that a step of one request's beam search looks at. Each step sorts so many, at the cost of the others.
+MAX_BEAM_CANDIDATES = 16_384
 
 
 def check_companions(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any],
@@ -36,6 +40,14 @@ def check_companions(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int,
         _require_equal("columns of lora_config", shapes["lora_config"][1], "module, layer and adapter size", 3)
         _require_equal("rows of lora_weights", shapes["lora_weights"][0], "rows of lora_config",
                        shapes["lora_config"][0])
+
+    width, stop_words = scalars.get("beam_width", 1), values.get("stop_words_list", ())
+    candidates = num_beam_candidates(width, scalars.get("end_id", -1), stop_words)
+    if stop_words and 1 < width <= limits.max_beam_width and candidates > MAX_BEAM_CANDIDATES:
+        raise InvalidRequestError(
+            f"stop_words_list ends in {len({word[-1] for word in stop_words}):,} different tokens and beam_width is "
+            f"{width:,}", f"a step of the search then looks at {candidates:,} continuations; it may look at "
+            f"{MAX_BEAM_CANDIDATES:,}", "send fewer stop words, or ask for fewer beams")
 
     num_drafts = len(values.get("draft_input_ids", ()))
     if "draft_logits" in shapes:

@@ -8,7 +8,8 @@ early or a lost token changes the text from there on; `expected_tokens` says, in
     next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
     draw            = 0 for a greedy sequence, mix(random_seed ^ A) for one that samples
 
-A sequence with beams has 2 * width candidates for what follows each of them, and looks for the best as a model would:
+A sequence with beams has as many candidates for what follows each of them as its search looks at, and looks for the
+best as a model would:
 
     candidate j     = (next token + j) % vocab_size, with the log-prob of word_j: of the word for j = 0, of
                       mix(word + j * A) further on; as many as there are tokens, if those are fewer

@@ -148,7 +148,7 @@ def by_the_book(setup, end_id, follows, stop_words, prompt):
         rows = follows([text for text, _ in live])
         found = sorted(((*text, token), total + float(log_prob)) for (text, total), row in zip(live, rows)
                        for token, log_prob in enumerate(row))
-        found = sorted(found, key=lambda one: -one[1])[:max(2 * setup.width, min((1 + ways) * setup.width, 64))]
+        found = sorted(found, key=lambda one: -one[1])[:max(2, 1 + ways) * setup.width]
         for text, total in found[:setup.width]:
             finish = ends(text) or (LENGTH if length == setup.max_new_tokens else None)
             if finish is not None:
@@ -210,14 +210,52 @@ def test_single_stop_words_are_more_end_ids_of_transformers(tiny_model, follows_
     assert stopped > 3
 
 
+def test_thirty_stop_words_with_thirty_two_beams_are_more_end_ids_of_transformers_too():
+    """Where most of what is likely ends a beam, more than half of the best 2 * 32 continuations do."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64,
+                                     initializer_range=0.6, bos_token_id=None, eos_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    width, many_ended = 32, 0
+    for prompt in [(40, 41), (33,), (1, 2)]:
+        with torch.inference_mode():
+            likely = model(torch.tensor([prompt])).logits[0].softmax(-1).mean(0).topk(31).indices.tolist()
+            expected = model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), num_beams=width,
+                num_return_sequences=width, do_sample=False, max_new_tokens=6, length_penalty=2.0, early_stopping=False,
+                eos_token_id=likely, pad_token_id=64, return_dict_in_generate=True, output_scores=True)
+
+        def follows(texts, prompt=prompt):
+            with torch.inference_mode():
+                return model(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1].log_softmax(-1).numpy()
+
+        *words, end_id = likely
+        setup = BeamSetup(width, 6, 2.0, early_stopping=0)
+        search, texts = BeamSearch.of(SlotSetup(end_id=end_id, beams=setup, stop_words=tuple(
+            (token,) for token in words))), [()]
+        for _ in range(2):
+            best = candidates(search, follows(texts))
+            many_ended += int(np.isin(best[2][:2 * width], likely).sum() > width)
+            search, output = search.advance(*best)
+            texts = [(*texts[parent], token) for parent, token in zip(output.parents.tolist(), output.tokens.tolist())]
+
+        hypotheses, _ = run(setup, end_id, follows, tuple((token,) for token in words))
+        assert [hypothesis.tokens.tolist() + [end_id] * (hypothesis.finish == END_ID) for hypothesis in hypotheses] == [
+            [token for token in sequence[len(prompt):] if token != 64] for sequence in expected.sequences.tolist()]
+        np.testing.assert_allclose([worth(hypothesis, setup) for hypothesis in hypotheses],
+                                   expected.sequences_scores.numpy(), atol=1e-5, rtol=0)
+    assert many_ended > 1
+
+
 def test_as_many_candidates_as_there_are_ways_to_end():
     def of(width, words, end_id=-1):
         setup = SlotSetup(end_id=end_id, beams=BeamSetup(width, 5), stop_words=words).continuing([1])
         return BeamSearch.of(setup).num_candidates
 
     assert of(4, ()) == of(4, (), 3) == of(4, ((3,),), 3) == of(4, ((1, 3), (3,))) == 8
-    assert of(4, ((5,), (6, 7)), 3) == 16 and of(2, tuple((token,) for token in range(100))) == 64
-    assert of(40, ((5,), (6,), (7,))) == 80
+    assert of(4, ((5,), (6, 7)), 3) == 16 and of(2, tuple((token,) for token in range(100))) == 202
+    assert of(40, ((5,), (6,), (7,))) == 160 and of(32, tuple((token,) for token in range(30)), 99) == 32 * 32
 
 
 def test_a_word_longer_than_the_text_and_the_prompt_is_not_there():

@@ -230,3 +230,28 @@ def test_a_logits_post_processor_sees_every_beam(make_manager, new_client, new_r
         texts = [client.final(i).tokens(beam)[len(prompt):] for beam in range(width)]
         assert [len(text) for text in texts] == [count] * width and len({tuple(text) for text in texts}) == width
         assert all(token % 2 == 0 for text in texts for token in text), client.final(i).error
+
+
+def test_thirty_two_beams_with_thirty_stop_words(make_manager, new_client, new_request, austen):
+    """A step looks at (1 + 30 words + end id) * 32 continuations. Single stop words are end ids of transformers."""
+    draw, client, width, asked, expected = random.Random(4), new_client(), 32, [], {}
+    for i in range(3):
+        prompt = [draw.randrange(20, 4000) for _ in range(6)]
+        with torch.inference_mode():
+            likely = austen.model(torch.tensor([prompt])).logits[0, -3:].softmax(-1).mean(0).topk(31).indices.tolist()
+            found = austen.model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), num_beams=width,
+                num_return_sequences=width, do_sample=False, max_new_tokens=6, length_penalty=2.0, early_stopping=False,
+                eos_token_id=likely, pad_token_id=0, return_dict_in_generate=True, output_scores=True)
+        *words, end_id = likely
+        lengths = [int((row >= 0).sum()) for row in found.beam_indices]
+        texts = [row[len(prompt):len(prompt) + length] for row, length in zip(found.sequences.tolist(), lengths)]
+        expected[i] = [prompt + (text[:-1] if text[-1] == end_id else text) for text in texts]
+        asked.append(new_request(i, prompt, 6, beam_width=width, len_penalty=2.0, early_stopping=0, end_id=end_id,
+                                 stop_words_list=[[word] for word in words]))
+    client.pending = asked
+    manager = make_manager(client, model_path=austen.folder, num_threads=1, dtype="float32", max_beam_width=width)
+    client.wait_for_finals(*expected)
+    assert manager.shutdown()
+    for i, texts in expected.items():
+        assert [client.final(i).tokens(beam) for beam in range(width)] == texts

@@ -68,7 +68,8 @@ def test_the_oracle_is_the_definition(run_oracle, random, groups, rate):
 
 
 @pytest.mark.parametrize(("sizes", "num_candidates", "vocabulary"), [
-    ([2, 2], 4, 4096), ([1, 3, 1], 6, 9000), ([4], 8, 5), ([4], 8, 64), ([1, 1], 16, 5000)])
+    ([2, 2], 4, 4096), ([1, 3, 1], 6, 9000), ([4], 8, 5), ([4], 8, 64), ([1, 1], 16, 5000), ([2, 1], 90, 9000),
+    ([3], 150, 50), ([1], 60, 40)])
 def test_groups_equal_the_oracle(assert_same_candidates, random, integers, groups, dtype, sizes, num_candidates,
                                  vocabulary):
     rows = sum(sizes)

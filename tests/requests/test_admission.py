@@ -327,6 +327,16 @@ def test_a_beam_width_above_the_managers_is_refused_with_both_numbers(refusal):
     assert "beam_width is 5" in text and "max_beam_width is 4" in text
 
 
+def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers(admit, refusal):
+    words, limits = [[1, 2], *([token] for token in range(100))], dict(
+        max_beam_width=200, max_num_tokens=200, num_blocks=10_000)
+    for tensors in (dict(beam_width=160, stop_words_list=words), dict(stop_words_list=words), dict(beam_width=200)):
+        assert admit(limits=limits, **tensors).request.beam_width == tensors.get("beam_width", 1)
+    text = refusal(limits=limits, beam_width=200, stop_words_list=words)
+    assert "stop_words_list ends in 100 different tokens and beam_width is 200" in text
+    assert "20,200 continuations" in text and "16,384" in text
+
+
 @pytest.mark.parametrize("name", sorted(NOT_WITH_BEAMS))
 def test_what_is_of_one_text_is_refused_by_name_with_several(name, refusal):
     for value in VALID[name]:

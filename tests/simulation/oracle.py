@@ -16,7 +16,6 @@ import numpy as np
 
 END_ID, STOP_WORDS, LENGTH = 1, 2, 3
 WORD, A, B = 2**64 - 1, 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
-MOST_CANDIDATES = 64
 FIRST_FOUR = 4
 
 
@@ -113,7 +112,7 @@ class Oracle:
         width, wanted = item.beam_width, 2 * item.beam_width
         if item.stop_words:
             ways = {word[-1] for word in item.stop_words} | {item.end_id} - {-1}
-            wanted = max(wanted, min((1 + len(ways)) * width, MOST_CANDIDATES))
+            wanted = max(wanted, (1 + len(ways)) * width)
         live, finished = [Text(total=self._of_prompt(item.prompt))], []
         for length in range(1, limit + 1):
             divisor, going_on = np.float32(float(length) ** item.len_penalty), []
