@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .names import ErrorCode, FinishReason
+from .sampling_config import NEUTRAL, SamplingConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -33,24 +34,6 @@ class LogitsPostProcessor:
     is_batched: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BeamSetup:
-    """How the beams of one sequence compete; decoding/beam_search.py says what the numbers do.
-
-    width             beams, 2 or more
-    max_new_tokens    tokens at which the search ends
-    len_penalty       a finished beam is worth its log-probability / its length ** len_penalty
-    early_stopping    when to end before that: 1, 0, or any other number
-    diversity_rate    what a continuation loses, when candidates are chosen, for each better one of the same beam
-    """
-
-    width: int
-    max_new_tokens: int
-    len_penalty: float = 0.0
-    early_stopping: int = 1
-    diversity_rate: float = 0.0
-
-
 def num_beam_candidates(width: int, end_id: int, stop_words: Sequence[Sequence[int]]) -> int:
     """Continuations that a step of beam search looks at: so many that `width` are left, however many of them end.
 
@@ -64,45 +47,24 @@ def num_beam_candidates(width: int, end_id: int, stop_words: Sequence[Sequence[i
 class SlotSetup:
     """What the device must know about a sequence before its first token, written once per admission or resume.
 
+    sampling                how its tokens are sampled, and how its beams compete
+    request_id              of the request that it belongs to
     end_id                  token that ends the sequence and is not part of the output; -1: none
-    temperature             > 0 divides the logits; 0 means greedy
-    top_k, top_p            0 and 0.0: greedy. top_k > 0 keeps the k best, 0 < top_p < 1 the smallest set that
-                            holds p of the probability, top-k first; top_p = 1 keeps everything
-    top_p_decay, top_p_min, top_p_reset_id   after each token top_p = max(top_p * decay, min), or the top_p above when
-                            the token is the reset id (-1: none). Nothing where top_p is 0
-    min_p                   of what top-k and top-p leave, drops tokens below this share of the best one's probability
-    random_seed             0 <= seed < 2^64; what is drawn is a function of (seed, position of the drawn token) alone
-    repetition_penalty      divides a positive logit of a token the sequence holds, multiplies a negative one; 1: none
-    presence_penalty, frequency_penalty   subtracted from such a logit once, and per occurrence; 0: none
-    no_repeat_ngram_size    no sequence of so many tokens twice; 0: any
-    min_length              tokens generated before the end id may be drawn
-    bad_words, stop_words   words, each a tuple of tokens: the last token of a bad word is not drawn behind the others;
+    bad_words, stop_words   words, each a tuple of tokens: the last token of a bad word is not sampled after the others;
                             a stop word ends the sequence with its last token
     embedding_bias          [vocab] float32, added to the logits; None: nothing
     return_log_probs        rows of `StepOutput.log_probs` are filled for this slot
     return_context_logits   the step's context rows are returned in `StepOutput.context_logits`
     return_generation_logits   the model's logits for each token are returned in `StepOutput.generation_logits`
-    logits_post_processor   changes the logits before anything else does; None: nobody
+    logits_post_processor   changes the logits before anything else does; None: there is none
     prompt_length           tokens of the user's prompt; whatever follows was generated, also after a resume
-    history                 [n] int32, all tokens of the sequence so far; given where `wants_history`, else None
-    beams                   beam search with these numbers, which looks at the temperature but at no other number of
-                            sampling; None: one sequence
+    max_new_tokens          tokens after which a search of several beams ends; otherwise the host counts them
+    history                 [n] int32, all tokens of the sequence so far; None: not given yet, see `continuing`
     """
 
+    sampling: SamplingConfig = NEUTRAL
+    request_id: int = 0
     end_id: int = -1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    top_p_decay: float = 1.0
-    top_p_min: float = 1e-6
-    top_p_reset_id: int = -1
-    min_p: float = 0.0
-    random_seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    min_length: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
     embedding_bias: np.ndarray | None = None
@@ -111,34 +73,17 @@ class SlotSetup:
     return_generation_logits: bool = False
     logits_post_processor: LogitsPostProcessor | None = None
     prompt_length: int = 0
+    max_new_tokens: int = 0
     history: np.ndarray | None = None
-    beams: BeamSetup | None = None
 
     @property
-    def decays(self) -> bool:
-        """Whether top_p ever changes."""
-        return self.top_p > 0 and (self.top_p_decay != 1 or self.top_p_min > self.top_p)
+    def has_beams(self) -> bool:
+        """Whether several continuations of the sequence compete."""
+        return self.sampling.beam_width > 1
 
-    @property
-    def penalizes(self) -> bool:
-        """Whether a token is less, or more, likely because the sequence holds it."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether a stage of decoding/stages.py may change its logits."""
-        return bool(self.penalizes or self.no_repeat_ngram_size or self.bad_words or self.embedding_bias is not None
-                    or (self.min_length > 0 and self.end_id >= 0))
-
-    @property
-    def wants_history(self) -> bool:
-        """Whether what is drawn depends on the tokens before it other than through the model."""
-        return bool(self.penalizes or self.decays or self.no_repeat_ngram_size
-                    or any(len(word) > 1 for words in (self.bad_words, self.stop_words) for word in words))
-
-    def continuing(self, tokens: Sequence[int]) -> "SlotSetup":
+    def continuing(self, tokens: Sequence[int] | np.ndarray) -> "SlotSetup":
         """The setup of a sequence that starts, or goes on after a pause, with these tokens."""
-        return replace(self, history=np.array(tokens, np.int32)) if self.wants_history else self
+        return replace(self, history=np.asarray(tokens, np.int32))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SlotSetup) and all(

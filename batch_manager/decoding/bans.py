@@ -24,8 +24,8 @@ class MinLength:
         self._table = SlotTable(num_slots, device, end_id=np.int64(0), allowed_from=np.int64(0))
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        self._table.put(slot, setup.min_length > 0 and setup.end_id >= 0, end_id=setup.end_id,
-                        allowed_from=setup.prompt_length + setup.min_length)
+        self._table.put(slot, setup.sampling.min_length > 0 and setup.end_id >= 0, end_id=setup.end_id,
+                        allowed_from=setup.prompt_length + setup.sampling.min_length)
 
     def is_wanted(self, rows: DrawRows) -> bool:
         return self._table.is_wanted(rows) and len(self._too_short(rows)) > 0
@@ -49,7 +49,7 @@ class NgramBan:
         self._kernel = dispatch.kernel("ban_ngrams", device) if dispatch.use_triton(device) else None
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        self._table.put(slot, setup.no_repeat_ngram_size > 0, size=setup.no_repeat_ngram_size)
+        self._table.put(slot, setup.sampling.no_repeat_ngram_size > 0, size=setup.sampling.no_repeat_ngram_size)
 
     def is_wanted(self, rows: DrawRows) -> bool:
         return self._table.is_wanted(rows)

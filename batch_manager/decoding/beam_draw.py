@@ -60,10 +60,10 @@ class BeamRows:
         is_changed = np.repeat([group.search.is_changed for group in groups], counts)
         device_singles, device_beams, device_beam, device_is_changed, sums, rates, starts = upload([
             singles, beams, beam, is_changed, np.concatenate([group.search.cum_log_probs for group in groups]),
-            np.array([group.search.setup.diversity_rate for group in groups], np.float32),
+            np.array([group.search.sampling.beam_search_diversity_rate for group in groups], np.float32),
             np.array([*(group.first for group in groups), len(beams)], np.int32)])
 
-        told = [group for group in groups if group.search.is_told and group.search.texts.shape[1]]
+        told = [group for group in groups if group.search.needs_history and group.search.texts.shape[1]]
         texts = upload([group.search.texts for group in told]) if told else ()
 
         def part(of: np.ndarray, device_of: torch.Tensor, *which_beams) -> DrawRows:

@@ -39,12 +39,12 @@ from ..handover import (
     NOT_FINISHED,
     STOP_WORDS,
     BeamOutput,
-    BeamSetup,
     GenerationWork,
     Hypothesis,
     SlotSetup,
     num_beam_candidates,
 )
+from ..sampling_config import SamplingConfig
 from .beam_stop_words import BeamStopWords
 
 NOWHERE = np.float32(-np.inf)
@@ -104,11 +104,12 @@ class BeamSearch:
     last_tokens     [width] int32: what the live texts end with, and what the next step is fed
     texts           [beams, n] int32: what was generated of the live texts; None where nothing depends on it
     stop_words      those of the sequence; None: it has none, else it has texts
-    is_changed      biases, penalties or bans act on its log-probabilities
-    is_told         they look at the texts, so the device must know these
+    is_changed      stages act on its log-probabilities
+    needs_history   they look at the tokens, so the device must know these
     """
 
-    setup: BeamSetup
+    sampling: SamplingConfig
+    max_new_tokens: int
     end_id: int
     num_candidates: int
     cum_log_probs: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
@@ -116,22 +117,22 @@ class BeamSearch:
     texts: np.ndarray | None = None
     stop_words: BeamStopWords | None = None
     is_changed: bool = False
-    is_told: bool = False
+    needs_history: bool = False
     _num_generated: int = 0
     _trail: _Trail | None = None
     _finished: tuple[_Finished, ...] = ()
 
     @staticmethod
-    def of(setup: SlotSetup) -> "BeamSearch":
+    def of(setup: SlotSetup, *, is_changed: bool = False, needs_history: bool = False) -> "BeamSearch":
         """The search of a sequence with beams that has generated nothing."""
         prompt, stop_words = setup.history, None
         if setup.stop_words:
             stop_words = BeamStopWords(setup.stop_words, np.empty(0, np.int32) if prompt is None else prompt)
-        is_told = setup.changes_logits and prompt is not None
-        texts = np.empty((1, 0), np.int32) if is_told or stop_words is not None else None
+        texts = np.empty((1, 0), np.int32) if needs_history or stop_words is not None else None
         return BeamSearch(
-            setup.beams, setup.end_id, num_beam_candidates(setup.beams.width, setup.end_id, setup.stop_words),
-            texts=texts, stop_words=stop_words, is_changed=setup.changes_logits, is_told=is_told)
+            setup.sampling, setup.max_new_tokens, setup.end_id,
+            num_beam_candidates(setup.sampling.beam_width, setup.end_id, setup.stop_words),
+            texts=texts, stop_words=stop_words, is_changed=is_changed, needs_history=needs_history)
 
     @property
     def has_finished(self) -> bool:
@@ -144,9 +145,9 @@ class BeamSearch:
 
         log_probs, parents, tokens   [num_candidates] the best continuations, best first, as `beam_topk` gives them
         """
-        width, length = self.setup.width, self._num_generated + 1
+        width, length = self.sampling.beam_width, self._num_generated + 1
         sums = self.cum_log_probs[parents] + log_probs
-        exists, is_last = sums > NOWHERE, length == self.setup.max_new_tokens
+        exists, is_last = sums > NOWHERE, length == self.max_new_tokens
         finish = np.full(len(tokens), LENGTH if is_last else NOT_FINISHED)
         if self.stop_words is not None:
             finish[self.stop_words.ended(self.texts, parents, tokens)] = STOP_WORDS
@@ -155,7 +156,7 @@ class BeamSearch:
         finishing = exists & (finish != NOT_FINISHED)
         finished = self._finished
         if finishing[:width].any():
-            divisor = _power(length, self.setup.len_penalty)
+            divisor = _power(length, self.sampling.len_penalty)
             finished += tuple(
                 _Finished(sums[i] / divisor, sums[i], self._trail, int(parents[i]), int(tokens[i]), log_probs[i],
                           int(finish[i])) for i in np.flatnonzero(finishing[:width]).tolist())
@@ -175,7 +176,7 @@ class BeamSearch:
 
     def _go_on(self, sums: np.ndarray, log_probs: np.ndarray, parents: np.ndarray, tokens: np.ndarray) -> BeamOutput:
         """The live texts; beams for which there is none go on with anything, worth nothing."""
-        width, count = self.setup.width, len(sums)
+        width, count = self.sampling.beam_width, len(sums)
         if count == width:
             return BeamOutput(tokens, parents, sums, log_probs)
         anywhere = np.arange(count, width, dtype=np.int32)
@@ -186,14 +187,14 @@ class BeamSearch:
             (tokens, none), (parents, anywhere), (sums, nothing), (log_probs, nothing))))
 
     def _is_over(self, finished: tuple[_Finished, ...], best: np.float32, length: int) -> bool:
-        setup = self.setup
-        if len(finished) < setup.width:
+        sampling = self.sampling
+        if len(finished) < sampling.beam_width:
             return False
-        if setup.early_stopping == 1:
+        if sampling.early_stopping == 1:
             return True
-        if setup.early_stopping != 0 and setup.len_penalty > 0:
-            length = setup.max_new_tokens
-        return not best / _power(length, setup.len_penalty) > finished[-1].worth
+        if sampling.early_stopping != 0 and sampling.len_penalty > 0:
+            length = self.max_new_tokens
+        return not best / _power(length, sampling.len_penalty) > finished[-1].worth
 
 
 class BeamSearches:
@@ -205,10 +206,13 @@ class BeamSearches:
     def __init__(self) -> None:
         self._by_slot: dict[int, dict[int, BeamSearch]] = {}
 
-    def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """A sequence takes the slot, with beams or without, and starts afresh. Doing so again is harmless."""
-        if setup.beams is not None:
-            self._by_slot[slot] = {START: BeamSearch.of(setup)}
+    def set_up(self, slot: int, setup: SlotSetup, *, is_changed: bool = False, needs_history: bool = False) -> None:
+        """A sequence takes the slot, with beams or without, and starts afresh. Doing so again is harmless.
+
+        is_changed, needs_history   see BeamSearch
+        """
+        if setup.has_beams:
+            self._by_slot[slot] = {START: BeamSearch.of(setup, is_changed=is_changed, needs_history=needs_history)}
         elif self._by_slot:
             self._by_slot.pop(slot, None)
 
@@ -220,7 +224,7 @@ class BeamSearches:
 
     def width(self, slot: int) -> int:
         """Beams of the sequence in the slot."""
-        return next(iter(self._by_slot[slot].values())).setup.width if slot in self._by_slot else 1
+        return next(iter(self._by_slot[slot].values())).sampling.beam_width if slot in self._by_slot else 1
 
     def at(self, slot: int, position: int) -> BeamSearch:
         """The search that is to draw the tokens of this position."""

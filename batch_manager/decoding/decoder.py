@@ -14,7 +14,7 @@ from .logits_post_processors import LogitsPostProcessors, PostProcessed
 from .logits_return import generation_logits
 from .logprobs import chosen_log_probs
 from .sampling import argmax, sample
-from .slots import DrawRows, SlotState
+from .slots import DrawRows, SlotState, changes_logits, wants_history
 from .stages import LogitsStage, apply_stages, default_stages
 from .stop import StopWords, finish_codes
 from .top_p_decay import TopPDecay
@@ -74,7 +74,10 @@ class GptDecoder:
         """Sequences take their slots. Doing so again is harmless."""
         setups = list(setups)
         self.state.set_up(setups)
-        parts = (self._post_processors, self.searches, self.history, self._top_p_decay, self._stop_words, *self._stages)
+        for slot, setup in setups:
+            self.searches.set_up(slot, setup, is_changed=changes_logits(setup),
+                                 needs_history=changes_logits(setup) and wants_history(setup))
+        parts = (self._post_processors, self.history, self._top_p_decay, self._stop_words, *self._stages)
         for part in parts:
             for slot, setup in setups:
                 part.set_up(slot, setup)

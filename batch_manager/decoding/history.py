@@ -5,7 +5,7 @@ import torch
 
 from ..handover import SlotSetup
 from .slot_table import SlotTable
-from .slots import DrawRows
+from .slots import DrawRows, wants_history
 
 COLUMNS_AT_ONCE = 64               # a width that is a multiple of it: one that is not would make variants of kernels
 
@@ -29,10 +29,11 @@ class TokenHistory:
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         """A sequence takes the slot, with what it holds so far."""
-        assert setup.history is not None or not setup.wants_history, "a setup without the tokens it depends on"
-        self._table.put(slot, setup.history is not None)
-        if setup.history is not None:
-            length, width = len(setup.history), 1 if setup.beams is None else setup.beams.width
+        is_kept = wants_history(setup)
+        self._table.put(slot, is_kept)
+        if is_kept:
+            assert setup.history is not None, "a setup without the tokens that it depends on"
+            length, width = len(setup.history), setup.sampling.beam_width
             if width > self._rows_per_slot:
                 self._make_room_for_beams(width)
             first = slot * self._rows_per_slot

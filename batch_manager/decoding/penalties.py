@@ -7,7 +7,7 @@ from ..handover import SlotSetup
 from ..triton_kernels import dispatch
 from .history import TokenHistory
 from .slot_table import SlotTable
-from .slots import DrawRows
+from .slots import DrawRows, penalizes
 
 SMALLEST, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
@@ -25,8 +25,8 @@ class TokenPenalties:
         self._kernel = dispatch.kernel("token_penalties", device) if dispatch.use_triton(device) else None
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        self._table.put(slot, setup.penalizes, repetition=max(setup.repetition_penalty, SMALLEST),
-                        presence=setup.presence_penalty, frequency=setup.frequency_penalty)
+        self._table.put(slot, penalizes(setup), repetition=max(setup.sampling.repetition_penalty, SMALLEST),
+                        presence=setup.sampling.presence_penalty, frequency=setup.sampling.frequency_penalty)
 
     def is_wanted(self, rows: DrawRows) -> bool:
         return self._table.is_wanted(rows)

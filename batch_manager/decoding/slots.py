@@ -43,6 +43,29 @@ class DrawRows:
         return DrawRows(self.slots[only], self.positions[only], self.device_slots[only], self.device_positions[only])
 
 
+def decays(setup: SlotSetup) -> bool:
+    """Whether top_p ever changes."""
+    sampling = setup.sampling
+    return sampling.top_p > 0 and (sampling.top_p_decay != 1 or sampling.top_p_min > sampling.top_p)
+
+
+def penalizes(setup: SlotSetup) -> bool:
+    """Whether a token is less, or more, likely because the sequence holds it."""
+    return setup.sampling.sets(("repetition_penalty", "presence_penalty", "frequency_penalty"))
+
+
+def changes_logits(setup: SlotSetup) -> bool:
+    """Whether a stage may change its logits."""
+    return bool(penalizes(setup) or setup.sampling.no_repeat_ngram_size or setup.bad_words
+                or setup.embedding_bias is not None or (setup.sampling.min_length > 0 and setup.end_id >= 0))
+
+
+def wants_history(setup: SlotSetup) -> bool:
+    """Whether what is sampled depends on the tokens before it other than through the model."""
+    return bool(penalizes(setup) or decays(setup) or setup.sampling.no_repeat_ngram_size
+                or any(len(word) > 1 for words in (setup.bad_words, setup.stop_words) for word in words))
+
+
 class SlotState:
     """Per slot: the sampling parameters, what is to be returned, and the tokens drawn last.
 
@@ -91,15 +114,16 @@ class SlotState:
 
     def _write(self, slot: int, setup: SlotSetup) -> None:
         host = self.host
-        host["temperature"][slot] = setup.temperature
-        host["top_k"][slot] = min(setup.top_k, 2**31 - 1)
-        host["top_p"][slot] = setup.top_p
-        host["min_p"][slot] = setup.min_p
-        host["seed"][slot] = (setup.random_seed ^ SIGN_BIT) - SIGN_BIT              # the same 64 bits, signed
+        host["temperature"][slot] = setup.sampling.temperature
+        host["top_k"][slot] = setup.sampling.top_k
+        host["top_p"][slot] = setup.sampling.top_p
+        host["min_p"][slot] = setup.sampling.min_p
+        host["seed"][slot] = (setup.sampling.random_seed ^ SIGN_BIT) - SIGN_BIT              # the same 64 bits, signed
         host["end_id"][slot] = setup.end_id
         # As float32 has them: what rounds to 0 is 0 for everybody.
         host["samples"][slot] = not (
-            host["temperature"][slot] == 0 or setup.top_k == 1 or (setup.top_k == 0 and host["top_p"][slot] == 0))
+            host["temperature"][slot] == 0 or setup.sampling.top_k == 1
+            or (setup.sampling.top_k == 0 and host["top_p"][slot] == 0))
         host["log_probs"][slot] = setup.return_log_probs
         host["context_logits"][slot] = setup.return_context_logits
         host["generation_logits"][slot] = setup.return_generation_logits

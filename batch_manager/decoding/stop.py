@@ -28,7 +28,7 @@ class StopWords:
         self._words = WordLists(num_slots, device, in_kernel=self._kernel is not None)
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        self._words.put(slot, setup.stop_words if setup.beams is None else ())
+        self._words.put(slot, () if setup.has_beams else setup.stop_words)
 
     def mark(self, finish: torch.Tensor, tokens: torch.Tensor, rows: DrawRows) -> torch.Tensor:
         """`finish` [r] uint8, with STOP_WORDS where `tokens` [r] end a word and nothing else ended the sequence."""

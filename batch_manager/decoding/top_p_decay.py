@@ -12,7 +12,7 @@ import torch
 from ..handover import SlotSetup
 from .position_ring import COLUMNS, PositionRing
 from .slot_table import SlotTable
-from .slots import DrawRows
+from .slots import DrawRows, decays
 
 
 class TopPDecay:
@@ -28,14 +28,16 @@ class TopPDecay:
         self._current = PositionRing(torch.zeros((num_slots, COLUMNS), dtype=torch.float32, device=device))
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        self._table.put(slot, setup.decays, decays=True, first=setup.top_p, decay=setup.top_p_decay,
-                        floor=setup.top_p_min, reset_id=setup.top_p_reset_id)
-        if not setup.decays:
+        self._table.put(slot, decays(setup), decays=True, first=setup.sampling.top_p,
+                        decay=setup.sampling.top_p_decay, floor=setup.sampling.top_p_min,
+                        reset_id=setup.sampling.top_p_reset_ids)
+        if not decays(setup):
             return
         self._reserve(slot + 1)
-        generated = setup.history[setup.prompt_length :]
+        generated, sampling = setup.history[setup.prompt_length :], setup.sampling
         self._current.put(slot, len(setup.history), float(
-            top_p_behind(generated, setup.top_p, setup.top_p_decay, setup.top_p_min, setup.top_p_reset_id)))
+            top_p_behind(
+            generated, sampling.top_p, sampling.top_p_decay, sampling.top_p_min, sampling.top_p_reset_ids)))
 
     def is_wanted(self, rows: DrawRows) -> bool:
         return self._table.is_wanted(rows)

@@ -131,12 +131,15 @@ class Resources:
     def _context_work(self, request: LlmRequest, size: int) -> ContextWork:
         setup = None
         if request.is_first_context_chunk:
-            setup = self._setups[request.request_id].continuing(request.tokens[0])
+            setup = self._setups[request.request_id].continuing(np.array(request.tokens[0], np.int32))
             reused = self._kv.reused_tokens(request)
             size = chunk_behind_reuse(size, reused, request.prompt_len, self._kv.tokens_per_block)
             request.skip_context(reused)
         start = request.context_position
-        token_ids = np.array(request.tokens[0][start:start + size], np.int32)
+        if setup is None:
+            token_ids = np.array(request.tokens[0][start:start + size], np.int32)
+        else:
+            token_ids = setup.history[start:start + size]
         table = self._prompt_tables.get(request.request_id)
         return ContextWork(
             slot=request.seq_slot,

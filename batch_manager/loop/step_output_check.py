@@ -60,7 +60,7 @@ class StepOutputCheck:
             setup = work.setup
             if setup is None:
                 continue
-            width = 1 if setup.beams is None else setup.beams.width
+            width = setup.sampling.beam_width
             if setup.return_log_probs or setup.return_context_logits or setup.return_generation_logits or width > 1:
                 self._asked[work.slot] = Asked(setup.return_log_probs, setup.return_context_logits,
                                                setup.return_generation_logits, width, setup.prompt_length)

@@ -2,7 +2,7 @@
 
 Owns     the documented tensor names, shapes and ranges; every reason for a refusal; a request's text and progress
 Not      blocks (kv), device state (slots), what was already sent (loop/responder)
-Yours    a new request tensor is a row of TENSORS in inference_request.py, a sampling knob one of KNOBS in
+Yours    a new request tensor is a row of TENSORS in inference_request.py, a sampling parameter one of
          sampling_config.py; its checks stand in admission.py, and while it does not run yet, it is a row of NOT_BUILT
          there; what the device must know about it goes into handover.SlotSetup
 """

@@ -15,8 +15,18 @@ import numpy as np
 
 from ..config import Limits
 from ..errors import InvalidRequestError, RequestError, RequestTooLargeError
-from ..handover import BeamSetup, LogitsPostProcessor, SlotSetup
+from ..handover import LogitsPostProcessor, SlotSetup
 from ..names import SchedulerPolicy
+from ..sampling_config import (
+    FLOAT32_MAX,
+    INT32_MAX,
+    MAX_TOP_K,
+    PARAMETERS,
+    SHARE,
+    UINT64_MAX,
+    Range,
+    SamplingConfig,
+)
 from .companions import check_companions
 from .inference_request import (
     TENSORS,
@@ -32,7 +42,6 @@ from .llm_request import LlmRequest
 from .prompt_table import PromptTable
 from .reading import MAX_WORD_LIST_SIZE, Bound, Given, floats, ids, integers, look, scalar, words
 from .response import ResponseOptions
-from .sampling_config import FLOAT32_MAX, INT32_MAX, KNOBS, MAX_TOP_K, SHARE, UINT64_MAX, Range, SamplingConfig
 
 # What is documented and checked but does not run yet, and what it would be. A value other than the neutral one is
 # refused by name, and only `draft_input_ids` has one: no tokens. Building a feature means deleting its rows.
@@ -58,7 +67,7 @@ NOT_WITH_BEAMS: dict[str, str] = {
 }
 
 # Members of a static batch must agree on which of these they set; to what is up to each.
-SAMPLING_OPTIONS = frozenset(tensor for tensor, _ in KNOBS.values()) - {"beam_width"}
+SAMPLING_OPTIONS = frozenset(parameter.tensor for parameter in PARAMETERS.values()) - {"beam_width"}
 
 MAX_CACHE_SALT = 1024
 BATCHED = "batched"        # the name of TensorRT-LLM's batched post-processor
@@ -282,20 +291,9 @@ class Admission:
         return Admitted(
             request=request,
             setup=SlotSetup(
+                sampling=sampling,
+                request_id=request_id,
                 end_id=scalars.get("end_id", -1),
-                temperature=abs(float(sampling.temperature)),       # a negative zero is greedy like any other
-                top_k=sampling.top_k,
-                top_p=abs(float(sampling.top_p)),
-                top_p_decay=float(sampling.top_p_decay),
-                top_p_min=float(sampling.top_p_min),
-                top_p_reset_id=sampling.top_p_reset_ids,
-                min_p=float(sampling.min_p),
-                random_seed=sampling.random_seed,
-                repetition_penalty=float(sampling.repetition_penalty),
-                presence_penalty=float(sampling.presence_penalty),
-                frequency_penalty=float(sampling.frequency_penalty),
-                no_repeat_ngram_size=sampling.no_repeat_ngram_size,
-                min_length=sampling.min_length,
                 bad_words=values.get("bad_words_list", ()),
                 stop_words=values.get("stop_words_list", ()),
                 embedding_bias=_unless_zero(values.get("embedding_bias")),
@@ -304,9 +302,7 @@ class Admission:
                 return_generation_logits=return_generation_logits,
                 logits_post_processor=self._post_processor_for(request, looked),
                 prompt_length=len(prompt),
-                beams=None if sampling.beam_width == 1 else BeamSetup(
-                    sampling.beam_width, max_new_tokens, float(sampling.len_penalty), sampling.early_stopping,
-                    float(sampling.beam_search_diversity_rate)),
+                max_new_tokens=max_new_tokens,
             ),
             response=ResponseOptions(
                 is_streaming=looked.is_streaming and not self.static_batching,
@@ -331,7 +327,8 @@ class Admission:
                                    lambda: [list(tokens) for tokens in request.tokens], is_batched)
 
     def _sampling(self, looked: _Looked) -> SamplingConfig:
-        given = {knob: looked.scalars[tensor] for knob, (tensor, _) in KNOBS.items() if tensor in looked.scalars}
+        given = {name: looked.scalars[parameter.tensor] for name, parameter in PARAMETERS.items()
+                 if parameter.tensor in looked.scalars}
         if -(2**63) <= given.get("random_seed", 0) < 0:
             given["random_seed"] %= 2**64       # clients that keep an unsigned seed in an int64 tensor
         sampling = SamplingConfig(**given)

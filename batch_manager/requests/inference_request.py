@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidRequestError, type_name
-from .sampling_config import KNOBS, NEUTRAL, UINT64_MAX, shown
+from ..sampling_config import PARAMETERS, UINT64_MAX, shown
 
 
 class NamedTensor:
@@ -64,7 +64,7 @@ class TensorSpec:
     content    what its values are
     shape      how they are arranged
     default    the value that a missing tensor stands for; None: nothing
-    knob       the field of SamplingConfig it sets, if it sets one
+    parameter  the field of SamplingConfig that it sets, if it sets one
     aliases    further names it is known by in Python
     """
 
@@ -72,15 +72,15 @@ class TensorSpec:
     content: Content
     shape: Shape
     default: object = None
-    knob: str | None = None
+    parameter: str | None = None
     aliases: tuple[str, ...] = ()
 
 
-def _knob_specs() -> list[TensorSpec]:
+def _sampling_specs() -> list[TensorSpec]:
     aliases = {"len_penalty": ("length_penalty",)}
-    return [TensorSpec(tensor, Content.INTEGER if allowed.whole else Content.NUMBER, Shape.SCALAR,
-                       getattr(NEUTRAL, knob), knob, aliases.get(tensor, ()))
-            for knob, (tensor, allowed) in KNOBS.items()]
+    return [TensorSpec(parameter.tensor, Content.INTEGER if parameter.range.whole else Content.NUMBER, Shape.SCALAR,
+                       parameter.neutral, name, aliases.get(parameter.tensor, ()))
+            for name, parameter in PARAMETERS.items()]
 
 
 # wire name -> what it may hold. The properties of InferenceRequest are made from this table, and admission walks it.
@@ -90,7 +90,7 @@ TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
     TensorSpec("input_lengths", Content.INTEGER, Shape.SCALAR),         # obsolete: accepted and not looked at
     TensorSpec("end_id", Content.INTEGER, Shape.SCALAR, -1),
     TensorSpec("pad_id", Content.INTEGER, Shape.SCALAR, -1),
-    *_knob_specs(),
+    *_sampling_specs(),
     TensorSpec("bad_words_list", Content.INTEGER, Shape.WORDS),
     TensorSpec("stop_words_list", Content.INTEGER, Shape.WORDS),
     TensorSpec("embedding_bias", Content.NUMBER, Shape.ROW),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import InvalidRequestError
+from ..sampling_config import FLOAT32_MAX, Range, shown
 from .inference_request import Content, Shape, TensorSpec, type_name
-from .sampling_config import FLOAT32_MAX, Range, shown
 
 # Tokens of a bad or stop word list, with padding; more is an attack or a mistake.
 MAX_WORD_LIST_SIZE = 65_536

@@ -19,7 +19,6 @@ from ..decoding.logits_post_processors import NO_TOKEN, PostProcessed
 from ..decoding.logits_return import logits_by_slot
 from ..errors import ConfigError, InsufficientMemoryError
 from ..handover import (
-    BeamSetup,
     BlockCopy,
     BlockTableUpdates,
     ContextWork,
@@ -33,6 +32,7 @@ from ..handover import (
 from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel, load_model
 from ..names import ErrorCode
+from ..sampling_config import SamplingConfig
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.dispatch import use_triton
 from . import layouts
@@ -249,10 +249,10 @@ class NativeBackend:
         be, and leave the block as it was."""
         zero = np.zeros(1, np.int32)
         # With every feature that has a kernel, so that none is compiled while requests wait.
-        setups = {1: SlotSetup(temperature=0.5, top_k=2, return_log_probs=True, repetition_penalty=1.5,
-                               no_repeat_ngram_size=2, bad_words=((0, 0),), stop_words=((0, 0),)).continuing([0])}
+        setups = {1: SlotSetup(SamplingConfig(temperature=0.5, top_k=2, repetition_penalty=1.5, no_repeat_ngram_size=2),
+                               return_log_probs=True, bad_words=((0, 0),), stop_words=((0, 0),)).continuing([0])}
         if max_beam_width > 1:
-            setups[max_beam_width] = SlotSetup(beams=BeamSetup(max_beam_width, max_new_tokens=2))
+            setups[max_beam_width] = SlotSetup(SamplingConfig(beam_width=max_beam_width), max_new_tokens=2)
         with self._threads():                         # once for all the steps, on the thread that loads
             for width, setup in setups.items():
                 rows = np.arange(width, dtype=np.int32)

@@ -172,7 +172,7 @@ class ScriptedBackend:
                 grown[: len(self._state)] = self._state
                 self._state = grown
             setup, state = work.setup, self._state
-            if setup.beams is not None:
+            if setup.has_beams:
                 assert self.script is None and setup.logits_post_processor is None, "not with beams"
             self._searches.set_up(work.slot, setup)
             state[work.slot] = (work.start, 0, (0, 0), setup.end_id, _draw(setup), setup.return_log_probs,
@@ -499,7 +499,8 @@ def _best_candidates(search: BeamSearch, words: np.ndarray, vocab_size: int) -> 
 
     order = np.lexsort((tokens, -log_probs), axis=1)
     tokens, log_probs = np.take_along_axis(tokens, order, 1), np.take_along_axis(log_probs, order, 1)
-    scores = search.cum_log_probs[:, None] + log_probs - np.float32(search.setup.diversity_rate) * steps.astype(int)
+    diversity = np.float32(search.sampling.beam_search_diversity_rate)
+    scores = search.cum_log_probs[:, None] + log_probs - diversity * steps.astype(int)
     best = np.argsort(-scores, axis=None, kind="stable")[:wanted]
     best = best[scores.ravel()[best] > -np.inf]
     padding = (0, wanted - len(best))
@@ -508,8 +509,7 @@ def _best_candidates(search: BeamSearch, words: np.ndarray, vocab_size: int) -> 
 
 
 def _draw(setup: SlotSetup) -> int:
-    greedy = setup.temperature == 0 or setup.top_k == 1 or (setup.top_k == 0 and setup.top_p == 0)
-    return 0 if greedy else _mix(setup.random_seed ^ POSITION_FACTOR)
+    return 0 if setup.sampling.is_greedy else _mix(setup.sampling.random_seed ^ POSITION_FACTOR)
 
 
 def _mix(word: int) -> int:

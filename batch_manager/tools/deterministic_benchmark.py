@@ -23,6 +23,7 @@ from ..config import DTYPES, LOAD_FORMATS, KvCacheConfig, TrtGptModelOptionalPar
 from ..handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from ..runtime import layouts
 from ..runtime.native_backend import NativeBackend, build_native_backend
+from ..sampling_config import SamplingConfig
 from .workload import at_least
 
 WARM_UP_STEPS = 2
@@ -84,7 +85,9 @@ def measure(options: argparse.Namespace) -> list[dict]:
         kv_cache_config=KvCacheConfig(tokens_per_block=options.tokens_per_block,
                                       max_tokens=blocks * options.tokens_per_block)),
         layout=layouts.fused, num_slots=largest) for deterministic in (False, True)]
-    setup = SlotSetup(temperature=0.8, top_p=0.9, return_log_probs=True) if options.sample else SlotSetup()
+    setup = SlotSetup()
+    if options.sample:
+        setup = SlotSetup(SamplingConfig(temperature=0.8, top_p=0.9), return_log_probs=True)
     clock, results = thread_time if options.threads == 1 else perf_counter, []
     try:
         for batch in options.batch:

@@ -7,7 +7,8 @@ import torch
 from batch_manager.decoding.beam_draw import BeamRows
 from batch_manager.decoding.history import TokenHistory
 from batch_manager.decoding.slots import DrawRows
-from batch_manager.handover import LENGTH, BeamSetup, SlotSetup
+from batch_manager.handover import LENGTH, SlotSetup
+from batch_manager.sampling_config import SamplingConfig
 
 CPU, VOCAB = torch.device("cpu"), 12
 
@@ -72,10 +73,11 @@ def strange_logits(text):
 @pytest.mark.parametrize("times", [1, 2])
 def test_each_beam_has_the_bans_and_penalties_of_its_own_text(decoder_with, times):
     """By definition: unigrams of the whole text, prompt included, cannot come again; presence counts them once."""
-    setups = [SlotSetup(no_repeat_ngram_size=1, beams=BeamSetup(3, 6)),
-              SlotSetup(no_repeat_ngram_size=1, temperature=0),
-              SlotSetup(presence_penalty=3.0, beams=BeamSetup(2, 6)), SlotSetup(beams=BeamSetup(4, 6)),
-              SlotSetup(no_repeat_ngram_size=1, beams=BeamSetup(4, 6), temperature=0.5)]
+    setups = [SlotSetup(SamplingConfig(no_repeat_ngram_size=1, beam_width=3), max_new_tokens=6),
+              SlotSetup(SamplingConfig(no_repeat_ngram_size=1, temperature=0)),
+              SlotSetup(SamplingConfig(presence_penalty=3.0, beam_width=2), max_new_tokens=6),
+              SlotSetup(SamplingConfig(beam_width=4), max_new_tokens=6),
+              SlotSetup(SamplingConfig(no_repeat_ngram_size=1, beam_width=4, temperature=0.5), max_new_tokens=6)]
     prompts = [[1], [2, 3], [4, 5, 6], [7], [8, 9]]
     engine, reordered = Engine(decoder_with, setups, prompts), False
     for _ in range(5):
@@ -102,10 +104,10 @@ def test_who_has_no_beams_keeps_their_history_when_somebody_with_beams_comes(dec
         assert engine.decoder.history.rows_of(rows).tolist() == engine.decoder.history.device_rows_of(rows).tolist()
         return engine.decoder.history.of_row(int(engine.decoder.history.rows_of(rows)[0]), length).tolist()
 
-    engine = Engine(decoder_with, [SlotSetup(no_repeat_ngram_size=2)] * 3, [[1, 2], [3], [4, 5, 6]])
+    engine = Engine(decoder_with, [SlotSetup(SamplingConfig(no_repeat_ngram_size=2))] * 3, [[1, 2], [3], [4, 5, 6]])
     tokens, rows = engine.decoder.history.tokens, len(engine.decoder.history.tokens)
     for width in (2, 4, 3):
-        setup = SlotSetup(no_repeat_ngram_size=2, beams=BeamSetup(width, 5)).continuing([7, 8])
+        setup = SlotSetup(SamplingConfig(no_repeat_ngram_size=2, beam_width=width), max_new_tokens=5).continuing([7, 8])
         engine.decoder.set_up([(1, setup)])
         assert history_of(0, 2) == [1, 2] and history_of(2, 3) == [4, 5, 6] and history_of(1, 2) == [7, 8]
     assert rows <= 4 and tokens is not engine.decoder.history.tokens
@@ -113,7 +115,8 @@ def test_who_has_no_beams_keeps_their_history_when_somebody_with_beams_comes(dec
 
 def test_beams_that_want_no_history_cost_none(decoder_with):
     history = TokenHistory(4, CPU)
-    history.set_up(2, SlotSetup(beams=BeamSetup(4, 9), embedding_bias=np.ones(VOCAB, np.float32), bad_words=((3,),)))
+    history.set_up(2, SlotSetup(SamplingConfig(beam_width=4), max_new_tokens=9, bad_words=((3,),),
+                                embedding_bias=np.ones(VOCAB, np.float32)))
     assert len(history.tokens) == 0
 
 
@@ -127,7 +130,7 @@ def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):
             logits[token] = value
         return logits
 
-    setup = SlotSetup(no_repeat_ngram_size=1, beams=BeamSetup(3, 4))
+    setup = SlotSetup(SamplingConfig(no_repeat_ngram_size=1, beam_width=3), max_new_tokens=4)
     engine = Engine(decoder_with, [setup], [[0]])
     engine.step(logits_of)
     assert engine.texts[0] == [(1,), (2,), (3,)]
@@ -143,7 +146,8 @@ def test_a_search_in_which_nothing_may_go_on_fails_unless_a_text_is_finished(dec
     """One token and the end id; the token is banned the second time. One of the two searches may not end there."""
     logits = torch.full((VOCAB,), -torch.inf)
     logits[[3, 4]] = torch.tensor([0.0, -1.0])
-    setups = [SlotSetup(no_repeat_ngram_size=1, beams=BeamSetup(2, 5), end_id=end_id, min_length=min_length)
+    setups = [SlotSetup(SamplingConfig(no_repeat_ngram_size=1, beam_width=2, min_length=min_length), max_new_tokens=5,
+                        end_id=end_id)
               for end_id, min_length in ((4, 0), (4, 5))]
     engine = Engine(decoder_with, setups, [[0], [0]])
     engine.step(lambda text: logits.clone())

@@ -1,25 +1,27 @@
 """The search itself, on tables of log-probs: against transformers, against all texts there are, and by hand."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from batch_manager.decoding.beam_search import BeamSearch, BeamSearches
 from batch_manager.decoding.beam_stop_words import BeamStopWords
-from batch_manager.handover import END_ID, LENGTH, STOP_WORDS, BeamSetup, GenerationWork, SlotSetup
+from batch_manager.handover import END_ID, LENGTH, STOP_WORDS, GenerationWork, SlotSetup
+from batch_manager.sampling_config import SamplingConfig
 
 EARLY_STOPPING = {1: True, 0: False, 2: "never"}
 
 
 def candidates(search, rows):
     """`beam_topk`, one at a time. rows: [beams, vocab] float32 log-probs of what follows each text."""
-    found = []
+    found, diversity = [], search.sampling.beam_search_diversity_rate
     for beam, row in enumerate(rows):
         if search.cum_log_probs[beam] > -np.inf:
             ranks = np.argsort(-row, kind="stable")
-            found += [(np.float32(search.cum_log_probs[beam] + row[token]) - search.setup.diversity_rate * rank, beam,
-                       token) for rank, token in enumerate(ranks.tolist()) if row[token] > -np.inf]
+            found += [(np.float32(search.cum_log_probs[beam] + row[token]) - diversity * rank, beam, token)
+                      for rank, token in enumerate(ranks.tolist()) if row[token] > -np.inf]
     found = sorted(found, key=lambda candidate: -candidate[0])[:search.num_candidates]
     found += [(None, 0, 0)] * (search.num_candidates - len(found))
     log_probs = [-np.inf if score is None else rows[beam][token] for score, beam, token in found]
@@ -27,10 +29,17 @@ def candidates(search, rows):
             np.array([token for *_, token in found], np.int32))
 
 
+def beams(width, max_new_tokens, len_penalty=0.0, early_stopping=1, diversity_rate=0.0):
+    """The setup of a sequence with beams."""
+    sampling = SamplingConfig(beam_width=width, len_penalty=len_penalty, early_stopping=early_stopping,
+                              beam_search_diversity_rate=diversity_rate)
+    return SlotSetup(sampling, max_new_tokens=max_new_tokens)
+
+
 def run(setup, end_id, follows, stop_words=(), prompt=(0,)):
     """Hypotheses, and the outputs of all steps. follows(texts) -> [len(texts), vocab] log-probs of the next token."""
     search, texts, outputs = BeamSearch.of(
-        SlotSetup(end_id=end_id, beams=setup, stop_words=stop_words).continuing(prompt)), [()], []
+        replace(setup, end_id=end_id, stop_words=stop_words).continuing(prompt)), [()], []
     while not outputs or outputs[-1].hypotheses is None:
         search, output = search.advance(*candidates(search, follows(texts)))
         texts = [(*texts[parent], token) for parent, token in zip(output.parents.tolist(), output.tokens.tolist())]
@@ -43,7 +52,7 @@ def run(setup, end_id, follows, stop_words=(), prompt=(0,)):
 
 def worth(hypothesis, setup):
     length = len(hypothesis.tokens) + (hypothesis.finish == END_ID)
-    return hypothesis.cum_log_prob / length**setup.len_penalty
+    return hypothesis.cum_log_prob / length**setup.sampling.len_penalty
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +101,7 @@ def test_the_beams_of_transformers_all_of_them_in_order(tiny_model, follows_in, 
                 num_return_sequences=width, do_sample=False, max_new_tokens=count, length_penalty=len_penalty,
                 early_stopping=EARLY_STOPPING[early_stopping], eos_token_id=end_id, pad_token_id=end_id or 0,
                 return_dict_in_generate=True, output_scores=True)
-        setup = BeamSetup(width, count, len_penalty, early_stopping)
+        setup = beams(width, count, len_penalty, early_stopping)
         hypotheses, _ = run(setup, -1 if end_id is None else end_id, follows_in(prompt))
 
         texts = [sequence[len(prompt):] for sequence in expected.sequences.tolist()]
@@ -118,7 +127,7 @@ def test_with_beams_enough_nothing_better_exists(len_penalty):
                 table[text] = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
         return np.stack([table[text] for text in texts])
 
-    setup = BeamSetup(40, 4, len_penalty, early_stopping=2)
+    setup = beams(40, 4, len_penalty, early_stopping=2)
     hypotheses, _ = run(setup, 2, follows)
     scores = {}
     for length in range(1, 5):
@@ -143,20 +152,21 @@ def by_the_book(setup, end_id, follows, stop_words, prompt):
         whole = (*prompt, *text)
         return STOP_WORDS if any(whole[-len(word):] == word for word in stop_words) else None
 
+    width, len_penalty = setup.sampling.beam_width, setup.sampling.len_penalty
     ways = len({word[-1] for word in stop_words} | {end_id} - {-1})
     for length in range(1, setup.max_new_tokens + 1):
         rows = follows([text for text, _ in live])
         found = sorted(((*text, token), total + float(log_prob)) for (text, total), row in zip(live, rows)
                        for token, log_prob in enumerate(row))
-        found = sorted(found, key=lambda one: -one[1])[:max(2, 1 + ways) * setup.width]
-        for text, total in found[:setup.width]:
+        found = sorted(found, key=lambda one: -one[1])[:max(2, 1 + ways) * width]
+        for text, total in found[:width]:
             finish = ends(text) or (LENGTH if length == setup.max_new_tokens else None)
             if finish is not None:
-                finished.append((text[:-1] if finish == END_ID else text, finish, total / length**setup.len_penalty))
-        finished = sorted(finished, key=lambda one: -one[2])[:setup.width]
-        live = [one for one in found if ends(one[0]) is None][:setup.width]
-        if not live or (len(finished) == setup.width and (
-                setup.early_stopping == 1 or live[0][1] / length**setup.len_penalty <= finished[-1][2])):
+                finished.append((text[:-1] if finish == END_ID else text, finish, total / length**len_penalty))
+        finished = sorted(finished, key=lambda one: -one[2])[:width]
+        live = [one for one in found if ends(one[0]) is None][:width]
+        if not live or (len(finished) == width and (
+                setup.sampling.early_stopping == 1 or live[0][1] / length**len_penalty <= finished[-1][2])):
             break
     return finished
 
@@ -180,7 +190,7 @@ def test_texts_that_end_in_a_stop_word_are_finished_with_it(stop_words, early_st
     """A word may begin in the prompt, which ends in 9 6; single tokens are so likely that they fill all candidates."""
     finishes = []
     for seed, width in itertools.product(range(12), (2, 3, 4)):
-        setup, follows = BeamSetup(width, 7, 1.0, early_stopping), random_table(seed, 7)
+        setup, follows = beams(width, 7, 1.0, early_stopping), random_table(seed, 7)
         hypotheses, _ = run(setup, 2, follows, stop_words, prompt=(9, 6))
         expected = by_the_book(setup, 2, follows, stop_words, (9, 6))
         assert [(tuple(one.tokens.tolist()), one.finish) for one in hypotheses] == [one[:2] for one in expected]
@@ -200,7 +210,7 @@ def test_single_stop_words_are_more_end_ids_of_transformers(tiny_model, follows_
                 torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), num_beams=width,
                 num_return_sequences=width, do_sample=False, max_new_tokens=9, length_penalty=1.0, early_stopping=False,
                 eos_token_id=ids, pad_token_id=11, return_dict_in_generate=True, output_scores=True)
-        setup = BeamSetup(width, 9, 1.0, early_stopping=0)
+        setup = beams(width, 9, 1.0, early_stopping=0)
         hypotheses, _ = run(setup, -1, follows_in(prompt), tuple((token,) for token in ids))
         assert [hypothesis.tokens.tolist() for hypothesis in hypotheses] == [
             [token for token in sequence[len(prompt):] if token != 11] for sequence in expected.sequences.tolist()]
@@ -231,8 +241,8 @@ def test_thirty_stop_words_with_thirty_two_beams_are_more_end_ids_of_transformer
                 return model(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1].log_softmax(-1).numpy()
 
         *words, end_id = likely
-        setup = BeamSetup(width, 6, 2.0, early_stopping=0)
-        search, texts = BeamSearch.of(SlotSetup(end_id=end_id, beams=setup, stop_words=tuple(
+        setup = beams(width, 6, 2.0, early_stopping=0)
+        search, texts = BeamSearch.of(replace(setup, end_id=end_id, stop_words=tuple(
             (token,) for token in words))), [()]
         for _ in range(2):
             best = candidates(search, follows(texts))
@@ -250,8 +260,8 @@ def test_thirty_stop_words_with_thirty_two_beams_are_more_end_ids_of_transformer
 
 def test_as_many_candidates_as_there_are_ways_to_end():
     def of(width, words, end_id=-1):
-        setup = SlotSetup(end_id=end_id, beams=BeamSetup(width, 5), stop_words=words).continuing([1])
-        return BeamSearch.of(setup).num_candidates
+        setup = SlotSetup(SamplingConfig(beam_width=width), end_id=end_id, max_new_tokens=5, stop_words=words)
+        return BeamSearch.of(setup.continuing([1])).num_candidates
 
     assert of(4, ()) == of(4, (), 3) == of(4, ((3,),), 3) == of(4, ((1, 3), (3,))) == 8
     assert of(4, ((5,), (6, 7)), 3) == 16 and of(2, tuple((token,) for token in range(100))) == 202
@@ -272,7 +282,7 @@ def constant(*probabilities):
 
 
 def test_the_end_id_is_in_the_sum_and_the_length_but_not_in_the_text():
-    (best, _), outputs = run(BeamSetup(2, 5, 1.0), 1, constant(0.2, 0.7, 0.1))
+    (best, _), outputs = run(beams(2, 5, 1.0), 1, constant(0.2, 0.7, 0.1))
     assert best.tokens.tolist() == [] and best.finish == END_ID
     assert best.cum_log_prob == pytest.approx(np.log(0.7)) and len(best.log_probs) == len(best.rows) == 0
     assert len(outputs) == 2                     # the second text ends in the second step
@@ -291,7 +301,7 @@ def test_when_the_search_is_over(early_stopping, steps):
             rows.append([token, ending] + [(1 - token - ending) / 23] * 23)
         return np.log(rows).astype(np.float32)
 
-    _, outputs = run(BeamSetup(2, 6, 1.0, early_stopping), 1, follows)
+    _, outputs = run(beams(2, 6, 1.0, early_stopping), 1, follows)
     assert len(outputs) == steps
 
 
@@ -301,15 +311,15 @@ def test_diversity_makes_beams_leave_different_parents():
     def follows(texts):
         return np.stack([np.log(random.dirichlet(np.ones(50))).astype(np.float32) for _ in texts])
 
-    _, outputs = run(BeamSetup(4, 8, diversity_rate=1000.0), -1, follows)
+    _, outputs = run(beams(4, 8, diversity_rate=1000.0), -1, follows)
     assert outputs[0].parents.tolist() == [0] * 4
     assert all(sorted(output.parents.tolist()) == [0, 1, 2, 3] for output in outputs[1:-1])
-    _, outputs = run(BeamSetup(4, 8), -1, follows)
+    _, outputs = run(beams(4, 8), -1, follows)
     assert any(sorted(output.parents.tolist()) != [0, 1, 2, 3] for output in outputs[1:-1])
 
 
 def test_what_is_kept_of_a_penalised_candidate_is_its_log_probability():
-    hypotheses, outputs = run(BeamSetup(2, 3, diversity_rate=0.5), -1, constant(0.6, 0.4))
+    hypotheses, outputs = run(beams(2, 3, diversity_rate=0.5), -1, constant(0.6, 0.4))
     for hypothesis in hypotheses:
         chosen = np.log([(0.6, 0.4)[token] for token in hypothesis.tokens])
         np.testing.assert_allclose(hypothesis.log_probs, chosen, atol=1e-6)
@@ -321,7 +331,7 @@ def test_fewer_texts_than_beams():
     def follows(texts):                          # a single text is possible: 0 0 0 ...
         return np.where(np.arange(5) == 0, np.float32(0), np.float32(-np.inf))[None].repeat(len(texts), 0)
 
-    hypotheses, outputs = run(BeamSetup(3, 4), 4, follows)
+    hypotheses, outputs = run(beams(3, 4), 4, follows)
     assert [hypothesis.tokens.tolist() for hypothesis in hypotheses] == [[0, 0, 0, 0]]
     for output in outputs:
         assert output.cum_log_probs.tolist() == [0, -np.inf, -np.inf]
@@ -331,12 +341,12 @@ def test_fewer_texts_than_beams():
 
 def test_a_search_ends_where_nothing_can_follow():
     only_the_end = np.array([-np.inf, 0], np.float32)
-    hypotheses, outputs = run(BeamSetup(2, 9), 1, lambda texts: np.tile(only_the_end, (len(texts), 1)))
+    hypotheses, outputs = run(beams(2, 9), 1, lambda texts: np.tile(only_the_end, (len(texts), 1)))
     assert len(outputs) == 1 and [hypothesis.tokens.tolist() for hypothesis in hypotheses] == [[]]
 
 
 def test_a_length_penalty_that_overflows_makes_all_texts_equal():
-    hypotheses, _ = run(BeamSetup(2, 3, 1e30), -1, constant(0.6, 0.4))
+    hypotheses, _ = run(beams(2, 3, 1e30), -1, constant(0.6, 0.4))
     assert len(hypotheses) == 2 and all(len(hypothesis.tokens) == 3 for hypothesis in hypotheses)
 
 
@@ -352,7 +362,7 @@ def test_rows_say_which_beam_each_token_was_drawn_from():
         seen.append((list(texts), follows(texts)))
         return seen[-1][1]
 
-    hypotheses, _ = run(BeamSetup(3, 7), 5, recorded)
+    hypotheses, _ = run(beams(3, 7), 5, recorded)
     for hypothesis in hypotheses:
         text = tuple(hypothesis.tokens.tolist())
         for step, (token, row, log_prob) in enumerate(zip(text, hypothesis.rows, hypothesis.log_probs)):
@@ -362,7 +372,7 @@ def test_rows_say_which_beam_each_token_was_drawn_from():
 
 
 def test_a_step_that_is_run_again_starts_from_the_same_search():
-    searches, setup = BeamSearches(), SlotSetup(beams=BeamSetup(2, 9))
+    searches, setup = BeamSearches(), SlotSetup(SamplingConfig(beam_width=2), max_new_tokens=9)
     searches.set_up(3, setup)
     assert 3 in searches and 2 not in searches
     first = searches.at(3, 10)

@@ -4,6 +4,7 @@ from batch_manager.triton_kernels.reference.sample_token import sample_token
 
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.handover import END_ID, NOT_FINISHED, SlotSetup
+from batch_manager.sampling_config import SamplingConfig
 
 
 def logits_of(rows, vocab=40):
@@ -11,11 +12,13 @@ def logits_of(rows, vocab=40):
 
 
 def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_with, rows_of):
-    setups = [SlotSetup(), SlotSetup(temperature=0.0, top_k=9), SlotSetup(top_k=8, random_seed=2**64 - 3),
-              SlotSetup(top_p=0.7, random_seed=5), SlotSetup(top_k=1, top_p=0.5), SlotSetup(top_k=30, top_p=0.6)]
+    configs = [SamplingConfig(), SamplingConfig(temperature=0.0, top_k=9),
+               SamplingConfig(top_k=8, random_seed=2**64 - 3), SamplingConfig(top_p=0.7, random_seed=5),
+               SamplingConfig(top_k=1, top_p=0.5), SamplingConfig(top_k=30, top_p=0.6)]
     logits = logits_of(6)
-    drawn = decoder_with(*setups).draw(logits.clone(), rows_of([3, 0, 5, 1, 4, 2], [10, 20, 30, 40, 50, 60]))
-    order = [setups[slot] for slot in (3, 0, 5, 1, 4, 2)]
+    rows = rows_of([3, 0, 5, 1, 4, 2], [10, 20, 30, 40, 50, 60])
+    drawn = decoder_with(*map(SlotSetup, configs)).draw(logits.clone(), rows)
+    order = [configs[slot] for slot in (3, 0, 5, 1, 4, 2)]
     expected, _, _ = sample_token(
         logits, torch.tensor([s.temperature for s in order]), torch.tensor([s.top_k for s in order]),
         torch.tensor([s.top_p for s in order]),
@@ -27,7 +30,7 @@ def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_
 
 def test_log_probs_are_filled_for_those_who_asked(decoder_with, rows_of):
     logits = logits_of(2)
-    decoder = decoder_with(SlotSetup(return_log_probs=True, temperature=0.5), SlotSetup())
+    decoder = decoder_with(SlotSetup(SamplingConfig(temperature=0.5), return_log_probs=True), SlotSetup())
     drawn = decoder.draw(logits.clone(), rows_of([1, 0], [3, 3]))
     best = (logits[1] / 0.5).log_softmax(-1).max()
     torch.testing.assert_close(drawn.log_probs, torch.stack([torch.tensor(0.0), best]))
@@ -37,7 +40,8 @@ def test_log_probs_are_filled_for_those_who_asked(decoder_with, rows_of):
 
 def test_a_temperature_of_zero_reports_the_log_prob_of_temperature_one(decoder_with, rows_of):
     logits = logits_of(1)
-    drawn = decoder_with(SlotSetup(temperature=0.0, return_log_probs=True)).draw(logits.clone(), rows_of([0], [1]))
+    setup = SlotSetup(SamplingConfig(temperature=0.0), return_log_probs=True)
+    drawn = decoder_with(setup).draw(logits.clone(), rows_of([0], [1]))
     torch.testing.assert_close(drawn.log_probs, logits.log_softmax(-1).amax(1))
 
 
@@ -57,7 +61,8 @@ def test_logits_are_returned_for_those_who_asked(decoder_with, rows_of):
     assert drawn.logits_slots == [1] and torch.equal(drawn.logits, logits[1:2])
 
 
-@pytest.mark.parametrize("setup", [SlotSetup(), SlotSetup(top_p=0.9), SlotSetup(top_k=3, return_log_probs=True)])
+@pytest.mark.parametrize("setup", [SlotSetup(), SlotSetup(SamplingConfig(top_p=0.9)),
+                                   SlotSetup(SamplingConfig(top_k=3), return_log_probs=True)])
 def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(decoder_with, rows_of, setup):
     logits = logits_of(3)
     decoder = decoder_with(setup, setup, setup)

@@ -6,6 +6,7 @@ import torch
 
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.handover import SlotSetup
+from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 
 VOCAB, SLOTS, ROUNDS = 40, 2_000, 10                               # 20,000 draws a setting
 TOKENS = [3, 8, 3, 1, 20, 3, 8]
@@ -32,32 +33,39 @@ SETTINGS = {
 }
 
 
+def setup_of(**values):
+    """The setup with these parameters of sampling and other values."""
+    sampling = {name: values.pop(name) for name in PARAMETERS if name in values}
+    return SlotSetup(SamplingConfig(**sampling), **values)
+
+
 def exact(knobs, logits, prompt_length):
     """[VOCAB] probabilities of the token behind TOKENS."""
     known = pytest.importorskip("transformers.generation.logits_process")
-    setup, ids, scores = SlotSetup(**knobs), torch.tensor([TOKENS]), logits[None].double()
+    setup, ids, scores = setup_of(**knobs), torch.tensor([TOKENS]), logits[None].double()
     if setup.embedding_bias is not None:
         scores = scores + torch.from_numpy(setup.embedding_bias)
-    if setup.repetition_penalty != 1:
-        scores = known.RepetitionPenaltyLogitsProcessor(setup.repetition_penalty)(ids, scores)
+    if setup.sampling.repetition_penalty != 1:
+        scores = known.RepetitionPenaltyLogitsProcessor(setup.sampling.repetition_penalty)(ids, scores)
     counts = torch.tensor([TOKENS.count(token) for token in range(VOCAB)])
-    scores = scores - setup.presence_penalty * (counts > 0) - setup.frequency_penalty * counts
-    if setup.no_repeat_ngram_size:
-        scores = known.NoRepeatNGramLogitsProcessor(setup.no_repeat_ngram_size)(ids, scores)
+    scores = scores - setup.sampling.presence_penalty * (counts > 0) - setup.sampling.frequency_penalty * counts
+    if setup.sampling.no_repeat_ngram_size:
+        scores = known.NoRepeatNGramLogitsProcessor(setup.sampling.no_repeat_ngram_size)(ids, scores)
     if setup.bad_words:
         scores = known.NoBadWordsLogitsProcessor([list(word) for word in setup.bad_words])(ids, scores)
-    if setup.min_length:
-        scores = known.MinNewTokensLengthLogitsProcessor(prompt_length, setup.min_length, setup.end_id)(ids, scores)
-    scores = known.TemperatureLogitsWarper(setup.temperature)(ids, scores)
-    if setup.top_k:
-        scores = known.TopKLogitsWarper(setup.top_k)(ids, scores)
-    top_p = setup.top_p
+    if setup.sampling.min_length:
+        scores = known.MinNewTokensLengthLogitsProcessor(prompt_length, setup.sampling.min_length, setup.end_id)(
+            ids, scores)
+    scores = known.TemperatureLogitsWarper(setup.sampling.temperature)(ids, scores)
+    if setup.sampling.top_k:
+        scores = known.TopKLogitsWarper(setup.sampling.top_k)(ids, scores)
+    top_p = setup.sampling.top_p
     for _ in TOKENS[prompt_length:]:
-        top_p = max(top_p * setup.top_p_decay, setup.top_p_min) if setup.top_p else 0
+        top_p = max(top_p * setup.sampling.top_p_decay, setup.sampling.top_p_min) if setup.sampling.top_p else 0
     if 0 < top_p < 1:
         scores = known.TopPLogitsWarper(top_p)(ids, scores)
-    if setup.min_p:
-        scores = known.MinPLogitsWarper(setup.min_p)(ids, scores)
+    if setup.sampling.min_p:
+        scores = known.MinPLogitsWarper(setup.sampling.min_p)(ids, scores)
     return scores.softmax(-1)[0].numpy()
 
 
@@ -70,7 +78,7 @@ def test_the_drawn_tokens_have_the_exact_distribution(rows_of, name):
     rows = rows_of(range(SLOTS), [len(TOKENS)] * SLOTS)
     counts = np.zeros(VOCAB)
     for seeds in np.random.default_rng(len(name)).integers(2**63, size=(ROUNDS, SLOTS)).tolist():
-        decoder.set_up((slot, SlotSetup(**knobs, random_seed=seed, prompt_length=prompt_length, history=history))
+        decoder.set_up((slot, setup_of(**knobs, random_seed=seed, prompt_length=prompt_length, history=history))
                        for slot, seed in enumerate(seeds))
         counts += np.bincount(decoder.draw(logits.repeat(SLOTS, 1), rows).tokens.numpy(), minlength=VOCAB)
 

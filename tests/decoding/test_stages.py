@@ -1,5 +1,7 @@
 """What is done to logits, and what ends a sequence: against transformers, whatever else is in the batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from batch_manager.decoding.bans import repeating_tokens
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.word_lists import SMALLEST_HEAP, WordLists
 from batch_manager.handover import END_ID, NOT_FINISHED, STOP_WORDS, SlotSetup
+from batch_manager.sampling_config import SamplingConfig
 
 VOCAB = 60
 CPU = torch.device("cpu")
@@ -27,13 +30,14 @@ def random_setup(random, prompt_length):
     def words():
         return tuple(tuple(random.integers(0, 6, random.integers(1, 4)).tolist()) for _ in range(random.integers(1, 6)))
 
-    return SlotSetup(
-        end_id=maybe(lambda: int(random.integers(VOCAB)), -1),
+    sampling = SamplingConfig(
         repetition_penalty=maybe(lambda: float(random.uniform(0.3, 3)), 1.0),
         presence_penalty=maybe(lambda: float(random.normal()), 0.0),
         frequency_penalty=maybe(lambda: float(random.normal()), 0.0),
         no_repeat_ngram_size=maybe(lambda: int(random.integers(1, 5)), 0),
-        min_length=maybe(lambda: int(random.integers(1, 30)), 0),
+        min_length=maybe(lambda: int(random.integers(1, 30)), 0))
+    return SlotSetup(
+        sampling, end_id=maybe(lambda: int(random.integers(VOCAB)), -1),
         bad_words=maybe(words, ()), stop_words=maybe(words, ()),
         embedding_bias=maybe(lambda: random.normal(size=VOCAB).astype(np.float32), None),
         return_log_probs=maybe(lambda: True, False), prompt_length=prompt_length)
@@ -45,17 +49,17 @@ def as_transformers_would(setup, tokens, logits):
     ids, scores = torch.tensor([tokens]), logits[None].clone()
     if setup.embedding_bias is not None:
         scores += torch.from_numpy(setup.embedding_bias)
-    if setup.repetition_penalty != 1:
-        scores = processors.RepetitionPenaltyLogitsProcessor(setup.repetition_penalty)(ids, scores)
+    if setup.sampling.repetition_penalty != 1:
+        scores = processors.RepetitionPenaltyLogitsProcessor(setup.sampling.repetition_penalty)(ids, scores)
     counts = torch.tensor([tokens.count(token) for token in range(VOCAB)])
-    scores = scores - setup.presence_penalty * (counts > 0) - setup.frequency_penalty * counts
-    if setup.no_repeat_ngram_size:
-        scores = processors.NoRepeatNGramLogitsProcessor(setup.no_repeat_ngram_size)(ids, scores)
+    scores = scores - setup.sampling.presence_penalty * (counts > 0) - setup.sampling.frequency_penalty * counts
+    if setup.sampling.no_repeat_ngram_size:
+        scores = processors.NoRepeatNGramLogitsProcessor(setup.sampling.no_repeat_ngram_size)(ids, scores)
     if setup.bad_words:
         scores = processors.NoBadWordsLogitsProcessor([list(word) for word in setup.bad_words])(ids, scores)
-    if setup.min_length and setup.end_id >= 0:
-        scores = processors.MinNewTokensLengthLogitsProcessor(setup.prompt_length, setup.min_length, setup.end_id)(
-            ids, scores)
+    if setup.sampling.min_length and setup.end_id >= 0:
+        scores = processors.MinNewTokensLengthLogitsProcessor(
+            setup.prompt_length, setup.sampling.min_length, setup.end_id)(ids, scores)
     return scores[0]
 
 
@@ -96,7 +100,8 @@ def test_a_bad_word_may_begin_in_the_prompt_and_one_token_is_banned_always(decod
 
 
 def test_the_end_id_is_banned_until_enough_was_generated_whatever_was_paused(decoder_with, rows_of):
-    decoder = decoder_with(SlotSetup(end_id=4, min_length=3, prompt_length=10), SlotSetup(min_length=3))
+    sampling = SamplingConfig(min_length=3)
+    decoder = decoder_with(SlotSetup(sampling, end_id=4, prompt_length=10), SlotSetup(sampling))
     for position, banned in ((10, True), (11, True), (12, True), (13, False), (14, False)):
         logits = torch.zeros(2, VOCAB)
         decoder.draw(logits, rows_of([0, 1], [position, position]))
@@ -146,16 +151,18 @@ def test_a_row_whose_tokens_are_all_banned_is_flagged_and_the_others_go_on(decod
 def test_virtual_tokens_of_a_prompt_table_have_no_logit(decoder_with, rows_of):
     tokens = [VOCAB + 3, 5, VOCAB + 3, 6, VOCAB + 3]
     logits = torch.ones(1, VOCAB)
-    setup = SlotSetup(repetition_penalty=2.0, frequency_penalty=0.25, no_repeat_ngram_size=2, prompt_length=5)
+    sampling = SamplingConfig(repetition_penalty=2.0, frequency_penalty=0.25, no_repeat_ngram_size=2)
+    setup = SlotSetup(sampling, prompt_length=5)
     decoder_with(setup.continuing(tokens)).draw(logits, rows_of([0], [5]))
     assert logits.isneginf().nonzero().tolist() == [[0, 5], [0, 6]] and (logits == 1).sum() == VOCAB - 2
 
 
 def test_extreme_penalties_leave_numbers(decoder_with, rows_of):
-    for setup in (SlotSetup(repetition_penalty=1e-45), SlotSetup(repetition_penalty=3e38),
-                  SlotSetup(presence_penalty=-3.4e38, frequency_penalty=-3.4e38), SlotSetup(frequency_penalty=3.4e38)):
+    for sampling in (SamplingConfig(repetition_penalty=1e-45), SamplingConfig(repetition_penalty=3e38),
+                     SamplingConfig(presence_penalty=-3.4e38, frequency_penalty=-3.4e38),
+                     SamplingConfig(frequency_penalty=3.4e38)):
         logits = torch.tensor([[3.0, -3.0, 0.0, 1.0]])
-        drawn = decoder_with(setup.continuing([0, 0, 1, 2, 1])).draw(logits, rows_of([0], [5]))
+        drawn = decoder_with(SlotSetup(sampling).continuing([0, 0, 1, 2, 1])).draw(logits, rows_of([0], [5]))
         assert logits.isfinite().all() and drawn.finite.all()
 
 
@@ -194,12 +201,12 @@ def test_tokens_are_the_same_alone_batched_resumed_in_another_slot_and_in_steps_
     setups = []
     for prompt in prompts:
         setup = random_setup(random, len(prompt))
-        sampling = {"return_log_probs": True, "random_seed": int(random.integers(2**63))}
+        sampling = {"random_seed": int(random.integers(2**63))}
         if random.random() < 0.7:
             sampling |= {"temperature": 1.5, "top_p": 0.95, "min_p": float(random.choice([0, 0.02])),
                          "top_p_decay": float(random.choice([1, 0.8])), "top_p_min": 0.2,
-                         "top_p_reset_id": int(random.integers(VOCAB)), "top_k": int(random.choice([0, 20]))}
-        setups.append(SlotSetup(**{name: getattr(setup, name) for name in SlotSetup.__slots__} | sampling))
+                         "top_p_reset_ids": int(random.integers(VOCAB)), "top_k": int(random.choice([0, 20]))}
+        setups.append(replace(setup, sampling=replace(setup.sampling, **sampling), return_log_probs=True))
     writer = Writer(setups, prompts, rows_of, count)
 
     alone = {}
@@ -224,7 +231,7 @@ def test_what_a_slot_had_before_is_gone(decoder_with, rows_of):
 
 
 def test_without_features_nothing_is_kept_and_no_stage_is_run(decoder_with, rows_of):
-    decoder = decoder_with(SlotSetup(top_p=0.5, end_id=3), SlotSetup())
+    decoder = decoder_with(SlotSetup(SamplingConfig(top_p=0.5), end_id=3), SlotSetup())
     rows = rows_of([0, 1], [5, 6])
     decoder.keep(decoder.draw(random_logits(2), rows), rows)
     assert decoder.history.tokens.numel() == 0
@@ -232,10 +239,10 @@ def test_without_features_nothing_is_kept_and_no_stage_is_run(decoder_with, rows
 
 
 def test_a_history_grows_with_its_sequences_and_their_number(decoder_with, rows_of):
-    decoder = decoder_with(SlotSetup(no_repeat_ngram_size=1).continuing([0]), num_slots=1)
+    decoder = decoder_with(SlotSetup(SamplingConfig(no_repeat_ngram_size=1)).continuing([0]), num_slots=1)
     for position in range(1, 50):
         if position == 20:
-            decoder.set_up([(9, SlotSetup(no_repeat_ngram_size=1).continuing([0]))])
+            decoder.set_up([(9, SlotSetup(SamplingConfig(no_repeat_ngram_size=1)).continuing([0]))])
         rows = rows_of([0], [position])
         drawn = decoder.draw(torch.arange(VOCAB, 0, -1.0)[None], rows)
         assert drawn.tokens.tolist() == [position]

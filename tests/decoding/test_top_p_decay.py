@@ -4,29 +4,30 @@ import torch
 
 from batch_manager.decoding.top_p_decay import TopPDecay, top_p_behind
 from batch_manager.handover import SlotSetup
+from batch_manager.sampling_config import SamplingConfig
 
 CPU = torch.device("cpu")
-SETUPS = [SlotSetup(top_p=0.9, top_p_decay=0.7, top_p_min=0.2, top_p_reset_id=3, prompt_length=2),
-          SlotSetup(top_p=1.0, top_p_decay=0.9, top_p_min=1e-6, prompt_length=1),
-          SlotSetup(top_p=0.3, top_p_decay=1.0, top_p_min=0.5, top_p_reset_id=2, prompt_length=2),
-          SlotSetup(top_p=0.6, prompt_length=3)]
+SETUPS = [SlotSetup(SamplingConfig(top_p=0.9, top_p_decay=0.7, top_p_min=0.2, top_p_reset_ids=3), prompt_length=2),
+          SlotSetup(SamplingConfig(top_p=1.0, top_p_decay=0.9, top_p_min=1e-6), prompt_length=1),
+          SlotSetup(SamplingConfig(top_p=0.3, top_p_decay=1.0, top_p_min=0.5, top_p_reset_ids=2), prompt_length=2),
+          SlotSetup(SamplingConfig(top_p=0.6), prompt_length=3)]
 
 
 def by_definition(setup, generated):
     """top_p of each draw, in float32, from the rule."""
-    top_p, trace = np.float32(setup.top_p), []
+    top_p, trace = np.float32(setup.sampling.top_p), []
     for token in generated:
         trace.append(float(top_p))
-        top_p = max(top_p * np.float32(setup.top_p_decay), np.float32(setup.top_p_min))
-        if token == setup.top_p_reset_id:
-            top_p = np.float32(setup.top_p)
+        top_p = max(top_p * np.float32(setup.sampling.top_p_decay), np.float32(setup.sampling.top_p_min))
+        if token == setup.sampling.top_p_reset_ids:
+            top_p = np.float32(setup.sampling.top_p)
     return trace
 
 
 def trace(rows_of, generated, resume_every=0, twice=False):
     """top_p of each draw of the four sequences, run together."""
     decay = TopPDecay(1, CPU)
-    unchanging = torch.tensor([setup.top_p for setup in SETUPS])
+    unchanging = torch.tensor([setup.sampling.top_p for setup in SETUPS])
     found = [[] for _ in SETUPS]
     for step in range(len(generated[0])):
         if step == 0 or (resume_every and step % resume_every == 0):
@@ -64,7 +65,8 @@ def test_a_million_tokens_cost_no_more_than_it_takes_to_reach_the_floor():
 
 def test_what_never_changes_is_not_wanted(rows_of):
     decay = TopPDecay(4, CPU)
-    for slot, setup in enumerate([SlotSetup(), SlotSetup(top_p=0.5), SlotSetup(top_k=4, top_p_decay=0.5),
-                                  SlotSetup(top_p=0.5, top_p_min=0.4)]):
-        decay.set_up(slot, setup)
+    for slot, config in enumerate([SamplingConfig(), SamplingConfig(top_p=0.5),
+                                   SamplingConfig(top_k=4, top_p_decay=0.5),
+                                   SamplingConfig(top_p=0.5, top_p_min=0.4)]):
+        decay.set_up(slot, SlotSetup(config))
     assert not decay.is_wanted(rows_of(range(4), [1] * 4))

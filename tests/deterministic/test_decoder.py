@@ -7,13 +7,14 @@ import torch
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.slots import DrawRows
 from batch_manager.handover import SlotSetup
+from batch_manager.sampling_config import SamplingConfig
 
 VOCAB, ROWS = 40_000, 20             # so many that torch shares one row's sum among threads, and several rows' not
-SETUPS = [SlotSetup(temperature=0.7, top_p=0.9, random_seed=1, return_log_probs=True),
-          SlotSetup(temperature=1.3, top_p=1.0, random_seed=2, return_log_probs=True),
-          SlotSetup(top_k=50, random_seed=3, return_log_probs=True),
+SETUPS = [SlotSetup(SamplingConfig(temperature=0.7, top_p=0.9, random_seed=1), return_log_probs=True),
+          SlotSetup(SamplingConfig(temperature=1.3, top_p=1.0, random_seed=2), return_log_probs=True),
+          SlotSetup(SamplingConfig(top_k=50, random_seed=3), return_log_probs=True),
           SlotSetup(return_log_probs=True),
-          SlotSetup(top_p=0.8, random_seed=4)] * 4
+          SlotSetup(SamplingConfig(top_p=0.8, random_seed=4))] * 4
 ASKED = [row for row, setup in enumerate(SETUPS) if setup.return_log_probs]
 
 
@@ -54,7 +55,7 @@ def test_without_it_the_sums_of_several_rows_are_taken_otherwise(two_threads):
 
 def test_nobody_asks_for_log_probs(two_threads):
     decoder = GptDecoder(2, torch.device("cpu"), deterministic=True)
-    decoder.set_up(enumerate([SlotSetup(top_k=3, random_seed=1), SlotSetup()]))
+    decoder.set_up(enumerate([SlotSetup(SamplingConfig(top_k=3, random_seed=1)), SlotSetup()]))
     slots = np.arange(2, dtype=np.int32)
     rows = DrawRows(slots, slots, torch.from_numpy(slots).long(), torch.from_numpy(slots).long())
     assert decoder.draw(torch.randn(2, 30), rows).log_probs is None

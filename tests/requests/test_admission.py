@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from batch_manager.errors import InvalidRequestError, RequestTooLargeError
-from batch_manager.handover import BeamSetup, SlotSetup
+from batch_manager.handover import SlotSetup
 from batch_manager.names import LlmRequestState, SchedulerPolicy
 from batch_manager.requests.admission import NOT_BUILT, NOT_WITH_BEAMS, usable_id
 from batch_manager.requests.inference_request import TENSORS, Content, InferenceRequest, Shape
 from batch_manager.requests.response import ResponseOptions
-from batch_manager.requests.sampling_config import KNOBS
+from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 
 VOCAB = 100
 NAN, INF = float("nan"), float("inf")
@@ -59,8 +59,8 @@ COMPANIONS = {
     "draft_logits": {"draft_input_ids": [4, 5]},
 }
 # Checked, and by definition without effect while there is one beam (pad_id fills the rows of shorter beams).
-BEAMS_ONLY = {"len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"}
 IGNORED = {"input_lengths"}
+BEAMS_ONLY = {"pad_id"}
 
 
 def wrong_values(name):
@@ -109,8 +109,8 @@ def test_every_tensor_is_used_or_refused_by_name_and_never_ignored(name, admit, 
 
 
 def test_every_sampling_knob_reaches_the_device_or_is_refused(admit):
-    for tensor, _ in KNOBS.values():
-        if tensor not in NOT_BUILT and tensor not in BEAMS_ONLY:
+    for tensor in (parameter.tensor for parameter in PARAMETERS.values()):
+        if tensor not in NOT_BUILT:
             assert admit(**{tensor: VALID[tensor][0]}).setup != admit().setup
 
 
@@ -200,8 +200,9 @@ def test_an_ordinary_request_becomes_what_the_loop_needs(admit):
     assert (request.request_id, request.tokens, request.max_new_tokens) == (7, [[1, 2, 3]], 5)
     assert (request.priority, request.beam_width, request.draft_len) == (1.0, 1, 0)
     assert request.state is LlmRequestState.CONTEXT_INIT
-    assert admitted.setup == SlotSetup(end_id=2, temperature=0.5, top_k=4, top_p=0.75, random_seed=11,
-                                       return_log_probs=True, prompt_length=3)
+    assert admitted.setup == SlotSetup(
+        SamplingConfig(temperature=0.5, top_k=4, top_p=0.75, random_seed=11), request_id=7, end_id=2,
+        return_log_probs=True, prompt_length=3, max_new_tokens=5)
     assert admitted.response == ResponseOptions(is_streaming=True, return_log_probs=True, deadline_s=2.0)
     assert admitted.warnings == () and admitted.request.cache_salt == "tenant"
 
@@ -215,12 +216,12 @@ def test_the_prompt_is_a_list_of_plain_integers(prompt, admit):
 @pytest.mark.parametrize("given, seed", [
     (-1, 2**64 - 1), (np.int64(-(2**63)), 2**63), (np.uint64(2**64 - 1), 2**64 - 1)])
 def test_a_negative_seed_is_the_unsigned_one_with_the_same_bits(given, seed, admit):
-    assert admit(random_seed=given).setup.random_seed == seed
+    assert admit(random_seed=given).setup.sampling.random_seed == seed
 
 
 def test_a_negative_zero_is_zero(admit):
     setup = admit(temperature=-0.0, runtime_top_p=-0.0).setup
-    assert str(setup.temperature) == str(setup.top_p) == "0.0"
+    assert str(setup.sampling.temperature) == str(setup.sampling.top_p) == "0.0"
 
 
 def test_either_way_of_asking_for_streaming_counts(admit):
@@ -349,18 +350,18 @@ def test_what_is_of_one_text_is_refused_by_name_with_several(name, refusal):
 def test_what_changes_logits_reaches_the_device_with_several_beams_too(name, admit):
     for value in VALID[name]:
         setup = admit(beam_width=2, **{name: value}).setup
-        assert setup.beams is not None and setup.changes_logits == (name != "stop_words_list")
-    assert not admit(beam_width=2, min_length=2).setup.changes_logits                 # there is no end id
-    assert admit(beam_width=2, min_length=2, end_id=1).setup.changes_logits
+        assert setup.has_beams and setup != admit(beam_width=2).setup
 
 
 def test_beams_reach_the_device_with_their_numbers(admit):
     admitted = admit(beam_width=3, request_output_len=7, len_penalty=0.5, early_stopping=-2,
                      beam_search_diversity_rate=0.25, end_id=9)
-    assert admitted.setup.beams == BeamSetup(3, 7, 0.5, -2, 0.25)
+    assert admitted.setup.sampling == SamplingConfig(beam_width=3, len_penalty=0.5, early_stopping=-2,
+                                                     beam_search_diversity_rate=0.25)
+    assert admitted.setup.has_beams and admitted.setup.max_new_tokens == 7
     assert admitted.response.pad_id == 9 and len(admitted.request.tokens) == admitted.request.beam_width == 3
     assert admit(beam_width=3, end_id=9, pad_id=4).response.pad_id == 4
-    assert admit(beam_width=3).response.pad_id == 0 and admit().setup.beams is None
+    assert admit(beam_width=3).response.pad_id == 0 and not admit().setup.has_beams
 
 
 def test_beams_have_logits_each(admit):
@@ -499,9 +500,9 @@ def test_a_streaming_request_that_could_not_go_on_after_a_pause_is_refused(admit
 
 
 def test_top_k_may_not_exceed_the_vocabulary_nor_1024(admit, refusal):
-    assert admit(runtime_top_k=100).setup.top_k == 100
+    assert admit(runtime_top_k=100).setup.sampling.top_k == 100
     assert "runtime_top_k is 101" in refusal(runtime_top_k=101)
-    assert admit(runtime_top_k=1024, limits={"vocab_size": 5000}).setup.top_k == 1024
+    assert admit(runtime_top_k=1024, limits={"vocab_size": 5000}).setup.sampling.top_k == 1024
     assert "0..1024" in refusal(runtime_top_k=1025, limits={"vocab_size": 5000})
 
 
@@ -644,7 +645,8 @@ def test_torch_tensors_are_read(admit):
         temperature=torch.tensor([0.5], requires_grad=True), runtime_top_p=torch.nn.Parameter(torch.tensor(0.25)),
         return_log_probs=torch.tensor([True]), end_id=torch.tensor(3, dtype=torch.int8))
     assert admitted.request.tokens == [[4, 5, 6]] and admitted.request.max_new_tokens == 9
-    assert admitted.setup == SlotSetup(end_id=3, temperature=0.5, top_p=0.25, return_log_probs=True, prompt_length=3)
+    assert admitted.setup == SlotSetup(SamplingConfig(temperature=0.5, top_p=0.25), request_id=7, end_id=3,
+                                       return_log_probs=True, prompt_length=3, max_new_tokens=9)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
@@ -657,7 +659,7 @@ def test_scalars_are_read_from_torch_tensors_of_any_float_type(dtype, shape, adm
 
     admitted = admit(temperature=tensor(0.5), runtime_top_p=torch.nn.Parameter(tensor(0.25)),
                      presence_penalty=tensor(-3.0), flags={"priority": tensor(0.75), "deadline_s": tensor(2.0)})
-    assert admitted.setup == SlotSetup(temperature=0.5, top_p=0.25, presence_penalty=-3.0, prompt_length=3)
+    assert admitted.setup.sampling == SamplingConfig(temperature=0.5, top_p=0.25, presence_penalty=-3.0)
     assert (admitted.request.priority, admitted.response.deadline_s) == (0.75, 2.0)
     for value in (-0.5, INF, NAN):
         assert f"temperature is {value}; it must be a finite float32" in refusal(temperature=tensor(value))

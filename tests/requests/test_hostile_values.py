@@ -231,9 +231,10 @@ def check_outcome(request):
     (tokens,) = admitted.request.tokens
     assert tokens and all(type(token) is int and 0 <= token < 100 for token in tokens)
     assert 1 <= admitted.request.max_new_tokens <= 64 - len(tokens)
-    setup = admitted.setup
-    assert type(setup.temperature) is float and 0 <= setup.temperature < float("inf")
-    assert type(setup.top_k) is int and 0 <= setup.top_k <= 100 and type(setup.top_p) is float and 0 <= setup.top_p <= 1
-    assert -1 <= setup.end_id < 100 and 0 <= setup.random_seed < 2**64
+    sampling = admitted.setup.sampling
+    assert type(sampling.temperature) is float and 0 <= sampling.temperature < float("inf")
+    assert type(sampling.top_k) is int and 0 <= sampling.top_k <= 100
+    assert type(sampling.top_p) is float and 0 <= sampling.top_p <= 1
+    assert -1 <= admitted.setup.end_id < 100 and 0 <= sampling.random_seed < 2**64
     assert type(admitted.response.is_streaming) is bool and 0 <= admitted.request.priority <= 1
 

@@ -1,18 +1,19 @@
 from dataclasses import FrozenInstanceError, fields
 
+import numpy as np
 import pytest
 
 from batch_manager.errors import InvalidRequestError
 from batch_manager.requests.inference_request import TENSORS
-from batch_manager.requests.sampling_config import KNOBS, NEUTRAL, SamplingConfig
+from batch_manager.sampling_config import NEUTRAL, PARAMETERS, SamplingConfig
 
 NAN, INF = float("nan"), float("inf")
 
 
 def test_every_field_has_a_tensor_and_a_range_and_every_such_tensor_is_documented():
-    assert list(KNOBS) == [field.name for field in fields(SamplingConfig)]
-    assert all(TENSORS[tensor].knob == knob and TENSORS[tensor].default == getattr(NEUTRAL, knob)
-               for knob, (tensor, _) in KNOBS.items())
+    assert list(PARAMETERS) == [field.name for field in fields(SamplingConfig)]
+    assert all(TENSORS[row.tensor].parameter == name and TENSORS[row.tensor].default == getattr(NEUTRAL, name)
+               for name, row in PARAMETERS.items())
 
 
 @pytest.mark.parametrize("knob, allowed", [
@@ -36,12 +37,12 @@ def test_values_at_the_ends_of_each_range_are_allowed(knob, allowed):
     ("random_seed", [-1, 2**64])])
 def test_values_outside_are_refused_by_the_name_of_the_tensor(knob, wrong):
     for value in [*wrong, NAN, INF, -INF, True, "1", None, [1], 10**5000]:
-        with pytest.raises(InvalidRequestError, match=KNOBS[knob][0]) as caught:
+        with pytest.raises(InvalidRequestError, match=PARAMETERS[knob].tensor) as caught:
             SamplingConfig(**{knob: value})
         assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("knob", [knob for knob, (_, allowed) in KNOBS.items() if allowed.whole])
+@pytest.mark.parametrize("knob", [name for name, row in PARAMETERS.items() if row.range.whole])
 def test_a_float_is_no_integer(knob):
     with pytest.raises(InvalidRequestError):
         SamplingConfig(**{knob: 1.0})
@@ -56,3 +57,27 @@ def test_the_text_has_fact_expectation_and_way_out():
 def test_it_is_frozen():
     with pytest.raises(FrozenInstanceError):
         NEUTRAL.top_k = 3
+
+
+def test_integers_become_the_floats_they_are_and_no_zero_is_negative():
+    config = SamplingConfig(temperature=2, presence_penalty=-0.0, top_p=1)
+    assert [type(value) for value in (config.temperature, config.top_p, config.top_k)] == [float, float, int]
+    assert str(config.presence_penalty) == "0.0" and config.temperature == 2.0
+
+
+def test_each_parameter_has_another_value_that_is_allowed():
+    config = SamplingConfig(**{name: row.other for name, row in PARAMETERS.items()})
+    assert all(config.sets([name]) and not NEUTRAL.sets([name]) for name in PARAMETERS)
+
+
+def test_the_device_holds_what_a_number_means():
+    assert PARAMETERS["random_seed"].stored(2**64 - 1) == -1 and PARAMETERS["random_seed"].stored(3) == 3
+    assert np.float32(PARAMETERS["repetition_penalty"].stored(1e-60)) > 0
+    assert [PARAMETERS[name].dtype for name in ("random_seed", "top_k", "top_p")] == [np.int64, np.int32, np.float32]
+
+
+@pytest.mark.parametrize("values, is_greedy", [
+    ({}, True), ({"top_k": 1, "top_p": 0.5}, True), ({"temperature": 0, "top_k": 5}, True), ({"top_k": 2}, False),
+    ({"top_p": 1}, False), ({"temperature": 0.5}, True)])
+def test_which_configurations_take_the_likeliest_token(values, is_greedy):
+    assert SamplingConfig(**values).is_greedy == is_greedy

@@ -14,7 +14,7 @@ from batch_manager.loop.intake import Intake
 from batch_manager.requests import admission, reading
 from batch_manager.requests.admission import usable_id
 from batch_manager.requests.inference_request import Content
-from batch_manager.requests.sampling_config import Range
+from batch_manager.sampling_config import Range
 
 from .bugs import ids_are_those_of_a_tokenizer, values_are_checked_and_read_again_later
 

@@ -18,6 +18,7 @@ from batch_manager.handover import (
 from batch_manager.names import ErrorCode
 from batch_manager.runtime import layouts, native_backend
 from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.sampling_config import SamplingConfig
 
 VOCAB, SIZE, BLOCKS, PER_SEQUENCE = 160, 8, 40, 8
 GREEDY = SlotSetup()
@@ -156,18 +157,19 @@ def test_a_step_that_yields_no_token_returns_an_empty_output(backend):
 
 
 def test_a_sample_is_the_same_alone_batched_chunked_and_in_another_slot(backend):
-    setup = SlotSetup(temperature=0.9, top_k=40, top_p=0.95, random_seed=2**63 + 11)
+    setup = SlotSetup(SamplingConfig(temperature=0.9, top_k=40, top_p=0.95, random_seed=2**63 + 11))
     prompt, *others = prompts_of(17, 6, 11)
     expected = alone(backend, prompt, 8, setup)
 
     driver = Driver(backend)
-    driver.run([(slot, other, 0, True, SlotSetup(top_p=0.8, random_seed=slot)) for slot, other in enumerate(others)])
+    driver.run([(slot, other, 0, True, SlotSetup(SamplingConfig(top_p=0.8, random_seed=slot)))
+                for slot, other in enumerate(others)])
     driver.run([(4, prompt[:16], 0, False, setup)], [1, 0])
     driver.run([(4, prompt[16:], 16, True, None)], [1, 0])
     for _ in range(7):
         driver.run(generate=[0, 4, 1])
     assert driver.tokens[4] == expected
-    assert alone(backend, prompt, 8, dataclasses.replace(setup, random_seed=12)) != expected
+    assert alone(backend, prompt, 8, SlotSetup(dataclasses.replace(setup.sampling, random_seed=12))) != expected
 
 
 def test_all_layouts_give_the_same_tokens(checkpoint):
@@ -175,7 +177,7 @@ def test_all_layouts_give_the_same_tokens(checkpoint):
     for layout in LAYOUTS:
         driver = Driver(build(checkpoint, layout=layout))
         driver.run([(0, prompts[0], 0, True, GREEDY)])
-        driver.run([(1, prompts[1], 0, True, SlotSetup(top_k=20, random_seed=4))], [0])
+        driver.run([(1, prompts[1], 0, True, SlotSetup(SamplingConfig(top_k=20, random_seed=4)))], [0])
         driver.run([(2, prompts[2], 0, True, GREEDY)], [0, 1])
         for _ in range(5):
             driver.run(generate=[2, 1, 0])
@@ -339,7 +341,7 @@ def test_the_number_of_threads_is_set_around_a_step_only(checkpoint):
 def test_the_pool_is_clean_after_the_warm_up_and_nobodys_random_state_moved(checkpoint):
     state = torch.get_rng_state()
     backend = build(checkpoint)
-    run(backend, [(0, [1, 2], 0, True, SlotSetup(top_p=0.9))])
+    run(backend, [(0, [1, 2], 0, True, SlotSetup(SamplingConfig(top_p=0.9)))])
     assert torch.equal(torch.get_rng_state(), state)
     assert not build(checkpoint)._pool.any()
 
@@ -440,20 +442,23 @@ def test_in_bfloat16_the_log_probs_are_close_to_those_of_float32(checkpoint):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_a_gpu_tokens_and_log_probs_are_those_of_the_cpu(checkpoint, layout):
-    setups = [SlotSetup(return_log_probs=True), SlotSetup(top_k=20, top_p=0.9, random_seed=4, return_log_probs=True),
-              SlotSetup(temperature=0.7, top_p=1.0, random_seed=2**64 - 1)]
+    setups = [SlotSetup(return_log_probs=True),
+              SlotSetup(SamplingConfig(top_k=20, top_p=0.9, random_seed=4), return_log_probs=True),
+              SlotSetup(SamplingConfig(temperature=0.7, top_p=1.0, random_seed=2**64 - 1))]
     _check_on_a_gpu(checkpoint, layout, setups)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_features_do_what_they_do_on_the_cpu(checkpoint):
-    everything = dict(repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, no_repeat_ngram_size=2,
-                      bad_words=((3,), (5, 7)), stop_words=((8, 9),), end_id=4, min_length=5,
-                      embedding_bias=np.linspace(2, 0, 160, dtype=np.float32), return_log_probs=True)
-    setups = [SlotSetup(**everything, prompt_length=9), SlotSetup(
-        **everything, prompt_length=20, top_p=0.95, top_p_decay=0.9, top_p_min=0.3, min_p=0.02, random_seed=5),
-        SlotSetup(top_p=1.0, min_p=0.1, prompt_length=3)]
+    penalties = dict(repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, no_repeat_ngram_size=2,
+                     min_length=5)
+    sampling = dict(top_p=0.95, top_p_decay=0.9, top_p_min=0.3, min_p=0.02, random_seed=5)
+    others = dict(bad_words=((3,), (5, 7)), stop_words=((8, 9),), end_id=4,
+                  embedding_bias=np.linspace(2, 0, 160, dtype=np.float32), return_log_probs=True)
+    setups = [SlotSetup(SamplingConfig(**penalties), **others, prompt_length=9),
+              SlotSetup(SamplingConfig(**penalties, **sampling), **others, prompt_length=20),
+              SlotSetup(SamplingConfig(top_p=1.0, min_p=0.1), prompt_length=3)]
     _check_on_a_gpu(checkpoint, layouts.fused, setups)
 
 

@@ -11,6 +11,7 @@ from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWor
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.sampling_config import SamplingConfig
 
 VOCAB, SIZE, BLOCKS, SLOTS, MAX_LENGTH = 160, 8, 30, 6, 56
 
@@ -152,9 +153,9 @@ class Schedule:
 
 def sequences_of(count, seed):
     random = np.random.default_rng(seed)
-    setups = [SlotSetup(), SlotSetup(top_k=20, random_seed=7),
-              SlotSetup(temperature=0.8, top_p=0.9, random_seed=2**64 - 1),
-              SlotSetup(top_k=1), SlotSetup(temperature=1.2, top_p=1.0, random_seed=3)]
+    setups = [SlotSetup(), SlotSetup(SamplingConfig(top_k=20, random_seed=7)),
+              SlotSetup(SamplingConfig(temperature=0.8, top_p=0.9, random_seed=2**64 - 1)),
+              SlotSetup(SamplingConfig(top_k=1)), SlotSetup(SamplingConfig(temperature=1.2, top_p=1.0, random_seed=3))]
     return [Sequence(random.integers(0, VOCAB, random.integers(1, 36)).tolist(), int(random.integers(1, 20)),
                      setups[i % len(setups)]) for i in range(count)]
 
@@ -179,9 +180,9 @@ def alone(backend, sequence, *mask):
 
 def check_against_the_hash(backend, sequences):
     for sequence in sequences:
-        greedy = sequence.setup.top_k == 1 or (sequence.setup.top_k == 0 and sequence.setup.top_p == 0)
+        sampling = sequence.setup.sampling
         assert sequence.generated == backend.expected(
-            sequence.prompt, sequence.count, random_seed=None if greedy else sequence.setup.random_seed)
+            sequence.prompt, sequence.count, random_seed=None if sampling.is_greedy else sampling.random_seed)
 
 
 MASKS = pytest.mark.parametrize("mask", [(), (10, 0), (13, 3), (16, 9)], ids=["all", "window", "sinks", "more sinks"])

@@ -17,6 +17,7 @@ from batch_manager.handover import (
 )
 from batch_manager.names import ErrorCode
 from batch_manager.runtime.scripted_backend import ScriptedBackend, expected_draws
+from batch_manager.sampling_config import SamplingConfig
 
 GREEDY = SlotSetup()
 
@@ -113,8 +114,9 @@ def test_a_script_that_leaves_the_vocabulary_fails_its_row():
 
 def test_a_sampling_sequence_depends_on_its_seed_and_a_greedy_one_does_not():
     backend = ScriptedBackend()
-    setups = [SlotSetup(random_seed=1), SlotSetup(random_seed=2), SlotSetup(top_k=5, random_seed=1),
-              SlotSetup(top_p=0.5, random_seed=2**64 - 1)]
+    setups = [SlotSetup(SamplingConfig(random_seed=1)), SlotSetup(SamplingConfig(random_seed=2)),
+              SlotSetup(SamplingConfig(top_k=5, random_seed=1)),
+              SlotSetup(SamplingConfig(top_p=0.5, random_seed=2**64 - 1))]
     tables = {slot: [slot] for slot in range(4)}
     output = run(backend, [context(slot, [7], setup=setup) for slot, setup in enumerate(setups)], tables=tables)
     assert output.tokens.tolist() == [token for seed in (None, None, 1, 2**64 - 1)

@@ -16,6 +16,7 @@ from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.runtime.scripted_backend import POSITION_FACTOR, WORD, _mix
 
 HELD_AMONG = 4
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class SlotRules:
@@ -23,23 +24,24 @@ class SlotRules:
 
     def __init__(self, setup: SlotSetup) -> None:
         self.setup = setup
-        self._tokens = [] if setup.history is None else setup.history.tolist()
+        self._tokens = setup.history.tolist()
         self.has_paused = len(self._tokens) > setup.prompt_length
 
     @staticmethod
     def needed(setup: SlotSetup) -> bool:
-        return setup.beams is None and bool(setup.changes_logits or setup.stop_words)
+        return not setup.has_beams and bool(
+            setup.sampling.sets(("no_repeat_ngram_size", "min_length", *PENALTIES)) or setup.bad_words
+            or setup.stop_words or setup.embedding_bias is not None)
 
     def draw(self, word: int, length: int, vocab_size: int) -> tuple[int, int, int]:
         """(token, finish code, the word its log-probability is of) behind `length` tokens. May be asked again."""
-        # Where it was told none, nothing depends on more than the newest one.
-        del self._tokens[0 if self.setup.history is None else length:]
+        del self._tokens[length:]
         setup, tokens = self.setup, self._tokens
         banned = self._banned(length)
         first = (word >> 16) % vocab_size
         allowed = (j for j in range(vocab_size) if (first + j) % vocab_size not in banned)
         place = next(allowed, 0)
-        if setup.penalizes:
+        if setup.sampling.sets(PENALTIES):
             held = set(tokens)
             place = min([place, *islice(allowed, HELD_AMONG - 1)], key=lambda j: ((first + j) % vocab_size in held, j))
         token = (first + place) % vocab_size
@@ -52,10 +54,10 @@ class SlotRules:
         return token, finish, _mix(word + place * POSITION_FACTOR) if place else word & WORD
 
     def _banned(self, length: int) -> set[int]:
-        setup, tokens, size = self.setup, self._tokens, self.setup.no_repeat_ngram_size
+        setup, tokens, size = self.setup, self._tokens, self.setup.sampling.no_repeat_ngram_size
         banned = {word[-1] for word in setup.bad_words
                   if len(word) == 1 or tuple(tokens[-(len(word) - 1):]) == word[:-1]}
-        if setup.end_id >= 0 and length < setup.prompt_length + setup.min_length:
+        if setup.end_id >= 0 and length < setup.prompt_length + setup.sampling.min_length:
             banned.add(setup.end_id)
         if 0 < size <= len(tokens):
             last = tokens[len(tokens) - size + 1:]
@@ -76,9 +78,8 @@ class Drawing:
             if work.setup is None:
                 continue
             setup, owner = work.setup, owner_of(work.slot)
-            if setup.history is not None:
-                self._check(setup.history.tolist() == owner.tokens[0],
-                            f"I8: the device was told other tokens than {owner} has")
+            self._check(setup.history.tolist() == owner.tokens[0],
+                        f"I8: the device was told other tokens than {owner} has")
             if SlotRules.needed(setup):
                 self._rules[work.slot] = SlotRules(setup)
             else:

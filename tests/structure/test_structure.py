@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
 
-GROUND = ["contained_log", "forked_child", "errors", "names", "config", "handover", "seams"]
+GROUND = ["contained_log", "forked_child", "errors", "names", "sampling_config", "config", "handover", "seams"]
 HOST = ["requests", "kv", "scheduling", "stats", "loop"]
 DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "runtime"]
 
@@ -25,7 +25,8 @@ FLOORS: dict[str, list[str]] = {
     "contained_log": [],
     "forked_child": ["errors", "names"],
     "end": [],
-    "handover": ["errors", "names"],
+    "sampling_config": ["errors", "names"],
+    "handover": ["errors", "names", "sampling_config"],
     "seams": ["errors", "names", "handover"],
     "clock": ["contained_log", "errors", "seams"],
     "config": ["errors", "names", "handover", "seams"],
@@ -60,7 +61,7 @@ FLOORS: dict[str, list[str]] = {
 OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "end", "clock", "__init__",
                      "interpreter_exit", "loading_thread", "worker", "gpt_manager"], set()),
-    **dict.fromkeys(["config", "handover", "seams", "parts", *HOST], {"numpy"}),
+    **dict.fromkeys(["sampling_config", "config", "handover", "seams", "parts", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),
