@@ -11,7 +11,7 @@ from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWor
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.scripted_backend import ScriptedBackend
-from batch_manager.sampling_config import SamplingConfig
+from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 
 VOCAB, SIZE, BLOCKS, SLOTS, MAX_LENGTH = 160, 8, 30, 6, 56
 
@@ -166,7 +166,10 @@ def with_features(sequences):
                 dict(presence_penalty=0.7, frequency_penalty=0.3, bad_words=((3,), (5, 7))), dict(min_p=0.1, top_p=1.0),
                 dict(end_id=4, min_length=9, embedding_bias=np.linspace(3, 0, VOCAB, dtype=np.float32)), {}]
     for i, sequence in enumerate(sequences):
-        sequence.setup = replace(sequence.setup, prompt_length=len(sequence.prompt), **features[i % len(features)])
+        others = dict(features[i % len(features)])
+        sampling = {name: others.pop(name) for name in PARAMETERS if name in others}
+        sequence.setup = replace(sequence.setup, sampling=replace(sequence.setup.sampling, **sampling),
+                                 prompt_length=len(sequence.prompt), **others)
     return sequences
 
 
