@@ -166,8 +166,8 @@ class Parts:
     scheduler   a RequestScheduler, a CapacityScheduler or a MicroBatchScheduler, the class of one that takes no
                 arguments, or a factory (limits: Limits, kv_cache_manager) of one. Any object with the methods will do;
                 the half that it leaves open is the policy's
-    attention   a factory (spec, kv_pool) -> attention implementation of the device tower; `spec.windows` are those in
-                force, and with sink tokens it is called with `sink=` too
+    attention   a factory (spec, kv_pool) -> attention implementation of the device tower; `spec.attention` says how
+                each layer attends, with the windows in force; and with sink tokens it is called with `sink=` too
     backend     a ModelBackend, or a factory () -> ModelBackend; model_path is then not read
     clock       a Clock; while it raises or says what can be no time, that goes on from its last answer
     trace       called with an IterationTrace after each iteration that had an active request, on the worker thread;

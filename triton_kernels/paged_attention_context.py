@@ -15,7 +15,8 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
                                                     m-th tile of query rows of sequence c, (-1, -1) is padding
             slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
             out                      [T, HQ, D]   None: allocated
-Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
+            softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
@@ -45,9 +46,8 @@ import triton.language as tl
 
 from .context_work_list import context_tile_rows
 from .device_limits import DeviceLimits, device_limits
+from .soft_cap import score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
-
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -55,10 +55,10 @@ def _walk_tiles(
     begin, end,                                           # key tiles
     top, total, weighted,                                 # running softmax of the query rows
     query, query_position,
-    table_ptr, keys_ptr, scale_log2, window,
+    table_ptr, keys_ptr, score_factor, window,
     pool_stride_n, pool_stride_kv, window_tile, skipped,
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):
     """Attend to key tiles begin .. end - 1; returns the running softmax.
 
@@ -86,7 +86,9 @@ def _walk_tiles(
             keys = tl.load(tile_ptr + key_offset)
         else:
             keys = tl.load(tile_ptr + key_offset, mask=(lane < D)[:, None], other=0.0)
-        scores = tl.dot(query, keys, input_precision="ieee") * scale_log2
+        scores = tl.dot(query, keys, input_precision="ieee")
+        if CAP_LOG2 > 0:
+            scores = soft_cap(scores * score_factor, CAP_LOG2)
         if MASKED:
             position = (tile * KEYS + token)[None, :]
             visible = position <= query_position[:, None]
@@ -96,12 +98,18 @@ def _walk_tiles(
                 visible = visible & (position > query_position[:, None] - window)
             scores = tl.where(visible, scores, -float("inf"))
 
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        if CAP_LOG2 > 0:
+            new_top = tl.maximum(top, tl.max(scores, 1))
+        else:                                             # scaled in the sum of the exponent, at no cost
+            new_top = tl.maximum(top, tl.max(scores, 1) * score_factor)
         if MASKED and HAS_WINDOW:                         # a row may have seen nothing yet: never -inf minus -inf
             pivot = tl.where(new_top > -float("inf"), new_top, 0.0)
         else:
             pivot = new_top
-        weights = tl.exp2(scores - pivot[:, None])
+        if CAP_LOG2 > 0:
+            weights = tl.exp2(scores - pivot[:, None])
+        else:
+            weights = tl.exp2(scores * score_factor - pivot[:, None])
         shrink = tl.exp2(top - pivot)
         total = total * shrink + tl.sum(weights, 1)
         if D == D_POW2:
@@ -122,12 +130,12 @@ def _walk_tiles(
 )
 def _context_kernel(
     query_ptr, kv_pool_ptr, block_table_ptr, cu_seqlens_ptr, kv_length_ptr, work_ptr, slot_ptr, out_ptr,
-    scale_log2, window,                                   # scale * log2(e): the softmax runs on powers of two
+    score_factor, window,                                 # see `score_factors`
     query_stride_t, out_stride_t, table_stride,           # elements from one token, or table row, to the next
     pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
     GROUP: tl.constexpr, B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
     UNIFORM: tl.constexpr,                                # one loop for all tiles
 ):
     head = tl.program_id(0)                               # heads of one group run side by side and share their keys
@@ -181,19 +189,19 @@ def _context_kernel(
     weighted = tl.zeros([ROWS, D_POW2], tl.float32)
     if HAS_WINDOW:
         top, total, weighted = _walk_tiles(
-            begin, begin_full, top, total, weighted, query, query_position, table_ptr, keys_ptr, scale_log2, window,
+            begin, begin_full, top, total, weighted, query, query_position, table_ptr, keys_ptr, score_factor, window,
             pool_stride_n, pool_stride_kv, window_tile, skipped, B, D, D_POW2, KEYS, STAGES,
-            MASKED=True, HAS_WINDOW=True, SINK=SINK,
+            MASKED=True, HAS_WINDOW=True, SINK=SINK, CAP_LOG2=CAP_LOG2,
         )
     top, total, weighted = _walk_tiles(
-        begin_full, begin_diagonal, top, total, weighted, query, query_position, table_ptr, keys_ptr, scale_log2,
+        begin_full, begin_diagonal, top, total, weighted, query, query_position, table_ptr, keys_ptr, score_factor,
         window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
-        MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0,
+        MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2,
     )
     top, total, weighted = _walk_tiles(
-        begin_diagonal, end, top, total, weighted, query, query_position, table_ptr, keys_ptr, scale_log2, window,
+        begin_diagonal, end, top, total, weighted, query, query_position, table_ptr, keys_ptr, score_factor, window,
         pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
-        MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0,
+        MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2,
     )
     result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # rows past the end may have seen nothing
     tl.store(
@@ -233,7 +241,7 @@ def context_settings(
 
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
-    uniform_rows=None,
+    uniform_rows=None, softcap=None,
 ):
     """Several query tokens per sequence; see the module's docstring for shapes. Returns out."""
     num_heads, head_size = query.shape[1:]
@@ -246,16 +254,17 @@ def paged_attention_context(
     assert block_table.stride(1) == 1 and work_list.is_contiguous() and kv_lengths.is_contiguous()
     if len(work_list) == 0:
         return out
+    score_factor, cap_log2 = score_factors(scale, softcap)
 
     settings = context_settings(head_pow2, query.element_size(), tokens_per_block, device_limits(), uniform_rows)
     _context_kernel[(num_heads, len(work_list))](
         query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, slots, out,
-        scale * LOG2_E, window or 0,
+        score_factor, window or 0,
         query.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         GROUP=group, B=tokens_per_block, D=head_size, D_POW2=head_pow2,
         ROWS=settings.rows, KEYS=settings.keys, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
-        UNIFORM=uniform_rows is not None,
+        CAP_LOG2=cap_log2, UNIFORM=uniform_rows is not None,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     return out

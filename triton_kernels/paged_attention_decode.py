@@ -11,7 +11,8 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
             kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
             slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
             out                      [S, HQ, D]   None: allocated; may be `query` itself
-Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
+            softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
@@ -41,9 +42,9 @@ import triton.language as tl
 
 from .device_limits import DeviceLimits, device_limits
 from .paged_attention_merge import paged_attention_merge
+from .soft_cap import score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
 
-LOG2_E = 1.4426950408889634
 MIN_PAGES_PER_SPLIT = 2
 MAX_SPLITS = 32
 
@@ -56,13 +57,13 @@ MAX_SPLITS = 32
 def _decode_kernel(
     query_ptr, kv_pool_ptr, block_table_ptr, kv_length_ptr, slot_ptr,
     out_ptr, partial_out_ptr, partial_lse_ptr,            # out with one part, the other two with several
-    scale_log2, window,                                   # scale * log2(e): the softmax runs on powers of two
+    score_factor, window,                                 # see `score_factors`
     query_stride_s, out_stride_s, table_stride,           # elements from one sequence, or table row, to the next
     pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
     HQ: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,      # ROWS: GROUP padded for the matrix unit
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
     SPLITS: tl.constexpr, MIN_PAGES: tl.constexpr, STAGES: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -127,7 +128,9 @@ def _decode_kernel(
             keys = tl.load(page_ptr + key_offset)
         else:
             keys = tl.load(page_ptr + key_offset, mask=(lane < D)[:, None], other=0.0)
-        scores = tl.dot(query, keys, input_precision="ieee") * scale_log2
+        scores = tl.dot(query, keys, input_precision="ieee")
+        if CAP_LOG2 > 0:
+            scores = soft_cap(scores * score_factor, CAP_LOG2)
         position = page * B + token
         if SINK > 0:
             position = tl.where(page < window_page, page - skipped, page) * B + token
@@ -138,8 +141,12 @@ def _decode_kernel(
             visible = visible & (position >= first_key)
         scores = tl.where(visible[None, :], scores, -float("inf"))
 
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
+        if CAP_LOG2 > 0:
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+        else:                                             # scaled in the sum of the exponent, at no cost
+            new_top = tl.maximum(top, tl.max(scores, 1) * score_factor)
+            weights = tl.exp2(scores * score_factor - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
         if D == D_POW2:
@@ -194,7 +201,8 @@ def decode_settings(
 
 
 def paged_attention_decode(
-    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None, sink=0
+    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None, sink=0,
+    softcap=None,
 ):
     """One query token per sequence; see the module's docstring for shapes. Returns out."""
     num_sequences, num_heads, head_size = query.shape
@@ -207,6 +215,7 @@ def paged_attention_decode(
     assert block_table.stride(1) == 1 and kv_lengths.is_contiguous()
     if num_sequences == 0:
         return out
+    score_factor, cap_log2 = score_factors(scale, softcap)
 
     page_bytes = tokens_per_block * head_pow2 * query.element_size()
     max_pages = block_table.shape[1]
@@ -221,12 +230,13 @@ def paged_attention_decode(
 
     _decode_kernel[(num_sequences, num_kv_heads, splits)](
         query, kv_pool, block_table, kv_lengths, slots, out, partial_out, partial_lse,
-        scale * LOG2_E, window or 0,
+        score_factor, window or 0,
         query.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         HQ=num_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
         B=tokens_per_block, D=head_size, D_POW2=head_pow2,
         SPLITS=splits, MIN_PAGES=MIN_PAGES_PER_SPLIT, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
+        CAP_LOG2=cap_log2,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     return out if splits == 1 else paged_attention_merge(partial_out, partial_lse, out)

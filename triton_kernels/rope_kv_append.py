@@ -11,6 +11,7 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
             positions                [T] int32 or int64   valid for every row, padding rows too
             cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
             query_out                [T, HQ, D]   None: the queries are rotated in place
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     kv_pool and query_out (or query). Two rows must not name one slot.
 Oracle      triton_kernels/reference/rope_kv_append.py
 Source      rotary embedding (Su et al. 2021) in the half-split arrangement; written for this project.
@@ -90,7 +91,8 @@ def _rope_kv_append_kernel(
 
 
 def rope_kv_append(
-    query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None
+    query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
+    deterministic=False,
 ):
     """Rotate, then append; see the module's docstring for shapes. Returns the rotated queries."""
     num_tokens, num_heads, head_size = query.shape

@@ -6,6 +6,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ..errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
@@ -56,6 +58,35 @@ class RotaryTable:
     sin: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAttention:
+    """How one layer attends. What a layer may have beside these is a field here, with the value that means "without".
+
+    scale     factor on the products of queries and keys, before all else; usually head_size ** -0.5
+    window    tokens a query sees, itself included; None: all before it
+    softcap   scores become softcap * tanh(scores / softcap), before the softmax; None: they stay as they are
+    Raises    ConfigError for a value that is out of range.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, expectation, fits in (
+                ("scale", self.scale, "a finite number above 0", _is_positive(self.scale)),
+                ("window", self.window, "None or an integer above 0",
+                 self.window is None or isinstance(self.window, int) and self.window > 0),
+                ("softcap", self.softcap, "None or a finite number above 0",
+                 self.softcap is None or _is_positive(self.softcap))):
+            if not fits:
+                raise ConfigError(f"LayerAttention.{name} is {value!r}", expectation, "correct the model's class")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < float("inf")
+
+
 class Attention(Protocol):
     """Built once per model and pool; used by one thread."""
 
@@ -82,4 +113,4 @@ class HeadLayout(Protocol):
     num_heads: int
     num_kv_heads: int
     head_size: int
-    windows: tuple[int | None, ...]   # per layer: tokens a query sees, itself included; None: all before it
+    attention: tuple[LayerAttention, ...]   # one for each layer

@@ -92,23 +92,13 @@ class FixedTileAttention(TorchPagedAttention):
 
     # ------------------------------------------------------------------ per layer
 
-    def _rotate(self, query, key, rotary):
-        """Both rotated. One operation at a time: a product fused into a sum is rounded once in a vector, or twice."""
-        if self._rotary is not rotary:
-            cos, sin = rotary.cos[self._positions], rotary.sin[self._positions]
-            self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(self.dtype)
-            self._sin = torch.cat([-sin, sin], dim=-1)[:, None].to(self.dtype)
-            self._rotary = rotary
-        return tuple((rows * self._cos).add_(rows.roll(self.head_size // 2, -1).mul_(self._sin))
-                     for rows in (query, key))
-
     def _generate(self, layer, group, query):
         """One query row per sequence: [n, heads * head_size]."""
         rows = query[group.rows].float()
         count = len(rows)
         key, value = self._gather(layer, group.pages, count * self.kv_heads)
         queries = _padded_rows(rows.reshape(count * self.kv_heads, self.group, self.head_size), self._fewest_rows)
-        attended = self._attend_tiles(queries, key, value, group.mask, (count, self.kv_heads))
+        attended = self._attend_tiles(layer, queries, key, value, group.mask, (count, self.kv_heads))
         return attended[:, : self.group].reshape(count, -1).to(query.dtype)
 
     def _attend(self, layer, context, query, key, value, result):
@@ -120,8 +110,8 @@ class FixedTileAttention(TorchPagedAttention):
             count = len(rows)
             rows = functional.pad(rows, [0, 0, 0, 0, 0, positions - count])
             queries = rows.view(positions, self.kv_heads, self.group, self.head_size).transpose(0, 1)
-            attended = self._attend_tiles(queries.reshape(self.kv_heads, height, self.head_size), key[tile.keys],
-                                          value[tile.keys], tile.mask, (1, self.kv_heads))
+            attended = self._attend_tiles(layer, queries.reshape(self.kv_heads, height, self.head_size),
+                                          key[tile.keys], value[tile.keys], tile.mask, (1, self.kv_heads))
             attended = attended.view(self.kv_heads, positions, self.group, self.head_size)[:, :count]
             result[tile.rows].view(count, self.kv_heads, self.group, -1).copy_(attended.transpose(0, 1))
 
@@ -130,7 +120,7 @@ class FixedTileAttention(TorchPagedAttention):
         gathered = self.layer_pages[layer].index_select(0, pages).float()
         return gathered.view(2, -1, per_tile, self.tile, self.head_size)
 
-    def _attend_tiles(self, queries, key, value, mask, units):
+    def _attend_tiles(self, layer, queries, key, value, mask, units):
         """Attention of queries [u, rows, D] over key and value [n, u, tile, D]; mask as in _Group or _RowTile.
 
         units   u as (sequences, kv heads)
@@ -138,7 +128,12 @@ class FixedTileAttention(TorchPagedAttention):
         num_tiles, (count, height, _) = len(key), queries.shape
         counts = self._counts[height]
         scores = in_pieces(_scores, queries.expand(num_tiles, -1, -1, -1).flatten(0, 1), key.flatten(0, 1),
-                           sizes=counts).mul_(self.scale)
+                           sizes=counts)
+        scale, softcap = self.attention[layer].scale, self.attention[layer].softcap
+        if softcap is None:
+            scores.mul_(scale)
+        else:
+            scores = elementwise(torch.tanh, scores.mul_(scale / softcap)).mul_(softcap)
         by_tile = scores.view(num_tiles, count, height, self.tile)
         masked = by_tile[num_tiles - len(mask) :]
         positions = mask.shape[2]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..triton_kernels.cpu.rope_kv_append import StepRows, pool_rows
 from .interface import HeadLayout, PackedStep, RotaryTable
 from .windows import blocks_seen
 
@@ -74,6 +75,7 @@ class TorchPagedAttention:
     """
 
     dispatch = "torch"
+    deterministic = False
 
     def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0) -> None:
         num_blocks, num_layers, _, kv_heads, block, head_size = kv_pool.shape
@@ -81,38 +83,33 @@ class TorchPagedAttention:
         assert (num_layers, kv_heads, head_size) == (spec.num_layers, spec.num_kv_heads, spec.head_size)
         self.heads, self.kv_heads, self.head_size, self.block = spec.num_heads, kv_heads, head_size, block
         self.group = spec.num_heads // kv_heads
-        self.scale = head_size**-0.5
-        self.windows, self.sink = spec.windows, sink
+        self.attention, self.sink = spec.attention, sink
+        self.windows = tuple(dict.fromkeys(layer.window for layer in spec.attention))
         self.block_bytes = kv_pool[0, 0].nbytes
         self.dtype, self.device = kv_pool.dtype, kv_pool.device
         square = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device)
         self._ahead, self._behind = square.triu(1), square.tril(-1)
 
-        # The pool as tokens and as pages, starting at each layer, so that one step's indices serve all layers.
-        tokens, pages = kv_pool.view(-1, head_size), kv_pool.view(-1, block * head_size)
+        # The pool as rows and as pages, starting at each layer, so that one step's indices serve all layers.
+        pages = kv_pool.view(-1, block * head_size)
         self.pages_per_layer = 2 * kv_heads
         self.pages_per_block = num_layers * self.pages_per_layer
         self.layer_pages = [pages[layer * self.pages_per_layer :] for layer in range(num_layers)]
-        self.layer_tokens = [tokens[layer * self.pages_per_layer * block :] for layer in range(num_layers)]
+        self.layer_pools = kv_pool.unbind(1)
+        self.layer_rows = [pool_rows(layer_pool) for layer_pool in self.layer_pools]
 
     def plan(self, step: PackedStep) -> None:
-        positions = torch.from_numpy(step.positions).to(self.device, torch.int64)
-        self._positions, self._rotary, self._cos, self._sin = positions, None, None, None
-
-        # Where each token's key and value heads go, counted in tokens of the pool from the layer's start.
-        block, offset = np.divmod(step.pool_slots, self.block)
-        first_page = (block * self.pages_per_block)[:, None] + np.arange(self.pages_per_layer)
-        self._append_to = self._upload(first_page * self.block + offset[:, None])
-
-        self._plans = {window: self._plan_window(step, window) for window in dict.fromkeys(self.windows)}
+        self._step_rows = StepRows(torch.from_numpy(step.pool_slots), torch.from_numpy(step.positions).to(torch.int64),
+                                   self.layer_pools[0], self.deterministic)
+        self._plans = {window: self._plan_window(step, window) for window in self.windows}
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None) -> torch.Tensor:
         if rotary is not None:
-            query, key = self._rotate(query, key, rotary)
-        self.layer_tokens[layer].index_put_((self._append_to,), _neighbours(key, value))
+            query, key = self._step_rows.rotate(query, key, rotary.cos, rotary.sin)
+        self._step_rows.append(self.layer_rows[layer], key, value)
 
-        contexts, groups = self._plans[self.windows[layer]]
+        contexts, groups = self._plans[self.attention[layer].window]
         if not contexts and len(groups) == 1:
             return self._generate(layer, groups[0], query)
         result = query.new_empty(len(query), self.heads * self.head_size)
@@ -122,25 +119,18 @@ class TorchPagedAttention:
             result[group.rows] = self._generate(layer, group, query)
         return result
 
-    def _rotate(self, query, key, rotary):
-        """Both rotated, in place."""
-        if self._rotary is not rotary:
-            cos, sin = rotary.cos[self._positions], rotary.sin[self._positions]
-            self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(self.dtype)
-            self._sin = torch.cat([-sin, sin], dim=-1)[:, None].to(self.dtype)
-            self._rotary = rotary
-        both = _neighbours(query, key)
-        turned = both.roll(self.head_size // 2, -1).mul_(self._sin)
-        both = torch.addcmul(turned, both, self._cos, out=both)
-        return both[:, : self.heads], both[:, self.heads :]
-
     def _generate(self, layer, group, query):
         """One query row per sequence: [n, heads * head_size]."""
         rows = query[group.rows]
         gathered = self.layer_pages[layer].index_select(0, group.pages)
         key, value = gathered.view(2, len(rows) * self.kv_heads, -1, self.head_size)
         queries = rows.reshape(len(rows) * self.kv_heads, self.group, self.head_size)
-        scores = torch.baddbmm(group.mask, queries, key.transpose(1, 2), alpha=self.scale)
+        scale, softcap = self.attention[layer].scale, self.attention[layer].softcap
+        if softcap is None:
+            scores = torch.baddbmm(group.mask, queries, key.transpose(1, 2), alpha=scale)
+        else:
+            scores = torch.bmm(queries, key.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
+            scores.add_(group.mask)
         return torch.bmm(scores.softmax(-1), value).view(len(rows), -1)
 
     def _attend(self, layer, context, query, key, value, result):
@@ -150,13 +140,18 @@ class TorchPagedAttention:
         else:
             gathered = self.layer_pages[layer].index_select(0, context.pages)
             key, value = gathered.view(2, self.kv_heads, -1, self.head_size)
+        scale, softcap = self.attention[layer].scale, self.attention[layer].softcap
         split = (-1, self.kv_heads, self.group, self.head_size)
         for tile in context.tiles:
             rows = query[tile.rows].view(split).permute(1, 2, 0, 3)                    # [kv heads, group, rows, D]
             count = rows.shape[2]
             seen = _seen(key, tile)
             scores = torch.bmm(rows.reshape(self.kv_heads, -1, self.head_size), seen.transpose(1, 2))
-            by_row = scores.mul_(self.scale).view(self.kv_heads, self.group, count, -1)
+            if softcap is None:
+                scores.mul_(scale)
+            else:
+                scores.mul_(scale / softcap).tanh_().mul_(softcap)
+            by_row = scores.view(self.kv_heads, self.group, count, -1)
             by_row[..., -count:].add_(self._ahead[:count, :count])
             if tile.behind is not None:
                 by_row[..., tile.sinks : tile.sinks + tile.behind.shape[1]].add_(tile.behind)
@@ -246,13 +241,3 @@ def _seen(whole: torch.Tensor, tile: _Tile) -> torch.Tensor:
     """Keys or values [heads, n, D] of a sequence -> those a tile sees."""
     seen = whole[:, tile.keys]
     return torch.cat([whole[:, : tile.sinks], seen], dim=1) if tile.sinks else seen
-
-
-def _neighbours(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """[T, a, D] and [T, b, D] as [T, a + b, D]: a view when `second` starts where a row of `first` ends."""
-    tokens, heads, size = first.shape
-    if (second.stride() == first.stride() and second.dtype == first.dtype
-            and second.storage_offset() == first.storage_offset() + heads * size
-            and second.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()):
-        return first.as_strided((tokens, heads + second.shape[1], size), first.stride())
-    return torch.cat([first, second], dim=1)

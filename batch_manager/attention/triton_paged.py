@@ -28,8 +28,7 @@ class TritonPagedAttention:
         assert kv_pool.is_contiguous()
         assert (kv_pool.shape[1], kv_pool.shape[3], kv_pool.shape[5]) == (
             spec.num_layers, spec.num_kv_heads, spec.head_size)
-        self.scale = spec.head_size**-0.5
-        self.windows, self.sink = spec.windows, sink
+        self.attention, self.sink = spec.attention, sink
         self.layer_pools = kv_pool.unbind(1)                       # [N, 2, kv heads, B, D] each
         self.deterministic = deterministic
         self.uniform_rows = UNIFORM_ROWS if deterministic else None
@@ -50,7 +49,7 @@ class TritonPagedAttention:
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None) -> torch.Tensor:
-        pool, window = self.layer_pools[layer], self.windows[layer]
+        pool, attention = self.layer_pools[layer], self.attention[layer]
         cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
         query = rope_kv_append(query, key, value, pool, self._pool_slots, self._positions, cos, sin)
 
@@ -58,11 +57,13 @@ class TritonPagedAttention:
         contexts, split = self._contexts, self._context_tokens
         if contexts:
             paged_attention_context(query, pool, self._block_tables[:contexts], self._query_starts,
-                                    self._kv_lengths[:contexts], self._work_list, self.scale, window, out=result,
-                                    sink=self.sink, uniform_rows=self.uniform_rows)
+                                    self._kv_lengths[:contexts], self._work_list, attention.scale, attention.window,
+                                    out=result, sink=self.sink, uniform_rows=self.uniform_rows,
+                                    softcap=attention.softcap)
         if split < len(query):
             paged_attention_decode(query[split:], pool, self._block_tables[contexts:], self._kv_lengths[contexts:],
-                                   self.scale, window, out=result[split:], sink=self.sink)
+                                   attention.scale, attention.window, out=result[split:], sink=self.sink,
+                                   softcap=attention.softcap)
         return result.flatten(1)
 
     def _upload(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:

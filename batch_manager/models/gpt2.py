@@ -6,7 +6,7 @@ Source   "Language Models are Unsupervised Multitask Learners", 2019; checkpoint
 
 import torch
 
-from ..attention.interface import Attention
+from ..attention.interface import Attention, LayerAttention
 from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import Mlp
@@ -50,17 +50,18 @@ class Gpt2:
         num_layers = layer_count(config, names["n_layer"])
         num_heads = config.count(names["n_head"], maximum=MAX_HEADS)
         hidden_size = config.count(names["n_embd"], maximum=MAX_WIDTH)
+        head_size = even_share(config, names["n_embd"], hidden_size, num_heads)
         return checked(config, ModelSpec(
             architecture=architecture,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_heads,
-            head_size=even_share(config, names["n_embd"], hidden_size, num_heads),
+            head_size=head_size,
             hidden_size=hidden_size,
             intermediate_size=config.count("n_inner", 4 * hidden_size, maximum=4 * MAX_WIDTH),
             vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
             max_position_embeddings=config.count(names["n_positions"], 1024, maximum=MAX_POSITIONS),
-            windows=(None,) * num_layers,
+            attention=(LayerAttention(scale=head_size**-0.5),) * num_layers,
             norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
             tie_word_embeddings=config.flag("tie_word_embeddings", True),
             activation=read_activation(config, "activation_function", "gelu_new"),

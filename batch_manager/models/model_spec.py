@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from ..attention.interface import LayerAttention
 from ..errors import ModelLoadError
 from ..layers.mlp import ACTIVATIONS
 from ..layers.rotary import KINDS, RotaryParameters
@@ -38,7 +39,7 @@ class ModelSpec:
     head_size                entries of one attention head; hidden_size / num_heads unless the configuration says else
     vocab_size               rows of the embedding
     max_position_embeddings  positions the model was made for
-    windows                  per layer: how many tokens a query sees, itself included; None: all before it
+    attention                one LayerAttention for each layer: scale, window, softcap
     norm_epsilon             of all norms
     tie_word_embeddings      the head is the embedding
     rotary                   None: the model has learned positions
@@ -58,7 +59,7 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    windows: tuple[int | None, ...]
+    attention: tuple[LayerAttention, ...]
     norm_epsilon: float
     tie_word_embeddings: bool
     activation: str
@@ -118,7 +119,7 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
         intermediate_size=config.count("intermediate_size", maximum=MAX_WIDTH),
         vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
         max_position_embeddings=max_positions,
-        windows=windows,
+        attention=tuple(LayerAttention(scale=head_size**-0.5, window=window) for window in windows),
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         activation=read_activation(config, "hidden_act", "silu"),

@@ -70,8 +70,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     layout      how a step is cut into calls of the model, one of layouts.py
     num_slots   sequences to hold state for; more are taken as they come
     max_beam_width   beams a sequence may have
-    attention_factory   (spec, kv_pool) -> Attention; spec.windows are those in force, the model's or the configured
-                        ones. With sink tokens also `sink=`, so that one who knows none fails here, not in the mask
+    attention_factory   (spec, kv_pool) -> Attention; spec.attention holds the windows in force, the model's or
+                        the configured ones. With sink tokens also `sink=`: one that knows none fails here
     is_own_thread   (threading.Thread) -> whether it runs nothing but the engine, so that it may keep num_threads
     Raises      ConfigError and its subclasses; nothing is left behind then
     """
@@ -100,7 +100,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     # A padded call is bounded by its sequences, not by its tokens. What does not fit all the same is run in halves.
     step_tokens = params.max_batch_size * max_seq_len if layout is layouts.padded else params.max_num_tokens
     one_block = block_bytes(spec, kv.tokens_per_block, loaded.dtype)
-    windows, sink = effective_windows(spec.windows, kv.max_attention_window, kv.sink_token_length, max_seq_len)
+    windows, sink = effective_windows([layer.window for layer in spec.attention], kv.max_attention_window,
+                                      kv.sink_token_length, max_seq_len)
     host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size, block_bytes=one_block,    # sinks rule reuse out
                                    free_bytes=free_memory(torch.device("cpu")))
     plan = plan_memory(
@@ -121,7 +122,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
             pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
             host_pool = make_host_pool(spec, host_blocks, kv.tokens_per_block, loaded.dtype, device)
             attention = (attention_factory or make_attention)(
-                dataclasses.replace(spec, windows=windows), pool, **({"sink": sink} if sink else {}),
+                _with_windows(spec, windows), pool, **({"sink": sink} if sink else {}),
                 **({"deterministic": True} if params.deterministic else {}))
         backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
                                 windows=windows, sink_tokens=sink, host_pool=host_pool,
@@ -170,6 +171,11 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
     """
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
     return per_token * dtype.itemsize * max_num_tokens + 2 * 4 * spec.vocab_size * min(max_rows, max_num_tokens)
+
+
+def _with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
+    return dataclasses.replace(spec, attention=tuple(
+        dataclasses.replace(layer, window=window) for layer, window in zip(spec.attention, windows)))
 
 
 class NativeBackend:

@@ -9,7 +9,7 @@ from batch_manager.triton_kernels.reference.paged_attention_context import paged
 from batch_manager.triton_kernels.reference.paged_attention_decode import paged_attention_decode
 from batch_manager.triton_kernels.reference.rope_kv_append import rope_kv_append
 
-from batch_manager.attention.interface import PackedStep, RotaryTable
+from batch_manager.attention.interface import LayerAttention, PackedStep, RotaryTable
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,28 @@ class Layout:
     dtype: torch.dtype = torch.float32
     tokens_per_block: int = 16
     sink: int = 0
+    scale: float | None = None            # None: head_size ** -0.5
+    softcaps: tuple | None = None         # None: no layer has one
 
     @property
     def num_layers(self):
         return len(self.windows)
 
+    @property
+    def attention(self):
+        scale = self.head_size**-0.5 if self.scale is None else self.scale
+        softcaps = (None,) * self.num_layers if self.softcaps is None else self.softcaps
+        return tuple(LayerAttention(scale=scale, window=window, softcap=softcap)
+                     for window, softcap in zip(self.windows, softcaps, strict=True))
+
     def pool(self, num_blocks, seed=0):
         shape = (num_blocks, self.num_layers, 2, self.num_kv_heads, self.tokens_per_block, self.head_size)
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
-    def rotary(self, positions=512):
-        angles = torch.outer(torch.arange(positions).float(), 0.3 ** torch.arange(self.head_size // 2).float())
+    def rotary(self, positions=512, size=None):
+        """size: leading entries of a head that are rotated; None: all."""
+        size = self.head_size if size is None else size
+        angles = torch.outer(torch.arange(positions).float(), 0.3 ** torch.arange(size // 2).float())
         return RotaryTable(angles.cos(), angles.sin())
 
     def packed_qkv(self, num_tokens, seed=1):
@@ -85,7 +96,8 @@ def give_back(layout, step, pools, stale=-1):
 
 def oracle(layout, pool, layer, step, query, key, value, rotary):
     """The layer's result by the oracles; writes the pool."""
-    view, scale, window = pool[:, layer], layout.head_size**-0.5, layout.windows[layer]
+    view, attention = pool[:, layer], layout.attention[layer]
+    scale, window, softcap = attention.scale, attention.window, attention.softcap
     cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
     query = rope_kv_append(query.clone(), key, value, view, torch.from_numpy(step.pool_slots),
                            torch.from_numpy(step.positions), cos, sin)
@@ -93,9 +105,9 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
     split, contexts = step.num_context_tokens, step.num_contexts
     result = torch.empty_like(query)
     paged_attention_context(query, view, tables[:contexts], torch.from_numpy(step.query_starts[: contexts + 1]),
-                            lengths[:contexts], None, scale, window, out=result, sink=layout.sink)
+                            lengths[:contexts], None, scale, window, out=result, sink=layout.sink, softcap=softcap)
     paged_attention_decode(query[split:], view, tables[contexts:], lengths[contexts:], scale, window,
-                           out=result[split:], sink=layout.sink)
+                           out=result[split:], sink=layout.sink, softcap=softcap)
     return result.flatten(1)
 
 

@@ -18,13 +18,14 @@ HEADS = {"grouped": (6, 2, 16), "one key head": (4, 1, 8), "as many key heads": 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-def check(layout, step, by_oracle, pool, expected_pool):
+def check(layout, step, by_oracle, pool, expected_pool, rotary=None):
+    rotary = layout.rotary() if rotary is None else rotary
     attention = FixedTileAttention(layout, pool, layout.sink)
     attention.plan(step)
     for layer in range(layout.num_layers):
         query, key, value = layout.packed_qkv(step.num_tokens, seed=layer)
-        expected = by_oracle(layout, expected_pool, layer, step, query, key, value, layout.rotary())
-        result = attention.run(layer, query, key, value, layout.rotary())
+        expected = by_oracle(layout, expected_pool, layer, step, query, key, value, rotary)
+        result = attention.run(layer, query, key, value, rotary)
         torch.testing.assert_close(result, expected, atol=TOLERANCE[layout.dtype], rtol=TOLERANCE[layout.dtype])
 
 
@@ -35,6 +36,20 @@ def test_every_kind_of_step_equals_the_oracles(case, heads, dtype, layout, step_
     shape = layout(*HEADS[heads], windows=(None, 10, 70), dtype=dtype)
     pool = shape.pool(72)
     check(shape, step_of(*STEPS[case], 64, 16), by_oracle, pool, pool.clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_scale_and_cap_of_each_layer(dtype, layout, step_of, by_oracle):
+    shape = layout(6, 2, 16, windows=(None, 10, 70, None), scale=0.4, softcaps=(None, 1.5, 4.0, 50.0), dtype=dtype)
+    pool = shape.pool(72)
+    check(shape, step_of([(0, 70), (16, 16), (32, 1)], [0, 15, 40, 100, 3], 64, 16), by_oracle, pool, pool.clone())
+
+
+@pytest.mark.parametrize("size", [2, 10])
+def test_rotation_of_a_part_of_each_head(size, layout, step_of, by_oracle):
+    shape = layout(6, 2, 16, windows=(None, 10))
+    pool = shape.pool(72)
+    check(shape, step_of([(0, 20), (32, 33)], [5, 47], 64, 16), by_oracle, pool, pool.clone(), shape.rotary(size=size))
 
 
 @pytest.mark.parametrize("tokens_per_block", [8, 32, 64, 128])
@@ -58,8 +73,9 @@ def test_what_was_given_back_is_not_read(window, sink, stale, layout, step_of, b
     check(shape, step, by_oracle, pool, expected_pool)
 
 
-def test_rows_of_a_prompt_have_the_same_bits_whole_and_one_by_one(layout, step_of):
-    length, shape = 150, layout(6, 2, 16, windows=(None, 30))
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_rows_of_a_prompt_have_the_same_bits_whole_and_one_by_one(softcap, layout, step_of):
+    length, shape = 150, layout(6, 2, 16, windows=(None, 30), softcaps=(softcap, softcap))
     query, key, value = shape.packed_qkv(length)
 
     def attend(cuts):

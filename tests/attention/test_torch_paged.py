@@ -62,6 +62,19 @@ def test_lengths_far_apart_are_put_into_several_groups(layout, step_of, by_oracl
     check(shape, step, by_oracle, shape.rotary())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_scale_and_cap_of_each_layer(dtype, layout, step_of, by_oracle):
+    shape = layout(6, 2, 16, windows=(None, 10, 70, None), scale=0.4, softcaps=(None, 1.5, 4.0, 50.0), dtype=dtype)
+    assert [by.softcap for by in shape.attention] == [None, 1.5, 4.0, 50.0]
+    check(shape, step_of([(0, 70), (16, 16), (32, 1)], [0, 15, 40, 100, 3], 64, 16), by_oracle, shape.rotary())
+
+
+@pytest.mark.parametrize("size", [2, 10])
+def test_rotation_of_a_part_of_each_head(size, layout, step_of, by_oracle):
+    shape = layout(6, 2, 16, windows=(None, 10))
+    check(shape, step_of([(0, 20), (32, 33)], [5, 47], 64, 16), by_oracle, shape.rotary(size=size))
+
+
 def test_a_model_without_rotation(layout, step_of, by_oracle):
     check(layout(3, 3, 16, windows=(None,)), step_of([(0, 9), (16, 3)], [20, 30], 64, 16), by_oracle, None)
 

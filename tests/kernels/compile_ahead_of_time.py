@@ -74,22 +74,23 @@ def pool(num_kv_heads, head_size, tokens_per_block=64):
     return tensor(1000, 4, 2, num_kv_heads, tokens_per_block, head_size)[:, 1]
 
 
-def decode(head_size, group, splits, num_kv_heads=8, window=None, tokens_per_block=64, sink=0):
+def decode(head_size, group, splits, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None):
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
 
     paged_attention_decode(
         tensor(32, group * num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
         integers(256, 64), integers(32), 0.1, window=window, slots=integers(32), splits=splits, sink=sink,
+        softcap=softcap,
     )
 
 
-def context(head_size, group, num_kv_heads=8, window=None, sink=0, uniform_rows=None):
+def context(head_size, group, num_kv_heads=8, window=None, sink=0, uniform_rows=None, softcap=None):
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
 
     paged_attention_context(
         tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size), integers(256, 64),
         integers(5), integers(4), integers(32, 2), 0.1, window=window, slots=integers(4),
-        sink=sink, uniform_rows=uniform_rows,
+        sink=sink, uniform_rows=uniform_rows, softcap=softcap,
     )
 
 
@@ -172,6 +173,8 @@ CASES = {
     "decode D64 window split": lambda: decode(64, 4, splits=8, window=4096),
     "decode D128 window sinks": lambda: decode(128, 4, splits=1, window=4096, sink=4),
     "decode D64 window sinks split": lambda: decode(64, 4, splits=8, window=4096, sink=4),
+    "decode D128 softcap": lambda: decode(128, 2, splits=1, softcap=50.0),
+    "decode D256 softcap window split": lambda: decode(256, 2, splits=8, num_kv_heads=4, window=4096, softcap=50.0),
     "context D128": lambda: context(128, 4),
     "context D64": lambda: context(64, 3, num_kv_heads=3),
     "context D64 window": lambda: context(64, 4, window=4096),
@@ -179,6 +182,9 @@ CASES = {
     "context D64 window sinks": lambda: context(64, 4, window=4096, sink=4),
     "context D128 uniform": lambda: context(128, 4, uniform_rows=16),
     "context D64 window sinks uniform": lambda: context(64, 4, window=4096, sink=4, uniform_rows=16),
+    "context D128 softcap": lambda: context(128, 2, softcap=50.0),
+    "context D128 softcap window": lambda: context(128, 2, window=4096, softcap=50.0),
+    "context D64 softcap uniform": lambda: context(64, 4, softcap=50.0, uniform_rows=16),
     "linear 4096": lambda: linear(4096, 14336),
     "linear 100": lambda: linear(100, 70),
     "linear 4096 float32": lambda: linear(4096, 14336, torch.float32),

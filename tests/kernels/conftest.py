@@ -234,17 +234,20 @@ class PagedCache:
 
 @pytest.fixture
 def streaming_attention():
-    """streaming_attention(query [T, HQ, D], contents [2, HK, length, D], scale, window, sink): attention of the last T
-    tokens of a sequence under the mask of StreamingLLM, entry by entry."""
+    """streaming_attention(query [T, HQ, D], contents [2, HK, length, D], scale, window, sink, softcap): attention of
+    the last T tokens of a sequence under the mask of StreamingLLM, entry by entry."""
 
-    def attend(query, contents, scale, window, sink):
+    def attend(query, contents, scale, window, sink, softcap=None):
         length, group = contents.shape[2], query.shape[1] // contents.shape[1]
         out = torch.empty_like(query)
         for row, position in enumerate(range(length - len(query), length)):
             seen = [key for key in range(position + 1) if key > position - window or key < sink]
             for head in range(query.shape[1]):
                 keys, values = contents[:, head // group, seen]
-                out[row, head] = (scale * (keys @ query[row, head])).softmax(0) @ values
+                scores = scale * (keys @ query[row, head])
+                if softcap is not None:
+                    scores = (scores / softcap).tanh() * softcap
+                out[row, head] = scores.softmax(0) @ values
         return out
 
     return attend

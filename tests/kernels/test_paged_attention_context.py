@@ -10,7 +10,7 @@ def check(assert_equals_oracle, paged_cache, random, integers):
     """check(query_lengths, kv_lengths, ...): kernel against oracle, with rows of other kinds behind the context's."""
 
     def run(query_lengths, kv_lengths, group=1, num_kv_heads=1, head_size=32, tokens_per_block=B,
-            dtype=torch.float32, window=None, padded_to=0, sink=0):
+            dtype=torch.float32, window=None, padded_to=0, sink=0, scale=None, softcap=None, uniform_rows=None):
         cache = paged_cache(kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype)
         if window:
             for sequence, (new, length) in enumerate(zip(query_lengths, kv_lengths)):
@@ -19,12 +19,13 @@ def check(assert_equals_oracle, paged_cache, random, integers):
         query = random(num_rows + 3, group * num_kv_heads, head_size, dtype=dtype)
         query[num_rows:] = torch.nan                       # generation rows: neither read nor written
         cu_seqlens = torch.tensor([0, *query_lengths]).cumsum(0).tolist()
-        tile_rows = context_tile_rows(head_size, query.element_size())
+        tile_rows = uniform_rows or context_tile_rows(head_size, query.element_size())
         work_list = context_work_list(query_lengths, kv_lengths, tile_rows, padded_to).to(query.device)
         return assert_equals_oracle(
             "paged_attention_context", query, cache.pool, cache.block_table, integers(cu_seqlens), cache.kv_lengths,
-            work_list, head_size**-0.5, window=window, out=torch.full_like(query, torch.nan), sink=sink,
-            roundings=2, reduction=head_size + max(kv_lengths), dtype=dtype,
+            work_list, scale or head_size**-0.5, window=window, out=torch.full_like(query, torch.nan), sink=sink,
+            softcap=softcap, uniform_rows=uniform_rows,
+            roundings=2, reduction=(head_size + max(kv_lengths)) * (40 if softcap else 1), dtype=dtype,
         )
 
     return run
@@ -47,6 +48,26 @@ def test_several_tiles_of_query_rows(check):
 @pytest.mark.parametrize("window", [1, 5, B, 3 * B, 50, 1000])
 def test_window(check, window):
     check([40, 40, 3], [40, 75, 60], window=window)
+
+
+@pytest.mark.parametrize("softcap, scale", [(2.5, 0.2), (50.0, 0.2), (50.0, 8.0), (30.0, 2000.0)])
+@pytest.mark.parametrize("more", [{}, {"window": 20}, {"window": 20, "sink": 5}, {"uniform_rows": 16}])
+def test_capped_scores(check, dtype, softcap, scale, more):
+    """Scores far below the cap, about as large, and so far above that all keys of one sign weigh the same."""
+    assert check([40, 5], [77, 5], group=2, dtype=dtype, softcap=softcap, scale=scale, **more)[:45].isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [0.5, 4.0])
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attention, paged_cache, random, integers,
+                                                   window, softcap):
+    cache = paged_cache([50], 2, 8, B, torch.float64)
+    query = 3 * random(30, 4, 8, dtype=torch.float64)
+    arguments = (query, cache.pool, cache.block_table, integers([0, 30]), cache.kv_lengths, None, 0.3, window)
+    out = run_oracle("paged_attention_context", *arguments, softcap=softcap)
+    expected = streaming_attention(query, cache.contents[0], 0.3, window or 1000, 0, softcap)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(out, run_oracle("paged_attention_context", *arguments), atol=1e-3)
 
 
 @pytest.mark.parametrize("sink", [1, 4, B, B + 1])

@@ -41,6 +41,37 @@ def test_pages_outside_the_window_are_not_read(assert_equals_oracle, paged_cache
     )
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("softcap, stretch", [(2.5, 1), (50.0, 1), (50.0, 40), (30.0, 10_000)])
+@pytest.mark.parametrize("window", [None, 20])
+def test_capped_scores(assert_equals_oracle, paged_cache, random, dtype, softcap, stretch, window, splits):
+    """Scores far below the cap, about as large, and so far above that all keys of one sign weigh the same."""
+    cache = paged_cache([B - 1, 1, 5 * B + 3], 2, 32, B, dtype)
+    query = random(3, 6, 32, dtype=dtype)
+    out = nan_like(query)
+    assert_equals_oracle(
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, 0.2 * stretch, window=window,
+        out=out, splits=splits, softcap=softcap, roundings=2, reduction=(32 + 5 * B + 3) * min(stretch, 40),
+        dtype=dtype,
+    )
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [0.5, 4.0])
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attention, paged_cache, random, window,
+                                                   softcap):
+    cache = paged_cache([1, 20, 90], 2, 8, B, torch.float64)
+    query = 3 * random(3, 4, 8, dtype=torch.float64)
+    arguments = query, cache.pool, cache.block_table, cache.kv_lengths, 0.3, window
+    out = run_oracle("paged_attention_decode", *arguments, softcap=softcap)
+    expected = torch.stack([
+        streaming_attention(query[i : i + 1], cache.contents[i], 0.3, window or 1000, 0, softcap)[0] for i in range(3)
+    ])
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(out[1:], run_oracle("paged_attention_decode", *arguments)[1:], atol=1e-3)
+
+
 @pytest.mark.parametrize("sink", [0, 1, 4, B, B + 1])
 @pytest.mark.parametrize("window", [1, B, 20, 1000])
 def test_the_oracle_attends_under_the_streaming_mask(

@@ -30,7 +30,8 @@ from batch_manager.attention.registry import make_attention
 first, second, window, sink = json.loads(sys.argv[2])
 
 def with_sinks(spec, pool):
-    return make_attention(dataclasses.replace(spec, windows=(window,) * spec.num_layers), pool, sink)
+    return make_attention(dataclasses.replace(
+        spec, attention=tuple(dataclasses.replace(layer, window=window) for layer in spec.attention)), pool, sink)
 
 for folder, attention_class in [(sys.argv[3], with_sinks), *((folder, make_attention) for folder in sys.argv[3:])]:
     run = helpers.Driver(helpers.load_model(folder, device="cpu", dtype="float32"), shuffled=True,
@@ -55,7 +56,8 @@ def test_the_kernels_give_the_logits_of_transformers(reference, prompts, driver)
     assert done.returncode == 0, done.stderr[-2000:]
 
     def with_sinks(spec, pool):
-        return make_attention(dataclasses.replace(spec, windows=(WINDOW,) * spec.num_layers), pool, SINK)
+        return make_attention(dataclasses.replace(
+            spec, attention=tuple(dataclasses.replace(layer, window=WINDOW) for layer in spec.attention)), pool, SINK)
 
     sequences = [second, first, [*second, 5], [*first, 6], [*second, 5, 7]]
     sinks, *lines = done.stdout.splitlines()

@@ -190,7 +190,7 @@ def test_an_attention_that_is_passed_in_gets_the_windows_in_force_and_the_sinks_
     made = []
 
     def factory(spec, kv_pool, **more):
-        made.append((spec.windows, more))
+        made.append((tuple(layer.window for layer in spec.attention), more))
         return make_attention(spec, kv_pool, **more)
 
     for window, sink in ((None, 0), (20, 0), (7, 0), (7, 4), (MAX_LENGTH, 4)):

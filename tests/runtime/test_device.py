@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from batch_manager.attention.interface import LayerAttention
 from batch_manager.errors import ConfigError
 from batch_manager.models.model_spec import ModelSpec
 from batch_manager.runtime import device as device_module
@@ -19,7 +20,8 @@ from batch_manager.runtime.kv_pool import block_bytes, clear_blocks, make_kv_poo
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(architecture="X", num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, hidden_size=32,
-                 intermediate_size=64, vocab_size=100, max_position_embeddings=64, windows=(None, None),
+                 intermediate_size=64, vocab_size=100, max_position_embeddings=64,
+                 attention=(LayerAttention(scale=8**-0.5),) * 2,
                  norm_epsilon=1e-5, tie_word_embeddings=False, activation="silu", rotary=None)
 
 

@@ -16,7 +16,8 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
                                                     The oracle does not need it.
             slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
             out                      [T, HQ, D]   None: allocated
-Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
+            softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
@@ -31,7 +32,7 @@ import torch
 
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
-    uniform_rows=None,
+    uniform_rows=None, softcap=None,
 ):
     """Several query tokens per sequence; see the module's docstring for shapes."""
     num_heads, head_size = query.shape[1:]
@@ -57,6 +58,8 @@ def paged_attention_context(
 
         for head in range(num_heads):
             scores = scale * query[begin:end, head].to(wide) @ keys[head // group].T
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
             scores = scores.masked_fill(~visible, -torch.inf)
             out[begin:end, head] = (scores.softmax(-1) @ values[head // group]).to(out.dtype)
     return out

@@ -11,7 +11,8 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
             kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
             slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
             out                      [S, HQ, D]   None: allocated; may be `query` itself
-Units       window in tokens, None or 0 = no limit; scale is the factor on the scores.
+Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
+            softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
@@ -26,7 +27,8 @@ import torch
 
 
 def paged_attention_decode(
-    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None, sink=0
+    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None, sink=0,
+    softcap=None,
 ):
     """One query token per sequence; see the module's docstring for shapes."""
     num_sequences, num_heads, head_size = query.shape
@@ -49,5 +51,7 @@ def paged_attention_decode(
 
         rows = query[sequence].to(wide).reshape(num_kv_heads, group, head_size)
         scores = scale * rows @ keys.transpose(1, 2)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         out[sequence] = (scores.softmax(-1) @ values).reshape(num_heads, head_size).to(out.dtype)
     return out

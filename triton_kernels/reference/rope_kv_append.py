@@ -11,6 +11,7 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
             positions                [T] int32 or int64   valid for every row, padding rows too
             cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
             query_out                [T, HQ, D]   None: the queries are rotated in place
+Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     kv_pool and query_out (or query). Two rows must not name one slot.
 Returns     the rotated queries.
 """
@@ -29,7 +30,8 @@ def _rotate(rows, positions, cos_table, sin_table):
 
 
 def rope_kv_append(
-    query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None
+    query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
+    deterministic=False,
 ):
     """Rotate, then append; see the module's docstring for shapes."""
     if query_out is None:
