@@ -11,6 +11,7 @@ from .clock import reliable
 from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams, resolve_limits
 from .contained_log import log
 from .errors import ConfigError, type_name
+from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
 from .kv.kv_cache_manager import KvCacheManager
 from .loop.callbacks import GuardedCallbacks
@@ -42,9 +43,11 @@ def build_loop(
     terminate_req_id: int | None,
     exclude_input_in_output: bool,
     parts: Parts,
-    heartbeat: Callable[[str, float], None] = lambda activity, now: None,
+    heartbeat: Heartbeat | None = None,
 ) -> GenerationLoop:
     """Load the model, size the pool, wire the loop. No thread is started.
+
+    heartbeat   is written where foreign code is entered and left
 
     Raises ConfigError and its subclasses; nothing is left behind then.
     """
@@ -55,6 +58,7 @@ def build_loop(
             optional_params.kv_cache_config, "TrtGptModelType.V1 computes every prompt whole"))
         scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # whoever starts has all it may need
     clock = reliable(parts.clock)
+    guard = Guard(clock.monotonic, heartbeat)
     backend = _make_backend(model_path, model_type, max_beam_width, optional_params, parts)
     try:
         info = backend.info
@@ -66,7 +70,7 @@ def build_loop(
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
         kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
         callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
-                                     return_batch_manager_stats_cb, clock, heartbeat)
+                                     return_batch_manager_stats_cb, guard)
         admission = Admission(
             limits,
             max_request_bytes=optional_params.max_request_bytes,
@@ -88,7 +92,7 @@ def build_loop(
             backend=backend,
             responder=Responder(callbacks, numpy_to_tensor, limits.vocab_size),
             clock=clock,
-            heartbeat=heartbeat,
+            heartbeat=guard.heartbeat.beat,
             flush_stats_when_idle=optional_params.flush_stats_when_idle,
             trace=parts.trace,
             window_depth=limits.num_micro_batches,

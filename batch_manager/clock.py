@@ -1,14 +1,14 @@
 """The real time, and a clock of the user's making as the engine can rely on it."""
 
-import math
+import logging
 import threading
 import time
 
-from .contained_log import log
+from .contained_log import RateLimitedLog
 from .errors import is_a, type_name
+from .guard import ForeignCodeError, Guard
 from .seams import Clock
 
-SECONDS_BETWEEN_LOGS = 1.0
 LATEST_S = 1e12    # thirty thousand years; what is later is no time
 
 
@@ -33,26 +33,29 @@ class ReliableClock:
         self._clock = clock
         self._last = time.monotonic()
         self._failing_since: float | None = None    # of the system
-        self._last_log = -math.inf
+        self._in_clock = Guard().raising("clock")
+        self._log = RateLimitedLog(time.monotonic)
 
     def monotonic(self) -> float:
         try:
-            now = float(self._clock.monotonic())
-            if not abs(now) < LATEST_S:
-                raise ValueError("no time")
-        except BaseException as error:
-            return self._without_it(error)
+            with self._in_clock:
+                now = float(self._clock.monotonic())
+                if not abs(now) < LATEST_S:
+                    raise ValueError("no time")
+        except ForeignCodeError as failure:
+            return self._without_it(failure.error)
         self._last, self._failing_since = now, None
         return now
 
     def timestamp(self) -> str:
         try:
-            text = self._clock.timestamp()
-            if type(text) is not str:
-                raise TypeError("no text")
-            text.encode()
-        except BaseException as error:
-            self._log(error, time.monotonic())
+            with self._in_clock:
+                text = self._clock.timestamp()
+                if type(text) is not str:
+                    raise TypeError("no text")
+                text.encode()
+        except ForeignCodeError as failure:
+            self._note(failure.error)
             return SystemClock.timestamp()
         return text
 
@@ -62,13 +65,12 @@ class ReliableClock:
             self._failing_since = now
             if is_a(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise error                             # the first is meant for whoever asks for `health`
-        self._log(error, now)
+        self._note(error)
         return self._last + (now - self._failing_since)
 
-    def _log(self, error: BaseException, now: float) -> None:
-        if now - self._last_log >= SECONDS_BETWEEN_LOGS:
-            self._last_log = now
-            log.error("the clock of Parts raised %s; time goes on as the system's does", type_name(error))
+    def _note(self, error: BaseException) -> None:
+        self._log.log(logging.ERROR, "the clock of Parts raised %s; time goes on as the system's does",
+                      type_name(error))
 
 
 def reliable(clock: Clock | None) -> Clock:

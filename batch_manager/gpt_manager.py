@@ -106,7 +106,7 @@ class GptManager:
             terminate_req_id=terminate_req_id,
             exclude_input_in_output=exclude_input_in_output,
             parts=replace(parts, clock=clock),
-            heartbeat=control.beat,
+            heartbeat=control.heartbeat,
         ), undo=lambda loop: loop.backend.close())
         self._control = control
         self._loop = loop
@@ -157,9 +157,9 @@ class GptManager:
         """
         self._check_process()
         control, loop = self._control, self._loop
-        activity, since = control.activity, control.beat_at
+        activity, since = control.heartbeat.activity, control.heartbeat.since
         seconds = max(control.clock.monotonic() - since, 0.0)
-        if control.stopped.has_come:
+        if control.stopped.is_set:
             state = "STOPPED"
         elif loop.failure is not None:
             state = "FAILED"
@@ -220,7 +220,7 @@ class GptManager:
 
     def __enter__(self) -> "GptManager":
         self._check_process()
-        if self._control.stopped.has_come:
+        if self._control.stopped.is_set:
             raise ManagerClosedError("this manager was shut down", "a manager runs once", "make a new one")
         return self
 

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .end import End
 from .errors import ManagerClosedError
 from .interpreter_exit import forget_worker, list_worker
+from .one_shot_event import OneShotEvent
 
 SECONDS_BETWEEN_LOOKS = 1.0
 _here = threading.local()
@@ -29,7 +29,7 @@ class Loading:
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
-        self._end = End()
+        self._has_ended = OneShotEvent()
         self._thread = threading.Thread(target=self._run, name="batch_manager loading", daemon=False)
         self.loaded: list[Any] = []
         self.error: BaseException | None = None
@@ -42,7 +42,7 @@ class Loading:
         except BaseException as error:
             self.error = error
         finally:
-            self._end.set()
+            self._has_ended.set()
 
     def start(self) -> None:
         self._thread.start()
@@ -51,7 +51,7 @@ class Loading:
         """Until the thread has ended, if it was started. Not by Thread.join alone, which a Ctrl-C may make believe that
         it has."""
         if self._thread.ident is not None:
-            while not self._end.wait(SECONDS_BETWEEN_LOOKS) and self._thread.is_alive():
+            while not self._has_ended.wait(SECONDS_BETWEEN_LOOKS) and self._thread.is_alive():
                 pass
             self._thread.join()
 

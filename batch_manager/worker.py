@@ -11,10 +11,11 @@ import traceback
 from typing import Any
 
 from .contained_log import log
-from .end import End
 from .errors import BatchManagerError, DeviceLostError, InternalError, ManagerClosedError, is_a, type_name, where_raised
+from .guard import Heartbeat
 from .interpreter_exit import forget_worker
 from .loop.generation_loop import GenerationLoop
+from .one_shot_event import OneShotEvent
 
 ATTEMPTS_TO_END = 20    # without a final response between them: a backend may be past closing
 
@@ -45,7 +46,7 @@ class WorkerControl:
         self.hang_warning_s = hang_warning_s
         self.process_id = os.getpid()
         self.wake = WakeUp()
-        self.stopped = End()
+        self.stopped = OneShotEvent()
         self.interruption: BaseException | None = None
         self.attempts_to_end = 0
         self.finals_before = 0
@@ -53,16 +54,11 @@ class WorkerControl:
         self._claimed_by: dict[str, int] = {}
         self.draining = False
         self.aborting = False
-        self.activity = "loop"
-        self.beat_at = clock.monotonic()
-
-    def beat(self, activity: str, now: float) -> None:
-        self.beat_at = now
-        self.activity = activity
+        self.heartbeat = Heartbeat(clock.monotonic())
 
     def is_hanging(self, seconds: float) -> bool:
         """Whether so many seconds without a heartbeat are too many. An idle worker sleeps as long as it was told to."""
-        return self.activity != "idle" and 0 < self.hang_warning_s < seconds
+        return self.heartbeat.activity != "idle" and 0 < self.hang_warning_s < seconds
 
     def claim_the_loop(self) -> bool:
         """True for the thread that asked first: the worker's, or that of the constructor that failed. It closes it."""
@@ -85,9 +81,9 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
     which answers everybody, and comes back until nobody is left. The jump of a loop back to its `try` is outside of it;
     an exception that strikes right there, behind another one, is caught by the second loop of the same kind.
     """
-    while not control.stopped.has_come:
+    while not control.stopped.is_set:
         try:
-            while not control.stopped.has_come:
+            while not control.stopped.is_set:
                 try:
                     _go_on(loop, control, idle_poll_interval_s)
                 except BaseException as error:
@@ -110,9 +106,9 @@ def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
             loop.fail(_failure_of(error))
     while not _is_done(loop, control):
         if not loop.step(accept_new=not control.draining) and not _is_done(loop, control):
-            control.beat("idle", control.clock.monotonic())
+            control.heartbeat.beat("idle", control.clock.monotonic())
             control.wake.wait_and_clear(idle_poll_interval_s)
-            control.beat("loop", control.clock.monotonic())
+            control.heartbeat.beat("loop", control.clock.monotonic())
 
     if control.finals_before != loop.finals.num_sent:
         control.finals_before, control.attempts_to_end = loop.finals.num_sent, 0
@@ -147,10 +143,11 @@ def watch_worker(control: WorkerControl) -> None:
     """Say once, with all stacks, when the worker has been inside one thing for too long. Nothing is killed."""
     reported_beat = None
     while not control.stopped.wait(control.hang_warning_s / 4):
-        beat_at = control.beat_at
+        beat_at = control.heartbeat.since
         seconds = control.clock.monotonic() - beat_at
         if control.is_hanging(seconds) and reported_beat != beat_at:
             reported_beat = beat_at
             stacks = "\n".join(f"thread {thread}:\n{''.join(traceback.format_stack(frame))}"
                                for thread, frame in sys._current_frames().items())
-            log.error("no heartbeat of the worker for %.0f s; it is in: %s\n%s", seconds, control.activity, stacks)
+            log.error("no heartbeat of the worker for %.0f s; it is in: %s\n%s", seconds, control.heartbeat.activity,
+                      stacks)

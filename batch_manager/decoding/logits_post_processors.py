@@ -33,7 +33,7 @@ import torch
 
 from ..contained_log import log
 from ..errors import RequestError, is_a, type_name, where_raised
-from ..forked_child import Fork
+from ..guard import ForeignCodeError, Guard
 from ..handover import LogitsPostProcessor, RowFailure, SlotSetup
 from ..names import ErrorCode
 
@@ -75,7 +75,7 @@ class LogitsPostProcessors:
     def __init__(self) -> None:
         # The host drops a request's function with the request; a slot that nobody has taken since must not keep it.
         self._of_slot: WeakValueDictionary[int, LogitsPostProcessor] = WeakValueDictionary()
-        self._fork = Fork()
+        self._in_post_processor = Guard().raising("logits post-processor")
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         """A sequence takes the slot."""
@@ -90,7 +90,7 @@ class LogitsPostProcessors:
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> PostProcessed | None:
         """Change `logits` [r, vocab] float32 in place; row i belongs to slots[i]. None when no row has a function.
 
-        Raises what a batched function raised, when it was called for several requests.
+        Raises ForeignCodeError when a batched function that was called for several requests raised.
         """
         wanted = list(self._rows(slots.tolist()))
         if not wanted:
@@ -121,9 +121,10 @@ class LogitsPostProcessors:
         place = logits[None, of.first : of.end]
         given = place.detach()    # the same numbers; what becomes of its shape is for the function to answer for
         try:
-            result = self._call(of.processor, of.processor.request_id, given, of.token_ids())
-        except BaseException as error:
-            return _raised(error)
+            with self._in_post_processor:
+                result = of.processor.function(of.processor.request_id, given, of.token_ids())
+        except ForeignCodeError as failure:
+            return _raised(failure.error)
         if result is given and (given.shape, given.data_ptr()) == (place.shape, place.data_ptr()):
             return None
         if not isinstance(result, torch.Tensor):
@@ -142,12 +143,13 @@ class LogitsPostProcessors:
         picked = _picked(logits, rows)
         given = picked.view(len(batch), 1, width, logits.shape[1])
         try:
-            result = self._call(batch[0].processor, [of.processor.request_id for of in batch], given,
-                                [of.token_ids() for of in batch])
-        except BaseException as error:
+            with self._in_post_processor:
+                result = batch[0].processor.function([of.processor.request_id for of in batch], given,
+                                                     [of.token_ids() for of in batch])
+        except ForeignCodeError as failure:
             if len(batch) > 1:
                 raise                                              # the loop runs the step again in halves
-            return {batch[0].slot: _raised(error)}
+            return {batch[0].slot: _raised(failure.error)}
         if result is not None and result is not given:
             wrong = _wrong(f"returned {_type_name(result)}",
                            "the batched form changes the logits in place and returns None")
@@ -155,15 +157,6 @@ class LogitsPostProcessors:
         if picked is not logits:
             logits[torch.from_numpy(rows).to(logits.device)] = picked
         return {}
-
-    def _call(self, processor: LogitsPostProcessor, *arguments: Any) -> Any:
-        try:
-            result = processor.function(*arguments)
-        except BaseException as error:
-            self._fork.end_the_child(error)
-            raise
-        self._fork.end_the_child()
-        return result
 
 
 def _picked(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

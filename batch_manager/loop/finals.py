@@ -1,7 +1,5 @@
 """The end of a request: off every book first, then one final response. Finals are sent from here alone."""
 
-from collections import Counter
-
 from ..contained_log import log
 from ..errors import BatchManagerError, error_text
 from ..names import ErrorCode, FinishReason
@@ -10,9 +8,9 @@ from ..requests.llm_request import LlmRequest
 from ..seams import ModelBackend
 from .active_requests import ActiveRequests
 from .intake import Intake
-from .owed import Owed
 from .resources import Resources
 from .responder import Delivery, Responder
+from .unanswered import UnansweredItems
 
 
 class Finals:
@@ -22,9 +20,9 @@ class Finals:
     errors         error finals by code
     """
 
-    def __init__(self, owed: Owed, active: ActiveRequests, intake: Intake, resources: Resources, responder: Responder,
-                 backend: ModelBackend) -> None:
-        self._owed = owed
+    def __init__(self, unanswered: UnansweredItems, active: ActiveRequests, intake: Intake, resources: Resources,
+                 responder: Responder, backend: ModelBackend) -> None:
+        self._unanswered = unanswered
         self._active = active
         self._intake = intake
         self._resources = resources
@@ -34,11 +32,11 @@ class Finals:
 
     @property
     def num_sent(self) -> int:
-        return self._owed.num_sent
+        return self._unanswered.num_sent
 
     @property
-    def errors(self) -> Counter[ErrorCode]:
-        return self._owed.errors
+    def errors(self) -> dict[ErrorCode, int]:
+        return self._unanswered.errors
 
     def end(self, request: LlmRequest, reason: FinishReason, *, clear_blocks: bool = False) -> None:
         """A request that ran ends well: its final carries what it has not been told yet. clear_blocks as in `fail`."""
@@ -69,7 +67,7 @@ class Finals:
 
     def answer_refusals(self) -> None:
         """To be called before any other final: a double is refused while the request it is a double of is alive."""
-        refusals = self._owed.refusals
+        refusals = self._unanswered.refusals
         while refusals:
             error, text = refusals[0].error, refusals[0].error.response_text()
             log.info("request %d was refused: %s", refusals[0].request_id, text)
@@ -87,7 +85,7 @@ class Finals:
         self._intake.clear()
         self._responder.clear()
         text = error.response_text()
-        for request_id in list(self._owed.alive):
+        for request_id in list(self._unanswered.alive):
             self._send_error(request_id, error.code, text)
 
     def take_ended(self) -> tuple[int, ...]:

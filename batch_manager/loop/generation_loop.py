@@ -66,7 +66,7 @@ class GenerationLoop:
                  resources: Sequence[Resource] = ()) -> None:
         self.limits = limits
         self.callbacks = callbacks
-        self.owed = callbacks.owed
+        self.unanswered = callbacks.unanswered
         self.intake = intake
         self.scheduler = scheduler
         self.kv = kv_cache_manager
@@ -77,7 +77,7 @@ class GenerationLoop:
         self._responder = responder
         self._resources = Resources(kv_cache_manager, limits.max_seq_len, static_batch, resources)
         finals = Finals if static_batch is None else HeldFinals
-        self.finals = finals(self.owed, self.active, intake, self._resources, responder, backend)
+        self.finals = finals(self.unanswered, self.active, intake, self._resources, responder, backend)
         self._overlooked = Overlooked(kv_cache_manager, limits)
         self._runner = StepRunner(backend, limits.vocab_size, clock, heartbeat)
         self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle, window_depth,
@@ -95,7 +95,7 @@ class GenerationLoop:
             return False
         self.reporter.begin(self.clock.monotonic())
         self._fetch()
-        had_refusals = bool(self.owed.refusals)
+        had_refusals = bool(self.unanswered.refusals)
         had_active = len(self.active) > 0
         outcome = Outcome()
         if had_active:
@@ -112,12 +112,12 @@ class GenerationLoop:
         if self.failure is None:
             check_totals(self.kv)
         self.reporter.end(had_active)
-        return had_active or had_refusals or self.callbacks.has_unread_items
+        return had_active or had_refusals or bool(self.callbacks.fetched)
 
     @property
     def is_empty(self) -> bool:
         """Nobody is owed an answer and nothing that was handed over is unread."""
-        return not (self.owed or self.callbacks.has_unread_items)
+        return not (self.unanswered or self.callbacks.fetched)
 
     def answer_the_rest(self, error: BatchManagerError) -> None:
         """One final with this error for everything alive and everything handed over. Afterwards the loop is empty.
@@ -127,7 +127,7 @@ class GenerationLoop:
         self._window.clear()
         if self.failure is None:
             self._give_everything_back()
-        self.callbacks.begin_the_end()
+        self.callbacks.fetched.stop_growing()
         self.finals.fail_everything(error)
         while not self.is_empty:
             self.intake.fetch(0, self.active.__contains__, error)

@@ -1,11 +1,12 @@
 """From what the get callback returned to accepted requests, refusals, and a bounded queue between them."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import TrtGptModelOptionalParams
-from ..contained_log import log
+from ..contained_log import RateLimitedLog, log
 from ..errors import (
     BatchManagerError,
     DuplicateRequestIdError,
@@ -17,8 +18,8 @@ from ..errors import (
 )
 from ..requests.admission import Admission, Admitted, usable_id
 from ..seams import Clock
-from .callbacks import SECONDS_BETWEEN_LOGS, GuardedCallbacks
-from .owed import Refusal
+from .callbacks import GuardedCallbacks
+from .unanswered import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class QueueBounds:
 
 
 class Intake:
-    """Reads what was handed over and decides each item once.
+    """Decides each fetched item once.
 
-    `GuardedCallbacks.owed` has the items before and after.
+    Items come from `GuardedCallbacks.fetched`; `GuardedCallbacks.unanswered` lists them until their final response.
 
     num_accepted, num_refused, unaddressable   items decided since construction
     num_warnings    accepted requests that were changed on the way in (an output length cut to what fits)
@@ -46,9 +47,10 @@ class Intake:
     def __init__(self, callbacks: GuardedCallbacks, admission: Admission, bounds: QueueBounds, clock: Clock,
                  max_admissions_per_iteration: int, terminate_req_id: int | None) -> None:
         self._callbacks = callbacks
-        self._owed = callbacks.owed
+        self._unanswered = callbacks.unanswered
         self._admission = admission
-        self._last_log = self._last_warning = float("-inf")
+        self._unaddressable_log = RateLimitedLog(clock.monotonic)
+        self._warning_log = RateLimitedLog(clock.monotonic)
         self._bounds = bounds
         self._clock = clock
         self._at_most = max_admissions_per_iteration
@@ -70,20 +72,20 @@ class Intake:
     @property
     def num_alive(self) -> int:
         """Accepted requests whose final has not been sent, waiting or active. One number, for any thread to read."""
-        return len(self._owed.alive)
+        return len(self._unanswered.alive)
 
     @property
     def num_accepted(self) -> int:
-        return self._owed.num_accepted
+        return self._unanswered.num_accepted
 
     @property
     def num_refused(self) -> int:
-        return self._owed.num_refused
+        return self._unanswered.num_refused
 
     @property
     def unaddressable(self) -> int:
         """Items without a usable id: counted and logged, since nobody can be answered."""
-        return self._owed.num_unaddressable
+        return self._unanswered.num_unaddressable
 
     def holds(self, request_id: int) -> bool:
         return request_id in self._queued_ids
@@ -98,11 +100,11 @@ class Intake:
 
     def fetch(self, room: int | None, is_active: Callable[[int], bool],
               failure: BatchManagerError | None = None) -> list[Admitted]:
-        """One look at what was handed over. Whoever is refused is added to the refusals that are owed.
+        """Decide what was fetched, up to max_admissions_per_iteration items. Refused items join the unanswered.
 
         room         places among the active requests, None: unbounded. The queue goes first.
         is_active    whether an id belongs to an active request
-        failure      when given, nothing is accepted any more and this is everybody's answer
+        failure      when given, every item is refused with it
         Returns the requests that become active now.
         """
         entering = self._from_queue(room)
@@ -113,27 +115,27 @@ class Intake:
         def is_alive(request_id: int) -> bool:
             return request_id in entering_ids or request_id in self._queued_ids or is_active(request_id)
 
-        owed = self._owed
+        unanswered, fetched = self._unanswered, self._callbacks.fetched
         for _ in range(self._at_most):
-            if not (owed.taken or self._callbacks.take()):
+            if not (unanswered.undecided or fetched.read_next()):
                 break
-            item = owed.taken[0]
+            item = unanswered.undecided[0]
             request_id = usable_id(item)
             if request_id is None:
                 self._note_unaddressable(item)
                 continue
             if request_id == self._terminate_req_id:
                 self.is_terminating = True
-                owed.pass_over()
+                unanswered.pass_over()
                 continue
             try:
                 if failure is not None:
                     raise failure
                 admitted = self._decide(item, request_id, is_alive, has_room=room is None or room > 0)
             except BatchManagerError as error:
-                owed.refuse(Refusal(request_id, error))
+                unanswered.refuse(Refusal(request_id, error))
                 continue
-            owed.accept(request_id)
+            unanswered.accept(request_id)
             if room is None or room > 0:
                 entering.append(admitted)
                 entering_ids.add(request_id)
@@ -142,7 +144,7 @@ class Intake:
             else:
                 self._enqueue(admitted)
             self._note_accepted(admitted)
-        self._callbacks.end_of_taking()
+        fetched.end_iteration()
         return entering
 
     def _decide(self, item: object, request_id: int, is_alive: Callable[[int], bool], *, has_room: bool) -> Admitted:
@@ -189,10 +191,7 @@ class Intake:
             self._deadlines[request_id] = self._clock.monotonic() + admitted.response.deadline_s
         for warning in admitted.warnings:
             self.num_warnings += 1
-            now = self._clock.monotonic()
-            if now - self._last_warning >= SECONDS_BETWEEN_LOGS:
-                self._last_warning = now
-                log.warning("%s (%d so far)", warning, self.num_warnings)
+            self._warning_log.log(logging.WARNING, "%s (%d so far)", warning, self.num_warnings)
 
     def _enqueue(self, admitted: Admitted) -> None:
         self._queue.append(admitted)
@@ -253,9 +252,8 @@ class Intake:
         self._deadlines.pop(request_id, None)
 
     def _note_unaddressable(self, item: object) -> None:
-        self._owed.note_unaddressable()
-        now = self._clock.monotonic()
-        if now - self._last_log >= SECONDS_BETWEEN_LOGS:
-            self._last_log = now
-            log.error("the get callback returned a %s without a usable request id (%d so far); it cannot be answered",
-                      type_name(item), self._owed.num_unaddressable)
+        self._unanswered.note_unaddressable()
+        self._unaddressable_log.log(
+            logging.ERROR,
+            "the get callback returned a %s without a usable request id (%d so far); it cannot be answered",
+            type_name(item), self._unanswered.num_unaddressable)

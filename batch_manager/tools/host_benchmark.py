@@ -113,14 +113,6 @@ class TimedStep:
         return self.timed_finish(self.step)
 
 
-class Heartbeat:
-    """Keeps what a manager keeps of each heartbeat."""
-
-    def beat(self, activity: str, now: float) -> None:
-        self.beat_at = now
-        self.activity = activity
-
-
 class Clients:
     """Callbacks that cost next to nothing. What is handed over was made beforehand."""
 
@@ -167,8 +159,7 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
             max_num_tokens=batch * longest_prompt),
         terminate_req_id=None,
         exclude_input_in_output=True,
-        parts=Parts(backend=backend),
-        heartbeat=Heartbeat().beat)
+        parts=Parts(backend=backend))
 
     for phase, method in PHASES.items():
         setattr(loop, method, stopwatch.watch(phase, getattr(loop, method)))

@@ -152,14 +152,14 @@ def ledger_cost(pairs: int) -> Cost:
     intake = new_loop(1).intake
     admitted = intake._admission.admit(InferenceRequest(10**6, {"input_ids": [1] * 16, "request_output_len": 4}))
 
-    owed = intake._owed
+    unanswered = intake._unanswered
 
     def come_and_go() -> None:
-        owed.taken.append(admitted)
-        owed.accept(10**6)
+        unanswered.undecided.append(admitted)
+        unanswered.accept(10**6)
         intake._note_accepted(admitted)
         intake.forget(10**6)
-        del owed.alive[10**6]
+        del unanswered.alive[10**6]
         intake._arrived.clear()
 
     return Cost.of([timed(come_and_go) for _ in range(pairs)], [timed(nothing) for _ in range(pairs)])
@@ -179,7 +179,7 @@ def watchdog_us(iteration_us: float) -> float:
     thread = Thread(target=watch)
     thread.start()
     for _ in range(WATCHDOG_WAKES):
-        control.beat("loop", control.clock.monotonic())
+        control.heartbeat.beat("loop", control.clock.monotonic())
         sleep(quick_s / 4)
     control.stopped.set()
     thread.join()

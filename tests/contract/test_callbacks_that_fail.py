@@ -199,7 +199,7 @@ def test_c15_c21_an_exception_of_an_odd_class_costs_no_more_than_another(make_wo
     world = make_world(parts=parts, backend={"on_step": first_step} if place == "step" else None)
     world.client.pending = [new_request(1, [1], 3), new_request(2, [2], 3)]
     if place == "clock":
-        world.loop.callbacks._clock = reliable(SimpleNamespace(monotonic=raising))
+        world.loop.callbacks.guard.monotonic = reliable(SimpleNamespace(monotonic=raising)).monotonic
     elif place in ("get", "send", "poll", "stats"):
         world.step()
         setattr(world.loop.callbacks, f"_{place}", raising)

@@ -17,6 +17,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "batch_manager/worker.py": WORKER,
     "batch_manager/interpreter_exit.py": WORKER,
     "batch_manager/forked_child.py": WORKER,
+    "batch_manager/guard.py": WORKER,
     "batch_manager/loading_thread.py": WORKER,
     "batch_manager/loop": ("tests/contract", "tests/simulation", "tests/sweep", "tests/property"),
     "batch_manager/requests": ("tests/requests", "tests/boundaries", "tests/fuzzing", "tests/contract"),
@@ -48,7 +49,9 @@ class Untaken:
 
 
 UNTAKEN: tuple[Untaken, ...] = (
-    Untaken("batch_manager/forked_child.py", "if self._process_id != _process_id:", "os._exit(_status(error))",
-            "the forked child ends there without writing what was measured; tests/contract/test_process_level.py "
-            "looks at its exit status"),
+    *(Untaken("batch_manager/guard.py", "if guard.process_id != forked_child.current_process_id:",
+              f"forked_child.end_this_process({error})",
+              "the forked child ends there without writing what was measured; tests/contract/test_process_level.py "
+              "looks at its exit status")
+      for error in ("None", "error")),
 )

@@ -12,6 +12,7 @@ from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.logits_post_processors import LogitsPostProcessors
 from batch_manager.decoding.slots import DrawRows
 from batch_manager.errors import InvalidRequestError
+from batch_manager.guard import ForeignCodeError
 from batch_manager.handover import LogitsPostProcessor, SlotSetup
 from batch_manager.names import ErrorCode
 
@@ -134,7 +135,7 @@ def test_a_function_that_does_something_wrong_fails_its_own_slot(post_processors
 
 def test_a_batched_function_that_raises_for_one_request_fails_it_and_for_several_is_asked_again(post_processors):
     made = post_processors({slot: processor(raises, slot, is_batched=True) for slot in (0, 1)})
-    with pytest.raises(ValueError):
+    with pytest.raises(ForeignCodeError, match="logits post-processor raised ValueError"):
         made.apply(logits_of(2), np.array([0, 1]))
     assert list(made.apply(logits_of(1), np.array([1])).failures) == [1]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from batch_manager import end, gpt_manager, interpreter_exit, loading_thread, worker
+from batch_manager import gpt_manager, interpreter_exit, loading_thread, one_shot_event, worker
 
 from .scheduler import Scheduler, Task
 
@@ -148,7 +148,7 @@ def managers_over(threading: object) -> Iterator[None]:
     """The manager and its worker take this for the module `threading`, and know of no other manager of this process."""
     nobody = type(interpreter_exit._controls)()
     with (patch.object(gpt_manager, "threading", threading), patch.object(worker, "threading", threading),
-          patch.object(end, "threading", threading), patch.object(loading_thread, "threading", threading),
+          patch.object(one_shot_event, "threading", threading), patch.object(loading_thread, "threading", threading),
           patch.multiple(interpreter_exit, _controls=nobody, _is_exiting=False)):
         yield
 

@@ -89,7 +89,7 @@ def the_finaliser_waits_for_the_worker(patch) -> None:
         def end() -> None:
             control.ask_to_abort()
             with suppress(Abandoned):
-                control.stopped._until_then.acquire()
+                control.stopped._held_until_set.acquire()
         return end
     with_finaliser(patch, finaliser)
 

@@ -278,7 +278,7 @@ class World:
 
 def stop_all_workers() -> None:
     for control in interpreter_exit._controls:
-        control.stopped.has_come = True
+        control.stopped.is_set = True
 
 
 def run_once(scenario: Callable[[World], None], scheduler: Scheduler, threading: Threading) -> list[str]:

@@ -7,11 +7,12 @@ lives; the same seeds are clean without it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 
+from batch_manager.guard import ContainingBlock
 from batch_manager.kv import prefix_cache
 from batch_manager.kv.block_pool import BlockPool, OutOfBlocksError
 from batch_manager.kv.eviction import EvictionOrder
@@ -21,6 +22,7 @@ from batch_manager.kv.prefix_claim import PrefixClaim
 from batch_manager.kv.prefix_index import PrefixIndex, PrefixNode
 from batch_manager.loop.active_requests import ActiveRequests
 from batch_manager.loop.callbacks import GuardedCallbacks
+from batch_manager.loop.fetched_items import FetchedItems
 from batch_manager.loop.finals import Finals
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.loop.intake import Intake
@@ -220,13 +222,13 @@ def a_withdrawn_request_still_counts(patch) -> None:
 
 def sends_by(patch, call) -> None:
     """Every response, a final one too, reaches the callback by `call(callbacks, *response)`."""
-    def send_owed(self, book, key, request_id, tensors, error_message, code):
+    def send_last(self, listed, key, request_id, tensors, error_message, code):
         if code is not None:
-            self.owed.errors[code] += 1
-        self.owed.num_sent += 1
-        del book[key]
+            self.unanswered.errors[code] = self.unanswered.errors.get(code, 0) + 1
+        self.unanswered.num_sent += 1
+        del listed[key]
         call(self, request_id, tensors, True, error_message)
-    patch.setattr(GuardedCallbacks, "_send_owed", send_owed)
+    patch.setattr(GuardedCallbacks, "_send_last", send_last)
     patch.setattr(GuardedCallbacks, "send",
                   lambda self, request_id, tensors: call(self, request_id, tensors, False, ""))
 
@@ -236,15 +238,8 @@ def nothing_guards_a_callback(patch) -> None:
 
 
 def only_an_exception_is_contained(patch) -> None:
-    def send(self, *response):
-        started = self._enter("send")
-        try:
-            self._send(*response)
-        except Exception as error:
-            self._failed("send", error)
-        finally:
-            self._leave(started)
-    sends_by(patch, send)
+    takes = ContainingBlock._takes
+    patch.setattr(ContainingBlock, "_takes", lambda self, error: isinstance(error, Exception) and takes(self, error))
 
 
 def a_final_is_sent_again_after_the_callback_raised(patch) -> None:
@@ -252,11 +247,11 @@ def a_final_is_sent_again_after_the_callback_raised(patch) -> None:
         try:
             self._send(*response)
         except BaseException as error:
-            self._failed("send", error)
+            self.guard.note_failure("send", error)
             try:
                 self._send(*response)
             except BaseException as again:
-                self._failed("send", again)
+                self.guard.note_failure("send", again)
     sends_by(patch, send)
 
 
@@ -408,7 +403,7 @@ def refusals_are_lost_with_the_engine(patch) -> None:
         whole = getattr(GenerationLoop, name)
 
         def without(self, error, whole=whole):
-            self.owed.refusals.clear()
+            self.unanswered.refusals.clear()
             whole(self, error)
         patch.setattr(GenerationLoop, name, without)
 
@@ -423,27 +418,28 @@ def refusals_come_after_the_finals_of_a_broken_plan(patch) -> None:
 
 
 def a_final_is_off_the_books_before_its_call_begins(patch) -> None:
-    send_owed = GuardedCallbacks._send_owed
+    send_last = GuardedCallbacks._send_last
 
-    def early(self, book, key, *response):
-        owed = book[key]
-        del book[key]
-        self._enter("send")
-        send_owed(self, {key: owed}, key, *response)
-    patch.setattr(GuardedCallbacks, "_send_owed", early)
+    def early(self, listed, key, *response):
+        entry = listed[key]
+        del listed[key]
+        send_last(self, {key: entry}, key, *response)
+    patch.setattr(GuardedCallbacks, "_send_last", early)
 
 
 def an_item_is_taken_before_there_is_a_place_for_it(patch) -> None:
-    def keep(self, kept, given):
-        started, items = self._enter("get"), []
-        try:
-            items = list(given)
-        except BaseException as error:
-            self._failed("get", error)
-        finally:
-            self._leave(started)
-        kept += items
-    patch.setattr(GuardedCallbacks, "_keep", keep)
+    def read_next(self):
+        while self._returned:
+            oldest, items = self._returned[0], []
+            if self._begin(oldest):
+                with self.in_get:
+                    items = list(islice(oldest.iterator[0], 1))
+                self._undecided += items
+                if items:
+                    return True
+            del self._returned[0]
+        return False
+    patch.setattr(FetchedItems, "read_next", read_next)
 
 
 def a_stopped_request_is_not_waited_for(patch) -> None:
@@ -539,7 +535,7 @@ BUGS = [
         {**TIGHT, "window": 4, "num_blocks": 6}, {**BUSY, "prompt": 4, "output": 30, "prioritised": 0.5}),
 ]
 
-# Those that an exception raised by another thread shows, at some place of the guard of the callbacks.
+# Those that an exception raised by another thread shows, at some place of the guard and of the files that move items.
 INTERRUPTION_BUGS = {
     "a final is off the books before its call begins": a_final_is_off_the_books_before_its_call_begins,
     "an item is taken before there is a place for it": an_item_is_taken_before_there_is_a_place_for_it,

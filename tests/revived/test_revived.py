@@ -47,9 +47,9 @@ def test_a_planted_bug_is_caught(bug, monkeypatch):
 
 
 @pytest.mark.parametrize("plant", INTERRUPTION_BUGS.values(), ids=INTERRUPTION_BUGS.keys())
-def test_a_planted_bug_of_what_is_owed_is_caught(plant, monkeypatch):
+def test_a_planted_bug_of_how_items_move_is_caught(plant, monkeypatch):
     def in_the_guard(place, frame):
-        return frame.f_code.co_filename.endswith("callbacks.py")
+        return frame.f_code.co_filename.endswith(("callbacks.py", "fetched_items.py", "guard.py", "unanswered.py"))
 
     with monkeypatch.context() as patch:
         plant(patch)

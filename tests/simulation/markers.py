@@ -293,7 +293,7 @@ class Markers:
         self._used_before = used
         if len(loop.intake):
             reach("queue in use")
-        if loop.callbacks.has_unread_items:
+        if loop.callbacks.fetched:
             reach("items wait unread for the next iteration")
         device = world.device
         if device.num_found:

@@ -133,7 +133,8 @@ class World:
                 max_queued_tokens=swarm.max_queued_tokens, max_bytes_in_flight=swarm.max_bytes_in_flight,
                 max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats),
             terminate_req_id=TERMINATE_ID, exclude_input_in_output=swarm.exclude_input,
-            parts=Parts(backend=self.device, clock=self.clock, trace=self._note_trace), heartbeat=self.control.beat)
+            parts=Parts(backend=self.device, clock=self.clock, trace=self._note_trace),
+            heartbeat=self.control.heartbeat)
         loop._responder._to_tensor = None                        # arrays will do: torch need not be imported
         loop.scheduler = WatchedScheduler(self, loop.scheduler)
         self._watch_claims(loop.kv)
@@ -163,9 +164,10 @@ class World:
         self.check(accept_new == (not self.control.draining), "I26: get goes on although a shutdown was asked for")
         self.client.new_turn()
         self._move()
-        asked_before, back_off = self.loop.callbacks.failures["get"], self.clock.now < self.loop.callbacks._get_again_at
+        callbacks = self.loop.callbacks
+        asked_before, back_off = callbacks.failures["get"], self.clock.now < callbacks.fetched.back_off.ends_at
         is_busy = self.loop.step(accept_new=accept_new)
-        if back_off and self.loop.callbacks.failures["get"] == asked_before:
+        if back_off and callbacks.failures["get"] == asked_before:
             self.mark("get is left alone after a failure")
         self._look(is_busy)
         return is_busy
@@ -263,7 +265,7 @@ class World:
     def _close(self) -> None:
         """The worker has ended."""
         intake, client = self.loop.intake, self.client
-        self.check(self.control.stopped.has_come and self.device.closed, "C14: the worker ended and did not say so")
+        self.check(self.control.stopped.is_set and self.device.closed, "C14: the worker ended and did not say so")
         if not self.result.violations:
             exact = not self._engine_may_fail
             self.record(Closed(self.clock.now, *((intake.num_accepted, intake.num_refused, intake.unaddressable)
@@ -353,7 +355,7 @@ class World:
     # what callbacks and parts report
 
     def callback_begins(self, name: str) -> None:
-        if self.control.stopped.has_come:
+        if self.control.stopped.is_set:
             self.check(False, f"I26: {name} runs after the worker had ended")
         if self._in_a_callback is not None:
             act, self._in_a_callback = self._in_a_callback, None

@@ -147,7 +147,7 @@ def sweep(name: str, wanted: Callable[[int, FrameType], bool] = lambda place, fr
         tried += 1
         child = os.fork()
         if child == 0:
-            forked_child._process_id = original                    # the copy goes on as the original would
+            forked_child.current_process_id = original                    # the copy goes on as the original would
             sys.unraisablehook = lambda _: None                    # struck in a generator that is being closed
             failures.clear()
             tried = -place

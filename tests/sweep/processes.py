@@ -227,12 +227,12 @@ def interrupt_the_worker(rng: random.Random, times: int) -> None:
         if number == ending:
             threading.Thread(target=manager.shutdown, args=(rng.random() < 0.5,)).start()
         time.sleep(rng.choice([0, 0.0002, 0.002]))
-        if not manager._control.stopped.has_come:
+        if not manager._control.stopped.is_set:
             kind = rng.choice([SystemExit, KeyboardInterrupt, ValueError])
             inject(ctypes.c_ulong(worker.ident), ctypes.py_object(kind))
     assert manager.shutdown(timeout=4)
-    taken = manager._loop.owed
-    handed = [item.request_id for batch in batches for item in batch][:taken.num_accepted + taken.num_refused]
+    items = manager._loop.unanswered
+    handed = [item.request_id for batch in batches for item in batch][:items.num_accepted + items.num_refused]
     say("\n".join(f"handed {request_id}" for request_id in handed))
     say("\n".join(f"final {record.split(chr(31))[1]}" for record in told.getvalue().split("\n") if chr(31) in record))
 

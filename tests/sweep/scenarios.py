@@ -113,7 +113,7 @@ class Run:
             optional_params=TrtGptModelOptionalParams(
                 kv_cache_config=KvCacheConfig(**scenario.kv), **{"max_batch_size": 4, "max_num_tokens": 24,
                                                                  **scenario.options}),
-            heartbeat=self.control.beat)
+            heartbeat=self.control.heartbeat)
         self.loop._responder._to_tensor = None                    # arrays will do: torch need not be imported
 
     def start(self) -> None:
@@ -125,13 +125,13 @@ class Run:
 
     def faults(self) -> list[str]:
         """What is wrong, once it is over."""
-        loop, owed = self.loop, self.loop.owed
-        self.history.feed(Closed(self.clock.now, owed.num_accepted, owed.num_refused, owed.num_unaddressable))
+        loop, items = self.loop, self.loop.unanswered
+        self.history.feed(Closed(self.clock.now, items.num_accepted, items.num_refused, items.num_unaddressable))
         found = list(self.history.anomalies)
-        if not self.control.stopped.has_come or not loop.is_empty:
+        if not self.control.stopped.is_set or not loop.is_empty:
             found.append("C14: the worker ended and left something")
-        if owed.num_sent != len(self.finals):
-            found.append(f"I28: {owed.num_sent} finals were counted, {len(self.finals)} received")
+        if items.num_sent != len(self.finals):
+            found.append(f"I28: {items.num_sent} finals were counted, {len(self.finals)} received")
         if loop.failure is None and not self.control.aborting:
             try:
                 audit(loop.kv)
@@ -195,7 +195,7 @@ class Run:
             self.history.anomalies.append("C14: it does not come to an end")
         self.spoiled.get("poll", _nothing)()
         stops = self.scenario.stops.get(self.num_polls - 1, ())
-        self.history.feed(Polled(self.clock.now, [i for i in stops if i in self.loop.owed.alive]))
+        self.history.feed(Polled(self.clock.now, [i for i in stops if i in self.loop.unanswered.alive]))
         return set(stops)
 
     def stats(self, record: str) -> None:

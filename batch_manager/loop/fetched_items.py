@@ -1,0 +1,156 @@
+"""What the get callback returned, read item by item."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from operator import length_hint
+from typing import Any
+
+from ..guard import Guard
+
+COLLECTIONS = {list, tuple, deque, set, frozenset, dict}
+FIRST_BACK_OFF_S = 0.001
+LONGEST_BACK_OFF_S = 0.1
+
+
+class FetchedItems:
+    """What calls of get returned and no iteration has read yet, the oldest first.
+
+    A collection that knows its size, or an iterator that knows what is left, was handed over whole: what one iteration
+    does not read waits for the next. Of anything else, generators above all, only what is read within the first
+    iteration was ever handed over.
+
+    No item is lost whatever is raised, wherever; unanswered.py says how.
+
+    in_get     the guarded block of the get callback and of what it returned, which runs code of the user too
+    back_off   holds after a failure of either
+    """
+
+    def __init__(self, guard: Guard, undecided: list[Any]) -> None:
+        """undecided   receives each item that is read"""
+        self.back_off = BackOff(guard)
+        self.in_get = guard.containing("get", on_failure=self.back_off.grow)
+        self._undecided = undecided
+        self._returned: deque[_Returned] = deque()
+
+    def __bool__(self) -> bool:
+        """Something was returned that may not have been read to its end."""
+        return bool(self._returned)
+
+    def ask(self, get: Callable[[int], Any], max_num_requests: int) -> None:
+        """Call get, unless the back-off after a failure still holds.
+
+        While items of an earlier call are unread it does not ask: they would pile up without a bound.
+        """
+        if self._returned or not self.back_off.is_over:
+            return
+        returned = _Returned()
+        self._returned.append(returned)
+        with self.in_get:
+            returned.value.extend(map(get, (max_num_requests,)))
+        if returned.value:
+            self.back_off.reset()
+        if not self._begin(returned):
+            self._returned.pop()
+
+    def read_next(self) -> bool:
+        """Move the oldest unread item to `undecided`. False when there is none."""
+        while self._returned:
+            oldest = self._returned[0]
+            if self._begin(oldest) and not oldest.is_used_up:
+                oldest.num_read += 1
+                with self.in_get:
+                    self._undecided.extend(islice(oldest.iterator[0], 1))
+                if self._undecided:
+                    return True
+            del self._returned[0]
+        return False
+
+    def end_iteration(self) -> None:
+        """This iteration reads no more. What is left in something that was begun and has no size is let go."""
+        if self._returned and self._returned[0].iterator and not self._returned[0].is_sized:
+            del self._returned[0]
+
+    def stop_growing(self) -> None:
+        """Read no more than there is now, so that reading comes to an end: a client may put a refused item back into
+        the collection it came from."""
+        for returned in self._returned:
+            if returned.value and returned.is_sized and not (returned.is_copied or returned.size_at_end):
+                if not hasattr(type(returned.value[0]), "__len__"):
+                    returned.num_read = 0    # its length hint says what is left
+                with self.in_get:
+                    returned.size_at_end.extend(map(length_hint, returned.value))
+
+    def _begin(self, returned: "_Returned") -> bool:
+        """Whether there may be something to read. Begins to iterate, unless that was done."""
+        if not returned.iterator and not returned.is_nothing:
+            value = returned.value
+            with self.in_get:
+                returned.iterator.extend(map(iter, map(tuple, value) if returned.is_copied else value))
+        return bool(returned.iterator)
+
+
+class _Returned:
+    """What one call of get returned.
+
+    value         it, once get has returned
+    iterator      the one over it, once reading has begun
+    size_at_end   how many items it had when it was to stop growing
+    num_read      items that were read
+    """
+
+    __slots__ = ("value", "iterator", "size_at_end", "num_read")
+
+    def __init__(self) -> None:
+        self.value: list[Any] = []
+        self.iterator: list[Iterator[Any]] = []
+        self.size_at_end: list[int] = []
+        self.num_read = 0
+
+    @property
+    def is_nothing(self) -> bool:
+        """There is nothing to read, as far as is known without running code of the user."""
+        if not self.value:
+            return True
+        items = self.value[0]
+        return items is None or (type(items) in COLLECTIONS and not items)
+
+    @property
+    def is_sized(self) -> bool:
+        kind = type(self.value[0])
+        return hasattr(kind, "__len__") or hasattr(kind, "__length_hint__")
+
+    @property
+    def is_copied(self) -> bool:
+        """A copy is read: the owner may empty the collection and use it again."""
+        return type(self.value[0]) in COLLECTIONS
+
+    @property
+    def is_used_up(self) -> bool:
+        return bool(self.size_at_end) and self.num_read >= self.size_at_end[0]
+
+
+class BackOff:
+    """How long get is not called after a failure: 1 ms, doubled by each further failure up to 100 ms.
+
+    ends_at   when it is over, in seconds of the clock
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._seconds = 0.0
+        self.ends_at = 0.0
+
+    def grow(self) -> None:
+        self._seconds = min(max(2 * self._seconds, FIRST_BACK_OFF_S), LONGEST_BACK_OFF_S)
+        self.ends_at = self._guard.monotonic() + self._seconds
+
+    def reset(self) -> None:
+        self._seconds = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        if not self._seconds:
+            return True
+        seconds_left = self.ends_at - self._guard.monotonic()
+        return not 0 < seconds_left <= LONGEST_BACK_OFF_S    # more: the clock was set back

@@ -1,0 +1,182 @@
+"""C15, C19: one guard around all foreign code."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from collections import UserList
+
+import pytest
+
+from batch_manager.contained_log import RateLimitedLog
+from batch_manager.guard import BETWEEN_BLOCKS, ForeignCodeError, Guard, Heartbeat
+
+RAISED = [ValueError("secret"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError()]
+
+
+class Clock:
+    now = 10.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_c15_a_containing_block_counts_and_drops_whatever_is_raised(error):
+    guard, failures = Guard(), []
+    block = guard.containing("send", on_failure=lambda: failures.append(1))
+    for _ in range(3):
+        with block:
+            raise error
+    with block:
+        pass
+    assert guard.failures == {"send": 3} and len(failures) == 3
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_c15_a_raising_block_says_what_was_raised_and_not_what_it_says(error):
+    guard = Guard()
+    with pytest.raises(ForeignCodeError) as caught, guard.raising("scheduler"):
+        raise error
+    assert caught.value.error is error and caught.value.__cause__ is error
+    assert str(caught.value) == f"scheduler raised {type(error).__name__}"
+    assert guard.failures == {}
+
+
+@pytest.mark.parametrize("passing", [LookupError, (OSError, LookupError)])
+def test_a_raising_block_lets_exceptions_pass_by_class(passing):
+    block = Guard().raising("scheduler", passing=passing)
+    with pytest.raises(KeyError), block:
+        raise KeyError
+    with pytest.raises(ForeignCodeError), block:
+        raise ValueError
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("kind", ["containing", "raising"])
+def test_c19_a_block_writes_the_heartbeat_and_adds_up_its_seconds(kind, raises):
+    clock, heartbeat = Clock(), Heartbeat(3.0)
+    block = getattr(Guard(clock.monotonic, heartbeat), kind)("send")
+    assert (heartbeat.activity, heartbeat.since) == (BETWEEN_BLOCKS, 3.0)
+
+    def use(seconds):
+        with block:
+            assert (heartbeat.activity, heartbeat.since) == ("send", clock.now)
+            clock.now += seconds
+            if raises:
+                raise ValueError
+    for seconds in (2.0, 0.5, -5.0):    # the last: the clock was set back
+        if raises and kind == "raising":
+            with pytest.raises(ForeignCodeError):
+                use(seconds)
+        else:
+            use(seconds)
+        assert (heartbeat.activity, heartbeat.since) == (BETWEEN_BLOCKS, clock.now)
+    assert block.seconds == 2.5
+
+
+def test_c15_each_name_is_logged_at_most_once_a_second_without_what_the_exception_says(caplog):
+    clock = Clock()
+    guard = Guard(clock.monotonic)
+    with caplog.at_level(logging.ERROR, "batch_manager"):
+        for name in ("send", "get", "send"):
+            with guard.containing(name):
+                raise ValueError("sec" + "ret")
+        assert [record.getMessage().splitlines()[0] for record in caplog.records] == [
+            f"the {name} callback raised ValueError (1 so far); the loop goes on" for name in ("send", "get")]
+        clock.now += 1.0
+        guard.note_failure("send", ValueError())
+    assert "(3 so far)" in caplog.records[2].getMessage() and len(caplog.records) == 3
+    assert "test_guard.py" in caplog.text and "secret" not in caplog.text
+
+
+def test_a_rate_limited_log_names_the_line_that_wrote_it(caplog):
+    clock = Clock()
+    limited = RateLimitedLog(clock.monotonic)
+    with caplog.at_level(logging.WARNING, "batch_manager"):
+        for seconds in (0.0, 0.999, 0.002, 0.5, 0.5):
+            clock.now += seconds
+            limited.log(logging.WARNING, "it is %d", 5)
+    assert [record.getMessage() for record in caplog.records] == ["it is 5"] * 3
+    assert {record.filename for record in caplog.records} == {os.path.basename(__file__)}
+
+
+@pytest.mark.parametrize("kind", ["containing", "raising"])
+@pytest.mark.parametrize(("ending", "status"), [("pass", 0), ("sys.exit(5)", 5), ("raise ValueError", 1)])
+def test_c18_a_process_that_is_forked_in_a_block_ends_where_it_leaves_it(kind, ending, status):
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(f"""
+        import os, sys
+        from batch_manager.guard import Guard
+
+        with Guard().{kind}("send"):
+            child = os.fork()
+            if child == 0:
+                {ending}
+        print("left by", "the child" if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """)], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines() == [f"left by {status}"], result.stderr
+
+
+def test_c18_a_process_that_is_forked_between_blocks_enters_none():
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent("""
+        import os
+        from batch_manager.guard import Guard
+
+        block = Guard().containing("send")
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        with block:
+            print("inside", "the parent" if child else "the child", flush=True)
+        if child:
+            with Guard().containing("send"):
+                pass
+        """)], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines() == ["inside the parent"], result.stderr
+
+
+def test_c19_foreign_code_runs_in_a_block_that_names_it(make_world, new_request):
+    """Callbacks, and the code of what they return."""
+    seen: list[tuple[str, str]] = []
+
+    def see(what: str) -> None:
+        seen.append((what, world.loop.callbacks.guard.heartbeat.activity))
+
+    class Items(UserList):
+        def __iter__(self):
+            see("items")
+            for item in self.data:
+                see("item")
+                yield item
+            see("end of items")
+
+        def __len__(self):
+            see("size")
+            return len(self.data)
+
+    class Stop:
+        def __index__(self):
+            see("stop")
+            return 1
+
+    class Stops(list):
+        def __iter__(self):
+            see("stops")
+            return super().__iter__()
+
+    world = make_world(max_admissions_per_iteration=1, max_num_sequences=-1)
+    items = Items([new_request(i, [1], 3, streaming=True) for i in (1, 2, 3)])
+    callbacks = world.loop.callbacks
+    callbacks._get = lambda n: (see("get"), items)[1] if n else []
+    callbacks._send = lambda *response: see("send")
+    callbacks._poll = lambda: (see("poll"), Stops([Stop(), object()]))[1]
+    callbacks._stats = lambda record: see("stats")
+    callbacks.fetched.ask(callbacks._get, 3)
+    world.step(2)
+    world.loop.callbacks.fetched.stop_growing()
+    world.step(1)
+    names = {"get": "get", "items": "get", "item": "get", "size": "get", "stop": "poll", "stops": "poll",
+             "poll": "poll", "send": "send", "stats": "stats"}
+    assert dict(seen) == names
+    assert all(names[what] == block for what, block in seen)
