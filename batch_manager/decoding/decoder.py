@@ -15,7 +15,7 @@ from .logits_return import generation_logits
 from .logprobs import chosen_log_probs
 from .sampling import argmax, sample
 from .slots import DrawRows, SlotState, changes_logits, wants_history
-from .stages import LogitsStage, apply_stages, default_stages
+from .stages import LogitsStage, default_stages, wanted_stages
 from .stop import StopWords, finish_codes
 from .top_p_decay import TopPDecay
 
@@ -31,6 +31,7 @@ class Drawn:
     post_processed    the rows that users' functions changed; None when there are none
     logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when nobody asked
     beams             what was drawn for beams, of which the first four say nothing; None when there are none
+    emptied           [r] bool: not finite, but finite before the stages; None: no row has a stage
     """
 
     tokens: torch.Tensor
@@ -41,6 +42,7 @@ class Drawn:
     logits_slots: list[int]
     logits: torch.Tensor | None
     beams: DrawnBeams | None = None
+    emptied: torch.Tensor | None = None
 
 
 class GptDecoder:
@@ -95,11 +97,11 @@ class GptDecoder:
             beams = DrawnBeams(beam_rows, self.searches, found)
             logits, rows = beam_rows.single_logits(logits), beam_rows.singles
         if self._one_by_one and len(rows) > 1 and self._is_more_than_argmax(rows):
-            tokens, finite, log_probs = self._draw_one_by_one(logits, rows)
+            tokens, finite, log_probs, emptied = self._draw_one_by_one(logits, rows)
         else:
-            tokens, finite, log_probs = self._stage_and_draw(logits, rows)
+            tokens, finite, log_probs, emptied = self._stage_and_draw(logits, rows)
         finish = self._stop_words.mark(finish_codes(tokens, self.state.column("end_id", rows)), tokens, rows)
-        return Drawn(tokens, finish, finite, log_probs, post_processed, *returned, beams)
+        return Drawn(tokens, finish, finite, log_probs, post_processed, *returned, beams, emptied)
 
     def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:
         temperature, finite = self.state.column("temperature", rows.beams), None
@@ -107,7 +109,8 @@ class GptDecoder:
             for group, texts in rows.texts:
                 self.history.put_texts(group.slot, group.position - texts.shape[1], texts)
             finite = to_log_probs(logits, temperature, rows, one_by_one=self._one_by_one)
-        apply_stages(self._stages, logits, rows.beams)
+        for stage in wanted_stages(self._stages, rows.beams):
+            stage.apply(logits, rows.beams)
         *found, drawable = find_candidates(self._beam_kernel, logits, temperature, rows, one_by_one=self._one_by_one)
         # A beam whose every continuation is banned yields nothing, and the others go on.
         return *found, drawable if finite is None else finite.where(rows.device_is_changed, drawable)
@@ -119,19 +122,29 @@ class GptDecoder:
         self.state.keep_tokens(rows, drawn.tokens)
 
     def _stage_and_draw(self, logits: torch.Tensor, rows: DrawRows):
-        apply_stages(self._stages, logits, rows)
-        return self._draw_on_host(logits, rows) if self._kernel is None else self._draw_in_kernel(logits, rows)
+        # Whether the stages left nothing to draw from, or what they were given had nothing, shows before them only.
+        stages = wanted_stages(self._stages, rows)
+        given = logits.amax(1).isfinite() if stages else None
+        for stage in stages:
+            stage.apply(logits, rows)
+        draw = self._draw_on_host if self._kernel is None else self._draw_in_kernel
+        tokens, finite, log_probs = draw(logits, rows)
+        return tokens, finite, log_probs, None if given is None else given & ~finite
 
     def _draw_one_by_one(self, logits: torch.Tensor, rows: DrawRows):
         """Each row as if it were the step; log-probabilities are 0 for those who did not ask."""
         drawn = [self._stage_and_draw(logits[row : row + 1].clone(), rows.one(row)) for row in range(len(rows))]
-        tokens, finite, log_probs = zip(*drawn)
+        tokens, finite, log_probs, emptied = zip(*drawn)
         if any(row is not None for row in log_probs):
             none = torch.zeros(1, dtype=torch.float32, device=logits.device)
             log_probs = torch.cat([none if row is None else row for row in log_probs])
         else:
             log_probs = None
-        return torch.cat(tokens), torch.cat(finite), log_probs
+        if any(row is not None for row in emptied):
+            emptied = torch.cat([torch.zeros_like(of) if row is None else row for row, of in zip(emptied, finite)])
+        else:
+            emptied = None
+        return torch.cat(tokens), torch.cat(finite), log_probs, emptied
 
     def _is_more_than_argmax(self, rows: DrawRows) -> bool:
         host = self.state.host

@@ -55,10 +55,9 @@ class LogitsStage(Protocol):
         ...
 
 
-def apply_stages(stages: Sequence[LogitsStage], logits: torch.Tensor, rows: DrawRows) -> None:
-    for stage in stages:
-        if stage.is_wanted(rows):
-            stage.apply(logits, rows)
+def wanted_stages(stages: Sequence[LogitsStage], rows: DrawRows) -> list[LogitsStage]:
+    """Those that any of the rows needs, in order."""
+    return [stage for stage in stages if stage.is_wanted(rows)]
 
 
 def default_stages(num_slots: int, device: torch.device, history: TokenHistory) -> tuple[LogitsStage, ...]:

@@ -237,15 +237,14 @@ class GenerationLoop:
     def _expire(self) -> None:
         """End what has passed its deadline: with its tokens where it has some, with an error where it has none."""
         expired = self.intake.expired()
-        late = "its deadline passed before its first token; give it more time, or the engine less work"
-        for admitted in self.intake.withdraw(expired):
-            self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, late)
+        for admitted in self.intake.withdraw(expired.keys()):
+            self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
         for request in [self.active.get(request_id) for request_id in sorted(expired) if request_id in self.active]:
             failed = self._failed_in_flight(request)
             if request.total_generated_tokens:
                 self.finals.end(request, FinishReason.TIMED_OUT, clear_blocks=failed)
             else:
-                self.finals.fail(request, ErrorCode.DEADLINE, late, clear_blocks=failed)
+                self.finals.fail(request, ErrorCode.DEADLINE, expired[request.request_id], clear_blocks=failed)
 
     def _answer_all_active(self, error: SchedulerContractError) -> None:
         """A scheduler that broke a rule has no plan to go on with. Steps in flight are read and dropped."""

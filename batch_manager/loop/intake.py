@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from ..config import TrtGptModelOptionalParams
@@ -60,7 +60,7 @@ class Intake:
         self._queued_tokens = 0
         self._bytes_of: dict[int, int] = {}
         self._bytes_in_flight = 0
-        self._deadlines: dict[int, float] = {}
+        self._deadlines: dict[int, tuple[float, float]] = {}     # when it passes, and deadline_s as the request has it
         self._arrived: list[int] = []
         self.is_terminating = False
         self.num_warnings = 0
@@ -188,7 +188,8 @@ class Intake:
         self._bytes_of[request_id] = admitted.num_bytes
         self._bytes_in_flight += admitted.num_bytes
         if admitted.response.deadline_s is not None:
-            self._deadlines[request_id] = self._clock.monotonic() + admitted.response.deadline_s
+            deadline_s = admitted.response.deadline_s
+            self._deadlines[request_id] = self._clock.monotonic() + deadline_s, deadline_s
         for warning in admitted.warnings:
             self.num_warnings += 1
             self._warning_log.log(logging.WARNING, "%s (%d so far)", warning, self.num_warnings)
@@ -213,7 +214,7 @@ class Intake:
         arrived, self._arrived = tuple(self._arrived), []
         return arrived
 
-    def withdraw(self, request_ids: set[int]) -> list[Admitted]:
+    def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
         """Take these out of the queue; ids that do not wait are passed over."""
         wanted = request_ids & self._queued_ids
         if not wanted:
@@ -236,15 +237,18 @@ class Intake:
         self._bytes_in_flight = 0
         self._deadlines.clear()
 
-    def expired(self) -> set[int]:
-        """Ids whose deadline has passed. Each is named once."""
+    def expired(self) -> dict[int, str]:
+        """The ids whose deadline has passed, and the error for each that has no token by then. Each is named once."""
         if not self._deadlines:
-            return set()
+            return {}
         now = self._clock.monotonic()
-        late = {request_id for request_id, deadline in self._deadlines.items() if deadline <= now}
+        late = {request_id: deadline_s for request_id, (deadline, deadline_s) in self._deadlines.items()
+                if deadline <= now}
         for request_id in late:
             del self._deadlines[request_id]
-        return late
+        return {request_id: f"deadline_s is {deadline_s:g} and it passed before the first token; it counts from "
+                            "admission and must last for waiting, the prompt and one token; give the request more "
+                            "time, or the engine less work" for request_id, deadline_s in late.items()}
 
     def forget(self, request_id: int) -> None:
         """The request has ended; its bytes and its deadline no longer count."""

@@ -44,8 +44,8 @@ class Shape(Enum):
     SCALAR = "one value: 0-d, [1] or [1, 1]"
     ROW = "[n] or [1, n]; the batch dimension must be 1"
     TABLE = "[rows, columns] or [1, rows, columns]; the batch dimension must be 1"
-    WORDS = ("[1, 2, m] or [2, m]: tokens, then the inclusive end of each word padded with -1; or a list of lists of "
-             "tokens")
+    WORDS = ("[1, 2, m] or [2, m]: the tokens of all words, then the running sums of the words' lengths, padded with "
+             "-1; or a list of lists of tokens")
 
 
 class Content(Enum):

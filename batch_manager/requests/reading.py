@@ -305,7 +305,11 @@ def _int64(spec: TensorSpec, rows: list[tuple]) -> np.ndarray:
 
 
 def _unpacked(name: str, rows: list[list[int]]) -> list[tuple[int, ...]]:
-    """The words of a packed list. A list of width 1 whose offset is not positive is empty, as its users write it."""
+    """The words of a packed list.
+
+    rows   the tokens of all words, and the running sums of the words' lengths (where each word ends, exclusive),
+           padded with -1. A single sum that is not positive is an empty list, as its users write it
+    """
     tokens, ends = rows
     if len(ends) == 1 and ends[0] <= 0:
         return []
@@ -344,5 +348,6 @@ def _wrong_content(spec: TensorSpec, found: str) -> InvalidRequestError:
 
 def _bad_offsets(name: str, what: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name} is packed wrongly: {what}",
-                               "its second row is the inclusive end of each word, padded with -1",
+                               "row 1 holds the tokens of all words, row 2 the running sums of the words' lengths, "
+                               "padded with -1: [2, 4, -1, -1] for two words of two tokens",
                                "pass a list of lists of tokens instead")

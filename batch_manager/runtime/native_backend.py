@@ -57,8 +57,8 @@ from .thread_count import compute_threads, thread_count
 
 SLOT_BYTES = 64                    # of a slot's numbers on the host, at least; block tables take theirs when used
 
-NOT_FINITE = ("the model computed values that are not finite for this request, or its bans left no token that could be "
-              "chosen; the others go on; ban less, or compute in a dtype with a larger range")
+NOT_FINITE = ("the model computed values that are not finite for this request; the others go on; compute in a dtype "
+              "with a larger range")
 
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
@@ -290,6 +290,8 @@ class NativeBackend:
             back |= {"tokens": drawn.tokens, "finish": drawn.finish, "finite": drawn.finite}
             if drawn.log_probs is not None:
                 back["log_probs"] = drawn.log_probs
+            if drawn.emptied is not None:
+                back["emptied"] = drawn.emptied
             if drawn.logits is not None:
                 back["logits"], logits_slots = drawn.logits, drawn.logits_slots
             if drawn.post_processed is not None:
@@ -356,7 +358,7 @@ class NativeStep:
             failures[int(self._slots[row])] = RowFailure(
                 ErrorCode.INVALID_TOKEN,
                 f"a token was chosen that is not in the vocabulary; ids are below {self._vocab_size:,}")
-        not_finite = set(self._rows_not_finite(arrays))
+        not_finite, emptied = self._slots_without_a_token(arrays)
         if self._post_processed is not None:
             failures |= self._post_processed.failures
             # Where the model's own logits were finite, it is the user's function that left nothing to draw from. Where
@@ -366,19 +368,27 @@ class NativeStep:
                 not_finite.discard(slot)
                 failures.setdefault(slot, RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_TOKEN))
             not_finite.update(slots[~model_finite].tolist())
+        for slot in emptied:
+            failures.setdefault(slot, RowFailure(
+                ErrorCode.NON_FINITE_LOGITS, f"embedding_bias, penalties and bans of this request leave none of the "
+                f"{self._vocab_size:,} tokens of the vocabulary; one must keep a finite logit; ban less"))
         for slot in not_finite.union(self._contexts_not_finite(arrays)):
             failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
         return failures
 
-    def _rows_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:
-        slots = []
+    def _slots_without_a_token(self, arrays: dict[str, np.ndarray]) -> tuple[set[int], set[int]]:
+        """The slots whose logits were not finite before the stages, and those for which the stages left no token."""
+        not_finite, emptied = set(), set()
         if "finite" in arrays and not arrays["finite"].all():
-            slots = self._slots[~arrays["finite"]].tolist()
+            without = ~arrays["finite"]
+            if "emptied" in arrays:
+                emptied.update(self._slots[arrays["emptied"]].tolist())
+                without &= ~arrays["emptied"]
+            not_finite.update(self._slots[without].tolist())
         if self._beams is not None:
-            slots += self._beams.slots_without_a_text(arrays)
-            if not arrays["beam_finite"].all():
-                slots += self._beams.slots[~arrays["beam_finite"]].tolist()
-        return slots
+            not_finite.update(self._beams.slots[~arrays["beam_finite"]].tolist())
+            emptied.update(self._beams.slots_without_a_text(arrays))
+        return not_finite, emptied - not_finite
 
     def _contexts_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:
         slots = []

@@ -21,6 +21,8 @@ def test_a_deadline_that_passes_before_the_first_token_is_an_error(make_world, n
     world.clock.now += 1.5
     world.step()
     assert world.client.final(2).code == "DEADLINE"
+    fact, expectation, way_out = world.client.final(2).error.split("; ")
+    assert "deadline_s is 1 and it passed before the first token" in fact and expectation and way_out
     assert not world.client.finals(1)
 
 

@@ -530,6 +530,13 @@ def test_word_lists_are_parsed_whole(value, expected, refusal):
     assert "stop_words_list" in text and expected in text
 
 
+def test_the_example_in_the_message_about_packed_words_is_read_as_it_says(refusal, admit):
+    text = refusal(stop_words_list=[[[5, 7, 3, 9], [3, 3, -1, -1]]])
+    assert "the running sums of the words' lengths" in text and "inclusive" not in text + Shape.WORDS.value
+    offsets = [int(number) for number in text.split("-1: [")[1].split("] for two words of two tokens")[0].split(",")]
+    assert admit(stop_words_list=[[[5, 7, 3, 9], offsets]]).setup.stop_words == ((5, 7), (3, 9))
+
+
 def test_packed_words_and_lists_of_words_are_the_same():
     from batch_manager.requests.reading import Bound, look, words
     spec, bound = TENSORS["bad_words_list"], Bound(100, "", 10_000)

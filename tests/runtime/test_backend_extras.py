@@ -13,8 +13,10 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
+from batch_manager.names import ErrorCode
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.sampling_config import SamplingConfig
 
 VOCAB, HIDDEN, SIZE, PER_SEQUENCE = 160, 48, 8, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=[
@@ -103,6 +105,44 @@ def test_a_function_that_raises_or_leaves_no_token_fails_its_slot_on_the_device_
     assert {slot: failure.code.value for slot, failure in output.failures.items()} == {
         0: "MODEL_ERROR", 1: "NON_FINITE_LOGITS", 2: "NON_FINITE_LOGITS"}
     assert all("post-processor" in failure.message for failure in output.failures.values())
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_who_left_no_token_is_named_the_function_or_the_bans_or_the_model(backend, width):
+    everything = tuple((token,) for token in range(VOCAB))
+
+    def forbids_everything(request_id, logits, token_ids):
+        return torch.full_like(logits, -torch.inf)
+
+    def forbids_but_one(request_id, logits, token_ids):
+        logits[..., 1:] = -torch.inf
+        return logits
+
+    def held(slot, function):
+        return LogitsPostProcessor(slot, function, lambda: [[1]])
+
+    setups = [
+        dict(bad_words=everything),
+        dict(bad_words=everything, logits_post_processor=held(1, forbids_but_one)),
+        dict(bad_words=everything[1:], logits_post_processor=held(2, forbids_everything)),
+        dict(bad_words=everything[1:], logits_post_processor=held(3, forbids_but_one)),
+        dict(bad_words=((0,),), logits_post_processor=held(4, forbids_but_one)),
+        dict(logits_post_processor=held(5, forbids_everything)),
+        dict(bad_words=everything[1:]),
+    ]
+    failures = {}
+    for i, setup in enumerate(setups):                        # each beside one without anything
+        setup = SlotSetup(sampling=SamplingConfig(beam_width=width), max_new_tokens=3, **setup).continuing([7, i])
+        output = run(backend, [(0, [7, i], 0, True, setup, None), (1, [8], 0, True, SlotSetup(), None)])
+        assert output.failures.keys() <= {0}
+        failures |= dict.fromkeys([i] * len(output.failures), output.failures.get(0))
+    assert {failure.code for failure in failures.values()} == {ErrorCode.NON_FINITE_LOGITS}
+    assert sorted(failures) == [0, 1, 2, 4, 5]
+    for i, failure in failures.items():
+        by_bans = f"bans of this request leave none of the {VOCAB:,} tokens" in failure.message
+        by_function = "correct the function" in failure.message
+        assert (by_bans, by_function) == ((True, False) if i in (0, 1, 4) else (False, True)), failure.message
+        assert len(failure.message.split("; ")) == 3
 
 
 def test_virtual_tokens_in_one_chunk_of_several_and_in_one_sequence_of_several(checkpoint, backend):
