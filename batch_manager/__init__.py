@@ -1,7 +1,8 @@
 """A callback-driven in-flight batch manager for GPT-style language models.
 
-The public names are served lazily, so that importing one folder of the package does not import the others (torch in
-particular). Inside the package nobody imports from here.
+Public are the names below, the programs in `batch_manager.tools` and the adapters in `batch_manager.extras`; other
+modules may change at any time. The names are served lazily, so that importing one folder of the package does not import
+the others (torch in particular). Inside the package nobody imports from here.
 """
 
 from importlib import import_module
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 _PUBLIC = {
+    # a server
     "GptManager": "gpt_manager",
     "InferenceRequest": "requests.inference_request",
     "NamedTensor": "requests.inference_request",
@@ -21,13 +23,20 @@ _PUBLIC = {
     "ContextChunkingPolicy": "names",
     "LlmRequestState": "names",
     "FinishReason": "names",
+
+    # errors
     "ErrorCode": "names",
     "BatchManagerError": "errors",
     "ConfigError": "errors",
     "ModelLoadError": "errors",
+    "UnsupportedModelError": "errors",
+    "InsufficientMemoryError": "errors",
     "InvalidRequestError": "errors",
     "ManagerClosedError": "errors",
     "SchedulerContractError": "errors",
+    "DeviceLostError": "errors",
+
+    # a scheduler
     "RequestScheduler": "scheduling.interfaces",
     "CapacityScheduler": "scheduling.interfaces",
     "MicroBatchScheduler": "scheduling.interfaces",
@@ -35,28 +44,71 @@ _PUBLIC = {
     "SimpleScheduler": "scheduling.simple",
     "GuaranteedNoEvictScheduler": "scheduling.capacity",
     "MaxUtilizationScheduler": "scheduling.capacity",
+    "Limits": "config",
+    "LlmRequest": "requests.llm_request",
+    "KvCacheManager": "kv.kv_cache_manager",
+
+    # a backend, a clock
+    "ModelBackend": "seams",
+    "BackendInfo": "seams",
+    "MemoryUsage": "seams",
+    "PendingStep": "seams",
+    "Clock": "seams",
+    "ScheduledBatch": "handover",
+    "ContextWork": "handover",
+    "GenerationWork": "handover",
+    "SlotSetup": "handover",
+    "SamplingConfig": "sampling_config",
+    "BlockTableUpdates": "handover",
+    "StepOutput": "handover",
+    "RowFailure": "handover",
+
+    # a model
     "register_model": "models.registry",
+
+    # a trace
+    "Trace": "stats.trace",
+    "IterationTrace": "stats.trace",
+    "read_trace": "stats.trace",
+    "write_trace": "stats.trace",
 }
 
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from .config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+    from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams
     from .errors import (
         BatchManagerError,
         ConfigError,
+        DeviceLostError,
+        InsufficientMemoryError,
         InvalidRequestError,
         ManagerClosedError,
         ModelLoadError,
         SchedulerContractError,
+        UnsupportedModelError,
     )
     from .gpt_manager import GptManager
+    from .handover import (
+        BlockTableUpdates,
+        ContextWork,
+        GenerationWork,
+        RowFailure,
+        ScheduledBatch,
+        SlotSetup,
+        StepOutput,
+    )
+    from .kv.kv_cache_manager import KvCacheManager
     from .models.registry import register_model
     from .names import ContextChunkingPolicy, ErrorCode, FinishReason, LlmRequestState, SchedulerPolicy, TrtGptModelType
     from .requests.inference_request import InferenceRequest, NamedTensor
+    from .requests.llm_request import LlmRequest
+    from .sampling_config import SamplingConfig
     from .scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
     from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler, SchedulerOutput
     from .scheduling.simple import SimpleScheduler
+    from .seams import BackendInfo, Clock, MemoryUsage, ModelBackend, PendingStep
+    from .stats.trace import IterationTrace, Trace, read_trace, write_trace
 
 
 def __getattr__(name: str):

@@ -64,7 +64,7 @@ def build_loop(
         info = backend.info
         if not isinstance(info, BackendInfo):
             raise ConfigError(f"the info of Parts.backend is a {type_name(info)}", "a BackendInfo",
-                              "let the backend build one from batch_manager.seams")
+                              "let the backend build a batch_manager.BackendInfo")
         limits = resolve_limits(optional_params, info, max_beam_width, scheduler_policy)
         if static_batch:    # a padded step is bounded by its sequences
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)

@@ -194,12 +194,12 @@ class Parts:
         if self.clock is not None and not all(callable(getattr(self.clock, name, None))
                                               for name in ("monotonic", "timestamp")):
             raise ConfigError(f"Parts.clock is a {type(self.clock).__name__}",
-                              "an object with monotonic() and timestamp(), see seams.Clock, or None",
+                              "an object with monotonic() and timestamp(), see batch_manager.Clock, or None",
                               "give it both methods, or leave it None")
         if self.backend is not None and not callable(self.backend) and not hasattr(self.backend, "start"):
             raise ConfigError(f"Parts.backend is a {type(self.backend).__name__}",
                               "a ModelBackend, a factory () of one, or None",
-                              "give it the methods of seams.ModelBackend, or leave it None")
+                              "give it the methods of batch_manager.ModelBackend, or leave it None")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend
         backend = backend()
         if not hasattr(backend, "start"):
             raise ConfigError(f"the factory in Parts.backend returned a {type_name(backend)}", "a ModelBackend",
-                              "return an object with the methods of seams.ModelBackend")
+                              "return an object with the methods of batch_manager.ModelBackend")
     _refuse_what_lacks_a_method(backend)
     return backend
 
@@ -43,7 +43,7 @@ def _refuse_what_lacks_a_method(backend: Any) -> None:
     if "close" not in missing:
         backend.close()
     raise ConfigError(f"a {type_name(backend)} in Parts.backend has no {', '.join(missing)}",
-                      "a ModelBackend: all of its methods but copy_blocks are needed", "see seams.ModelBackend")
+                      "a ModelBackend: all of its methods but copy_blocks are needed", "see batch_manager.ModelBackend")
 
 
 def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -20,11 +20,11 @@ from batch_manager import (
     KvCacheConfig,
     Parts,
     SchedulerPolicy,
+    Trace,
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
 from batch_manager.runtime.scripted_backend import ScriptedBackend
-from batch_manager.stats.trace import Trace
 from batch_manager.tools.visualize import render_text
 
 LAST = 1000    # the request with this id asks the worker to finish the others and end

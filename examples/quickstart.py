@@ -33,10 +33,10 @@ from batch_manager import (
     KvCacheConfig,
     Parts,
     SchedulerPolicy,
+    Trace,
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from batch_manager.stats.trace import Trace
 from batch_manager.tools.visualize import render_text
 
 MODEL = Path(__file__).resolve().parent / "models" / "austen-4m"

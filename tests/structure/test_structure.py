@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import batch_manager
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
 
@@ -246,6 +248,49 @@ def test_nobody_inside_uses_the_front_door():
              for source in SOURCES for imported in source.imports()
              if targets(source, imported) == "batch_manager"]
     assert not wrong, report(wrong)
+
+
+# Where a user imports from, besides batch_manager itself.
+PUBLIC_MODULES = ("batch_manager.extras.", "batch_manager.tools.")
+# (file, module) that is not among them -> why it is imported all the same
+INTERNAL_IMPORTS = {
+    ("examples/custom_scheduler.py", "batch_manager.runtime.scripted_backend"): "no scripted model is public yet",
+}
+
+
+def imported_by_users() -> Iterator[tuple[str, str, list[str]]]:
+    """(where, module of the package, names) of every import in the examples and in the README's Python blocks."""
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    texts = [(f"README.md block {number}", text)
+             for number, text in enumerate(re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S), 1)]
+    texts += [(path.relative_to(REPOSITORY).as_posix(), path.read_text(encoding="utf-8"))
+              for path in sorted((REPOSITORY / "examples").rglob("*.py"))]
+    for where, text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and root_of(node.module or "") == "batch_manager":
+                yield where, node.module, [alias.name for alias in node.names]
+            elif isinstance(node, ast.Import):
+                yield from ((where, alias.name, []) for alias in node.names if root_of(alias.name) == "batch_manager")
+
+
+def test_examples_import_public_names_only():
+    imports = list(imported_by_users())
+    wrong = [f"{where} imports {module}; give the name a place in batch_manager/__init__.py"
+             for where, module, _ in imports if (where, module) not in INTERNAL_IMPORTS
+             and not (module == "batch_manager" or module.startswith(PUBLIC_MODULES))]
+    wrong += [f"{where} imports {name}, which is not public" for where, module, names in imports
+              if module == "batch_manager" for name in names if name not in batch_manager.__all__]
+    assert not wrong, report(wrong)
+    assert set(INTERNAL_IMPORTS) <= {(where, module) for where, module, _ in imports}, "one is needed no more"
+
+
+def test_every_public_name_is_there_for_people_and_for_type_checkers():
+    (front,) = [source for source in SOURCES if source.where == "batch_manager/__init__.py"]
+    for_checkers = {imported.name: imported.module.removeprefix("batch_manager.") for imported in front.imports()
+                    if imported.for_types_only}
+    assert for_checkers == batch_manager._PUBLIC
+    undocumented = [name for name in batch_manager._PUBLIC if not getattr(batch_manager, name).__doc__]
+    assert not undocumented, undocumented
 
 
 def test_inside_the_package_imports_are_relative():
