@@ -176,12 +176,12 @@ def _refuse_too_many(num_weights: int, folder: CheckpointFolder, device: torch.d
 
 
 def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
-    path = folder.file(CONFIG_FILE)
-    config = Fields(read_json_file(path), str(path))
+    file = folder.file(CONFIG_FILE)
+    config = Fields(read_json_file(file.real_path, str(file)), str(file))
     names = config.texts("architectures")
     if len(names) != 1:
         raise config.fault("architectures", "a list with one name")
-    model_class = find_model(names[0], named_by=f"{path}: architectures: ")
+    model_class = find_model(names[0], named_by=f"{file}: architectures: ")
     expected = _MODEL_TYPES.get(names[0])
     if expected is not None and config.text("model_type", expected) != expected:
         raise config.fault("model_type", f"{expected!r}, as architectures is {shown(names)}",

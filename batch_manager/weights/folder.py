@@ -1,15 +1,40 @@
-"""A checkpoint folder, and the only door to its files."""
+"""A checkpoint folder: the one place that turns names into files.
+
+A folder of the Hugging Face cache holds links to files of its repository:
+
+    models--ORGANISATION--NAME/snapshots/REVISION/config.json -> ../../blobs/5f3a...
+"""
 
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelLoadError, type_name
 from .json_file import shown
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """A regular file of a checkpoint.
+
+    path        in the folder, as errors name it
+    real_path   with links followed, as it is opened: to point a link elsewhere later changes nothing
+    """
+
+    path: Path
+    real_path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
 class CheckpointFolder:
-    """Files directly inside one folder, by bare name. A name or a link that leads out of it is refused."""
+    """Files directly inside one folder, by bare name.
+
+    A link is followed to a file of the folder, and from a snapshot of a Hugging Face cache to one of the same
+    repository's `blobs`. Any other link is refused, and so is a name that leads out of the folder.
+    """
 
     def __init__(self, path: str | os.PathLike) -> None:
         try:
@@ -32,8 +57,11 @@ class CheckpointFolder:
     def has(self, name: str) -> bool:
         return os.path.lexists(self.path / name)
 
-    def file(self, name: str, named_by: str = "") -> Path:
-        """The path of a regular file of the folder. `named_by` says, for the message, where the name came from."""
+    def file(self, name: str, named_by: str = "") -> CheckpointFile:
+        """A regular file of the folder. `named_by` says, for the message, where the name came from.
+
+        Raises ModelLoadError.
+        """
         where = f" (named by {named_by})" if named_by else ""
         if not name or name in (".", "..") or not name.isprintable() or any(sign in name for sign in "/\\:"):
             raise ModelLoadError(f"{shown(name)}{where} is not the bare name of a file",
@@ -45,10 +73,21 @@ class CheckpointFolder:
         except (OSError, ValueError, RuntimeError) as fault:
             raise ModelLoadError(f"{self.path}: {shown(name)}{where} cannot be opened ({type(fault).__name__})",
                                  "a complete checkpoint has this file", "copy it into the folder") from None
-        if target.parent != self.path:
+        if target.parent not in (self.path, self._blobs):
             raise ModelLoadError(f"{path}{where} is a link that leads out of the folder, to {target}",
-                                 "every file of a checkpoint stands in its folder itself",
+                                 "every file of a checkpoint stands in its folder itself, or in blobs of the same "
+                                 "repository of a Hugging Face cache",
                                  "copy the folder with links followed, for example with cp -rL")
         if not stat.S_ISREG(mode):
             raise ModelLoadError(f"{path}{where} is not a regular file")
-        return target
+        return CheckpointFile(path, target)
+
+    @property
+    def _blobs(self) -> Path | None:
+        """Where the files of a snapshot of a Hugging Face cache lie; None where the folder is none.
+
+        No link leads to it or is passed on the way: `path` is resolved, and so is what is compared with it.
+        """
+        snapshots, repository = self.path.parent, self.path.parent.parent
+        is_cached = snapshots.name == "snapshots" and repository.name.startswith("models--")
+        return repository / "blobs" if is_cached else None

@@ -24,14 +24,14 @@ def shown(value: object) -> str:
     return _short.repr(value)
 
 
-def read_json_file(path: Path) -> dict[str, Any]:
-    """The object in the file. Raises ModelLoadError naming the file."""
+def read_json_file(path: Path, where: str) -> dict[str, Any]:
+    """The object in the file. Raises ModelLoadError naming `where`."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except OSError as fault:
-        raise ModelLoadError(f"{path} cannot be read ({fault.strerror})") from None
-    return parse_json(data, str(path))
+        raise ModelLoadError(f"{where} cannot be read ({fault.strerror})") from None
+    return parse_json(data, where)
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:

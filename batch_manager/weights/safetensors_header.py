@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelLoadError
+from .folder import CheckpointFile
 from .json_file import MAX_JSON_BYTES, Fields, parse_json, shown
 
 LENGTH_BYTES = 8                     # the file begins with the length of its header
@@ -28,23 +29,24 @@ class StoredTensor:
     end: int
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
     """The tensors of the file, which lie one after the other up to its end. Raises ModelLoadError naming file and
     field."""
+    where = checkpoint_file.path
     try:
-        with path.open("rb") as file:
+        with checkpoint_file.real_path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             if file_bytes < LENGTH_BYTES:
-                raise incomplete(path, f"it has {file_bytes} bytes; the first {LENGTH_BYTES} are a length")
+                raise incomplete(where, f"it has {file_bytes} bytes; the first {LENGTH_BYTES} are a length")
             (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
             if length > file_bytes - LENGTH_BYTES:
-                raise incomplete(path, f"it has {file_bytes:,} bytes, and a header of {length:,}")
+                raise incomplete(where, f"it has {file_bytes:,} bytes, and a header of {length:,}")
             header = file.read(min(length, MAX_JSON_BYTES + 1))
     except OSError as fault:
-        raise ModelLoadError(f"{path} cannot be read ({fault.strerror})") from None
-    fields = Fields(parse_json(header, f"the header of {path}"), f"the header of {path}")
-    tensors = {name: _stored(path, name, fields.fields(name)) for name in fields.values if name != "__metadata__"}
-    _check_places(path, tensors, file_bytes - LENGTH_BYTES - length)
+        raise ModelLoadError(f"{where} cannot be read ({fault.strerror})") from None
+    fields = Fields(parse_json(header, f"the header of {where}"), f"the header of {where}")
+    tensors = {name: _stored(where, name, fields.fields(name)) for name in fields.values if name != "__metadata__"}
+    _check_places(where, tensors, file_bytes - LENGTH_BYTES - length)
     return tensors
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import ModelLoadError
 from ..loading_thread import check_interruption
-from .folder import CheckpointFolder
+from .folder import CheckpointFile, CheckpointFolder
 from .json_file import Fields, read_json_file, shown
 from .safetensors_header import ELEMENT_BYTES, StoredTensor, incomplete, read_header
 from .source import Shape
@@ -24,7 +24,7 @@ TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor, and the open file that holds it."""
+    """A tensor, and the open file that holds it; `path` is the file's in its folder."""
 
     path: Path
     reader: Any
@@ -104,8 +104,8 @@ class SafetensorsWeights:
                                  "weights in safetensors files; pickled checkpoints (*.bin, *.pt) are never read",
                                  "save the model as safetensors; load_format='dummy' runs without weights")
 
-    def _open_shards(self, index: Path) -> None:
-        weight_map = Fields(read_json_file(index), str(index)).fields("weight_map")
+    def _open_shards(self, index: CheckpointFile) -> None:
+        weight_map = Fields(read_json_file(index.real_path, str(index)), str(index)).fields("weight_map")
         shards = dict.fromkeys(weight_map.text(name) for name in weight_map.values)
         for shard in shards:
             self._open(self.folder.file(shard, named_by=str(index)))
@@ -119,22 +119,22 @@ class SafetensorsWeights:
                 raise ModelLoadError(f"{index} places {shown(name)} in {shown(shard)}, which does not hold it",
                                      "index and shards agree")
 
-    def _open(self, path: Path) -> None:
-        tensors = read_header(path)
+    def _open(self, file: CheckpointFile) -> None:
+        tensors = read_header(file)
         try:
-            str(path).encode()
+            str(file.real_path).encode()
         except UnicodeEncodeError:
-            raise ModelLoadError(f"the path {str(path)!r} is not UTF-8",
+            raise ModelLoadError(f"the path {str(file.real_path)!r} is not UTF-8",
                                  "the library that reads weights opens no other", "rename the folder") from None
         try:
-            reader = safe_open(path, framework="pt", device="cpu")
+            reader = safe_open(file.real_path, framework="pt", device="cpu")
         except (SafetensorError, OSError, ValueError, RuntimeError) as fault:    # torch's, of a file that just shrank
-            raise incomplete(path, str(fault)[:200]) from None
+            raise incomplete(file.path, str(fault)[:200]) from None
         for name, stored in tensors.items():
             if name in self._tensors:
-                raise ModelLoadError(f"{shown(name)} is in {self._tensors[name].path} and again in {path}",
+                raise ModelLoadError(f"{shown(name)} is in {self._tensors[name].path} and again in {file}",
                                      "every tensor is stored once")
-            self._tensors[name] = _Tensor(path, reader, stored)
+            self._tensors[name] = _Tensor(file.path, reader, stored)
 
     def _check(self, name: str, shape: Shape) -> None:
         if name not in self._tensors:

@@ -126,8 +126,12 @@ def _content(files: Mapping[str, Entry], name: str) -> tuple[str, bytes]:
 
 
 def _label(files: Mapping[str, Entry], name: str) -> str:
-    """What a refusal calls a file: a link by the name of what it leads to, which may be any."""
-    return name if isinstance(files.get(name), Bytes) else ""
+    """What a refusal calls a file: a link to one by its own name. What else a link leads to may have any."""
+    try:
+        _content(files, name)
+    except Broken:
+        return ""
+    return name
 
 
 def _read_single(files: Mapping[str, Entry], faults: list[tuple[str, str]]) -> dict[str, tuple]:
@@ -156,11 +160,11 @@ def _read_shards(files: Mapping[str, Entry], faults: list[tuple[str, str]]) -> d
     for shard in dict.fromkeys(shard for shard in weight_map.values() if type(shard) is str):
         bare = bool(shard) and shard not in (".", "..") and shard.isprintable() and not set(shard) & set("/\\:")
         try:
-            real, data = _content(files, shard) if bare else ("", b"")
+            data = _content(files, shard)[1] if bare else b""
             for name, stored in read_tensors(data).items():
                 if name in places:
-                    faults += [(real, field) for field in Broken(name).fields]
-                places[name] = (real, *stored)
+                    faults += [(shard, field) for field in Broken(name).fields]
+                places[name] = (shard, *stored)
         except Broken as broken:
             faults += [("", field) for field in broken.fields]
     for name in weight_map.keys() | places.keys():

@@ -6,13 +6,12 @@ checkpoint fuzzer until one of them sees something wrong.
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from batch_manager.errors import BatchManagerError, ModelLoadError
 from batch_manager.weights import folder, json_file, safetensors_header, safetensors_source
-from batch_manager.weights.folder import CheckpointFolder
+from batch_manager.weights.folder import CheckpointFile, CheckpointFolder
 from batch_manager.weights.json_file import Fields
 from batch_manager.weights.safetensors_header import StoredTensor
 from batch_manager.weights.safetensors_source import SafetensorsWeights
@@ -51,8 +50,8 @@ def the_last_of_two_keys_counts(patch) -> None:
 
 
 def the_library_alone_looks_at_the_header(patch) -> None:
-    def read_header(path):
-        with safetensors_source.safe_open(path, framework="pt", device="cpu") as reader:
+    def read_header(file):
+        with safetensors_source.safe_open(file.real_path, framework="pt", device="cpu") as reader:
             views = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
             return {name: StoredTensor(view.get_dtype(), tuple(view.get_shape()), 0, 0) for name, view in views.items()}
     patch.setattr(safetensors_source, "read_header", read_header)
@@ -64,7 +63,8 @@ def the_places_of_tensors_are_not_compared(patch) -> None:
 
 
 def a_link_may_lead_anywhere(patch) -> None:
-    patch.setattr(CheckpointFolder, "file", lambda self, name, named_by="": (self.path / name).resolve())
+    patch.setattr(CheckpointFolder, "file", lambda self, name, named_by="": CheckpointFile(
+        self.path / name, (self.path / name).resolve()))
 
 
 def a_pipe_is_opened(patch) -> None:
@@ -83,8 +83,8 @@ def what_the_model_does_not_ask_for_is_overlooked(patch) -> None:
 
 
 def index_and_shards_need_not_agree(patch) -> None:
-    def open_shards(self, index: Path) -> None:
-        for shard in dict.fromkeys(json.loads(index.read_bytes())["weight_map"].values()):
+    def open_shards(self, index: CheckpointFile) -> None:
+        for shard in dict.fromkeys(json.loads(index.real_path.read_bytes())["weight_map"].values()):
             self._open(self.folder.file(shard, named_by=str(index)))
     patch.setattr(SafetensorsWeights, "_open_shards", open_shards)
 
@@ -105,14 +105,14 @@ def numbers_of_sixteen_bits_are_all_of_one_kind(patch) -> None:
 def a_file_that_is_no_safetensors_file_is_unpickled(patch) -> None:
     real = SafetensorsWeights._open
 
-    def open_file(self, path: Path) -> None:
+    def open_file(self, file: CheckpointFile) -> None:
         try:
-            real(self, path)
+            real(self, file)
         except ModelLoadError:
             import pickle
 
-            if path.read_bytes()[:1] == b"\x80":
-                pickle.loads(path.read_bytes())
+            if file.real_path.read_bytes()[:1] == b"\x80":
+                pickle.loads(file.real_path.read_bytes())
             raise
     patch.setattr(SafetensorsWeights, "_open", open_file)
 

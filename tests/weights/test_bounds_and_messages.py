@@ -62,7 +62,7 @@ def test_a_key_that_occurs_twice_is_found_in_linear_time():
 def test_json_is_bounded(data, word, tmp_path):
     (tmp_path / "x.json").write_bytes(data)
     with pytest.raises(ModelLoadError, match=word) as refusal:
-        read_json_file(tmp_path / "x.json")
+        read_json_file(tmp_path / "x.json", "x.json")
     assert "x.json" in str(refusal.value)
 
 
@@ -112,6 +112,13 @@ def test_a_link_inside_the_folder_is_as_good_as_the_file(checkpoint):
     checkpoint.write()
     (checkpoint.folder / "model.safetensors").rename(checkpoint.folder / "real")
     (checkpoint.folder / "model.safetensors").symlink_to("real")
+    load_model(checkpoint.folder, device="cpu")
+
+
+def test_a_shard_that_is_a_link_inside_the_folder_has_the_name_of_the_link(checkpoint):
+    checkpoint.write_shards()
+    (checkpoint.folder / "second.safetensors").rename(checkpoint.folder / "real")
+    (checkpoint.folder / "second.safetensors").symlink_to("real")
     load_model(checkpoint.folder, device="cpu")
 
 
