@@ -138,9 +138,12 @@ def compare(folder: Path, verdict: Good | Bad | None, outcome: Any) -> list[str]
     if verdict is None:
         return []
     spec, tensors = outcome
-    wrong = [f"{name} is {getattr(spec, name)!r:.100}, should be {value!r:.100}"
-             for name, value in verdict.numbers.items()
-             if name != "theta" and (getattr(spec, name), type(getattr(spec, name))) != (value, type(value))]
+    found = {name: tuple(layer.window for layer in spec.attention) if name == "windows" else getattr(spec, name)
+             for name in verdict.numbers if name != "theta"}
+    wrong = [f"{name} is {value!r:.100}, should be {verdict.numbers[name]!r:.100}" for name, value in found.items()
+             if (value, type(value)) != (verdict.numbers[name], type(verdict.numbers[name]))]
+    if any((layer.scale, layer.softcap) != (spec.head_size**-0.5, None) for layer in spec.attention):
+        wrong.append(f"attention is {spec.attention!r:.100}, should be scaled by the head size alone")
     theta = verdict.numbers.get("theta")
     if theta is not None and spec.rotary.theta != theta:
         wrong.append(f"the base of the frequencies is {spec.rotary.theta}, should be {theta}")
