@@ -16,6 +16,8 @@ The guard of a block
 
 An exception that another thread raises in this one is taken too while a block runs, and passes at any other time.
 
+The clock by which blocks are timed guards itself (clock.ReliableClock).
+
 It is a block, and not a function that is given a callable, because some lines of ours must be one piece with the first
 instruction of the foreign code: loop/unanswered.py says why.
 """
