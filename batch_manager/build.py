@@ -80,7 +80,8 @@ def build_loop(
             static_batching=static_batch,
             logits_post_processor_batched=parts.logits_post_processor_batched,
             blocks_of=partial(kv_cache_manager.most_blocks,
-                              with_pauses=scheduler_policy is SchedulerPolicy.MAX_UTILIZATION))
+                              with_pauses=scheduler_policy is SchedulerPolicy.MAX_UTILIZATION),
+            guard=guard)
         loop = GenerationLoop(
             limits=limits,
             callbacks=callbacks,

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..config import Limits
 from ..errors import InvalidRequestError, RequestError, RequestTooLargeError
+from ..guard import ForeignCodeError, Guard
 from ..handover import LogitsPostProcessor, SlotSetup
 from ..names import SchedulerPolicy
 from ..sampling_config import (
@@ -126,13 +127,14 @@ class Admission:
     static_batching           requests run in static batches: streaming has no effect but that the one response holds
                               the new tokens only, and each request says whom it can share a batch with
     blocks_of                 KV cache blocks a request may hold at a time; None: one for each of its tokens, rounded up
+    guard                     of the engine: values of a request may be of the user's making
     """
 
     def __init__(self, limits: Limits, *, max_request_bytes: int = 64 * 1024 * 1024, gather_context_logits: bool = True,
                  gather_generation_logits: bool = True, exclude_input_in_output: bool = False,
                  static_batching: bool = False,
                  logits_post_processor_batched: Callable[..., Any] | None = None,
-                 blocks_of: Callable[[LlmRequest], int] | None = None) -> None:
+                 blocks_of: Callable[[LlmRequest], int] | None = None, guard: Guard | None = None) -> None:
         self.limits = limits
         self._blocks_of = blocks_of or (lambda request: -(-request.final_length // limits.tokens_per_block))
         self.max_request_bytes = max_request_bytes
@@ -159,6 +161,7 @@ class Admission:
             "lora_config": table,
         }
         self._id_or_none = Range(-1, vocab - 1, whole=True)
+        self._in_request = (Guard() if guard is None else guard).raising("reading a request")
         self._top_k = Range(0, min(MAX_TOP_K, vocab), whole=True)
 
     def admit(self, item: object) -> Admitted:
@@ -185,10 +188,11 @@ class Admission:
     def _look_guarded(self, item: object) -> "_Looked | InvalidRequestError":
         """All that touches objects of the user's making, who may raise or answer anything, happens in here."""
         try:
-            return self._look(item)
-        except BaseException as error:  # noqa: B036  not even SystemExit of a hostile object may end the worker
-            if type(error) is InvalidRequestError:
-                return error
+            with self._in_request:
+                return self._look(item)
+        except ForeignCodeError as failure:
+            if type(failure.error) is InvalidRequestError:
+                return failure.error
         return InvalidRequestError("the request could not be read: one of its values raised an exception",
                                    "its values must be torch CPU tensors, numpy arrays, numbers or lists",
                                    "convert them with numpy.array(...)")
@@ -472,7 +476,7 @@ def usable_id(item: object) -> int | None:
     """
     try:
         request_id = item.request_id    # no code but the user's runs in here, and none of his runs below
-    except BaseException:  # noqa: B036  see Admission._look_guarded
+    except BaseException:  # noqa: B036  not even SystemExit of a hostile object may end the worker
         return None
     try:
         return checked_request_id(request_id)

@@ -9,6 +9,7 @@ from collections import UserList
 
 import pytest
 
+from batch_manager import InferenceRequest
 from batch_manager.contained_log import RateLimitedLog
 from batch_manager.guard import BETWEEN_BLOCKS, ForeignCodeError, Guard, Heartbeat
 
@@ -134,6 +135,22 @@ def test_c18_a_process_that_is_forked_between_blocks_enters_none():
                 pass
         """)], capture_output=True, text=True, timeout=60)
     assert result.stdout.splitlines() == ["inside the parent"], result.stderr
+
+
+def test_c15_c19_a_request_is_read_in_a_block(make_world, new_request):
+    seen = []
+
+    class Odd(InferenceRequest):
+        @property
+        def input_tensors(self):
+            seen.append(world.loop.callbacks.guard.heartbeat.activity)
+            raise SystemExit
+
+    world = make_world()
+    world.client.pending = [Odd(1, {"input_ids": [1], "request_output_len": 3}), new_request(2, [1], 3)]
+    world.run()
+    assert seen == ["reading a request"]
+    assert world.client.final(1).code == "INVALID_REQUEST" and world.client.final(2).error == ""
 
 
 def test_c19_foreign_code_runs_in_a_block_that_names_it(make_world, new_request):
