@@ -98,7 +98,7 @@ def request_pause(record: dict, steps: list[dict]) -> dict:
     for step in steps:
         for beam in request.tokens:
             beam += [0] * step.get("generated", step.get("generate", 0))
-        request.pause(step.get("max_input_len", UNBOUNDED))
+        request.pause(step.get("pause_max_input_len", step.get("max_input_len", UNBOUNDED)))
         results.append({"prompt_len": request.prompt_len, "max_new_tokens": request.max_new_tokens,
                         "generated": request.num_generated_tokens, "context_position": request.context_position,
                         "state": request.state.name})
@@ -262,6 +262,7 @@ class Engine:
     config: dict
     kv: KvCacheManager | None
     chunk_of: dict[int, int] = field(default_factory=dict)
+    drafts_of: dict[int, int] = field(default_factory=dict)
     active: ActiveRequests = field(default_factory=ActiveRequests)
     in_flight: list[set[int]] = field(default_factory=list)
 
@@ -283,6 +284,8 @@ def submit(engine: Engine, record: dict) -> None:
     request = make_request(record)
     if "context_chunk" in record:
         engine.chunk_of[request.request_id] = record["context_chunk"]
+    if "generation_draft_len" in record:
+        engine.drafts_of[request.request_id] = record["generation_draft_len"]
     if engine.config.get("insert_order", "append") == "append":
         request.priority = 0.5
     engine.active.add(request)
@@ -331,6 +334,7 @@ def step(engine: Engine) -> dict:
                 continue
             if kv is not None:
                 kv.publish_context(request, request.context_position)
+            request.draft_len = engine.drafts_of.get(request.request_id, request.draft_len)
         request.add_token(0)
 
     done = [request for request in engine.active if request.is_finished]
@@ -539,9 +543,13 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
             case "advance_time":
                 clock.milliseconds += op["ms"]
                 result = {}
+            case "set_time":
+                clock.milliseconds = op["ms"]
+                result = {}
             case "refresh":
                 pool.refresh()
-                result = {"free_blocks": pool.num_free}
+                result = {"free_blocks": pool.num_free,
+                          "priorities": {name: pool.priority(block_id) for name, block_id in named.items()}}
         results.append(result)
     return {"results": results}
 
@@ -551,7 +559,7 @@ def prefix_tree_ops(config: dict, ops: list[dict]) -> dict:
     named, results, block_ids = {}, [], count()
 
     def domain_of(op: dict) -> Domain:
-        return Domain(op.get("lora_task"), op.get("cache_salt"))
+        return Domain(op.get("lora_task"), op.get("salt", op.get("cache_salt")))
 
     def keys_of(op: dict) -> list[BlockKey]:
         keys, parent = [], index.root_digest(domain_of(op))
@@ -570,7 +578,10 @@ def prefix_tree_ops(config: dict, ops: list[dict]) -> dict:
             result = {"new_nodes": index.num_nodes - before, "nodes": index.num_nodes}
         elif op["op"] == "match":
             found = index.walk(domain_of(op), keys_of(op))
-            result = {"matched_tokens": sum(len(node.key.tokens) for node in found)}
+            matched, last = sum(len(node.key.tokens) for node in found), [index.root(domain_of(op)), *found][-1]
+            if config.get("enable_partial_reuse") and last is not None and matched < len(op["tokens"]):
+                matched += last.most_similar_child(op["tokens"][matched:matched + unit], None)[1]
+            result = {"matched_tokens": matched}
         else:
             removed = index.remove(named[op["node"]])
             result = {"removed_nodes": len(removed), "nodes": index.num_nodes}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-RECORDS = {1: 243, 2: 246}
+RECORDS = {1: 248, 2: 251}
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -43,6 +43,8 @@ def run(adapter, record: dict, level: int) -> list[str]:
         found = adapter.capacity_step(config, record["requests"])
     elif kind == "chunking":
         found = adapter.chunk(config, record["requests"], record["iterations"])
+    elif kind == "request_pause":
+        found = adapter.request_pause(record["request"], record["steps"])
     elif kind == "request_order":
         found = adapter.request_order(record["requests"])
     elif kind == "kv_fill":

@@ -116,7 +116,8 @@ def make_requests(random: Random, count: int, longest_prompt: int, longest_outpu
         if beam_widths != [1]:
             request["beam_width"] = random.choice(beam_widths)
         if drafts:
-            request["draft_len"] = random.randint(0, drafts)
+            name = "generation_draft_len" if sometimes(random, 0.2) else "draft_len"
+            request[name] = random.randint(0, drafts)
         requests.append(request)
     return requests
 
@@ -240,7 +241,7 @@ def request_pause(random: Random) -> dict:
     record = {"id": 0, "prompt_len": random.randint(1, 20), "max_new_tokens": 60,
               "beam_width": random.choice([1, 1, 2])}
     limit = random.randint(20, 40)
-    return {"request": record, "steps": [{"generated": random.randint(0, 8), "max_input_len": limit}
+    return {"request": record, "steps": [{"generated": random.randint(0, 8), "pause_max_input_len": limit}
                                          for _ in range(random.randint(1, 3))]}
 
 
@@ -262,7 +263,7 @@ def retention_map(random: Random) -> dict:
 
 
 def eviction_ops(random: Random) -> dict:
-    num_blocks = random.randint(2, 10)
+    num_blocks, now = random.randint(2, 10), 0
     ops, free, named = [], num_blocks, {}
     for number in range(random.randint(5, 50)):
         what = random.choice(["count", "peek", "claim", "claim", "claim", "release", "release", "advance_time",
@@ -289,7 +290,9 @@ def eviction_ops(random: Random) -> dict:
             ops.append({"op": "claim_next", "count": count})
             free -= count
         elif what == "advance_time":
-            ops.append({"op": what, "ms": random.randint(0, 8)})
+            passed = random.randint(0, 8)
+            now += passed
+            ops.append(random.choice([{"op": what, "ms": passed}, {"op": "set_time", "ms": now}]))
         elif what in ("count", "refresh"):
             ops.append({"op": what})
     return {"config": {"num_blocks": num_blocks}, "ops": ops}
@@ -301,7 +304,7 @@ def prefix_tree_ops(random: Random) -> dict:
         tokens = [random.randint(0, 1) for _ in range(random.randint(1, 8))]
         domain = {"lora_task": random.choice([1, 2])} if sometimes(random, 0.1) else {}
         if sometimes(random, 0.1):
-            domain["cache_salt"] = random.choice([1, 2])
+            domain["salt"] = random.choice([1, 2])
         if sometimes(random, 0.5):
             names += 1
             ops.append({"op": "insert", "tokens": tokens, "as": f"n{names}"} | domain)
@@ -310,7 +313,7 @@ def prefix_tree_ops(random: Random) -> dict:
     if names and sometimes(random, 0.7):
         ops.append({"op": "remove_subtree", "node": f"n{random.randint(1, names)}"})
         ops.append({"op": "match", "tokens": [0, 1, 1]})
-    return {"config": {"tokens_per_block": size}, "ops": ops}
+    return {"config": {"tokens_per_block": size, "enable_partial_reuse": sometimes(random, 0.5)}, "ops": ops}
 
 
 # The block tables

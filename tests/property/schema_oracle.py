@@ -55,6 +55,7 @@ class Request:
     context_chunk: int | None = None
     credit: int = 0
     chunk: int = 0
+    generation_draft_len: int | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -101,7 +102,8 @@ def make_request(record: dict) -> Request:
                       record.get("cache_salt"), record.get("token_extra_ids"), record.get("retention"),
                       record.get("state", "CONTEXT_INIT"), record.get("context_position", 0),
                       record.get("generated", 0), record.get("context_chunk"),
-                      record.get("estimated_reusable_tokens", 0))
+                      record.get("estimated_reusable_tokens", 0),
+                      generation_draft_len=record.get("generation_draft_len"))
     if request.is_generating:
         request.context_position = request.prompt_len
     return request
@@ -111,7 +113,7 @@ def request_pause(record: dict, steps: list[dict]) -> dict:
     request, results = make_request(record), []
     for step in steps:
         request.generated += step.get("generated", step.get("generate", 0))
-        request.pause(step.get("max_input_len", NO_LIMIT))
+        request.pause(step.get("pause_max_input_len", step.get("max_input_len", NO_LIMIT)))
         results.append({"prompt_len": request.prompt_len, "max_new_tokens": request.max_new_tokens,
                         "generated": request.generated, "context_position": request.context_position,
                         "state": request.state})
@@ -232,7 +234,7 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
                 results.append({"block": block.id, "offloadable": block.priority >= LOWEST_OFFLOADABLE_PRIORITY})
                 continue
             case "claim":
-                order.claim(named[op["block"]], op.get("priority"), op.get("duration"))
+                order.claim(named[op["block"]], op.get("priority"), op.get("duration", op.get("duration_ms")))
             case "claim_next":
                 for _ in range(op["count"]):
                     order.claim(order.first())
@@ -242,8 +244,15 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
                 order.milliseconds += op["ms"]
                 results.append({})
                 continue
+            case "set_time":
+                order.milliseconds = op["ms"]
+                results.append({})
+                continue
             case "refresh":
                 order.refresh()
+                priorities = {name: block.priority for name, block in named.items()}
+                results.append({"free_blocks": order.num_free, "priorities": priorities})
+                continue
         results.append({"free_blocks": order.num_free})
     return {"results": results}
 
@@ -287,7 +296,7 @@ def prefix_tree_ops(config: dict, ops: list[dict]) -> dict:
         return len(below(root)) - 1
 
     def keys_of(op: dict) -> list[tuple]:
-        domain = (op.get("lora_task"), op.get("cache_salt"))
+        domain = (op.get("lora_task"), op.get("salt", op.get("cache_salt")))
         return [(domain, tokens) for tokens in cut(op["tokens"], size)]
 
     for op in ops:
@@ -304,11 +313,15 @@ def prefix_tree_ops(config: dict, ops: list[dict]) -> dict:
             results.append({"new_nodes": num_nodes() - before, "nodes": num_nodes()})
         elif op["op"] == "match":
             node, matched = root, 0
-            for key in keys_of(op):
-                node = child_of(node, key)
-                if node is None:
+            for domain, tokens in keys_of(op):
+                found = child_of(node, (domain, tokens))
+                if found is None:
+                    siblings = [key for key in (child.key for child in node.children) if key[0] == domain]
+                    if config.get("enable_partial_reuse"):
+                        matched += max((common_prefix(key[1], tokens) for key in siblings), default=0)
                     break
-                matched += len(key[1])
+                node = found
+                matched += len(tokens)
             results.append({"matched_tokens": matched})
         else:
             removed = cut_off(named[op["node"]])
@@ -1065,6 +1078,8 @@ def step(engine: Engine) -> dict:
                 if cache is not None:
                     cache.store_context(cache.sequences[request.id])
                 request.state, request.generated = "GENERATION_IN_PROGRESS", 1
+                if request.generation_draft_len is not None:
+                    request.draft_len = request.generation_draft_len
         else:
             if cache is not None:
                 cache.append(cache.sequences[request.id], 0)
