@@ -79,7 +79,7 @@ def build_loop(
             exclude_input_in_output=exclude_input_in_output,
             static_batching=static_batch,
             logits_post_processor_batched=parts.logits_post_processor_batched,
-            blocks_of=partial(kv_cache_manager.most_blocks,
+            blocks_of=partial(kv_cache_manager.reservations.most_blocks,
                               with_pauses=scheduler_policy is SchedulerPolicy.MAX_UTILIZATION),
             guard=guard)
         loop = GenerationLoop(

@@ -40,12 +40,12 @@ def _disagreements(kv: KvCacheManager) -> Iterator[str]:
     for slot, owner in enumerate(kv.sequences.owners):
         if owner is None or owner.seq_slot != slot:
             continue
-        named.update(kv.owners_of(owner))
+        named.update(kv.sequences.owners_of(owner))
         held, length = kv.held_blocks(owner), kv.kv_length(owner)
         dropped = int(kv.sequences.dropped[slot])
         if held + dropped != ceil_div(length, kv.tokens_per_block):
             yield f"{owner} holds {held} blocks for {length} tokens and dropped {dropped}"
-        if dropped > kv.window.num_dropped(length):
+        if dropped > kv.window.num_unseen(length):
             yield f"{owner} dropped {dropped} blocks that it still looks at"
         if len(kv.block_ids(owner)) != held:
             yield f"{owner} holds {held} blocks and its table names others"

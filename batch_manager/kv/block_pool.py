@@ -66,9 +66,10 @@ class BlockPool:
         """For a block with an owner. The duration counts from when it has none any more; None: for ever."""
         self._free.set_priority(block_id, priority, duration)
 
-    def refresh(self) -> None:
-        """Let priorities end whose time is over."""
-        self._free.refresh()
+    def end_timed_priorities(self) -> None:
+        """Free blocks whose priority has run out go to the end of the default priority."""
+        if self._free.has_deadlines:
+            self._free.refresh()
 
     def take(self, count: int) -> list[int]:
         """`count` blocks from the front of the free order, or none at all.

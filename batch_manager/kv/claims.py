@@ -1,10 +1,21 @@
-"""What a claim of blocks gives the loop for its step."""
+"""What claims do to the pool, the tables and the prefix cache: start sequences, follow beams, take tokens back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
+from ..errors import InternalError
 from ..handover import BlockCopy, BlockTableUpdates
+from ..requests.llm_request import LlmRequest
+from .block_needs import blocks_of_prompt, ceil_div
+from .block_pool import BlockPool, OutOfBlocksError
+from .prefix_cache import PrefixCache
+from .prefix_index import PrefixNode
+from .retention import retain_prompt
+from .sequence_table import Entries, SequenceTable
+from .window import AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +32,230 @@ class Claim:
     copies: tuple[BlockCopy, ...]
     slots: np.ndarray
     kv_lengths: np.ndarray
+
+
+# First chunks.
+
+
+def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
+          taken_elsewhere: int) -> list[Entries]:
+    """Give first chunks the blocks of their whole prompts; beams share all but a last one that is not full.
+
+    taken_elsewhere   blocks that must be left for the same step
+
+    Raises OutOfBlocksError; nothing was changed then.
+    """
+    unit = sequences.tokens_per_block
+    counts = [blocks_of_prompt(request.prompt_len, unit, request.beam_width) for request in first_chunks]
+    wanted = sum(counts)
+    if wanted + taken_elsewhere > pool.num_free:
+        raise OutOfBlocksError(wanted + taken_elsewhere, pool.num_free)
+    taken = iter(pool.take(wanted))
+    changed = []
+    for request, count in zip(first_chunks, counts, strict=True):
+        block_ids = list(islice(taken, count))
+        private = request.beam_width if request.prompt_len % unit else 0
+        for block_id in block_ids[:count - private] * (request.beam_width - 1):
+            pool.share(block_id)
+        changed.append(sequences.add(request, block_ids, _last_blocks(request, unit), private))
+    return changed
+
+
+def start_with_reuse(cache: PrefixCache, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
+                     taken_elsewhere: int) -> list[Entries]:
+    """The same with what is cached of the prompts. `sequences.reused_tokens` says how much that was."""
+    claim = PrefixClaim(cache, first_chunks, taken_elsewhere)
+    if claim.needed > cache.pool.num_free:
+        raise OutOfBlocksError(claim.needed, cache.pool.num_free)
+    changed = []
+    for request, begun in zip(first_chunks, claim.start(), strict=True):
+        changed.append(sequences.add(request, begun.block_ids, _last_blocks(request, cache.tokens_per_block),
+                                     request.beam_width))
+        sequences.reused_tokens[request.seq_slot] = begun.reused_tokens
+    return changed
+
+
+def _last_blocks(request: LlmRequest, tokens_per_block: int) -> int:
+    return ceil_div(request.prompt_len + request.max_new_tokens, tokens_per_block)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a sequence starts with.
+
+    block_ids       in token order; with beams the last ones are the last block of each
+    reused_tokens   tokens at the front that need not be computed
+    """
+
+    block_ids: list[int]
+    reused_tokens: int
+
+
+class PrefixClaim:
+    """One claim for several first chunks; there must be enough free blocks for what `needed` says.
+
+    Everything cached that any of them will use is protected before the first new block is taken, so that what was
+    found when the step was planned is still there. What is copied from is protected until there is a block to copy to.
+    """
+
+    def __init__(self, cache: PrefixCache, requests: Sequence[LlmRequest], taken_elsewhere: int) -> None:
+        self._cache, self._pool = cache, cache.pool
+        self._requests = requests
+        self._found = [cache.shareable(request) for request in requests]
+        self._unowned = {node for nodes in self._found for node in nodes if not cache.is_owned(node)}
+        self._left = taken_elsewhere + sum(
+            blocks_of_prompt(request.prompt_len, cache.tokens_per_block, request.beam_width, own_last=True) - len(nodes)
+            for request, nodes in zip(requests, self._found, strict=True))
+        self._pinned: list[int] = []
+
+    @property
+    def needed(self) -> int:
+        """Free blocks that all of it takes, those taken elsewhere in the same step included."""
+        return self._left + len(self._unowned)
+
+    def start(self) -> list[Start]:
+        """One for each request."""
+        self._protect()
+        starts = [self._start(request, nodes) for request, nodes in zip(self._requests, self._found, strict=True)]
+        for host_id in self._pinned:
+            self._cache.host.unpin(host_id)
+        return starts
+
+    def _protect(self) -> None:
+        in_host = []
+        for node in (node for nodes in self._found for node in nodes):
+            if node.block_id is None:
+                self._cache.host.pin(node.host_id)
+                in_host.append(node)
+            else:
+                self._pool.share(node.block_id)
+        for node in in_host:
+            if node.block_id is None:
+                self._cache.bring_back(node)
+            else:
+                self._pool.share(node.block_id)
+
+    def _start(self, request: LlmRequest, nodes: list[PrefixNode]) -> Start:
+        unit, beams = self._cache.tokens_per_block, request.beam_width
+        total = ceil_div(request.prompt_len, unit)
+        block_ids = [node.block_id for node in nodes]
+        reused_tokens = len(nodes) * unit
+
+        if beams == 1 or len(nodes) < total - 1:
+            node, num_tokens = self._cache.similar(request, nodes)
+            block_id = self._begun(node, num_tokens) if num_tokens else None
+            if block_id is not None:
+                block_ids.append(block_id)
+                reused_tokens += num_tokens
+        found = len(block_ids)
+        block_ids += self._take(total - 1 + beams - found)
+
+        retain_prompt(self._pool, request, block_ids, found, unit)
+        for block_id in block_ids[:total - 1] * (beams - 1):
+            self._pool.share(block_id)
+        self._cache.reused_blocks += found
+        return Start(block_ids, reused_tokens)
+
+    def _begun(self, node: PrefixNode, num_tokens: int) -> int | None:
+        """A block to write to that has these tokens of the node; None when there is none to be had."""
+        source = node.block_id
+        if source is None:
+            self._cache.host.pin(node.host_id)
+            self._pinned.append(node.host_id)
+            (block_id,) = self._take(1)
+            self._pool.set_priority(block_id, self._cache.host.priority(node.host_id))
+            self._cache.copies.append(BlockCopy(node.host_id, block_id, num_tokens, from_host=True))
+            return block_id
+        if not self._cache.is_owned(node) and (not node.children or self._pool.num_free == 1):
+            self._left -= 1
+            return self._cache.take_over(node)
+        self._pool.share(source)
+        (block_id,) = self._take(1)
+        self._pool.set_priority(block_id, self._pool.priority(source))
+        self._cache.copies.append(BlockCopy(source, block_id, num_tokens))
+        self._pool.give_back([source])     # copies are made in order, before the step writes to what was taken since
+        return block_id
+
+    def _take(self, count: int) -> list[int]:
+        self._left -= count
+        return self._cache.take(count)
+
+
+# Beams: they share the blocks they have in common, and each writes to a last block of its own.
+
+
+def copies_of_first_beam(table: np.ndarray, num_tokens: int) -> list[BlockCopy]:
+    """What gives all beams the last block that was computed for the first one.
+
+    table   [beams, blocks]
+    """
+    first, *others = table[:, -1].tolist()
+    return [BlockCopy(first, block_id, num_tokens) for block_id in others if block_id != first]
+
+
+def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool: BlockPool) -> list[BlockCopy]:
+    """Make beam b go on where beam parents[b] stands. Takes no block.
+
+    table            [beams, blocks], changed in place
+    tokens_in_last   tokens in the last blocks, which are private; 0 when they are full and can be shared
+
+    A parent with several children keeps its last block for the first of them. The others get the last blocks of beams
+    that nobody goes on with, of which there are as many, and a copy of the content.
+    """
+    before = table.copy()
+    after = before[list(parents)]
+    copies = []
+    if tokens_in_last:
+        left_over = [before[beam, -1] for beam in range(len(before)) if beam not in parents]
+        for beam, parent in enumerate(parents):
+            if parent in parents[:beam]:
+                after[beam, -1] = left_over.pop()
+                copies.append(BlockCopy(int(before[parent, -1]), int(after[beam, -1]), tokens_in_last))
+
+    changed = (before != after).any(axis=0)
+    for block_id in after[:, changed].ravel().tolist():
+        pool.share(block_id)
+    for row in before[:, changed].tolist():
+        pool.give_back(row)
+    table[:] = after
+    return copies
+
+
+# Tokens that were claimed and turned out not to be wanted: rejected drafts, steps that are given up.
+
+
+def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequences: SequenceTable,
+           pool: BlockPool, window: AttentionWindow, keeps_prompts: bool) -> None:
+    """Shorten sequences. Their blocks are the next to be handed out.
+
+    num_tokens      of each request, or one number for all
+    keeps_prompts   other requests may use the blocks of a prompt, so no prompt is shortened
+
+    Raises InternalError when a shortened sequence could not go on: it holds no blocks, is named twice or would be too
+    short, blocks that its newest token looks at have left the window, or its last block is in another table too.
+    Nothing was changed then.
+    """
+    unit = sequences.tokens_per_block
+    slots = sequences.find_slots(requests)
+    counts = np.broadcast_to(np.asarray(num_tokens, np.int64), slots.shape)
+    lengths = sequences.kv_lengths[slots] - counts
+    ends = -(-lengths // unit)
+    shortest = np.array([request.prompt_len for request in requests]) if keeps_prompts else 1
+    refused = (counts < 0) | (lengths < shortest) | (sequences.dropped[slots] > window.num_unseen(lengths))
+    if sequences.max_beam_width > 1:
+        for place in np.flatnonzero(~refused & (lengths % unit > 0)).tolist():
+            last = sequences.table(requests[place])[:, ends[place] - 1].tolist()
+            refused[place] = any(pool.owners(block_id) > 1 for block_id in last)
+    if refused.any():
+        place = int(refused.argmax())
+        raise InternalError(f"{requests[place]} cannot be rewound by {counts[place]} tokens")
+    if len(set(slots.tolist())) < len(slots):
+        raise InternalError("a request is to be rewound twice at once", "each of them is named once")
+
+    for place in np.flatnonzero(ends < sequences.ends[slots]).tolist():
+        table = sequences.table(requests[place])
+        for column in reversed(range(int(ends[place]), table.shape[1])):
+            for block_id in table[:, column].tolist():
+                pool.give_back([block_id], front=True)
+    sequences.kv_lengths[slots] = lengths
+    sequences.ends[slots] = ends

@@ -1,13 +1,14 @@
 """The numbers schedulers know from TensorRT-LLM: what a request needs, estimated from its lengths and the cache.
 
-They are estimates: a prompt longer than its window, two first chunks that share a prefix or a victim that holds a part
-of it make a claim take more or less. What a claim takes for certain is in ledger.py and reservations.py.
+They serve the conformance records and schedulers that were written for TensorRT-LLM; the loop and the built-in
+policies do not use them. They are estimates: a prompt longer than its window, two first chunks that share a prefix, or
+a victim that holds a part of it make a claim take more or less. What a claim takes is in ledger.py and reservations.py.
+
+Source: TensorRT-LLM's getNeededBlocksOneStep and getRemainingBlocksToCompletion.
 """
 
-from collections.abc import Sequence
-
 from ..requests.llm_request import LlmRequest
-from . import block_needs
+from .block_needs import blocks_of_prompt, ceil_div
 from .prefix_cache import PrefixCache
 from .sequence_table import SequenceTable
 from .window import AttentionWindow
@@ -21,44 +22,30 @@ class Estimates:
         self._window = window
         self._cache = cache
 
-    def to_completion(self, request: LlmRequest) -> int:
+    def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
         """Blocks the request may still take until its last token."""
         held = self._sequences.held(request) if self._sequences.has(request) else 0
-        return block_needs.blocks_to_last_token(
+        return blocks_to_last_token(
             request.prompt_len, request.max_new_tokens, request.num_generated_tokens, held, self._window,
             request.beam_width, self.held_by_others(request) if request.is_first_context_chunk else 0)
 
-    def one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
+    def get_needed_blocks_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         """Blocks the request takes in its next step; with look-ahead, in its next two."""
         started = self._sequences.has(request)
         if request.is_context and (started or not request.is_first_context_chunk):
             return 0
         if not started:
-            return block_needs.blocks_for_first_chunk(
+            return blocks_for_first_chunk(
                 request.prompt_len, request.draft_len, request.max_new_tokens, self._window, request.beam_width,
                 self.held_by_others(request))
         kv_length = int(self._sequences.kv_lengths[request.seq_slot])
-        return block_needs.blocks_for_generation_step(
+        return blocks_for_generation_step(
             kv_length, request.prompt_len + request.max_new_tokens - kv_length, request.draft_len, self._window,
             request.beam_width, two_step_lookahead)
 
-    def one_step_of_generating(self, requests: Sequence[LlmRequest], two_step_lookahead: bool = False) -> int:
-        """`one_step` summed over requests that all generate, at once for those without drafts."""
-        drafting = [request for request in requests if request.draft_len]
-        if drafting:
-            requests = [request for request in requests if not request.draft_len]
-
-        # A request that generates has two tokens to go or more, so a look-ahead of two steps adds two.
-        sequences, window = self._sequences, self._window
-        slots = sequences.slots_of(requests)
-        lengths = sequences.kv_lengths[slots]
-        grown = lengths + (2 if two_step_lookahead else 1)
-        blocks = block_needs.ceil_div(grown, window.tokens_per_block) - block_needs.ceil_div(
-            lengths, window.tokens_per_block)
-        if sequences.max_beam_width > 1:
-            blocks *= sequences.beam_widths[slots]
-        needed = int(blocks[grown <= max(window.size, window.max_seq_len) + window.bubble].sum())
-        return needed + sum(self.one_step(request, two_step_lookahead) for request in drafting)
+    def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
+        """Full blocks of the prompt that are cached, from the first on: those that others hold, and all."""
+        return self.held_by_others(request), 0 if self._cache is None else len(self._cache.matched(request))
 
     def held_by_others(self, request: LlmRequest) -> int:
         """Full blocks of the prompt that are cached and that running sequences hold, from the first on."""
@@ -68,8 +55,64 @@ class Estimates:
         """Tokens of a first chunk that need not be computed, as the two estimates of needed blocks count them."""
         if self._cache is None:
             return 0
-        if not to_completion:
-            return self.held_by_others(request) * self._window.tokens_per_block
         unit = self._window.tokens_per_block
+        if not to_completion:
+            return self.held_by_others(request) * unit
         longest = (min(request.prompt_len, self._window.longest_stored) + self._window.bubble) // unit
         return min(len(self._cache.matched(request)), longest) * unit
+
+
+# The arithmetic, on lengths alone.
+#
+#     held     blocks per beam the sequence holds already
+#     shared   full blocks of the prompt that running sequences hold already
+
+
+def blocks_for_first_chunk(prompt_len: int, draft_len: int, max_new_tokens: int, window: AttentionWindow,
+                           beam_width: int = 1, shared: int = 0) -> int:
+    """Blocks the first context chunk takes: those of the whole prompt, with room for the drafts."""
+    tokens = min(prompt_len + draft_len, window.size + max_new_tokens) + window.bubble
+    return blocks_of_prompt(tokens, window.tokens_per_block, beam_width) - min(
+        shared, tokens // window.tokens_per_block)
+
+
+def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int, window: AttentionWindow,
+                               beam_width: int = 1, two_step_lookahead: bool = False) -> int:
+    """Blocks the next generation step takes (the next two with look-ahead), every draft counted as accepted.
+
+    kv_length     tokens in the cache before the step
+    tokens_left   prompt_len + max_new_tokens - kv_length
+    """
+    steps = 2 if two_step_lookahead else 1
+    grown = kv_length + min(steps * (draft_len + 1), tokens_left)
+    if grown > max(window.size, window.max_seq_len) + window.bubble:
+        return 0
+    return (ceil_div(grown, window.tokens_per_block) - ceil_div(kv_length, window.tokens_per_block)) * beam_width
+
+
+def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWindow) -> int:
+    """Blocks per beam that are held at most, but for one that a sliding window may need for a moment."""
+    tokens, stored = prompt_len + max_new_tokens, window.longest_stored
+    blocks = ceil_div(min(tokens, stored) + window.bubble, window.tokens_per_block)
+    return blocks + window.sink_blocks if tokens > stored else blocks
+
+
+def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, held: int, window: AttentionWindow,
+                         beam_width: int = 1, shared: int = 0) -> int:
+    """Blocks a sequence may still take until its last token.
+
+    It counts prompt_len + max_new_tokens tokens although the last one is never stored, as the original does. A window
+    that slides is handed its new block before it gives the oldest one back: one more while that is still to come.
+    """
+    unit = window.tokens_per_block
+    context = (min(prompt_len, window.longest_stored) + window.bubble) // unit
+    total = blocks_at_the_end(prompt_len, max_new_tokens, window)
+    shared = min(shared, context) if not held else 0
+
+    tokens, extra = prompt_len + max_new_tokens, 0
+    if tokens > window.size:
+        last = ceil_div(tokens, unit)
+        extra = int(last > ceil_div(prompt_len + generated, unit) and last > total)
+    if held < context - shared:
+        return context - shared - held + (total - context + extra) * beam_width
+    return max(total - shared - held + extra, 0) * beam_width

@@ -6,7 +6,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain, count
 
 LOWEST_PRIORITY, HIGHEST_PRIORITY = 0, 100
@@ -84,6 +84,9 @@ class EvictionOrder:
             deadline = self._now() + self._durations[block_id], next(self._arrivals)
             self._deadlines[block_id] = deadline
             heappush(self._deadline_heap, (deadline, block_id))
+            if len(self._deadline_heap) > 2 * len(self._deadlines) + 64:    # most are of blocks that were taken since
+                self._deadline_heap = [(deadline, block_id) for block_id, deadline in self._deadlines.items()]
+                heapify(self._deadline_heap)
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
         """For a block that is not in the order at this moment."""
@@ -96,9 +99,14 @@ class EvictionOrder:
         else:
             self._durations[block_id] = duration
 
+    @property
+    def has_deadlines(self) -> bool:
+        """Whether `refresh` may find anything to do."""
+        return bool(self._deadline_heap)
+
     def refresh(self) -> None:
-        """Blocks whose priority has run out go behind all others of the default priority."""
-        now = self._now() if self._deadline_heap else 0.0
+        """Blocks whose priority has run out go to the end of the default priority."""
+        now = self._now()
         while self._deadline_heap and self._deadline_heap[0][0][0] <= now:
             deadline, block_id = heappop(self._deadline_heap)
             if self._deadlines.get(block_id) == deadline:

@@ -1,13 +1,15 @@
-"""The facade of this folder: claim, release, and the numbers schedulers plan with."""
+"""The facade of this folder: claim and give back blocks, and hand out the numbers plans are made with."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import InternalError
 from ..handover import NO_UPDATES, BlockCopy, BlockTableUpdates
 from ..requests.llm_request import LlmRequest
-from . import beams, block_needs, rewinding, starting
+from . import block_needs, claims
 from .block_pool import BlockPool
 from .claims import Claim
 from .estimates import Estimates
@@ -20,6 +22,29 @@ from .sequence_table import Entries, SequenceTable
 from .window import AttentionWindow
 
 
+@dataclass(frozen=True, slots=True)
+class KvCacheUsage:
+    """Blocks of the pool at one moment: `free_blocks + live_blocks + cached_blocks == max_blocks`.
+
+    free_blocks      that hold nothing
+    live_blocks      that running sequences hold
+    cached_blocks    that no sequence holds and whose content may be used again
+    reused_blocks    that prompts did not have to compute, since construction
+    evicted_blocks   cached ones whose content was lost, since construction
+    host_blocks, used_host_blocks   of the pool in host memory: all, and those that hold something
+    """
+
+    max_blocks: int
+    free_blocks: int
+    live_blocks: int
+    cached_blocks: int
+    tokens_per_block: int
+    reused_blocks: int = 0
+    evicted_blocks: int = 0
+    host_blocks: int = 0
+    used_host_blocks: int = 0
+
+
 class KvCacheManager:
     """Which request holds which blocks, and what the others may still take.
 
@@ -28,12 +53,19 @@ class KvCacheManager:
     rows of the block tables are slot * max_beam_width + beam.
 
     window                       tokens a query looks back on; None: all of them
-    temporary_attention_window   tokens by which a prompt may exceed the window in the estimates; plans do not need it
+    temporary_attention_window   tokens by which a prompt may exceed the window; only `estimates` read it
     sink_token_length            first tokens that stay visible; with them nothing is reused
     enable_block_reuse           prompts share what is in the cache of the prompts before them
     enable_partial_reuse         also the beginning of a block
     host_blocks                  blocks of a second pool for what is evicted from the first
+    max_draft_len                drafts that a claim adds to a generating request at most; plans read the draft_len of
+                                 requests only where it is not 0
+    unread_steps                 claims for steps that nobody has read may be this many, of one token each: a sequence
+                                 can always be rewound by so many tokens. Blocks that leave the window are given back
+                                 as many tokens later.
     now                          seconds; priorities may end with time
+
+    estimates                    TensorRT-LLM's numbers, for conformance records and custom schedulers
     inflight_request_ids         requests that a launched step may be reading; set by the loop. A plan cannot count on
                                  their blocks.
     """
@@ -41,15 +73,16 @@ class KvCacheManager:
     def __init__(self, num_blocks: int, tokens_per_block: int, max_seq_len: int, *, max_beam_width: int = 1,
                  window: int | None = None, temporary_attention_window: int = 0, sink_token_length: int = 0,
                  enable_block_reuse: bool = False, enable_partial_reuse: bool = True, host_blocks: int = 0,
-                 now: Callable[[], float] = lambda: 0.0, digest_bits: int = DIGEST_BITS) -> None:
-        assert tokens_per_block >= 1 and max_seq_len >= 1
+                 max_draft_len: int = 0, unread_steps: int = 0, now: Callable[[], float] = lambda: 0.0,
+                 digest_bits: int = DIGEST_BITS) -> None:
+        assert tokens_per_block >= 1 and max_seq_len >= 1 and max_draft_len >= 0 and unread_steps >= 0
         self.tokens_per_block = tokens_per_block
         self.max_seq_len = max_seq_len
         self.window = AttentionWindow(window or max_seq_len, max_seq_len, tokens_per_block, sink_token_length,
-                                      temporary_attention_window)
+                                      temporary_attention_window, unread_steps, max_draft_len)
         self.inflight_request_ids: Collection[int] = frozenset()
         self.pool = BlockPool(num_blocks, now)
-        self.sequences = SequenceTable(max_beam_width)
+        self.sequences = SequenceTable(tokens_per_block, max_beam_width)
         self.cache: PrefixCache | None = None
         if enable_block_reuse and not sink_token_length:
             self.cache = PrefixCache(self.pool, tokens_per_block, enable_partial_reuse=enable_partial_reuse,
@@ -66,37 +99,27 @@ class KvCacheManager:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks nobody holds, those included that are cached."""
+        """Blocks that no sequence holds, cached ones included."""
         return self.pool.num_free
 
     @property
     def used_blocks(self) -> int:
+        """Blocks that sequences hold."""
         return self.pool.num_blocks - self.pool.num_free
 
     @property
-    def cached_blocks(self) -> int:
-        """Free blocks whose content may be used again."""
-        return self.pool.num_cached
+    def enable_block_reuse(self) -> bool:
+        return self.cache is not None
 
-    @property
-    def host_blocks(self) -> int:
-        """Blocks of the host's pool."""
-        return 0 if self.cache is None else self.cache.host.num_blocks
-
-    @property
-    def used_host_blocks(self) -> int:
-        """Those of them that hold something."""
-        return 0 if self.cache is None else self.cache.host.num_blocks - self.cache.host.num_free
-
-    @property
-    def reused_blocks(self) -> int:
-        """Blocks so far that prompts did not have to compute."""
-        return 0 if self.cache is None else self.cache.reused_blocks
-
-    @property
-    def evicted_blocks(self) -> int:
-        """Cached blocks so far whose content was lost."""
-        return 0 if self.cache is None else self.cache.evicted_blocks
+    def usage(self) -> KvCacheUsage:
+        """Everything statistics say of the pool."""
+        pool, cache = self.pool, self.cache
+        free, cached = pool.num_free, pool.num_cached
+        if cache is None:
+            return KvCacheUsage(pool.num_blocks, free, pool.num_blocks - free, 0, self.tokens_per_block)
+        return KvCacheUsage(pool.num_blocks, free - cached, pool.num_blocks - free, cached, self.tokens_per_block,
+                            cache.reused_blocks, cache.evicted_blocks, cache.host.num_blocks,
+                            cache.host.num_blocks - cache.host.num_free)
 
     def owns(self, request: LlmRequest) -> bool:
         """Whether the request holds blocks."""
@@ -107,33 +130,25 @@ class KvCacheManager:
         return self.sequences.held(request) if self.owns(request) else 0
 
     def kv_length(self, request: LlmRequest) -> int:
-        """Tokens the request has room for: its whole prompt with the first chunk, one more with each step claimed."""
+        """Tokens the request has room for: its whole prompt with the first chunk, more with each step claimed."""
         return int(self.sequences.kv_lengths[request.seq_slot]) if self.owns(request) else 0
 
     def block_ids(self, request: LlmRequest, beam: int = 0) -> list[int]:
         """The blocks of one beam of the request in token order."""
         return self.sequences.blocks_of_beam(request, beam) if self.owns(request) else []
 
-    def owners_of(self, request: LlmRequest) -> Counter[int]:
-        """The blocks of the request, and how many of its beams hold each."""
-        return Counter(block_id for beam in range(request.beam_width) for block_id in self.block_ids(request, beam))
-
     def own_blocks(self, request: LlmRequest) -> list[int]:
-        """Blocks that nobody else holds, nor can find: all that a step may have written to for this request."""
-        return [block_id for block_id, count in self.owners_of(request).items()
+        """Blocks that no other request holds or can find: all that a step may have written to for this request."""
+        return [block_id for block_id, count in self.sequences.owners_of(request).items()
                 if self.pool.owners(block_id) == count
                 and (self.cache is None or self.cache.index.of_block(block_id) is None)]
 
-    def blocks_freed_by(self, paused: Sequence[LlmRequest]) -> int:
-        """Blocks that nobody holds once these requests were released."""
-        owners = sum(map(self.owners_of, paused), Counter())
-        return sum(count == self.pool.owners(block_id) for block_id, count in owners.items())
-
-    # What a plan needs to know. The names are those of TensorRT-LLM.
+    # What a plan needs to know. The table in kv/__init__.py says which number is exact, and who asks for it. The names
+    # that begin with get_ are TensorRT-LLM's, for schedulers that were written for it.
 
     def start_scheduling(self) -> KvLedger:
         """A budget for one scheduling pass."""
-        return KvLedger(self)
+        return KvLedger(self.pool, self.sequences, self.cache, self.reservations, self.inflight_request_ids)
 
     def get_max_resource_count(self) -> int:
         """Blocks in the pool."""
@@ -141,61 +156,39 @@ class KvCacheManager:
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """Blocks the request has and may take until its last token, all together, if it shares none."""
-        return self.reservations.in_all(request)
-
-    def most_blocks(self, request: LlmRequest, *, with_pauses: bool = False) -> int:
-        """Blocks with which the request can run when it is alone.
-
-        with_pauses   it may be paused: then a window saves nothing, as all that it has is stored when it resumes
-        """
-        return (self.reservations.in_all_with_pauses if with_pauses else self.reservations.in_all)(request)
+        return self.reservations.most_blocks(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
-        """Blocks the request may still take until its last token, estimated."""
-        return self.estimates.to_completion(request)
-
-    def get_needed_blocks_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
-        """Blocks the request takes in its next step, estimated; with look-ahead, in its next two."""
-        return self.estimates.one_step(request, two_step_lookahead)
-
-    def get_remaining_blocks_to_completion_of_owners(self, requests: Sequence[LlmRequest]) -> int:
-        """Blocks that these requests, which all hold some, may still take until their last tokens."""
-        return self.reservations.of_owners(requests)
-
-    def get_needed_blocks_one_step_of_generating(self, requests: Sequence[LlmRequest],
-                                                 two_step_lookahead: bool = False) -> int:
-        """`get_needed_blocks_one_step` summed over requests that all generate, at once for those without drafts."""
-        return self.estimates.one_step_of_generating(requests, two_step_lookahead)
+        """Blocks the request may still take until its last token, estimated as TensorRT-LLM does."""
+        return self.estimates.get_remaining_blocks_to_completion(request)
 
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
-                        paused: Sequence[LlmRequest] = ()) -> int:
+                        paused: Sequence[LlmRequest] = (), num_drafts: Sequence[int] | None = None) -> int:
         """Free blocks that `claim` of the same lists takes.
 
         paused   requests that are released before; what only they hold is free by then
         """
-        needed = self.sequences.num_beams(self._crossing(self.sequences.slots_of(generation)))
-        ledger = self.start_scheduling()
-        for request in paused:
-            ledger.refund(request)
-        for request in first_chunks:
-            blocks = ledger.blocks_to_claim(request)
-            ledger.spend(blocks, request)
-            needed += blocks
+        needed = 0
+        if generation:
+            slots = self.sequences.slots_of(generation)
+            if num_drafts is None:
+                needed = self.sequences.num_beams(self.sequences.crossing(slots))
+            else:
+                needed = self.sequences.sum_of_new_blocks(slots, 1 + np.asarray(num_drafts, np.int64))
+        if first_chunks:
+            ledger = self.start_scheduling()
+            for request in paused:
+                ledger.refund(request)
+            for request in first_chunks:
+                blocks = ledger.blocks_to_claim(request)
+                ledger.spend(blocks, request)
+                needed += blocks
         return needed
 
-    # What a plan needs to know of the prefixes that are cached.
-
-    @property
-    def enable_block_reuse(self) -> bool:
-        return self.cache is not None
-
-    def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
-        """Full blocks of the prompt that are cached, from the first on: those that others hold, and all."""
-        return self.estimates.held_by_others(request), 0 if self.cache is None else len(self.cache.matched(request))
-
-    def estimated_reusable_tokens(self, request: LlmRequest, to_completion: bool) -> int:
-        """Tokens of a first chunk that need not be computed, as the two estimates of needed blocks count them."""
-        return self.estimates.reusable_tokens(request, to_completion)
+    def blocks_freed_by(self, paused: Sequence[LlmRequest]) -> int:
+        """Blocks that no request holds once these were released."""
+        owners = sum(map(self.sequences.owners_of, paused), Counter())
+        return sum(count == self.pool.owners(block_id) for block_id, count in owners.items())
 
     def reusable_tokens(self, request: LlmRequest) -> int:
         """Tokens that a claim of this first chunk finds for certain, as long as nothing is claimed before it."""
@@ -203,34 +196,41 @@ class KvCacheManager:
             return 0
         return len(self.cache.shareable(request)) * self.tokens_per_block
 
-    def first_new_key(self, request: LlmRequest) -> bytes | None:
-        """Names the prompt up to its first full block that is not cached; None when all are or nothing is reused."""
-        return None if self.cache is None else self.cache.first_new_key(request)
-
     # What changes.
 
-    def claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> Claim:
+    def claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
+              num_drafts: Sequence[int] | None = None) -> Claim:
         """Make room for one step: the whole prompt of each first chunk, one more token of each generating request.
 
         Later chunks need no claim. All or nothing. With reuse, `reused_tokens` says from then on how much of a prompt
-        need not be computed.
+        need not be computed. Retention priorities whose time is over end before the first block is taken.
 
-        Raises OutOfBlocksError, InternalError for a first chunk that holds blocks or a generation step that does not;
-        nothing was changed then.
+        num_drafts   [g] drafts of the generating requests, 0..max_draft_len: each gets room for so many more tokens,
+                     not beyond its last one; None: no drafts
+
+        Raises OutOfBlocksError, InternalError for a first chunk that holds blocks, a generation step that does not, or
+        too many drafts; nothing was changed then.
         """
-        self.sequences.check_slots_are_free(first_chunks)
-        slots = self.sequences.slots_of(generation)
-        lengths = self.sequences.kv_lengths[slots]
-        crossing = self._crossing(slots)
-        crossing_blocks = self.sequences.num_beams(crossing)
+        sequences = self.sequences
+        sequences.check_slots_are_free(first_chunks)
+        slots = sequences.slots_of(generation)
+        lengths = sequences.kv_lengths[slots]
+        if num_drafts is None:
+            grown, counts, growing = lengths + 1, None, sequences.crossing(slots)
+            growing_blocks = sequences.num_beams(growing)
+        else:
+            grown, counts, growing = self._with_drafts(generation, slots, lengths, num_drafts)
+            growing_blocks = int((counts * sequences.beam_widths[growing]).sum())
+
+        self.pool.end_timed_priorities()
         changed = list(self._reordered)
         if first_chunks:
-            changed += self._start(first_chunks, crossing_blocks)
-        if crossing_blocks:
-            changed.append(self._grow(crossing, crossing_blocks))
-        self.sequences.kv_lengths[slots] = lengths + 1
+            changed += self._start(first_chunks, growing_blocks)
+        if growing_blocks:
+            changed.append(self._grow(growing, growing_blocks, counts))
+        sequences.kv_lengths[slots] = grown
         if self.window.slides:
-            self._leave_window(slots)
+            self._leave_window(slots, lengths + 1)
 
         updates = NO_UPDATES
         if changed:
@@ -274,55 +274,72 @@ class KvCacheManager:
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
         """What gives all beams the last block of the prompt once it was computed for the first beam."""
         table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
-        return beams.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
+        return claims.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
 
     def reorder(self, request: LlmRequest, parents: Sequence[int]) -> list[BlockCopy]:
-        """Make each beam go on where its parent stands. Takes no block; the next claim reports the tables.
+        """Make each beam continue from its parent. Takes no block; the next claim reports the tables.
 
         Returns what has to be copied before the next step.
         """
         assert len(parents) == request.beam_width
         if list(parents) == list(range(request.beam_width)):
             return []
-        copies = beams.reorder(self.sequences.table(request), list(parents),
-                               self.kv_length(request) % self.tokens_per_block, self.pool)
+        copies = claims.reorder(self.sequences.table(request), list(parents),
+                                self.kv_length(request) % self.tokens_per_block, self.pool)
         self._reordered.append(self.sequences.entries(request))
         return copies
 
-    def rewind(self, request: LlmRequest, num_tokens: int) -> None:
-        """Take back the last tokens a request claimed. Their blocks are the next to be handed out.
+    def rewind(self, requests: Sequence[LlmRequest], num_tokens: int | Sequence[int]) -> None:
+        """Take back the last tokens these requests claimed. Their blocks are the next to be handed out.
 
-        Raises InternalError when what is left cannot be gone on with: blocks behind the new end left the window, or
-        the last one is in somebody else's table too. Nothing was changed then.
+        num_tokens   of each request, or one number for all. `unread_steps` tokens can always be taken back, and the
+                     drafts of the newest step besides; more only while what is needed has not left the window.
+
+        Raises InternalError when a shortened sequence could not continue: it holds no blocks, blocks that it looks at
+        have left the window, or its last block is in another table too. Nothing was changed then.
         """
-        shortest = 1 if self.cache is None else request.prompt_len
-        rewinding.rewind(request, num_tokens, shortest, self.sequences, self.pool, self.window)
+        claims.rewind(requests, num_tokens, self.sequences, self.pool, self.window,
+                      keeps_prompts=self.cache is not None)
 
-    def refresh(self) -> None:
-        """Let retention priorities end whose time is over. Once per iteration is enough."""
-        self.pool.refresh()
+    def _with_drafts(self, generation: Sequence[LlmRequest], slots: np.ndarray, lengths: np.ndarray,
+                     num_drafts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The lengths with one token and these drafts more, blocks per beam that some of the slots take, these slots.
+
+        Raises InternalError.
+        """
+        drafts = np.asarray(num_drafts, np.int64)
+        if drafts.shape != slots.shape:
+            raise InternalError(f"{drafts.shape} drafts were given for {len(slots)} requests", "one number for each")
+        grown = lengths + 1 + drafts
+        ends, last = -(-grown // self.tokens_per_block), self.sequences.last_blocks[slots]
+        wrong = (drafts < 0) | (drafts > self.window.max_draft_len) | ((ends > last) & (drafts > 0))
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise InternalError(
+                f"{generation[place]} is to claim {drafts[place]} drafts after {lengths[place]} tokens",
+                f"0 to {self.window.max_draft_len} drafts that fit into the {last[place]} blocks of all its tokens")
+        counts = ends - self.sequences.ends[slots]
+        growing = counts > 0
+        return grown, counts[growing], slots[growing]
 
     def _start(self, first_chunks: Sequence[LlmRequest], taken_elsewhere: int) -> list[Entries]:
         if self.cache is None:
-            return starting.start(self.pool, self.sequences, first_chunks, taken_elsewhere, self.tokens_per_block)
-        return starting.start_with_reuse(self.cache, self.sequences, first_chunks, taken_elsewhere)
+            return claims.start(self.pool, self.sequences, first_chunks, taken_elsewhere)
+        return claims.start_with_reuse(self.cache, self.sequences, first_chunks, taken_elsewhere)
 
-    def _grow(self, crossing: np.ndarray, blocks: int) -> Entries:
+    def _grow(self, slots: np.ndarray, blocks: int, counts: np.ndarray | None) -> Entries:
         if self.cache is None:
-            return self.sequences.add_block_each(crossing, self.pool.take(blocks))
+            return self.sequences.add_blocks(slots, self.pool.take(blocks), counts)
         taken = self.cache.take(blocks)
-        owners = [self.sequences.owners[slot] for slot in crossing.tolist()]
-        for request, block_id in zip((owner for owner in owners for _ in range(owner.beam_width)), taken, strict=True):
+        rows = self.sequences.beam_widths[slots] * (1 if counts is None else counts)
+        owners = [self.sequences.owners[slot] for slot in np.repeat(slots, rows).tolist()]
+        for request, block_id in zip(owners, taken, strict=True):
             retain_generated(self.pool, request, block_id)
-        return self.sequences.add_block_each(crossing, taken)
+        return self.sequences.add_blocks(slots, taken, counts)
 
-    def _leave_window(self, slots: np.ndarray) -> None:
-        """Give back the blocks that these sequences will not look at any more."""
-        dropped = self.window.num_dropped(self.sequences.kv_lengths[slots])
+    def _leave_window(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Give back the blocks that these sequences, with only the first token of their step, will not look at."""
+        dropped = self.window.num_dropped(lengths)
         for place in np.flatnonzero(dropped > self.sequences.dropped[slots]).tolist():
             for row in self.sequences.drop_up_to(int(slots[place]), int(dropped[place]), self.window.sink_blocks):
                 self.pool.give_back(row, front=self.cache is None)
-
-    def _crossing(self, slots: np.ndarray) -> np.ndarray:
-        """Those of the slots whose next token needs a new block."""
-        return slots[self.sequences.kv_lengths[slots] % self.tokens_per_block == 0]

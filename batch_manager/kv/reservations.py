@@ -1,8 +1,10 @@
-"""What sequences will hold at most, exactly: a plan that leaves room for it never runs out of blocks.
+"""What sequences will hold at most: a plan that leaves room for it never runs out of blocks.
 
-Three things make that more than lengths say. A prompt is stored whole before anything of it leaves the window. A
-sequence that slides takes its next block before it gives the oldest one back. And a block that several sequences hold
-does not come back when one of them slides past it, although that one takes another in its place.
+Three effects make the bound exceed what lengths imply. A prompt is stored whole before anything of it leaves the
+window. A sequence that slides takes its next block before it gives the oldest one back. And a block that several
+sequences hold does not come back when one of them slides past it, although that one takes another in its place.
+
+A step with drafts takes several blocks at once, and what a rewind could bring back into the window is not given back.
 """
 
 from collections.abc import Sequence
@@ -25,20 +27,33 @@ class Reservations:
         self._pool = pool
         self._with_reuse = with_reuse
 
+    @property
+    def max_draft_len(self) -> int:
+        """Drafts that a step adds to a sequence at most."""
+        return self._window.max_draft_len
+
     def to_start(self, request: LlmRequest, draft_len: int = 0) -> int:
         """Blocks of the whole prompt, with room for so many drafts."""
         return block_needs.blocks_of_prompt(request.prompt_len + draft_len, self._window.tokens_per_block,
                                             request.beam_width, own_last=self._with_reuse)
 
-    def in_all(self, request: LlmRequest) -> int:
-        """Blocks that a sequence holds at most, from its start to its last token, if it shares none with others."""
-        return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, self._window, request.beam_width,
-                                       own_last=self._with_reuse)
+    def to_start_with_drafts(self, request: LlmRequest) -> int:
+        """Blocks of the whole prompt, with room for its drafts as far as window and pool go."""
+        blocks = self.to_start(request)
+        if not (self._window.max_draft_len and request.draft_len):
+            return blocks
+        drafts = min(request.draft_len, max(self._window.size + request.max_new_tokens - request.prompt_len, 0))
+        return max(blocks, min(self.to_start(request, drafts), self._pool.num_blocks))
 
-    def in_all_with_pauses(self, request: LlmRequest) -> int:
-        """The same if it may be paused at any time: what it generated is part of its prompt then, and stored whole."""
-        return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, self._window.without_sliding,
-                                       request.beam_width, own_last=self._with_reuse)
+    def most_blocks(self, request: LlmRequest, *, with_pauses: bool = False) -> int:
+        """Blocks that a sequence holds at most, from its start to its last token, if it shares none with others.
+
+        with_pauses   it may be paused at any time: what it generated is part of its prompt then, and stored whole, so
+                      that a window saves nothing
+        """
+        window = self._window.without_sliding if with_pauses else self._window
+        return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, window, request.beam_width,
+                                       own_last=self._with_reuse)
 
     def of_owners(self, requests: Sequence[LlmRequest]) -> int:
         """Blocks that these requests may still take, if what they give back comes free."""
@@ -53,7 +68,7 @@ class Reservations:
         return reserved
 
     def kept_blocks(self) -> set[int] | None:
-        """Blocks that somebody holds until his end; None: all that are held are."""
+        """Blocks that a sequence holds until its end; None: all that are held are."""
         if not (self._window.slides and self._with_reuse):
             return None
         kept, _ = self._holders()
@@ -81,8 +96,8 @@ class Reservations:
                 held[place] = len(set(sequences.table(owner).ravel().tolist()) - {UNUSED})
                 most[place] = block_needs.blocks_with_last_one(
                     owner.prompt_len, owner.max_new_tokens, window, owner.beam_width, own_last=self._with_reuse)
-            crossing = sequences.kv_lengths[slots] % window.tokens_per_block == 0
-            remaining = np.minimum(remaining, np.maximum(most - held, crossing * beams))
+            next_step = sequences.new_blocks(slots, 1 + window.max_draft_len) * beams
+            remaining = np.minimum(remaining, np.maximum(most - held, next_step))
         return int(remaining.sum())
 
     def _holders(self) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,6 @@
 """Which blocks a sequence holds and how many tokens they have room for: one row per slot, columns of numpy."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -8,6 +9,8 @@ from ..errors import InternalError
 from ..requests.llm_request import LlmRequest
 
 UNUSED = -1
+
+_NO_SLOTS = np.empty(0, np.intp)
 
 Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -27,7 +30,8 @@ class SequenceTable:
     Entries are what changed in block_ids: rows, indices, block ids, each [u] int32.
     """
 
-    def __init__(self, max_beam_width: int = 1) -> None:
+    def __init__(self, tokens_per_block: int, max_beam_width: int = 1) -> None:
+        self.tokens_per_block = tokens_per_block
         self.max_beam_width = max_beam_width
         self.owners: list[LlmRequest | None] = []
         self.kv_lengths = np.zeros(0, np.int64)
@@ -38,7 +42,7 @@ class SequenceTable:
         self.reused_tokens: dict[int, int] = {}
         self.block_ids = np.full((0, 1), UNUSED, np.int32)
         self._asked: list[LlmRequest] = []
-        self._answer = np.empty(0, np.intp)
+        self._answer = _NO_SLOTS
 
     # Reading.
 
@@ -64,21 +68,62 @@ class SequenceTable:
         row = self.table(request)[beam].tolist()
         return [block_id for block_id in row if block_id != UNUSED] if self.dropped[request.seq_slot] else row
 
+    def owners_of(self, request: LlmRequest) -> Counter[int]:
+        """The blocks of the request, and how many of its beams hold each."""
+        if not self.has(request):
+            return Counter()
+        beams = range(request.beam_width)
+        return Counter(block_id for beam in beams for block_id in self.blocks_of_beam(request, beam))
+
     def slots_of(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """The slots of requests that all have one, [n], not to be written to.
+        """The slots of requests that all hold blocks, [n], not to be written to.
+
+        The answer is kept: planning and claiming ask for the same requests, iteration after iteration.
 
         Raises InternalError.
         """
-        if requests == self._asked:    # by identity; planning and claiming ask for the same, iteration after iteration
-            return self._answer
+        if requests != self._asked:    # by identity
+            self._answer = self.find_slots(requests)
+            self._answer.flags.writeable = False
+            self._asked = list(requests)
+        return self._answer
+
+    def find_slots(self, requests: Sequence[LlmRequest]) -> np.ndarray:
+        """`slots_of`, without keeping the answer.
+
+        Raises InternalError.
+        """
         slots = [request.seq_slot for request in requests]
         in_range = not slots or max(slots) < len(self.owners)
         if not in_range or [self.owners[slot] for slot in slots] != list(requests):
             stranger = next(request for request in requests if not self.has(request))
-            raise InternalError(f"{stranger} is to generate and holds no blocks")
-        self._asked, self._answer = list(requests), np.fromiter(slots, np.intp, len(slots))
-        self._answer.flags.writeable = False
-        return self._answer
+            raise InternalError(f"{stranger} holds no blocks", "only what was claimed is extended or rewound")
+        return np.array(slots, np.intp)
+
+    def new_blocks(self, slots: np.ndarray, tokens: "int | np.ndarray" = 1) -> np.ndarray:
+        """Blocks per beam that these sequences take for so many more tokens each, [n]; not beyond their last tokens."""
+        ends = self.ends[slots]
+        grown = -(-(self.kv_lengths[slots] + tokens) // self.tokens_per_block)
+        return np.minimum(grown, self.last_blocks[slots]) - ends
+
+    def new_blocks_of(self, request: LlmRequest, tokens: int = 1) -> int:
+        """The same of one sequence, over all its beams."""
+        slot = request.seq_slot
+        end, last = int(self.ends[slot]), int(self.last_blocks[slot])
+        grown = -(-(int(self.kv_lengths[slot]) + tokens) // self.tokens_per_block)
+        return (min(grown, last) - end) * request.beam_width
+
+    def sum_of_new_blocks(self, slots: np.ndarray, tokens: "int | np.ndarray" = 1) -> int:
+        """`new_blocks` over all beams of all these sequences."""
+        if isinstance(tokens, int) and tokens == 1:
+            return self.num_beams(self.crossing(slots))
+        if self.max_beam_width > 1:
+            return int((self.new_blocks(slots, tokens) * self.beam_widths[slots]).sum())
+        return int(self.new_blocks(slots, tokens).sum())
+
+    def crossing(self, slots: np.ndarray) -> np.ndarray:
+        """Those of the slots whose next token needs a new block."""
+        return slots[self.ends[slots] * self.tokens_per_block == self.kv_lengths[slots]]
 
     def taken_slots(self) -> np.ndarray:
         """The slots that have an owner, [n]."""
@@ -131,17 +176,27 @@ class SequenceTable:
         """Rows in these slots, all together."""
         return len(slots) if self.max_beam_width == 1 else int(self.beam_widths[slots].sum())
 
-    def add_block_each(self, slots: np.ndarray, block_ids: list[int]) -> Entries:
-        """One more block for each beam in these slots."""
-        indices = self.ends[slots]
-        self._make_room(len(self.owners), int(indices.max()) + 1)
-        self.ends[slots] += 1
-        rows = slots
+    def add_blocks(self, slots: np.ndarray, block_ids: list[int], counts: np.ndarray | None = None) -> Entries:
+        """More blocks for each beam in these slots.
+
+        counts      [n] blocks per beam; None: one each
+        block_ids   by slot, by beam, in token order
+        """
+        rows, indices = slots, self.ends[slots]
+        if counts is None:
+            self._make_room(len(self.owners), int(indices.max()) + 1)
+            self.ends[slots] += 1
+        else:
+            self._make_room(len(self.owners), int((indices + counts).max()))
+            self.ends[slots] += counts
         if self.max_beam_width > 1:
             beams = self.beam_widths[slots]
-            starts = np.cumsum(beams) - beams
-            rows = np.repeat(slots * self.max_beam_width - starts, beams) + np.arange(len(block_ids))
+            rows = np.repeat(slots * self.max_beam_width, beams) + _count_up(beams)
             indices = np.repeat(indices, beams)
+            counts = None if counts is None else np.repeat(counts, beams)
+        if counts is not None:
+            rows = np.repeat(rows, counts)
+            indices = np.repeat(indices, counts) + _count_up(counts)
         self.block_ids[rows, indices] = block_ids
         return rows.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
 
@@ -154,13 +209,9 @@ class SequenceTable:
         self.dropped[slot] = num_dropped
         return gone
 
-    def shorten(self, request: LlmRequest, kv_length: int, end: int) -> None:
-        self.kv_lengths[request.seq_slot] = kv_length
-        self.ends[request.seq_slot] = end
-
     def remove(self, request: LlmRequest) -> None:
         slot = request.seq_slot
-        self._asked, self._answer = [], np.empty(0, np.intp)
+        self._asked, self._answer = [], _NO_SLOTS
         self.owners[slot] = None
         self.reused_tokens.pop(slot, None)
         for column in (self.kv_lengths, self.ends, self.dropped, self.last_blocks, self.beam_widths):
@@ -190,3 +241,8 @@ class SequenceTable:
 def _growth(size: int, wanted: int) -> int:
     """How much to add, at least doubling, so that growing costs little in the long run."""
     return max(wanted, 2 * size) - size if wanted > size else 0
+
+
+def _count_up(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each of the counts, one after the other."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

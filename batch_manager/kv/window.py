@@ -1,8 +1,10 @@
-"""How far back a query looks, and which blocks nobody looks at any more: arithmetic on lengths.
+"""How far back a query looks, and which blocks no query looks at any more: arithmetic on lengths.
 
-    size        tokens a query looks back on, itself included; the longest sequence when there is no window
-    sinks       first tokens that stay visible although outside the window
-    temporary   tokens by which a context may exceed the window while it is being computed
+    size            tokens a query looks back on, itself included; the longest sequence when there is no window
+    sinks           first tokens that stay visible although outside the window
+    temporary       tokens by which a context may exceed the window while it is being computed; estimates read it
+    unread_steps    tokens by which a sequence may be rewound: what these shorter sequences look at is kept, too
+    max_draft_len   draft tokens that a claim adds to a sequence at most
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +24,8 @@ class AttentionWindow:
     tokens_per_block: int
     sinks: int = 0
     temporary: int = 0
+    unread_steps: int = 0
+    max_draft_len: int = 0
 
     @property
     def slides(self) -> bool:
@@ -49,11 +53,24 @@ class AttentionWindow:
 
     @property
     def most_held(self) -> int:
-        """Blocks of one beam that slides, at the moment when it has its next one and still has its oldest."""
-        return -(-self.size // self.tokens_per_block) + self.sink_blocks + 1
+        """Blocks of one beam that slides, at the moment when it has its next ones and still has its oldest.
+
+        A claim gives back what the first token of its step does not look at. The next claim finds the accepted drafts
+        of that step beyond that token, and adds drafts of its own.
+        """
+        tokens = self.size + self.unread_steps + 2 * self.max_draft_len
+        return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
 
     def num_dropped(self, length):
-        """Blocks behind the sinks that no query of a sequence of this length, or a longer one, looks at.
+        """Blocks after the sinks that are given back when the first token of a step makes a sequence this long.
+
+        No query of a sequence that is at most `unread_steps` tokens shorter, or is longer, looks at them. Takes an
+        integer or an array of them.
+        """
+        return self.num_unseen(length - self.unread_steps)
+
+    def num_unseen(self, length):
+        """Blocks after the sinks that no query of a sequence of this length, or a longer one, looks at.
 
         Takes an integer or an array of them.
         """

@@ -164,7 +164,6 @@ class GenerationLoop:
     # schedule, claim, start
 
     def _schedule(self) -> SchedulerOutput:
-        self._resources.refresh()
         active = self.active.in_order()
         inflight = frozenset(request.request_id for flight in self._window for request in flight.requests)
         self.kv.inflight_request_ids = inflight

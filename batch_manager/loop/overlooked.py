@@ -76,5 +76,5 @@ class Overlooked:
                 return False
         first_chunks = [context for context in plan.context_requests if not self._kv.owns(context)]
         blocks = self._kv.blocks_to_claim(first_chunks, plan.generation_requests)
-        blocks += self._kv.get_needed_blocks_one_step(request)
+        blocks += self._kv.start_scheduling().blocks_for_next_step(request)
         return tokens <= self._limits.max_num_tokens and blocks <= self._kv.free_blocks

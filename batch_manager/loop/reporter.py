@@ -5,9 +5,10 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from ..handover import ScheduledBatch
+from ..kv.kv_cache_manager import KvCacheUsage
 from ..scheduling.interfaces import SchedulerOutput
 from ..seams import MemoryUsage
-from ..stats.iteration_stats import IterationStats, KvCacheStats, StaticBatchStats
+from ..stats.iteration_stats import IterationStats, StaticBatchStats
 from ..stats.stats_json import to_json
 from ..stats.trace import IterationTrace
 from .static_batch import StaticBatch
@@ -39,7 +40,7 @@ class Reporter:
         self._plan = SchedulerOutput()
         self._chunks: list[tuple[int, int, int]] = []
         self._active_requests = 0
-        self._kv_cache: KvCacheStats | None = None
+        self._kv_cache: KvCacheUsage | None = None
         self._generated_before = 0
         self.iteration = 0
         self.recomputed_tokens = 0
@@ -64,7 +65,7 @@ class Reporter:
             self._chunks = [(request.request_id, work.start, len(work.token_ids))
                             for request, work in zip(plan.context_requests, batch.context, strict=True)]
         self._active_requests = len(self._loop.active)
-        self._kv_cache = self._kv_cache_now()
+        self._kv_cache = self._loop.kv.usage()
 
     def end(self, had_active: bool) -> None:
         """Close the iteration. Nothing is reported for one without an active request."""
@@ -73,7 +74,7 @@ class Reporter:
             return
         if self._kv_cache is None:    # the plan was refused; nothing ran
             self._active_requests = len(finished)
-            self._kv_cache = self._kv_cache_now()
+            self._kv_cache = self._loop.kv.usage()
         if self._trace is not None:
             plan = self._plan
             trace = IterationTrace(
@@ -87,7 +88,7 @@ class Reporter:
         if self._flush_when_idle and self._loop.is_empty:
             self.begin(self._loop.clock.monotonic())
             self._active_requests = 0
-            self._kv_cache = self._kv_cache_now()
+            self._kv_cache = self._loop.kv.usage()
             self._report()
 
     def _report(self) -> None:
@@ -141,10 +142,3 @@ class Reporter:
             return None
         ran = self._plan.context_requests or self._plan.generation_requests
         return self._static_batch.stats if ran else StaticBatchStats()
-
-    def _kv_cache_now(self) -> KvCacheStats:
-        kv = self._loop.kv
-        cached = kv.cached_blocks
-        return KvCacheStats(max_blocks=kv.num_blocks, free_blocks=kv.free_blocks - cached, live_blocks=kv.used_blocks,
-                            cached_blocks=cached, tokens_per_block=kv.tokens_per_block, reused_blocks=kv.reused_blocks,
-                            host_blocks=kv.host_blocks, used_host_blocks=kv.used_host_blocks)

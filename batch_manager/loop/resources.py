@@ -158,10 +158,6 @@ class Resources:
             for request in contexts:
                 self._kv.publish_context(request, request.context_position)
 
-    def refresh(self) -> None:
-        """Let what was kept for a time go when its time is over."""
-        self._kv.refresh()
-
     def blocks_to_clear(self, request: LlmRequest) -> list[int]:
         """Blocks a failed step may have left anything in. Those that others hold or can find were written before."""
         return self._kv.own_blocks(request)

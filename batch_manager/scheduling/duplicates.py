@@ -11,19 +11,19 @@ class DuplicateDelay:
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, requests: RequestList) -> None:
-        self._kv = kv_cache_manager
-        self._is_on = kv_cache_manager.enable_block_reuse
+        self._owns = kv_cache_manager.owns
+        self._cache = kv_cache_manager.cache if kv_cache_manager.enable_block_reuse else None
         self._computed_by: dict[bytes, LlmRequest] = {}
-        if self._is_on:
+        if self._cache is not None:
             for request in requests:
-                if request.is_context and kv_cache_manager.owns(request):
+                if request.is_context and self._owns(request):
                     self.holds_back(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
         """Whether another context is computing this one's next block. If nobody is, this one is from now on."""
-        if not self._is_on or not request.is_context:
+        if self._cache is None or not request.is_context:
             return False
-        key = self._kv.first_new_key(request)
+        key = self._cache.first_new_key(request)
         if key is None:
             return False
-        return self._computed_by.setdefault(key, request) is not request and not self._kv.owns(request)
+        return self._computed_by.setdefault(key, request) is not request and not self._owns(request)

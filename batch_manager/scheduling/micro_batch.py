@@ -102,9 +102,11 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None
                 and request.prompt_len + drafts > self.max_num_tokens):
-            chunk = whole if max(whole + drafts - credit, 1) <= left else (
-                min(int(left), whole - 1) // self.tokens_per_block * self.tokens_per_block)
-            return chunk, max(chunk + drafts - credit, 1)
+            cost = max(whole + drafts - credit, 1)
+            if cost <= left:
+                return whole, cost
+            chunk = min(int(left), whole - 1) // self.tokens_per_block * self.tokens_per_block
+            return chunk, chunk    # it begins after what the cache has, so all of it is computed
         cost = max(request.prompt_len + drafts - credit, 1)
         return (whole if cost <= left else 0), cost
 

@@ -1,12 +1,9 @@
 """From the names of a policy to the objects that follow it."""
 
-from collections.abc import Callable
-
 from ..config import Limits
 from ..kv.kv_cache_manager import KvCacheManager
 from ..kv.peft_cache_manager import PeftCacheManager
 from ..names import SchedulerPolicy
-from ..requests.llm_request import LlmRequest
 from .capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
 from .chunking import DIVISIONS, ContextChunking
 from .interfaces import MicroBatchScheduler
@@ -27,18 +24,10 @@ def make_scheduler(limits: Limits, kv_cache_manager: KvCacheManager,
     chunking = None
     if limits.enable_chunked_context:
         chunking = ContextChunking(DIVISIONS[limits.context_chunking_policy], limits.tokens_per_block)
+    # What the cache has of a prompt is not computed, and a claim is certain to find it.
+    credit_of = kv_cache_manager.reusable_tokens if kv_cache_manager.enable_block_reuse else None
     micro_batch: MicroBatchScheduler = TokenBudgetScheduler(limits.max_batch_size, limits.max_num_tokens, chunking,
-                                                            limits.tokens_per_block,
-                                                            credit_of(limits.scheduler_policy, kv_cache_manager))
+                                                            limits.tokens_per_block, credit_of)
     if limits.num_micro_batches > 1:
         micro_batch = EvenMicroBatches(micro_batch, limits.num_micro_batches)
     return SimpleScheduler(capacity, micro_batch)
-
-
-def credit_of(policy: SchedulerPolicy, kv_cache_manager: KvCacheManager) -> Callable[[LlmRequest], int] | None:
-    """What the policy takes off the cost of a first chunk: no more than a claim is certain to find."""
-    if not kv_cache_manager.enable_block_reuse:
-        return None
-    to_completion = policy is SchedulerPolicy.GUARANTEED_NO_EVICT
-    return lambda request: min(kv_cache_manager.reusable_tokens(request),
-                               kv_cache_manager.estimated_reusable_tokens(request, to_completion))

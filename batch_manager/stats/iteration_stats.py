@@ -3,27 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..kv.kv_cache_manager import KvCacheUsage
 from ..names import ErrorCode
 from ..requests.llm_request import LlmRequest
 from ..seams import MemoryUsage
-
-
-@dataclass(frozen=True, slots=True)
-class KvCacheStats:
-    """Blocks of the pool while the step ran: `free + live + cached == max`.
-
-    reused_blocks      that prompts did not have to compute, since construction
-    host_blocks, used_host_blocks   of the pool in host memory: all, and those that hold something
-    """
-
-    max_blocks: int
-    free_blocks: int
-    live_blocks: int
-    cached_blocks: int
-    tokens_per_block: int
-    reused_blocks: int
-    host_blocks: int = 0
-    used_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +61,7 @@ class IterationStats:
     active_requests: int
     max_requests: int
     memory: MemoryUsage
-    kv_cache: KvCacheStats
+    kv_cache: KvCacheUsage
     micro_batch_id: int
     scheduled_requests: int = 0
     context_requests: int = 0

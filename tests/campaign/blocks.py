@@ -18,8 +18,8 @@ from .registry import Options, Summary
 
 # tier -> (rule calls, look-ups among digests of four bits)
 ENOUGH = {"Q": (20_000, 4_000), "F": (500_000, 100_000), "C": (10_000_000, 2_000_000)}
-RULES = ("allocate", "extend", "reorder", "look_up", "commit", "free", "double_free", "evict", "fail_nth", "salt",
-         "clear", "strangers")
+RULES = ("allocate", "extend", "draft", "reorder", "look_up", "commit", "free", "double_free", "evict", "fail_nth",
+         "salt", "clear", "strangers")
 RUNS_OF_A_SEED, RULES_OF_A_RUN = 100, 50
 LOOK_UPS = "look-ups among digests of four bits"
 

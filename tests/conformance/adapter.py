@@ -34,7 +34,6 @@ from batch_manager.scheduling.chunking import (
 )
 from batch_manager.scheduling.interfaces import MicroBatchScheduler
 from batch_manager.scheduling.micro_batch import TokenBudgetScheduler
-from batch_manager.scheduling.policies import credit_of
 from batch_manager.scheduling.simple import SimpleScheduler
 
 DIVISIONS = {
@@ -44,6 +43,7 @@ DIVISIONS = {
 }
 UNBOUNDED = sys.maxsize
 MOST_BEAMS = 16
+MOST_DRAFTS = 1000
 NOBODY = 10**9
 
 
@@ -150,6 +150,14 @@ def make_chunking(config: dict) -> ContextChunking | None:
     return ContextChunking(DIVISIONS[chunking["policy"]], chunking["unit"], config.get("max_context_length"))
 
 
+def credit_of(policy: SchedulerPolicy, kv: KvCacheManager):
+    """What a policy of TensorRT-LLM takes off the cost of a first chunk: no more than a claim is certain to find."""
+    if not kv.enable_block_reuse:
+        return None
+    to_completion = policy is SchedulerPolicy.GUARANTEED_NO_EVICT
+    return lambda request: min(kv.reusable_tokens(request), kv.estimates.reusable_tokens(request, to_completion))
+
+
 def make_micro_batch_scheduler(config: dict, credit_of) -> TokenBudgetScheduler:
     return TokenBudgetScheduler(config["max_batch_size"], config.get("max_num_tokens"), make_chunking(config),
                                 credit_of=credit_of)
@@ -161,7 +169,8 @@ def make_kv(config: dict, clock: "Clock | None" = None) -> KvCacheManager:
         window=config.get("window"), temporary_attention_window=config.get("temporary_attention_window", 0),
         sink_token_length=config.get("sink_token_length", 0),
         enable_block_reuse=config.get("enable_block_reuse", False),
-        enable_partial_reuse=config.get("enable_partial_reuse", True), now=(clock or Clock()).now)
+        enable_partial_reuse=config.get("enable_partial_reuse", True), max_draft_len=MOST_DRAFTS,
+        now=(clock or Clock()).now)
 
 
 def capacity_step(config: dict, requests: list[dict]) -> dict:
@@ -296,7 +305,7 @@ def has_work(engine: Engine) -> bool:
 
 
 def reused_blocks(engine: Engine) -> int | None:
-    return None if engine.kv is None else engine.kv.reused_blocks
+    return None if engine.kv is None else engine.kv.usage().reused_blocks
 
 
 def step(engine: Engine) -> dict:
@@ -378,13 +387,13 @@ class Tables:
         self.requests: dict[int, LlmRequest] = {}
 
     def run(self, op: dict) -> dict:
-        evicted = self.kv.evicted_blocks
+        evicted = self.kv.usage().evicted_blocks
         result = getattr(self, op["op"])(op)
         audit(self.kv)
         if "error" in result or op["op"] == "advance_time":
             return result
         result |= {"used_blocks": self.kv.used_blocks, "free_blocks": self.kv.free_blocks}
-        return result | {"cached_blocks_evicted": self.kv.evicted_blocks - evicted}
+        return result | {"cached_blocks_evicted": self.kv.usage().evicted_blocks - evicted}
 
     def add_sequence(self, op: dict) -> dict:
         request = self.requests.get(op["req"])
@@ -397,7 +406,7 @@ class Tables:
         except InternalError:
             return {"error": "duplicate"}
         self.requests[op["req"]] = request
-        held = self.kv.owners_of(request)
+        held = self.kv.sequences.owners_of(request)
         result = {"reused_tokens": self.kv.reused_tokens(request), "num_blocks_per_beam": self.kv.held_blocks(request)}
         if request.beam_width == 1:
             return result | {"block_ids": self.kv.block_ids(request)}
@@ -430,7 +439,7 @@ class Tables:
 
     def rewind(self, op: dict) -> dict:
         request = self.requests[op["req"]]
-        self.kv.rewind(request, op["count"])
+        self.kv.rewind([request], op["count"])
         for beam in request.tokens:
             del beam[-op["count"]:]
         return {}
@@ -440,24 +449,25 @@ class Tables:
         return {}
 
     def refresh(self, op: dict) -> dict:
-        self.kv.refresh()
+        self.kv.pool.end_timed_priorities()
         return {}
 
     def needed_one_step(self, op: dict) -> dict:
         with self.as_asked(op["request"]) as request:
-            return {"blocks": self.kv.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False)),
+            blocks = self.kv.estimates.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False))
+            return {"blocks": blocks,
                     "estimated_reusable_tokens": self.credit(request, to_completion=False)}
 
     def remaining_to_completion(self, op: dict) -> dict:
         with self.as_asked(op["request"]) as request:
-            return {"blocks": self.kv.get_remaining_blocks_to_completion(request),
+            return {"blocks": self.kv.estimates.get_remaining_blocks_to_completion(request),
                     "estimated_reusable_tokens": self.credit(request, to_completion=True)}
 
     def credit(self, request: LlmRequest, to_completion: bool) -> int:
-        return self.kv.estimated_reusable_tokens(request, to_completion) if request.is_first_context_chunk else 0
+        return self.kv.estimates.reusable_tokens(request, to_completion) if request.is_first_context_chunk else 0
 
     def probe_prefix(self, op: dict) -> dict:
-        held, cached = self.kv.reusable_blocks(make_request(op.get("request", op) | {"id": NOBODY}))
+        held, cached = self.kv.estimates.reusable_blocks(make_request(op.get("request", op) | {"id": NOBODY}))
         return {"reusable_blocks_allocated": held, "reusable_blocks_all": cached}
 
     @contextmanager
@@ -495,7 +505,7 @@ def kv_fill(config: dict, prompt_len: int, tokens_to_add: int, mode: str) -> dic
 
     while True:
         request = make_request({"id": len(requests), "prompt_len": prompt_len, "max_new_tokens": tokens_to_add})
-        need = kv.get_remaining_blocks_to_completion(request)
+        need = kv.estimates.get_remaining_blocks_to_completion(request)
         if not ledger.fits(need):
             break
         ledger.spend(need)
@@ -547,7 +557,7 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
                 clock.milliseconds = op["ms"]
                 result = {}
             case "refresh":
-                pool.refresh()
+                pool.end_timed_priorities()
                 result = {"free_blocks": pool.num_free,
                           "priorities": {name: pool.priority(block_id) for name, block_id in named.items()}}
         results.append(result)

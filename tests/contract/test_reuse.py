@@ -391,4 +391,4 @@ def test_streams_of_prompts_with_common_beginnings_in_a_small_pool(make_world, n
     for i, prompt in prompts.items():
         assert world.client.final(i).tokens() == prompt + world.expected(prompt, lengths[i])
     assert used_again(world) > 10
-    assert world.loop.kv.evicted_blocks > 0
+    assert world.loop.kv.usage().evicted_blocks > 0

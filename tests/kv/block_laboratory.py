@@ -16,6 +16,7 @@ SLOTS = (0, 1, 2, 3, 5, 8, 300)
 TEXTS = (tuple(map(int, "010011010001101001110100")), tuple(map(int, "110100001110010110001011")))
 SALTS = (None, None, None, "a")
 MOST_TOKENS = 1000
+MOST_DRAFTS = 5
 ADAPTER = 10**9                       # no number of a request is so large: those are salts and adapters of strangers
 
 # A prompt is a number: how much of which text, what follows it, under which salt.
@@ -33,7 +34,8 @@ class BlockLaboratory:
     def open(self, num_blocks: int, unit: int, beams: int, host_blocks: int, partial: bool, secret: int,
              reuse: bool) -> None:
         self.kv = KvCacheManager(num_blocks, unit, MOST_TOKENS, max_beam_width=beams, enable_block_reuse=reuse,
-                                 enable_partial_reuse=partial, host_blocks=host_blocks, digest_bits=self.digest_bits)
+                                 enable_partial_reuse=partial, host_blocks=host_blocks, max_draft_len=MOST_DRAFTS,
+                                 digest_bits=self.digest_bits)
         if reuse:
             self.kv.cache.index._secret = bytes([secret] * 32)     # the same collisions when the run is replayed
         self.unit, self.partial, self.reuse = unit, partial, reuse
@@ -153,7 +155,33 @@ class BlockLaboratory:
         nodes = frozenset(self.kv.cache.index.nodes.items()) if self.reuse else frozenset()
         return (pool.free_order(), list(pool._owners), pool.extra_owners, pool.num_cached, nodes,
                 list(sequences.owners), sequences.kv_lengths.tolist(), sequences.ends.tolist(),
-                dict(sequences.reused_tokens), self.kv.evicted_blocks, self.kv.reused_blocks, self.kv.used_host_blocks)
+                dict(sequences.reused_tokens), self.kv.usage())
+
+    def draft_and_reject(self, growing: list[LlmRequest], counts: list[int], rejected: list[int]) -> bool:
+        """Claim a token and drafts, take the rejected ones back; False when there was not enough."""
+        free, unit = self.kv.free_blocks, self.unit
+        needed = sum(request.beam_width * (-(-(request.num_tokens + count) // unit)
+                                           - -(-(request.num_tokens - 1) // unit))
+                     for request, count in zip(growing, counts, strict=True))
+        before = self.state()
+        assert self.kv.blocks_to_claim([], growing, (), counts) == needed
+        if needed > free:
+            with pytest.raises(OutOfBlocksError):
+                self.kv.claim([], growing, counts)
+            assert self.state() == before, "a claim that failed changed something"
+            return False
+        claim = self.kv.claim([], growing, counts)
+        assert free - self.kv.free_blocks == needed
+        self.model.update(claim.table_updates)
+        self.model.copy(claim.copies)
+        for request in growing:
+            for beam in range(request.beam_width):
+                for index in range(-(-(request.num_tokens - 1) // unit), self.kv.held_blocks(request)):
+                    self.model.overwrite(self.model.tables[request.seq_slot, beam][index])
+        self.kv.rewind(growing, rejected)
+        for request in growing:
+            self.model.shorten(request.seq_slot, self.kv.held_blocks(request))
+        return True
 
     # What a request goes through.
 
@@ -200,7 +228,7 @@ class BlockLaboratory:
         usable = min(len(nodes), (len(tokens) - 1) // unit)
         assert self.kv.reusable_tokens(request) == usable * unit
         used = self.model.used()
-        assert self.kv.reusable_blocks(request) == (sum(node.block_id in used for node in nodes), len(nodes))
+        assert self.kv.estimates.reusable_blocks(request) == (sum(node.block_id in used for node in nodes), len(nodes))
 
     def release(self, request: LlmRequest, computed: int) -> None:
         if self.exact and computed > 1 and request.beam_width == 1:
@@ -228,7 +256,7 @@ class BlockLaboratory:
                 if beam == 0 or request.is_generating:
                     assert model.reads(slot, beam, domain_of(request), tokens[:computed]), f"{request} reads others"
         if self.exact:
-            assert kv.cached_blocks == len(set(model.found.values()) - used)
-            assert kv.evicted_blocks == model.evicted
+            assert kv.pool.num_cached == len(set(model.found.values()) - used)
+            assert kv.usage().evicted_blocks == model.evicted
             assert {node.block_id for node in chain(kv.cache.index)} == set(model.found.values())
         assert not any(map(kv.owns, self.gone))

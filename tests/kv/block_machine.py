@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from batch_manager.errors import InternalError
 from batch_manager.requests.llm_request import LlmRequest
 
-from .block_laboratory import PROMPT_KINDS, SLOTS, BlockLaboratory
+from .block_laboratory import MOST_DRAFTS, PROMPT_KINDS, SLOTS, BlockLaboratory
 
 # Few draws of plain integers: Hypothesis takes longer to draw than the manager to answer.
 PAIRS = st.integers(0, PROMPT_KINDS**2 - 1)
@@ -52,6 +52,20 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
         growing = self.chosen(number, generating=True)
         if self.claim([], growing):
             self.grow(growing, number // 128)
+
+    @precondition(lambda self: any(request.is_generating for request in self.running.values()))
+    @rule(number=NUMBERS, drafts=NUMBERS)
+    def draft(self, number, drafts):
+        """Several drafts each, of which some are accepted."""
+        self.calls["draft"] += 1
+        growing = self.chosen(number, generating=True)
+        counts = [drafts // 7**place % (MOST_DRAFTS + 1) for place in range(len(growing))]
+        accepted = [drafts // 5**place % (count + 1) for place, count in enumerate(counts)]
+        rejected = [count - one for count, one in zip(counts, accepted, strict=True)]
+        if self.draft_and_reject(growing, counts, rejected):
+            for request, count in zip(growing, accepted, strict=True):
+                for place in range(count + 1):
+                    self.grow([request], number // 128 + place)
 
     @precondition(lambda self: any(request.is_context for request in self.running.values()))
     @rule(number=NUMBERS)
@@ -101,7 +115,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
         self.ids += 1
         for salt, adapter in ((self.ids, known.lora_task_id), (known.cache_salt, self.ids)):
             other = LlmRequest(self.ids, known.tokens[0], 1, cache_salt=salt, lora_task_id=adapter)
-            assert self.kv.reusable_tokens(other) == 0 and self.kv.reusable_blocks(other) == (0, 0)
+            assert self.kv.reusable_tokens(other) == 0 and self.kv.estimates.reusable_blocks(other) == (0, 0)
             self.look_at(other)
 
     @precondition(lambda self: self.running)
@@ -137,7 +151,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
         assert self.claim([stranger], [])
         self.release(stranger, 0)
         if share == 6:
-            assert self.kv.cached_blocks == 0
+            assert self.kv.pool.num_cached == 0
 
     @rule(number=NUMBERS)
     def fail_nth(self, number):
@@ -162,7 +176,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
         (stranger,) = self.place([self.stranger(self.kv.num_blocks * self.unit)])
         assert self.claim([stranger], [])
         self.release(stranger, 0)
-        assert self.kv.cached_blocks == 0 and not self.model.found
+        assert self.kv.pool.num_cached == 0 and not self.model.found
         assert not self.reuse or not self.kv.cache.index.nodes
 
     @precondition(lambda self: self.running or self.gone)

@@ -52,6 +52,13 @@ class BlockModel:
         for row in [row for row in self.tables if row[0] == slot]:
             del self.tables[row]
 
+    def shorten(self, slot: int, num_blocks: int) -> None:
+        """The sequence in the slot holds no more than its first blocks."""
+        for row, table in self.tables.items():
+            if row[0] == slot:
+                for index in [index for index in table if index >= num_blocks]:
+                    del table[index]
+
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         for one in copies:
             domain, tokens = (self.host if one.from_host else self.written)[one.source]

@@ -33,7 +33,7 @@ def kv(make_request, start):
             text.append(1)
     kv.claim([], [kv.sequences.owners[0]])
     audit(kv)
-    assert kv.used_host_blocks and kv.cache.index.num_nodes > 2
+    assert kv.usage().used_host_blocks and kv.cache.index.num_nodes > 2
     return kv
 
 

@@ -120,9 +120,9 @@ def test_resources_to_completion_are_of_the_whole_sequence(make_request, start):
 
 def test_a_first_chunk_that_was_claimed_and_not_computed_needs_nothing_more(make_request):
     kv, request = KvCacheManager(20, 4, 100), make_request(0, 9)
-    assert kv.get_needed_blocks_one_step(request) == 3
+    assert kv.start_scheduling().blocks_for_next_step(request) == kv.estimates.get_needed_blocks_one_step(request) == 3
     kv.claim([request], [])
-    assert kv.get_needed_blocks_one_step(request) == 0
+    assert kv.start_scheduling().blocks_for_next_step(request) == kv.estimates.get_needed_blocks_one_step(request) == 0
 
 
 def test_a_paused_request_claims_its_longer_context_anew(make_request, start):
@@ -133,26 +133,32 @@ def test_a_paused_request_claims_its_longer_context_anew(make_request, start):
         request.add_token(0)
     kv.release(request)
     request.pause(100)
-    assert kv.get_needed_blocks_one_step(request) == 3         # seven tokens of the prompt, four generated
+    # Seven tokens of the prompt, four generated.
+    assert kv.start_scheduling().blocks_for_next_step(request) == kv.estimates.get_needed_blocks_one_step(request) == 3
     kv.claim([request], [])
     assert (kv.kv_length(request), kv.held_blocks(request)) == (11, 3)
     audit(kv)
 
 
-def test_asking_for_many_gives_the_sum_of_asking_for_each(make_request, start):
-    kv = KvCacheManager(200, 4, 41)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_asking_for_many_gives_the_sum_of_asking_for_each(make_request, start, beams):
+    kv = KvCacheManager(400, 4, 41, max_beam_width=beams, max_draft_len=2)
     requests = [start(kv, make_request(slot, 3 + slot, 20, draft_len=slot % 3)) for slot in range(12)]
-    requests += [start(kv, make_request(12 + length, 36 + length, 5)) for length in range(5)]   # near max_seq_len
+    requests += [start(kv, make_request(12 + length, 36 + length, 5)) for length in range(5)]   # near their last tokens
+    requests += [start(kv, make_request(20 + length, 5 + length, 9, beam_width=beams)) for length in range(5)]
+    ledger = kv.start_scheduling()
     for lookahead in (False, True):
         for group in (requests, requests[::3], []):
-            assert kv.get_needed_blocks_one_step_of_generating(group, lookahead) == sum(
-                kv.get_needed_blocks_one_step(request, lookahead) for request in group)
-    halfway = make_request(20, 9)
+            assert ledger.blocks_for_next_step_of_generating(group, lookahead) == sum(
+                ledger.blocks_for_next_step(request, lookahead) for request in group)
+    assert [ledger.blocks_for_next_step(request) for request in requests[:12]] == [
+        kv.estimates.get_needed_blocks_one_step(request) for request in requests[:12]]
+    halfway = make_request(30, 9)
     kv.claim([halfway], [])
     owners = [*requests[:12], halfway]
-    assert kv.get_remaining_blocks_to_completion_of_owners(owners) == sum(
+    assert kv.reservations.of_owners(owners) == sum(
         kv.get_remaining_blocks_to_completion(request) for request in owners)
-    assert kv.get_remaining_blocks_to_completion_of_owners([]) == 0
+    assert kv.reservations.of_owners([]) == 0
 
 
 def test_blocks_to_claim_is_what_a_claim_takes(make_request, start):
@@ -180,5 +186,5 @@ def test_a_block_that_can_be_found_is_not_stored_under_another_key(make_request)
     kv.claim([second], [])
     kv.release(second, computed_tokens=kv.reused_tokens(second))    # stopped before it computed anything
     kv.release(first)
-    assert kv.cached_blocks == 2
+    assert kv.usage().cached_blocks == 2
     audit(kv)

@@ -64,7 +64,7 @@ def test_a_victims_blocks_cost_what_free_ones_cost(make_request, start):
 def test_free_cached_blocks_are_spent_once_for_all_first_chunks(make_request, start):
     kv = KvCacheManager(20, 4, 100, enable_block_reuse=True)
     kv.release(cached(kv, make_request, start, 0, 9))
-    assert (kv.free_blocks, kv.cached_blocks) == (20, 2)
+    assert (kv.free_blocks, kv.usage().cached_blocks) == (20, 2)
     first, second = make_request(1, 12), make_request(2, 12)
     ledger = kv.start_scheduling()
     for request, cost in ((first, 3), (second, 1)):

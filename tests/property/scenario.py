@@ -55,6 +55,7 @@ class Options:
     lookahead: bool = False
     spare_pages: int | None = None
     seconds_per_iteration: float = 1.0
+    unread_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def _random_options(draw: random.Random) -> Options:
         lookahead=draw.random() < 0.2,
         spare_pages=draw.choice([None, None, 0, 0, 1]),
         seconds_per_iteration=draw.choice([0.0, 1.0, 5.0]),
+        unread_steps=draw.choice([0, 0, 1, 2]),
     )
 
 

@@ -208,8 +208,8 @@ class Stream:
         assert world.loop.kv.used_blocks == 0 and world.loop.failure is None
         for i, r in self.requests.items():
             self._judge(i, r)
-        self.seen["reused blocks"] = world.loop.kv.reused_blocks
-        self.seen["evicted blocks"] = world.loop.kv.evicted_blocks
+        self.seen["reused blocks"] = world.loop.kv.usage().reused_blocks
+        self.seen["evicted blocks"] = world.loop.kv.usage().evicted_blocks
         self.seen["recomputed tokens"] = world.loop.reporter.recomputed_tokens
 
     def _item(self, i: int, r: dict) -> InferenceRequest:

@@ -10,9 +10,11 @@ from hashlib import blake2b
 
 from batch_manager.config import Limits
 from batch_manager.kv.audit import audit
+from batch_manager.kv.block_needs import most_blocks
 from batch_manager.kv.claims import Claim
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.kv.peft_cache_manager import PeftCacheManager
+from batch_manager.kv.window import AttentionWindow
 from batch_manager.loop.active_requests import ActiveRequests
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy
 from batch_manager.requests.llm_request import LlmRequest, Retention, RetentionRange
@@ -25,7 +27,6 @@ from batch_manager.scheduling.chunking import DIVISIONS, ContextChunking, chunk_
 from batch_manager.scheduling.contract import check_plan
 from batch_manager.scheduling.interfaces import SchedulerOutput
 from batch_manager.scheduling.micro_batch import EvenMicroBatches, TokenBudgetScheduler
-from batch_manager.scheduling.policies import credit_of
 from batch_manager.scheduling.simple import SimpleScheduler
 
 from .scenario import LONGEST, Options, RequestPlan, Scenario
@@ -58,11 +59,14 @@ class World:
         self.counts: Counter[str] = Counter()
         self.iteration = 0
         self.kv = KvCacheManager(
-            options.spare_blocks + max(blocks_of_largest(plan, options) for plan in scenario.requests),
+            options.spare_blocks + max(blocks_of_largest(plan, options, most_drafts(scenario))
+                                       for plan in scenario.requests),
             options.tokens_per_block, LONGEST, max_beam_width=options.max_beam_width, window=options.window,
             sink_token_length=options.sinks, enable_block_reuse=options.reuse,
             enable_partial_reuse=options.partial_reuse, host_blocks=options.host_blocks,
-            digest_bits=options.digest_bits, now=lambda: self.iteration * options.seconds_per_iteration)
+            digest_bits=options.digest_bits,
+            max_draft_len=most_drafts(scenario), unread_steps=options.unread_steps,
+            now=lambda: self.iteration * options.seconds_per_iteration)
         self.peft = None
         if options.spare_pages is not None:
             self.peft = PeftCacheManager(3 + options.spare_pages, lambda task_id: task_id + 1)
@@ -83,7 +87,6 @@ class World:
         while waiting or len(self.active) or self.window:
             while waiting and self.plans[waiting[0]].arrival <= self.iteration:
                 self.admit(waiting.pop(0))
-            self.kv.refresh()
             self.step()
             self.stop_some()
             self.look()
@@ -96,8 +99,8 @@ class World:
             raise Wrong("adapter pages did not come home")
         if self.served != set(self.plans):
             raise Wrong(f"{set(self.plans) - self.served} were never served")
-        self.counts.update(iterations=self.iteration, reused_blocks=self.kv.reused_blocks,
-                           evicted_blocks=self.kv.evicted_blocks, requests=len(self.plans))
+        self.counts.update(iterations=self.iteration, reused_blocks=self.kv.usage().reused_blocks,
+                           evicted_blocks=self.kv.usage().evicted_blocks, requests=len(self.plans))
         return self.counts
 
     def admit(self, number: int) -> None:
@@ -160,11 +163,16 @@ class World:
         if sizes is None:
             sizes = [request.remaining_context for request in plan.context_requests]
         first_chunks = [request for request in plan.context_requests if request.is_first_context_chunk]
-        needed, free = self.kv.blocks_to_claim(first_chunks, plan.generation_requests), self.kv.free_blocks
-        claim = self.kv.claim(first_chunks, plan.generation_requests)
+        generation = plan.generation_requests
+        drafted = self.draft(generation)
+        drafts = [drafted.get(request, (0, 0))[0] for request in generation] if drafted else None
+        needed, free = self.kv.blocks_to_claim(first_chunks, generation, (), drafts), self.kv.free_blocks
+        claim = self.kv.claim(first_chunks, generation, drafts)
         self.prepare(claim)
-        if claim.kv_lengths.tolist() != [self.kv.kv_length(request) - 1 for request in plan.generation_requests]:
-            raise Wrong(f"the claim gives the lengths {claim.kv_lengths.tolist()}")
+        for request, length, draft in zip(generation, claim.kv_lengths.tolist(), drafts or [0] * len(generation),
+                                          strict=True):
+            if self.kv.kv_length(request) != length + 1 + draft:
+                raise Wrong(f"{request} has room for {self.kv.kv_length(request)} tokens after {length} and {draft}")
         if self.options.window is None and free - self.kv.free_blocks != needed:
             raise Wrong(f"{needed} blocks were to be claimed and {free - self.kv.free_blocks} were")
         contexts = [(request, self.begin(request, size))
@@ -174,8 +182,9 @@ class World:
                 raise Wrong(f"a chunk of {request} from {request.context_position} ends inside a block: {size} tokens")
         self.steps.update(running)
         failing = {request for request in running if self.steps[request] == self.plan_of(request).fails_at}
-        flight = Flight(contexts, list(plan.generation_requests), failing, self.draft(plan.generation_requests))
+        flight = Flight(contexts, list(generation), failing, drafted)
         self.check_budget(flight)
+        self.run_ahead([request for request in generation if request not in drafted])
         self.look()
         self.compute(flight)
         self.window.append(flight)
@@ -192,20 +201,36 @@ class World:
         return size
 
     def draft(self, generation: list[LlmRequest]) -> dict[LlmRequest, tuple[int, int]]:
-        """Claim room for drafts; how many each has, and how many of them will be accepted."""
+        """How many drafts each request claims room for, and how many of them will be accepted."""
         drafted = {}
-        if self.options.window is not None:                     # what left the window could not be rewound to
-            return drafted
         for request in generation:
-            left = request.prompt_len + request.max_new_tokens - 1 - self.kv.kv_length(request)
+            left = request.prompt_len + request.max_new_tokens - 2 - self.kv.kv_length(request)
             count = min(request.draft_len, left)
             if count > 0:
                 drafted[request] = count, self.chance(request, "accept") % (count + 1)
-        for number in range(max((count for count, _ in drafted.values()), default=0)):
-            more = [request for request, (count, _) in drafted.items() if count > number]
-            self.prepare(self.kv.claim([], more))
         self.counts["drafts"] += len(drafted)
         return drafted
+
+    def run_ahead(self, generation: list[LlmRequest]) -> None:
+        """Claim for steps that are never run, and take that back: all that a sequence looks at must still be there.
+        Requests with drafts are not among them: where their next step begins is known when the last one was read.
+
+        With two steps of different requests in flight, the plan of the first does not count on these claims.
+        """
+        if self.options.depth > 1:
+            return
+        claimed: Counter[LlmRequest] = Counter()
+        for number in range(self.options.unread_steps):
+            ahead = [request for request in generation if request.beam_width == 1
+                     and self.kv.kv_length(request) < request.prompt_len + request.max_new_tokens - 1
+                     and self.chance(request, "ahead") >> number & 1]
+            if self.options.policy == "MAX_UTILIZATION" and self.kv.blocks_to_claim([], ahead) > self.kv.free_blocks:
+                break                                           # it plans one step, the others plan to the end
+            self.prepare(self.kv.claim([], ahead))
+            claimed.update(ahead)
+        self.look()
+        self.kv.rewind(list(claimed), list(claimed.values()))
+        self.counts["steps taken back"] += claimed.total()
 
     def check_budget(self, flight: Flight) -> None:
         tokens = sum(size for _, size in flight.contexts) + sum(
@@ -301,7 +326,7 @@ class World:
 
     def generation_is_done(self, request: LlmRequest, drafted: int, accepted: int) -> None:
         if drafted > accepted:
-            self.kv.rewind(request, drafted - accepted)
+            self.kv.rewind([request], drafted - accepted)
             self.counts["rewinds"] += 1
         if request.beam_width > 1:
             parents = [self.chance(request, f"parent {beam}") % request.beam_width
@@ -358,11 +383,9 @@ class World:
 
 
 def make_scheduler(options: Options, limits: Limits, kv: KvCacheManager, peft: PeftCacheManager | None):
-    policy = SchedulerPolicy.MAX_UTILIZATION
     if options.policy == "MAX_UTILIZATION":
         capacity = MaxUtilizationScheduler(options.max_num_requests, kv, options.lookahead, peft)
     else:
-        policy = SchedulerPolicy.GUARANTEED_NO_EVICT
         of_policy = {"GUARANTEED_NO_EVICT": GuaranteedNoEvictScheduler, "STATIC_BATCH": StaticBatchScheduler}
         capacity = of_policy[options.policy](options.max_num_requests, kv, peft)
     chunking = None
@@ -370,7 +393,7 @@ def make_scheduler(options: Options, limits: Limits, kv: KvCacheManager, peft: P
         divisions = {policy.name: divide for policy, divide in DIVISIONS.items()} | {"FORCE_CHUNK": force_chunk}
         chunking = ContextChunking(divisions[options.chunking], options.tokens_per_block, options.max_context_length)
     micro_batch = TokenBudgetScheduler(options.max_batch_size, limits.max_num_tokens, chunking,
-                                       options.tokens_per_block, credit_of(policy, kv))
+                                       options.tokens_per_block, kv.reusable_tokens)
     if options.depth > 1:
         micro_batch = EvenMicroBatches(micro_batch, options.depth)
     return SimpleScheduler(capacity, micro_batch)
@@ -380,8 +403,7 @@ def make_limits(scenario: Scenario, num_blocks: int) -> Limits:
     """The smallest budgets with which everybody can run, and what the scenario adds."""
     options, unit = scenario.options, scenario.options.tokens_per_block
     widest = max(plan.beam_width + plan.draft_len for plan in scenario.requests)
-    most_drafts = max(plan.draft_len for plan in scenario.requests)
-    least = (options.max_batch_size - 1) * widest + max(unit + most_drafts, widest)
+    least = (options.max_batch_size - 1) * widest + max(unit + most_drafts(scenario), widest)
     if options.chunking is None:
         least = max(least, *(len(plan.prompt) + plan.draft_len for plan in scenario.requests))
     return Limits(
@@ -400,18 +422,28 @@ def make_retention(plan: tuple | None) -> Retention | None:
     return Retention(tuple(RetentionRange(*one) for one in ranges), priority, seconds)
 
 
-def blocks_of_largest(plan: RequestPlan, options: Options) -> int:
+def most_drafts(scenario: Scenario) -> int:
+    return max((plan.draft_len for plan in scenario.requests), default=0)
+
+
+def blocks_of_largest(plan: RequestPlan, options: Options, most_drafts: int) -> int:
     """Blocks with which the request runs alone, found by growing it token by token; also after a pause.
 
-    A look-ahead plans without what leaves the window in between.
+    A look-ahead and drafts plan without what leaves the window in between. What drafts and a window take when nobody
+    is paused is told by the product; test_reservations.py compares that with sequences that are grown.
     """
     prompt_len, end = len(plan.prompt), len(plan.prompt) + plan.max_new_tokens
     starts = [prompt_len]
     if options.policy == "MAX_UTILIZATION":
         if plan.beam_width == 1:
             starts = range(prompt_len, end)
-        if options.lookahead:
+        if options.lookahead or most_drafts:
             options = replace(options, window=None, sinks=0)
+    elif options.window is not None and most_drafts:
+        window = AttentionWindow(options.window, LONGEST, options.tokens_per_block, options.sinks,
+                                 unread_steps=options.unread_steps, max_draft_len=most_drafts)
+        return most_blocks(prompt_len, plan.max_new_tokens, window, plan.beam_width,
+                           own_last=options.reuse and not options.sinks)
     return max(_most_held(start, end, plan.beam_width, options) for start in starts)
 
 
@@ -427,7 +459,7 @@ def _most_held(prompt_len: int, end: int, beam_width: int, options: Options) -> 
             held.append(beams)
         most = max(most, sum(held))
         if options.window is not None:
-            gone = (length - options.window) // unit - sink_blocks
+            gone = (length - options.unread_steps - options.window) // unit - sink_blocks
             for place in range(sink_blocks, sink_blocks + max(gone, 0)):
                 held[place] = 0
     return most

@@ -15,11 +15,13 @@ import numpy as np
 from batch_manager.guard import ContainingBlock
 from batch_manager.kv import prefix_cache
 from batch_manager.kv.block_pool import BlockPool, OutOfBlocksError
+from batch_manager.kv.claims import PrefixClaim
 from batch_manager.kv.eviction import EvictionOrder
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.kv.ledger import KvLedger
-from batch_manager.kv.prefix_claim import PrefixClaim
 from batch_manager.kv.prefix_index import PrefixIndex, PrefixNode
+from batch_manager.kv.reservations import Reservations
+from batch_manager.kv.sequence_table import SequenceTable
 from batch_manager.loop.active_requests import ActiveRequests
 from batch_manager.loop.callbacks import GuardedCallbacks
 from batch_manager.loop.fetched_items import FetchedItems
@@ -124,8 +126,8 @@ def a_failed_claim_keeps_what_it_took(patch) -> None:
 
 def a_new_block_comes_one_token_late(patch) -> None:
     def crossing(self, slots):
-        return slots[self.sequences.kv_lengths[slots] % self.tokens_per_block == 1]
-    patch.setattr(KvCacheManager, "_crossing", crossing)
+        return slots[self.kv_lengths[slots] % self.tokens_per_block == 1]
+    patch.setattr(SequenceTable, "crossing", crossing)
 
 
 def nobody_is_too_large(patch) -> None:
@@ -201,7 +203,7 @@ def a_paused_request_goes_to_the_back(patch) -> None:
 
 def nothing_is_set_aside_for_what_follows(patch) -> None:
     def next_step_only(self, request):
-        return 0 if self._kv.owns(request) else self.blocks_for_next_step(request)
+        return 0 if self._sequences.has(request) else self.blocks_for_next_step(request)
     patch.setattr(KvLedger, "blocks_to_completion", next_step_only)
     for name in ("blocks_to_completion_of_owners", "blocks_to_completion_of_started"):
         if hasattr(KvLedger, name):
@@ -459,8 +461,8 @@ def the_first_in_line_pauses_itself(patch) -> None:
 
 
 def a_window_saves_blocks_for_who_may_be_paused(patch) -> None:
-    most_blocks = KvCacheManager.most_blocks
-    patch.setattr(KvCacheManager, "most_blocks", lambda self, request, **options: most_blocks(self, request))
+    most_blocks = Reservations.most_blocks
+    patch.setattr(Reservations, "most_blocks", lambda self, request, **options: most_blocks(self, request))
 
 
 def an_abort_keeps_the_blocks(patch) -> None:

@@ -22,7 +22,7 @@ class Line:
     """A line of requests before a KV cache. `started` and `generating` ones hold their blocks."""
 
     def __init__(self, num_blocks: int = 100, tokens_per_block: int = 4) -> None:
-        self.kv = KvCacheManager(num_blocks, tokens_per_block, 1000)
+        self.kv = KvCacheManager(num_blocks, tokens_per_block, 1000, max_draft_len=8)
         self.requests: list[LlmRequest] = []
 
     def waiting(self, prompt_len: int = 8, max_new_tokens: int = 8, **options) -> LlmRequest:

@@ -103,3 +103,15 @@ def test_a_prompt_too_long_for_any_step_waits_unless_a_pause_made_it_so(make_lin
     assert scheduler.schedule(line.requests, NOBODY) == ([request], [], [8])
     request.advance_context(8)
     assert scheduler.schedule(line.requests, NOBODY) == ([request], [], [3])
+
+
+def test_a_chunk_of_a_prompt_that_a_pause_made_too_long_costs_what_it_computes(make_line):
+    """It begins after what the cache has of the prompt, so none of it is found there."""
+    line = make_line()
+    paused, other = line.waiting(25), line.waiting(1)
+    paused.num_pauses = 1
+    for credit, budget, expected in ((8, 10, ([paused, other], [], [8, 1])), (8, 8, ([paused], [], [8])),
+                                     (16, 10, ([paused, other], [], [25, 1])), (16, 9, ([paused], [], [25]))):
+        scheduler = TokenBudgetScheduler(4, budget, tokens_per_block=4,
+                                         credit_of=lambda request, credit=credit: credit if request is paused else 0)
+        assert scheduler.schedule(line.requests, NOBODY) == expected

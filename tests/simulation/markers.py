@@ -298,7 +298,7 @@ class Markers:
         device = world.device
         if device.num_found:
             reach("prompt found in the cache")
-            if kv.evicted_blocks > self._evicted_before:
+            if kv.usage().evicted_blocks > self._evicted_before:
                 reach("found and evicted in one step")
             if device.num_partly_found:
                 reach("part of a block found in the cache")
@@ -307,7 +307,7 @@ class Markers:
             device.num_found = device.num_partly_found = device.num_brought_back = 0
         self.counts += device.seen                               # drops those that are 0
         device.seen.clear()
-        self._evicted_before = kv.evicted_blocks
+        self._evicted_before = kv.usage().evicted_blocks
         if world.swarm.window is not None and bool(kv.sequences.dropped.any()):
             reach("block left the window")
             if world.swarm.max_beam_width > 1 and (kv.sequences.dropped * (kv.sequences.beam_widths > 1)).any():
