@@ -65,6 +65,22 @@ _PUBLIC = {
 
     # a model
     "register_model": "models.registry",
+    "ModelSpec": "models.model_spec",
+    "read_decoder_spec": "models.model_spec",
+    "Fields": "weights.json_file",
+    "Weights": "weights.source",
+    "LayerContext": "layers.context",
+    "Linear": "layers.linear",
+    "Embedding": "layers.embedding",
+    "Head": "layers.embedding",
+    "RmsNorm": "layers.norm",
+    "LayerNorm": "layers.norm",
+    "GatedMlp": "layers.mlp",
+    "Mlp": "layers.mlp",
+    "Rotary": "layers.rotary",
+    "RotaryParameters": "layers.rotary",
+    "Attention": "attention.interface",
+    "LayerAttention": "attention.interface",
 
     # a trace
     "Trace": "stats.trace",
@@ -76,6 +92,7 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from .attention.interface import Attention, LayerAttention
     from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams
     from .errors import (
         BatchManagerError,
@@ -99,6 +116,13 @@ if TYPE_CHECKING:
         StepOutput,
     )
     from .kv.kv_cache_manager import KvCacheManager
+    from .layers.context import LayerContext
+    from .layers.embedding import Embedding, Head
+    from .layers.linear import Linear
+    from .layers.mlp import GatedMlp, Mlp
+    from .layers.norm import LayerNorm, RmsNorm
+    from .layers.rotary import Rotary, RotaryParameters
+    from .models.model_spec import ModelSpec, read_decoder_spec
     from .models.registry import register_model
     from .names import ContextChunkingPolicy, ErrorCode, FinishReason, LlmRequestState, SchedulerPolicy, TrtGptModelType
     from .requests.inference_request import InferenceRequest, NamedTensor
@@ -109,6 +133,8 @@ if TYPE_CHECKING:
     from .scheduling.simple import SimpleScheduler
     from .seams import BackendInfo, Clock, MemoryUsage, ModelBackend, PendingStep
     from .stats.trace import IterationTrace, Trace, read_trace, write_trace
+    from .weights.json_file import Fields
+    from .weights.source import Weights
 
 
 def __getattr__(name: str):

@@ -46,9 +46,8 @@ class PackedStep:
         return int(self.query_starts[self.num_contexts])
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
-    """Cosines and sines of the rotary position embedding.
+class RotaryTable(Protocol):
+    """Cosines and sines of the rotary position embedding; a layers.Rotary is one.
 
     cos, sin   [max positions, rotary dimensions / 2] float32 on the device; the half-split ("NeoX") rotation, any
                scaling of the amplitude (yarn) already multiplied in

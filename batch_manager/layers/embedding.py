@@ -1,42 +1,52 @@
 """Token embeddings and the head that maps hidden states back to tokens."""
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
+from ..triton_kernels.cpu.fixed_pieces import elementwise
 from ..weights.source import Weights
-from .linear import pack, row_product
+from .context import LayerContext
+from .weight_form import make_weight_form
 
 
 class Embedding:
-    """Rows by index."""
+    """Rows by index, times `scale` where there is one, which is rounded to the context's dtype first."""
 
-    def __init__(self, weights: Weights, name: str, rows: int, size: int) -> None:
+    def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
+                 scale: float | None = None) -> None:
         self.name = name
         self.weight = weights.tensor(name, (rows, size))
+        self._scale = None if scale is None else torch.tensor(scale, dtype=context.dtype, device=context.device)
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(indices, self.weight)
+        """indices [T] int64 -> a new tensor [T, size]."""
+        rows = functional.embedding(indices, self.weight)
+        return rows if self._scale is None else rows.mul_(self._scale)
 
 
 class Head:
     """Logits in float32, from the rows that need them only.
 
-    A head tied to the embedding shares its tensor, except where products want a packed one: then it holds a copy.
+    tied_to   an embedding whose tensor it shares, except where products want a packed one: then it holds a copy
+    softcap   logits become softcap * tanh(logits / softcap); None: they stay as they are
     """
 
-    def __init__(self, weights: Weights, name: str, rows: int, size: int, tied_to: Embedding | None = None) -> None:
+    def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
+                 tied_to: Embedding | None = None, softcap: float | None = None) -> None:
         if tied_to is None:
-            self.weight = pack(weights.tensor(name, (rows, size)), weights.deterministic)
+            form = make_weight_form(weights.tensor(name, (rows, size)), None, context)
         else:
             weights.tied(name, tied_to.name)
-            self.weight = pack(tied_to.weight, weights.deterministic)
-            if self.weight is not tied_to.weight:
-                weights.num_bytes += tied_to.weight.nbytes
-        self._by_row = row_product(self.weight) if weights.deterministic else None
+            form = make_weight_form(tied_to.weight, None, context)
+            if not form.shares_weight:
+                weights.count_copy(tied_to.weight.nbytes)
+        self._multiply, self.softcap = form.multiply, softcap
+        in_pieces = context.deterministic and context.device.type == "cpu"       # a vector loop's tail rounds otherwise
+        self._tanh = partial(elementwise, torch.tanh) if in_pieces else torch.tanh
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._by_row is not None:
-            return self._by_row(hidden).float()
-        if self.weight.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise(hidden, self.weight, None, "none", [], "").float()
-        return functional.linear(hidden, self.weight).float()
+        """hidden [r, size] -> [r, rows] float32."""
+        logits = self._multiply(hidden).float()
+        return logits if self.softcap is None else self._tanh(logits.div_(self.softcap)).mul_(self.softcap)

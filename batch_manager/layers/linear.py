@@ -1,86 +1,54 @@
-"""Linear maps, with the weight in the form the device multiplies fastest.
+"""Linear maps. What is stored is a form of weight_form.py; split and adapters are ports of the context."""
 
-On a CPU the weight is packed once for oneDNN, which is 1.5 to 2.4 times as fast as multiplying with the plain one, and
-the plain one is dropped. On other devices the product is torch's.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
-from torch.nn import functional
 
 from ..errors import ConfigError
-from ..triton_kernels import dispatch
-from ..triton_kernels.cpu.deterministic_linear import NoAgreeingSizeError
 from ..weights.source import Weights
+from .context import LayerContext
+from .weight_form import make_weight_form
+
+Split = Literal["columns", "rows"]
 
 
 class Linear:
     """y = x W^T + b, over one or several stacked projections of the checkpoint.
 
     names        prefixes whose `.weight` and `.bias` are stacked, in order
-    sizes        rows of each
+    sizes        rows of each; several sizes with one name are projections that the checkpoint stores as one tensor
     transposed   the checkpoint stores [in, out] (GPT-2's Conv1D); one name then
+    split        how the map divides among processes: "columns", each has a share of every projection's outputs; "rows",
+                 each has a share of the inputs, and the products are summed; None: every process has all of it. In one
+                 process it changes nothing
     """
 
-    def __init__(self, weights: Weights, names: Sequence[str], in_size: int, sizes: Sequence[int], *,
-                 bias: bool = False, transposed: bool = False) -> None:
+    def __init__(self, weights: Weights, context: LayerContext, names: Sequence[str], in_size: int,
+                 sizes: Sequence[int], *, bias: bool = False, transposed: bool = False,
+                 split: Split | None = None) -> None:
+        if split not in (None, "columns", "rows"):
+            raise ConfigError(f"Linear(split={split!r}) of {names[0]}", "'columns', 'rows' or None",
+                              "correct the model's class")
+        self.names, self.split = tuple(names), split
+        rows = sizes if len(names) == len(sizes) else [sum(sizes)]
+        stored = list(zip(names, rows, strict=True))
         if transposed:
-            (name,), (size,) = names, sizes
+            ((name, size),) = stored
             weight = weights.tensor(f"{name}.weight", (in_size, size)).t().contiguous()
         else:
-            weight = weights.stacked([(f"{name}.weight", (size, in_size)) for name, size in zip(names, sizes)])
-        self.bias = weights.stacked([(f"{name}.bias", (size,)) for name, size in zip(names, sizes)]) if bias else None
-        self.weight = pack(weight, weights.deterministic)
-        self._by_row = row_product(self.weight, self.bias) if weights.deterministic else None
+            weight = weights.stacked([(f"{name}.weight", (size, in_size)) for name, size in stored])
+        biases = weights.stacked([(f"{name}.bias", (size,)) for name, size in stored]) if bias else None
+        form = make_weight_form(weight, biases, context)
+        self._multiply, self._add_product = form.multiply, form.add_product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._by_row is not None:
-            return self._by_row(x)
-        if self.weight.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return functional.linear(x, self.weight, self.bias)
+        """x [T, in] -> a new tensor [T, out]."""
+        return self._multiply(x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + x W^T + b, the sum rounded once (with deterministic weights the product is rounded before it too).
+        """residual + x W^T + b, the sum rounded once (with a deterministic context the product before it too).
 
-        May overwrite `residual`.
+        May overwrite `residual`. Faster than adding the result of a call.
         """
-        if self._by_row is not None:
-            return residual.add_(self._by_row(x))
-        if self.weight.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
-        if self.bias is not None:
-            residual.add_(self.bias)
-        return residual.addmm_(x, self.weight.t())
-
-
-def row_product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x [T, in] -> x W^T + b [T, out], a row's bits from that row alone. The weight is as `pack` left it."""
-    kernel = dispatch.kernel("deterministic_linear", weight.device)
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        try:
-            return kernel(x, weight, bias)
-        except NoAgreeingSizeError as fault:
-            raise ConfigError(f"deterministic was asked for, and on this machine {fault}",
-                              "the same bits wherever a row stands",
-                              "try another dtype or num_threads, or leave deterministic out") from fault
-
-    return product
-
-
-def pack(weight: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
-    """The weight packed for oneDNN where that is possible and pays, else the weight.
-
-    Deterministic products are a kernel's where Triton runs, on a CPU too when it is interpreted: that takes it plain.
-    """
-    if deterministic and dispatch.use_triton(weight.device):
-        return weight
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return weight
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return weight
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
+        return self._add_product(residual, x)

@@ -1,24 +1,30 @@
-"""Feed-forward networks."""
+"""Feed-forward networks. A call gives the network's output, `add_to` adds it to a residual in its last product."""
 
 import torch
 
 from ..triton_kernels import dispatch
 from ..weights.source import Weights
+from .context import LayerContext
 from .linear import Linear
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 
 
 class GatedMlp:
-    """down(f(gate(x)) * up(x)), gate and up in one product."""
+    """down(f(gate(x)) * up(x)), gate and up in one product; f is one of ACTIVATIONS."""
 
-    def __init__(self, weights: Weights, name: str, hidden_size: int, intermediate_size: int, activation: str,
-                 bias: bool = False) -> None:
-        self.gate_up = Linear(weights, [f"{name}.gate_proj", f"{name}.up_proj"], hidden_size, [intermediate_size] * 2,
-                              bias=bias)
-        self.down = Linear(weights, [f"{name}.down_proj"], intermediate_size, [hidden_size], bias=bias)
-        self.activation, self._is_deterministic = activation, weights.deterministic
-        self._activate = dispatch.kernel("gated_activation", weights.device)
+    def __init__(self, weights: Weights, context: LayerContext, name: str, hidden_size: int, intermediate_size: int,
+                 activation: str, bias: bool = False) -> None:
+        self.gate_up = Linear(weights, context, [f"{name}.gate_proj", f"{name}.up_proj"], hidden_size,
+                              [intermediate_size] * 2, bias=bias, split="columns")
+        self.down = Linear(weights, context, [f"{name}.down_proj"], intermediate_size, [hidden_size], bias=bias,
+                           split="rows")
+        self.activation, self._is_deterministic = activation, context.deterministic
+        self._activate = dispatch.kernel("gated_activation", context.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden size] -> a new tensor [T, hidden size]."""
+        return self.down(self._activate(self.gate_up(x), self.activation, deterministic=self._is_deterministic))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + the network's output. May overwrite `residual`."""
@@ -27,14 +33,20 @@ class GatedMlp:
 
 
 class Mlp:
-    """project(f(expand(x))), with biases."""
+    """project(f(expand(x))), with biases; f is one of ACTIVATIONS. `transposed` as in Linear."""
 
-    def __init__(self, weights: Weights, expand: str, project: str, hidden_size: int, intermediate_size: int,
-                 activation: str, transposed: bool = False) -> None:
-        self.expand = Linear(weights, [expand], hidden_size, [intermediate_size], bias=True, transposed=transposed)
-        self.project = Linear(weights, [project], intermediate_size, [hidden_size], bias=True, transposed=transposed)
-        self.activation, self._is_deterministic = activation, weights.deterministic
-        self._activate = dispatch.kernel("activation", weights.device)
+    def __init__(self, weights: Weights, context: LayerContext, expand: str, project: str, hidden_size: int,
+                 intermediate_size: int, activation: str, transposed: bool = False) -> None:
+        self.expand = Linear(weights, context, [expand], hidden_size, [intermediate_size], bias=True,
+                             transposed=transposed, split="columns")
+        self.project = Linear(weights, context, [project], intermediate_size, [hidden_size], bias=True,
+                              transposed=transposed, split="rows")
+        self.activation, self._is_deterministic = activation, context.deterministic
+        self._activate = dispatch.kernel("activation", context.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden size] -> a new tensor [T, hidden size]."""
+        return self.project(self._activate(self.expand(x), self.activation, deterministic=self._is_deterministic))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + the network's output. May overwrite `residual`."""

@@ -4,30 +4,35 @@ import torch
 
 from ..triton_kernels import dispatch
 from ..weights.source import Weights
+from .context import LayerContext
 
 
 class RmsNorm:
-    """x / sqrt(mean(x^2) + epsilon) * weight, computed in float32. Works on [..., size]."""
+    """x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), computed in float32. Works on [..., size].
 
-    def __init__(self, weights: Weights, name: str, size: int, epsilon: float) -> None:
+    weight_offset   1 where a checkpoint stores what is to be added to one (Gemma)
+    """
+
+    def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
+                 weight_offset: float = 0.0) -> None:
         self.weight = weights.tensor(f"{name}.weight", (size,))
-        self.epsilon = epsilon
-        self._norm = dispatch.kernel("rms_norm", weights.device)
-        self._is_deterministic = weights.deterministic
+        self.epsilon, self.weight_offset = epsilon, weight_offset
+        self._norm, self._is_deterministic = dispatch.kernel("rms_norm", context.device), context.deterministic
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(x, self.weight, self.epsilon, deterministic=self._is_deterministic)
+        """A new tensor of x's shape; x has two or three dimensions."""
+        return self._norm(x, self.weight, self.epsilon, weight_offset=self.weight_offset,
+                          deterministic=self._is_deterministic)
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias, computed in float32."""
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias, computed in float32. Works on [..., size]."""
 
-    def __init__(self, weights: Weights, name: str, size: int, epsilon: float) -> None:
-        self.weight = weights.tensor(f"{name}.weight", (size,))
-        self.bias = weights.tensor(f"{name}.bias", (size,))
+    def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float) -> None:
+        self.weight, self.bias = weights.tensor(f"{name}.weight", (size,)), weights.tensor(f"{name}.bias", (size,))
         self.epsilon = epsilon
-        self._norm = dispatch.kernel("layer_norm", weights.device)
-        self._is_deterministic = weights.deterministic
+        self._norm, self._is_deterministic = dispatch.kernel("layer_norm", context.device), context.deterministic
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor of x's shape; x has two or three dimensions."""
         return self._norm(x, self.weight, self.bias, self.epsilon, deterministic=self._is_deterministic)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .context import LayerContext
+
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -37,13 +39,19 @@ class RotaryParameters:
     amplitude: float = 1.0
 
 
-def rotary_table(rotary: RotaryParameters, head_size: int, max_positions: int,
-                 device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin [max_positions, head_size / 2] float32 on `device`, the amplitude multiplied in."""
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"),
-                         inverse_frequencies(rotary, head_size))
-    # In place: with the positions of a long context each copy is hundreds of megabytes.
-    return angles.cos().mul_(rotary.amplitude).to(device), angles.sin_().mul_(rotary.amplitude).to(device)
+class Rotary:
+    """The rotary position embedding as `Attention.run` takes it: the half-split ("NeoX") arrangement.
+
+    size       leading entries of each head that are rotated, an even number; the others stay as they are
+    cos, sin   [max_positions, size / 2] float32 on the context's device, the amplitude multiplied in
+    """
+
+    def __init__(self, context: LayerContext, parameters: RotaryParameters, size: int, max_positions: int) -> None:
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"),
+                             inverse_frequencies(parameters, size))
+        # In place: with the positions of a long context each copy is hundreds of megabytes.
+        self.cos = angles.cos().mul_(parameters.amplitude).to(context.device)
+        self.sin = angles.sin_().mul_(parameters.amplitude).to(context.device)
 
 
 def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tensor:

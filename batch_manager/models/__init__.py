@@ -3,6 +3,7 @@
 Owns     a family's configuration, tensor names and order of operations; `registry` loads a folder
 Not      where keys and values live, which tokens run, what is drawn from the logits
 Yours    a new family is one file with a class like Llama's, and a line in registry.py; from outside, register_model
+         and public names of batch_manager alone
 """
 
 from .model_spec import ModelSpec

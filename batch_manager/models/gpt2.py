@@ -7,6 +7,7 @@ Source   "Language Models are Unsupervised Multitask Learners", 2019; checkpoint
 import torch
 
 from ..attention.interface import Attention, LayerAttention
+from ..layers.context import LayerContext
 from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import Mlp
@@ -19,7 +20,6 @@ from .model_spec import (
     MAX_VOCAB,
     MAX_WIDTH,
     ModelSpec,
-    checked,
     even_share,
     layer_count,
     read_activation,
@@ -51,7 +51,7 @@ class Gpt2:
         num_heads = config.count(names["n_head"], maximum=MAX_HEADS)
         hidden_size = config.count(names["n_embd"], maximum=MAX_WIDTH)
         head_size = even_share(config, names["n_embd"], hidden_size, num_heads)
-        return checked(config, ModelSpec(
+        return ModelSpec(
             architecture=architecture,
             num_layers=num_layers,
             num_heads=num_heads,
@@ -71,15 +71,16 @@ class Gpt2:
             mlp_bias=True,
             gated_mlp=False,
             dtype=read_dtype(config),
-        ))
+        )
 
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         prefix = "transformer." if weights.has("transformer.wte.weight") else ""
-        self.tokens = Embedding(weights, f"{prefix}wte.weight", spec.vocab_size, spec.hidden_size)
-        self.positions = Embedding(weights, f"{prefix}wpe.weight", spec.max_position_embeddings, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, f"{prefix}h.{index}", index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, f"{prefix}ln_f", spec.hidden_size, spec.norm_epsilon)
-        self.head = Head(weights, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+        self.tokens = Embedding(weights, context, f"{prefix}wte.weight", spec.vocab_size, spec.hidden_size)
+        self.positions = Embedding(weights, context, f"{prefix}wpe.weight", spec.max_position_embeddings,
+                                   spec.hidden_size)
+        self.layers = [_Layer(spec, weights, context, f"{prefix}h.{index}", index) for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, context, f"{prefix}ln_f", spec.hidden_size, spec.norm_epsilon)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
                          tied_to=self.tokens if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -96,15 +97,16 @@ class Gpt2:
 
 
 class _Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, name: str, index: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
-        self.attention_norm = LayerNorm(weights, f"{name}.ln_1", spec.hidden_size, spec.norm_epsilon)
-        self.qkv = Linear(weights, [f"{name}.attn.c_attn"], spec.hidden_size, [3 * spec.hidden_size], bias=True,
-                          transposed=True)
-        self.out = Linear(weights, [f"{name}.attn.c_proj"], spec.hidden_size, [spec.hidden_size], bias=True,
-                          transposed=True)
-        self.mlp_norm = LayerNorm(weights, f"{name}.ln_2", spec.hidden_size, spec.norm_epsilon)
-        self.mlp = Mlp(weights, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", spec.hidden_size, spec.intermediate_size,
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.attention_norm = LayerNorm(weights, context, f"{name}.ln_1", size, epsilon)
+        self.qkv = Linear(weights, context, [f"{name}.attn.c_attn"], size, spec.qkv_sizes, bias=True, transposed=True,
+                          split="columns")
+        self.out = Linear(weights, context, [f"{name}.attn.c_proj"], size, [size], bias=True, transposed=True,
+                          split="rows")
+        self.mlp_norm = LayerNorm(weights, context, f"{name}.ln_2", size, epsilon)
+        self.mlp = Mlp(weights, context, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", size, spec.intermediate_size,
                        spec.activation, transposed=True)
 
     def __call__(self, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:

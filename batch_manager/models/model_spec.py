@@ -1,7 +1,9 @@
 """What a model is, in numbers: the parsed and checked config.json."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ..attention.interface import LayerAttention
 from ..errors import ModelLoadError
@@ -14,7 +16,8 @@ MAX_WEIGHTS = 2**44                                  # of all layers together
 MAX_ROTARY_ENTRIES = 2**27                           # 512 MiB of cosines and sines: two numbers ask for them, no file
 
 # Fields of other architectures, or of quantised and patched checkpoints, with the values that leave the numbers alone.
-# A model whose configuration says anything else would be computed wrongly, so it is refused by name.
+# A model whose configuration says anything else would be computed wrongly, so it is refused by name, unless its class
+# says that it understands the field.
 _NEUTRAL = {
     "quantization_config": (), "compression_config": (), "auto_map": (), "pretraining_tp": (1,),
     "partial_rotary_factor": (1, 1.0), "rotary_pct": (1, 1.0), "rope_interleaved": (False,), "use_mrope": (False,),
@@ -24,6 +27,7 @@ _NEUTRAL = {
     "parallel_attn": (False,), "use_parallel_residual": (False,), "alibi": (False,), "num_experts": (0, 1),
     "num_local_experts": (0, 1), "is_encoder_decoder": (False,), "add_cross_attention": (False,),
     "prune_heads": ({},), "pruned_heads": ({},), "is_causal": (True,), "per_layer_config": ({},),
+    "use_bidirectional_attention": (False,),
 }
 
 # activation names of transformers -> ours; different spellings of one function
@@ -34,7 +38,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One model's numbers.
+    """One model's numbers. A family that has more of them adds fields in a subclass.
 
     head_size                entries of one attention head; hidden_size / num_heads unless the configuration says else
     vocab_size               rows of the embedding
@@ -43,6 +47,7 @@ class ModelSpec:
     norm_epsilon             of all norms
     tie_word_embeddings      the head is the embedding
     rotary                   None: the model has learned positions
+    rotary_size              leading entries of each head that are rotated; None: all
     qkv_bias, out_bias       of the attention's projections
     mlp_bias                 of the feed-forward projections
     qk_norm                  queries and keys are normed per head
@@ -69,6 +74,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     gated_mlp: bool = True
+    rotary_size: int | None = None
     dtype: str | None = None
 
     @property
@@ -86,20 +92,40 @@ class ModelSpec:
         return (self.num_heads * self.head_size, *(self.num_kv_heads * self.head_size,) * 2)
 
 
-def refuse_unknown_numerics(config: Fields) -> None:
-    """Raise for a field that changes what a model computes and that no family here implements."""
+Spec = TypeVar("Spec", bound=ModelSpec)
+
+
+def refuse_unknown_numerics(config: Fields, understood: Collection[str] = ()) -> None:
+    """Raise for a field that changes what a model computes and that its class does not read.
+
+    understood   the fields that it reads
+    """
     for name, neutral in _NEUTRAL.items():
+        if name in understood:
+            continue
         value = config.values.get(name)
         if name in config and not any(type(value) in (type(good), int, float) and value == good for good in neutral):
-            raise config.fault(name, "not supported", "this checkpoint needs code that is not part of this package")
+            raise config.fault(name, "not supported",
+                               "register_model takes a class that reads the field and names it in `understands`")
 
 
 def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int | None, ...], qkv_bias: bool = False,
                       out_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False,
-                      head_size: int | None = None, num_kv_heads: int | None = None, max_positions: int) -> ModelSpec:
-    """The spec of a pre-norm decoder with rotary positions and a gated feed-forward network, as Llama's relatives have.
+                      scale: float | None = None, softcap: float | None = None, activation: str = "hidden_act",
+                      default_activation: str = "silu", norm_epsilon: str = "rms_norm_eps",
+                      head_size: int | None = None, num_kv_heads: int | None = None,
+                      tie_word_embeddings: bool = False, partial_rotary_factor: float | None = None,
+                      max_positions: int, spec_class: type[Spec] = ModelSpec, **own: Any) -> Spec:
+    """The spec of a decoder with rotary positions and a gated feed-forward network, as Llama's relatives have.
 
-    head_size, num_kv_heads, max_positions   the family's defaults; num_kv_heads None: the number of attention heads
+    windows                    of each layer, as in LayerAttention
+    scale, softcap             of all layers, as there; scale None: head_size ** -0.5
+    activation, norm_epsilon   the fields that hold them
+    head_size, num_kv_heads, tie_word_embeddings, max_positions, default_activation
+                               the family's defaults; num_kv_heads None: the number of attention heads
+    partial_rotary_factor      the family's default; None: it rotates whole heads, and a file that says other is refused
+    spec_class, own            a subclass of ModelSpec, and what its own fields get
+    Raises ModelLoadError naming file and field.
     """
     num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
     # As in transformers: the family's default holds where the field is left out. A null means one for each head.
@@ -109,7 +135,7 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
     head_size = config.count("head_dim", head_size, maximum=MAX_WIDTH) or even_share(config, "hidden_size",
                                                                                       hidden_size, num_heads)
     max_positions = config.count("max_position_embeddings", max_positions, maximum=MAX_POSITIONS)
-    spec = ModelSpec(
+    return spec_class(
         architecture=architecture,
         num_layers=len(windows),
         num_heads=num_heads,
@@ -119,22 +145,28 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
         intermediate_size=config.count("intermediate_size", maximum=MAX_WIDTH),
         vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
         max_position_embeddings=max_positions,
-        attention=tuple(LayerAttention(scale=head_size**-0.5, window=window) for window in windows),
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        activation=read_activation(config, "hidden_act", "silu"),
-        rotary=read_rotary(config, max_positions),
+        attention=tuple(LayerAttention(scale=head_size**-0.5 if scale is None else scale, window=window,
+                                       softcap=softcap) for window in windows),
+        norm_epsilon=config.number(norm_epsilon, 1e-6),
+        tie_word_embeddings=config.flag("tie_word_embeddings", tie_word_embeddings),
+        activation=read_activation(config, activation, default_activation),
+        rotary=read_rotary(config, max_positions, is_partial=partial_rotary_factor is not None),
+        rotary_size=(None if partial_rotary_factor is None
+                     else _rotary_size(config, head_size, partial_rotary_factor)),
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         dtype=read_dtype(config),
+        **own,
     )
-    return checked(config, spec)
 
 
-def checked(config: Fields, spec: ModelSpec) -> ModelSpec:
-    """The spec, if its numbers fit each other."""
+def check_spec(config: Fields, spec: ModelSpec) -> None:
+    """Raise ModelLoadError where the numbers of a spec do not fit each other."""
+    if len(spec.attention) != spec.num_layers:
+        raise ModelLoadError(f"{config.where}: the spec has {spec.num_layers} layers and {len(spec.attention)} entries "
+                             "of attention", "one for each layer", "correct the model's class")
     if spec.num_heads % spec.num_kv_heads:
         default = "" if "num_key_value_heads" in config else ", the default of this architecture"
         raise ModelLoadError(f"{config.where}: num_key_value_heads is {spec.num_kv_heads}{default}",
@@ -152,7 +184,6 @@ def checked(config: Fields, spec: ModelSpec) -> ModelSpec:
     if total > MAX_WEIGHTS:
         raise ModelLoadError(f"{config.where}: the sizes ask for {total:,} weights", f"at most {MAX_WEIGHTS:,}",
                              "check that config.json belongs to this checkpoint")
-    return spec
 
 
 def even_share(config: Fields, name: str, whole: int, parts: int) -> int:
@@ -217,12 +248,13 @@ def refuse_windows(config: Fields) -> None:
         raise config.fault("layer_types", "full_attention everywhere: this architecture has no other layers")
 
 
-def read_rotary(config: Fields, max_positions: int) -> RotaryParameters:
-    """The rotary embedding, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
-    rope = config.fields("rope_scaling", Fields({}, config.where))
-    if not rope.values:
-        rope = config.fields("rope_parameters", rope)
-    if "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") != 1.0:
+def read_rotary(config: Fields, max_positions: int, is_partial: bool = False) -> RotaryParameters:
+    """The rotary embedding, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`.
+
+    is_partial   the family rotates a part of each head; else a file that says so is refused
+    """
+    rope = _rope_fields(config)
+    if not is_partial and "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") != 1.0:
         raise rope.fault("partial_rotary_factor", "1: rotation of a part of a head is not supported")
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
@@ -257,6 +289,22 @@ def read_rotary(config: Fields, max_positions: int) -> RotaryParameters:
         kind=kind, theta=theta, factor=factor, original_max_positions=original,
         beta_fast=rope.number("beta_fast", 32.0), beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True), amplitude=_yarn_amplitude(rope, factor))
+
+
+def _rope_fields(config: Fields) -> Fields:
+    rope = config.fields("rope_scaling", Fields({}, config.where))
+    return rope if rope.values else config.fields("rope_parameters", rope)
+
+
+def _rotary_size(config: Fields, head_size: int, default: float) -> int:
+    """Leading entries of a head that are rotated."""
+    factor = _rope_fields(config).number("partial_rotary_factor", config.number("partial_rotary_factor", default))
+    size = int(head_size * factor)
+    if not 0 < size <= head_size or size % 2:
+        raise ModelLoadError(f"{config.where}: partial_rotary_factor is {factor:g} and the head size {head_size}",
+                             "an even number of entries of a head, at least 2 and at most all",
+                             "check head_dim and partial_rotary_factor")
+    return size
 
 
 def _yarn_amplitude(rope: Fields, factor: float) -> float:

@@ -1,6 +1,7 @@
 """Which class runs which architecture, and loading a folder with it."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
@@ -10,11 +11,12 @@ import torch
 from ..attention.interface import Attention
 from ..config import DTYPES, LOAD_FORMATS
 from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
+from ..layers.context import LayerContext
 from ..weights.folder import CheckpointFolder
 from ..weights.json_file import Fields, read_json_file, shown
 from ..weights.safetensors_source import SafetensorsWeights
 from ..weights.source import DummyWeights, Weights
-from .model_spec import ModelSpec, refuse_unknown_numerics
+from .model_spec import ModelSpec, check_spec, refuse_unknown_numerics
 
 CONFIG_FILE = "config.json"
 
@@ -26,16 +28,20 @@ class Model(Protocol):
     harmless_tensors: tuple[str, ...]
 
     # Optional: True where all that the class does is done by layers of ours, attention, and sums and products of single
-    # elements between them. Then a row's bits depend on that row alone when its weights are deterministic.
+    # elements between them. Then a row's bits depend on that row alone when the context is deterministic.
     deterministic: bool
+
+    # Optional: fields of config.json that change what a model computes and that `read_spec` reads, as
+    # `query_pre_attn_scalar`. A field of that kind that its class does not name here is refused by name.
+    understands: Collection[str]
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
         """Parse and check config.json. Raises ModelLoadError naming file and field."""
         ...
 
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
-        """Take every tensor from `weights`, on its device and in its dtype."""
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
+        """Make the layers, each from `weights` and `context`, and so take every tensor of the checkpoint."""
         ...
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -81,13 +87,17 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
 def register_model(architecture: str, model_class: type[Model]) -> None:
     """Run checkpoints whose config.json names `architecture` with `model_class`, which satisfies `Model`.
 
-    Replaces what was registered under that name. Raises ConfigError when a method is missing.
+    Replaces what was registered under that name. Raises ConfigError when a member is missing or is not what it must be.
     """
     missing = [name for name in ("harmless_tensors", "read_spec", "embed", "forward", "logits")
                if getattr(model_class, name, None) is None]
     if not isinstance(architecture, str) or not architecture or missing:
         raise ConfigError(f"{model_class!r} cannot be registered as {architecture!r}",
                           "a name, and a class with " + (", ".join(missing) or "the members of models.registry.Model"),
+                          "correct the class")
+    understands = getattr(model_class, "understands", ())
+    if isinstance(understands, str) or not all(isinstance(name, str) for name in understands):
+        raise ConfigError(f"{model_class!r} understands {understands!r}", "a tuple of names of fields",
                           "correct the class")
     _models[architecture] = model_class
 
@@ -141,17 +151,19 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
                           "a class with deterministic = True: nothing but layers of batch_manager.layers and "
                           "element-wise sums and products between them", "set it, or leave deterministic out")
 
+    context = LayerContext(device=device, dtype=dtype, deterministic=deterministic)
     try:
         with torch.inference_mode():
             if load_format == "dummy":
                 _refuse_too_many(spec.num_weights, opened, device, dtype, free_bytes)
-                weights = DummyWeights(seed, device, dtype, deterministic)
-                return LoadedModel(spec, model_class(spec, weights), weights.num_bytes, device, dtype, deterministic)
-            weights = SafetensorsWeights(opened, device, dtype, deterministic)
+                weights = DummyWeights(seed, device, dtype)
+                model = model_class(spec, weights, context)
+                return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic)
+            weights = SafetensorsWeights(opened, device, dtype)
             # What is allocated is both asked for by the configuration and there: where the two differ, which is refused
             # by name below, the smaller bounds it.
             _refuse_too_many(min(spec.num_weights, weights.num_weights), opened, device, dtype, free_bytes)
-            model = model_class(spec, weights)
+            model = model_class(spec, weights, context)
             weights.finish(model_class.harmless_tensors)
             return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic)
     except (MemoryError, RuntimeError) as fault:
@@ -186,8 +198,13 @@ def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
     if expected is not None and config.text("model_type", expected) != expected:
         raise config.fault("model_type", f"{expected!r}, as architectures is {shown(names)}",
                            "correct the one of the two that is wrong")
-    refuse_unknown_numerics(config)
-    return model_class, model_class.read_spec(config, names[0])
+    refuse_unknown_numerics(config, getattr(model_class, "understands", ()))
+    spec = model_class.read_spec(config, names[0])
+    if not isinstance(spec, ModelSpec):
+        raise ConfigError(f"{model_class.__name__}.read_spec returned {shown(spec)}", "a ModelSpec",
+                          "correct the class")
+    check_spec(config, spec)
+    return model_class, spec
 
 
 def _resolve_dtype(dtype: torch.dtype | str, spec: ModelSpec, device: torch.device) -> torch.dtype:

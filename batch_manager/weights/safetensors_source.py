@@ -38,9 +38,8 @@ class SafetensorsWeights:
     another model.
     """
 
-    def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype,
-                 deterministic: bool = False) -> None:
-        self.folder, self.device, self.dtype, self.deterministic = folder, device, dtype, deterministic
+    def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype) -> None:
+        self.folder, self.device, self.dtype = folder, device, dtype
         self.num_bytes = 0
         self._tensors: dict[str, _Tensor] = {}
         self._used: set[str] = set()
@@ -81,6 +80,9 @@ class SafetensorsWeights:
                                  "the two are one tensor when tie_word_embeddings is true",
                                  "set tie_word_embeddings to false, or leave the tensor out")
         self._used.add(name)
+
+    def count_copy(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
         """Close the files. Raises when a tensor was not asked for and its name matches no pattern of `harmless`."""

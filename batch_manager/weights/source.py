@@ -12,16 +12,12 @@ Shape = Sequence[int]
 
 
 class Weights(Protocol):
-    """Tensors by name, on one device and in one dtype.
+    """Tensors by name, all on one device and in one dtype.
 
-    num_bytes       of everything handed out, and of the copies that layers made of it for speed
-    deterministic   layers compute a row's bits from that row alone, whatever else is in the step
+    num_bytes   of everything handed out, and of the copies that layers made of it for speed
     """
 
-    device: torch.device
-    dtype: torch.dtype
     num_bytes: int
-    deterministic: bool
 
     def has(self, name: str) -> bool:
         """Whether the tensor exists: for names that differ from checkpoint to checkpoint."""
@@ -39,6 +35,10 @@ class Weights(Protocol):
         """Say that `name` is not asked for because it is `to`. Raises ModelLoadError when a file says otherwise."""
         ...
 
+    def count_copy(self, num_bytes: int) -> None:
+        """Add a copy that a layer keeps beside the tensor it was handed to `num_bytes`."""
+        ...
+
 
 class DummyWeights:
     """Seeded random weights of any shape: matrices normal with standard deviation 0.02, norms one, biases zero.
@@ -46,8 +46,8 @@ class DummyWeights:
     The values are a function of (seed, name, shape) on one kind of device, in any order of asking.
     """
 
-    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> None:
-        self.seed, self.device, self.dtype, self.deterministic = seed, device, dtype, deterministic
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.seed, self.device, self.dtype = seed, device, dtype
         self.num_bytes = 0
 
     def has(self, name: str) -> bool:
@@ -69,6 +69,9 @@ class DummyWeights:
 
     def tied(self, name: str, to: str) -> None:
         pass
+
+    def count_copy(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
 
     def _fill(self, name: str, rows: torch.Tensor) -> None:
         if rows.dim() == 1:

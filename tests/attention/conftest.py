@@ -1,6 +1,7 @@
 """Random packed steps over a random pool, and what the oracles make of them."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from batch_manager.triton_kernels.reference.paged_attention_context import paged
 from batch_manager.triton_kernels.reference.paged_attention_decode import paged_attention_decode
 from batch_manager.triton_kernels.reference.rope_kv_append import rope_kv_append
 
-from batch_manager.attention.interface import LayerAttention, PackedStep, RotaryTable
+from batch_manager.attention.interface import LayerAttention, PackedStep
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Layout:
         """size: leading entries of a head that are rotated; None: all."""
         size = self.head_size if size is None else size
         angles = torch.outer(torch.arange(positions).float(), 0.3 ** torch.arange(size // 2).float())
-        return RotaryTable(angles.cos(), angles.sin())
+        return SimpleNamespace(cos=angles.cos(), sin=angles.sin())
 
     def packed_qkv(self, num_tokens, seed=1):
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]

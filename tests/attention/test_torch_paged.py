@@ -1,9 +1,10 @@
 """The torch implementation against the oracles of the kernels, layer by layer, over a pool full of other numbers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from batch_manager.attention.interface import RotaryTable
 from batch_manager.attention.registry import make_attention
 from batch_manager.attention.torch_paged import TorchPagedAttention
 
@@ -95,7 +96,7 @@ def test_two_rotary_tables_in_one_step(layout, step_of, by_oracle):
     pool, expected_pool = shape.pool(64), shape.pool(64)
     attention = TorchPagedAttention(shape, pool)
     attention.plan(step)
-    for layer, rotary in enumerate([one, RotaryTable(one.sin, one.cos)]):
+    for layer, rotary in enumerate([one, SimpleNamespace(cos=one.sin, sin=one.cos)]):
         query, key, value = shape.packed_qkv(step.num_tokens)
         expected = by_oracle(shape, expected_pool, layer, step, query, key, value, rotary)
         torch.testing.assert_close(attention.run(layer, query, key, value, rotary), expected, atol=2e-5, rtol=2e-5)

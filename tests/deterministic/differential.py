@@ -25,6 +25,7 @@ from batch_manager import (
 )
 from batch_manager.build import build_loop
 from batch_manager.clock import SystemClock
+from batch_manager.layers.context import LayerContext
 from batch_manager.models.registry import find_model
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
@@ -84,7 +85,8 @@ def make_checkpoint(family: str, parent: Path) -> Path:
         architecture = config["architectures"][0]
         model_class, weights = find_model(architecture), _RecordedWeights()
         torch.manual_seed(0)
-        model_class(model_class.read_spec(Fields(config, "config.json"), architecture), weights)
+        context = LayerContext(device=torch.device("cpu"), dtype=torch.float32)
+        model_class(model_class.read_spec(Fields(config, "config.json"), architecture), weights, context)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
         save_file(weights.tensors, folder / "model.safetensors")

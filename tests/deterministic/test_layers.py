@@ -1,4 +1,4 @@
-"""Layers with deterministic weights: a row's bits beside any others, for shapes of all kinds."""
+"""Layers with a deterministic context: a row's bits beside any others, for shapes of all kinds."""
 
 import random
 
@@ -7,6 +7,7 @@ import torch
 from batch_manager.triton_kernels.cpu import deterministic_linear
 
 from batch_manager.errors import ConfigError
+from batch_manager.layers.context import LayerContext
 from batch_manager.layers.embedding import Head
 from batch_manager.layers.linear import Linear
 from batch_manager.layers.mlp import GatedMlp, Mlp
@@ -18,8 +19,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDS = 40
 
 
-def weights(dtype):
-    return DummyWeights(3, CPU, dtype, deterministic=True)
+def parts(dtype, deterministic=True):
+    """Weights and a context to make a layer of."""
+    return DummyWeights(3, CPU, dtype), LayerContext(device=CPU, dtype=dtype, deterministic=deterministic)
 
 
 def same_in_any_company(layer, size, dtype, seed, most=70):
@@ -35,12 +37,12 @@ def same_in_any_company(layer, size, dtype, seed, most=70):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "out"), [(33, 77), (64, 112), (576, 96), (1604, 60), (2048, 40)])
 def test_linear(dtype, size, out):
-    same_in_any_company(Linear(weights(dtype), ["a"], size, [out], bias=True), size, dtype, 1)
+    same_in_any_company(Linear(*parts(dtype), ["a"], size, [out], bias=True), size, dtype, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adding_to_the_residual(dtype):
-    layer = Linear(weights(dtype), ["a"], 1604, [60])
+    layer = Linear(*parts(dtype), ["a"], 1604, [60])
 
     def add(rows):
         return layer.add_to(rows[:, :60].clone(), rows)
@@ -50,30 +52,30 @@ def test_adding_to_the_residual(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_head(dtype):
-    same_in_any_company(Head(weights(dtype), "head", 1003, 96), 96, dtype, 3)
+    same_in_any_company(Head(*parts(dtype), "head", 1003, 96), 96, dtype, 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [33, 96, 576, 4099])
 @pytest.mark.parametrize("kind", [RmsNorm, LayerNorm])
 def test_norms(dtype, size, kind):
-    same_in_any_company(kind(weights(dtype), "norm", size, 1e-5), size, dtype, 4)
+    same_in_any_company(kind(*parts(dtype), "norm", size, 1e-5), size, dtype, 4)
 
 
 @pytest.mark.parametrize("kind", [RmsNorm, LayerNorm])
 def test_norms_leave_their_rows_alone_and_agree_with_the_normal_mode(kind):
     rows = torch.randn(5, 3, 40)[:, 1] if kind is LayerNorm else torch.randn(5, 3, 40)
     before = rows.clone()
-    normal = kind(DummyWeights(3, CPU, torch.float32), "norm", 40, 1e-5)
-    torch.testing.assert_close(kind(weights(torch.float32), "norm", 40, 1e-5)(rows), normal(rows), rtol=1e-5, atol=1e-6)
+    normal = kind(*parts(torch.float32, deterministic=False), "norm", 40, 1e-5)
+    torch.testing.assert_close(kind(*parts(torch.float32), "norm", 40, 1e-5)(rows), normal(rows), rtol=1e-5, atol=1e-6)
     assert torch.equal(rows, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "relu"])
 def test_feed_forward_networks(dtype, activation):
-    gated = GatedMlp(weights(dtype), "gated", 40, 101, activation)
-    plain = Mlp(weights(dtype), "expand", "project", 40, 101, activation)
+    gated = GatedMlp(*parts(dtype), "gated", 40, 101, activation)
+    plain = Mlp(*parts(dtype), "expand", "project", 40, 101, activation)
 
     def both(rows):
         return plain.add_to(gated.add_to(rows.clone(), rows), rows)
@@ -84,4 +86,4 @@ def test_feed_forward_networks(dtype, activation):
 def test_a_machine_whose_products_depend_on_a_rows_place_is_refused(monkeypatch):
     monkeypatch.setattr(deterministic_linear, "agreeing_sizes", lambda *operands, sizes: ())
     with pytest.raises(ConfigError, match="deterministic was asked for, and on this machine the product of 64 rows"):
-        Linear(weights(torch.float32), ["a"], 41, [43])(torch.zeros(1, 41))
+        Linear(*parts(torch.float32), ["a"], 41, [43])(torch.zeros(1, 41))

@@ -191,6 +191,7 @@ REFUSED = [
     ("LlamaForCausalLM", "per_layer_config", {"0": {"num_key_value_heads": 4}}),
     ("GPT2LMHeadModel", "per_layer_config", {"1": {}}),
     ("Qwen2ForCausalLM", "per_layer_config", []),
+    ("LlamaForCausalLM", "use_bidirectional_attention", True),
     ("LlamaForCausalLM", "model_type", 7),
     ("GPT2LMHeadModel", "num_attention_heads", 3.0),
     ("GPT2LMHeadModel", "hidden_size", 65),
@@ -245,6 +246,13 @@ def test_a_registered_architecture_is_used(spec_of, tmp_path, monkeypatch):
     register_model("MyForCausalLM", find_model("LlamaForCausalLM"))
     assert spec_of("MyForCausalLM").architecture == "MyForCausalLM"
     assert load_model(tmp_path, device="cpu", load_format="dummy").spec.num_layers == 4
+
+
+@pytest.mark.parametrize("understands", ["clip_qkv", (1,)])
+def test_a_class_that_does_not_name_fields_is_not_registered(understands):
+    model_class = type("Odd", (find_model("LlamaForCausalLM"),), {"understands": understands})
+    with pytest.raises(ConfigError, match="understands .*a tuple of names of fields"):
+        register_model("MyForCausalLM", model_class)
 
 
 def test_a_class_without_the_methods_of_a_model_is_not_registered():

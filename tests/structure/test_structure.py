@@ -57,7 +57,7 @@ FLOORS: dict[str, list[str]] = {
     "gpt_manager": ["clock", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager"],
     "extras": [*GROUND, "triton_kernels"],
-    "__init__": ["_version", *GROUND, *HOST, "models", "gpt_manager"],
+    "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "gpt_manager"],
 }
 
 # What comes from outside, apart from the standard library.

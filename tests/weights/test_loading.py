@@ -123,7 +123,7 @@ def test_deterministic_is_refused_for_a_class_that_does_not_promise_it(checkpoin
 
 def test_an_error_that_is_not_about_memory_is_not_called_one(checkpoint, monkeypatch):
     class Broken(find_model("LlamaForCausalLM")):
-        def __init__(self, spec, weights):
+        def __init__(self, spec, weights, context):
             raise RuntimeError("a bug of the class")
 
     monkeypatch.setitem(registry._models, "LlamaForCausalLM", Broken)

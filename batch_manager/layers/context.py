@@ -1,0 +1,41 @@
+"""What a layer is built for, beside the weights it takes."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerContext:
+    """What all layers of one loaded model have in common. A model hands it on to each layer it makes.
+
+    device          where the layers compute
+    dtype           of weights and hidden states
+    deterministic   a row's bits depend on that row alone, whatever else is in the step
+
+    The ports are three independent things of one class, `Linear` (with `Embedding` and `Head`, which split the
+    vocabulary). None is the plain case. What is not built in this version is refused by name.
+
+    split           how layers are divided among processes. `Linear(split=...)` says along which side a map divides; the
+                    port says how many processes there are, which one this is, and sums or gathers what they computed
+    weight_form     how a matrix is stored, and multiplied with; see weight_form.py. None: as its plain numbers, packed
+                    where the device multiplies a packed matrix faster
+    adapters        what low-rank adapters add to the outputs of a map; planned once for each step, as attention is
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    deterministic: bool = False
+    split: Any = None
+    weight_form: Any = None
+    adapters: Any = None
+
+    def __post_init__(self) -> None:
+        for port in fields(self)[3:]:
+            value = getattr(self, port.name)
+            if value is not None:
+                raise ConfigError(f"LayerContext.{port.name} is {value!r}", "None: it is not built in this version",
+                                  f"leave {port.name} out")
