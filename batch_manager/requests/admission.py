@@ -17,7 +17,6 @@ from ..config import Limits
 from ..errors import InvalidRequestError, RequestError, RequestTooLargeError
 from ..guard import ForeignCodeError, Guard
 from ..handover import LogitsPostProcessor, SlotSetup
-from ..names import SchedulerPolicy
 from ..sampling_config import (
     FLOAT32_MAX,
     INT32_MAX,
@@ -273,7 +272,7 @@ class Admission:
         self._refuse_what_is_not_built(looked, values, sampling.beam_width)
 
         prompt, scalars = values["input_ids"], looked.scalars
-        max_new_tokens, warnings = self._fit(looked, len(prompt), scalars["request_output_len"])
+        max_new_tokens, warnings = self._fit(len(prompt), scalars["request_output_len"])
         return_context_logits = scalars.get("return_context_logits", False)
         return_generation_logits = scalars.get("return_generation_logits", False)
         return_log_probs = scalars.get("return_log_probs", False)
@@ -410,7 +409,7 @@ class Admission:
                 raise InvalidRequestError(f"{name} asks for {NOT_BUILT[name]}", "this version cannot do that yet",
                                           f"leave {name} out")
 
-    def _fit(self, looked: _Looked, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
+    def _fit(self, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
         """The number of tokens that may be generated, and what there is to say about it.
 
         Raises for a request that would wait for ever.
@@ -421,20 +420,11 @@ class Admission:
             f"request_output_len was cut from {asked:,} to {max_new_tokens:,}: the prompt has {prompt_len:,} tokens, "
             f"and together they may have max_seq_len = {limits.max_seq_len:,}",)
 
-        if not limits.enable_chunked_context:
-            if prompt_len > limits.max_num_tokens:
-                raise InvalidRequestError(
-                    f"input_ids has {prompt_len:,} tokens and one step runs max_num_tokens = {limits.max_num_tokens:,}",
-                    "without chunked context a prompt must fit one step, so it would wait for ever",
-                    f"set enable_chunked_context, or raise max_num_tokens to {prompt_len:,}")
-            longest = prompt_len + max_new_tokens - 1
-            if (looked.is_streaming and limits.scheduler_policy is SchedulerPolicy.MAX_UTILIZATION
-                    and longest > limits.max_num_tokens):
-                raise InvalidRequestError(
-                    f"the request is streaming, may be paused with {longest:,} tokens, and one step runs "
-                    f"max_num_tokens = {limits.max_num_tokens:,}",
-                    "without chunked context it could not go on from there",
-                    f"set enable_chunked_context, use GUARANTEED_NO_EVICT, or raise max_num_tokens to {longest:,}")
+        if not limits.enable_chunked_context and prompt_len > limits.max_num_tokens:
+            raise InvalidRequestError(
+                f"input_ids has {prompt_len:,} tokens and one step runs max_num_tokens = {limits.max_num_tokens:,}",
+                "without chunked context a prompt must fit one step, so it would wait for ever",
+                f"set enable_chunked_context, or raise max_num_tokens to {prompt_len:,}")
 
         return max_new_tokens, warnings
 

@@ -75,9 +75,6 @@ ROWS = [
         "the request is streaming and beam_width is {value}"),
     Row("tokens of a prompt in one step", lambda n: {"input_ids": [1] * n}, (15, 16), (17,),
         "input_ids has {value} tokens and one step runs max_num_tokens = 16", {"max_num_tokens": 16}),
-    Row("tokens of a stream that may be paused", lambda n: {"input_ids": [1] * 10, "streaming": True,
-                                                            "request_output_len": n - 9}, (15, 16), (17,),
-        "may be paused with {value} tokens, and one step runs max_num_tokens = 16", {"max_num_tokens": 16}),
     Row("new tokens", tensor("request_output_len"), (1, 2, MOST_INT32 - 1, MOST_INT32), (0, -1, MOST_INT32 + 1),
         "request_output_len is {value}"),
     *(Row(name, tensor(name), (-1, 0, VOCAB - 1), (-2, VOCAB), f"{name} is {{value}}; it must be an integer in -1..99")

@@ -9,11 +9,13 @@ from batch_manager import (
     CapacityScheduler,
     ConfigError,
     ContextChunkingPolicy,
+    KvCacheConfig,
     RequestScheduler,
     SchedulerOutput,
     SchedulerPolicy,
 )
 from batch_manager.errors import InternalError
+from batch_manager.scheduling.policies import make_scheduler
 from batch_manager.stats.trace import Trace
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
@@ -73,6 +75,60 @@ def test_a_streamed_position_is_never_sent_again_after_a_pause(make_world, new_r
     for i in range(3):
         assert [len(response.tokens()) for response in world.client.responses[i]] == [1] * 12
         assert world.client.streamed(i) == world.expected([i] * 5, 12)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_that_was_paused_with_more_tokens_than_a_step_runs_goes_on_where_it_was(
+        make_world, new_request, seed, overlap):
+    """Without chunked context. It is computed again in whole blocks, and nothing is sent twice."""
+    draw, trace = random.Random(seed), Trace()
+    world = make_world(policy=MAX, backend={"num_blocks": 16, "tokens_per_block": 4}, max_num_tokens=10,
+                       enable_trt_overlap=overlap, parts={"trace": trace.append})
+    prompts = {i: [draw.randrange(1000) for _ in range(draw.randrange(1, 11))] for i in range(6)}
+    lengths = {i: draw.randrange(20, 45) for i in prompts}
+    world.client.pending = [new_request(i, prompt, lengths[i], streaming=i != 3) for i, prompt in prompts.items()]
+    world.run()
+    chunks = [chunk for iteration in trace.iterations for chunk in iteration.context]
+    assert all(size <= 10 for _, _, size in chunks) and sum(start + size > 10 for _, start, size in chunks) > 3
+    assert sum(len(iteration.paused) for iteration in trace.iterations) > 1
+    for i, prompt in prompts.items():
+        if i == 3:
+            assert world.client.final(i).tokens() == prompt + world.expected(prompt, lengths[i])
+        else:
+            assert world.client.streamed(i) == world.expected(prompt, lengths[i])
+            assert [len(response.tokens()) for response in world.client.responses[i]] == [1] * lengths[i]
+
+
+class PausesAtEveryLength(RequestScheduler):
+    """Pauses a generating request whenever it is longer than at its last pause and others run."""
+
+    def __init__(self, limits, kv_cache_manager):
+        self.scheduler, self.paused_at = make_scheduler(limits, kv_cache_manager), {}
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        plan = self.scheduler.schedule_request(active_requests, inflight_request_ids)
+        victims = [request for request in plan.generation_requests
+                   if request.num_tokens > self.paused_at.get(request.request_id, request.orig_prompt_len + 1)]
+        if len(victims) == len(plan.generation_requests) and not plan.context_requests:
+            victims = victims[1:]
+        self.paused_at.update((request.request_id, request.num_tokens) for request in victims)
+        generation = [request for request in plan.generation_requests if request not in victims]
+        return SchedulerOutput(plan.context_requests, generation, [*plan.paused_requests, *victims], plan.chunk_sizes)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_stream_may_be_paused_at_any_length(make_world, new_request, reuse):
+    world = make_world(policy=MAX, backend={"num_blocks": 60, "tokens_per_block": 4}, max_num_tokens=6,
+                       kv_cache_config=KvCacheConfig(enable_block_reuse=reuse),
+                       parts={"scheduler": PausesAtEveryLength})
+    prompts = {0: [7, 8], 1: [9], 2: [1, 2, 3, 4, 5]}
+    world.client.pending = [new_request(i, prompt, 30, streaming=True) for i, prompt in prompts.items()]
+    world.run()
+    assert sum(json.loads(record)["Paused Requests"] for record in world.client.stats) > 20
+    for i, prompt in prompts.items():
+        assert world.client.streamed(i) == world.expected(prompt, 30)
+        assert [len(response.tokens()) for response in world.client.responses[i]] == [1] * 30
 
 
 @pytest.mark.parametrize("policy", [MAX, GUARANTEED])

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from batch_manager import SchedulerPolicy
-
 from .engines import Engine
 from .items import BROKEN, NOBODY, STRANGER, Draw, fail_later, leave_alone
 from .values import BOOL, FLOAT, INT, LARGE, PYTHON, STRANGE, Value
@@ -297,11 +295,8 @@ class _Reading:
         engine, verdict = self.engine, self.verdict
         length = len(verdict.prompt)
         verdict.count = min(self.scalars["request_output_len"], engine.max_seq_len - length)
-        if not engine.enable_chunked_context and not engine.is_static:
-            pauses = engine.policy is SchedulerPolicy.MAX_UTILIZATION
-            if length > engine.max_num_tokens or (verdict.is_streaming and pauses and
-                                                  length + verdict.count - 1 > engine.max_num_tokens):
-                self.wrong("max_num_tokens")
+        if not engine.enable_chunked_context and not engine.is_static and length > engine.max_num_tokens:
+            self.wrong("max_num_tokens")
         if self.num_bytes > engine.max_request_bytes:
             self.wrong("bytes")
         verdict.is_clear = not 0.97 < self.num_bytes / engine.max_request_bytes <= 1

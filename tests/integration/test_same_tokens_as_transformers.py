@@ -64,12 +64,14 @@ def test_every_prompt_length_around_a_block_in_a_staggered_batch(
         kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=32 * 320))
 
 
-@pytest.mark.parametrize(("model_type", "chunked"), [(FUSED, False), (SPLIT, True)])
+@pytest.mark.parametrize(("model_type", "chunked", "max_num_tokens"), [
+    (FUSED, False, 128), (SPLIT, True, 128), (FUSED, False, 16)])
 def test_a_pool_so_small_that_requests_are_paused_again_and_again(
-        make_manager, new_client, new_request, reference, model_type, chunked):
+        make_manager, new_client, new_request, reference, model_type, chunked, max_num_tokens):
     prompts = prompts_of(reference.vocab_size, [5, 9, 7, 8, 3, 2, 1, 6], seed=1)
     records = run(make_manager, new_client, new_request, reference, prompts, lambda i: 60, policy=MAX,
-                  model_type=model_type, enable_chunked_context=chunked, max_num_tokens=128, max_batch_size=8,
+                  model_type=model_type, enable_chunked_context=chunked, max_num_tokens=max_num_tokens,
+                  max_batch_size=8,
                   kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=12 * 8), arrive_at_once=True)
     assert sum(record["Paused Requests"] for record in records) > len(prompts)    # a window gives some blocks back
     assert records[-1]["Max KV cache blocks"] == 12

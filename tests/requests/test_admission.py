@@ -490,13 +490,12 @@ def test_a_prompt_that_no_step_can_hold_is_refused_unless_it_may_be_chunked(admi
     admit(input_ids=[1] * 9, limits=few | {"enable_chunked_context": True})
 
 
-def test_a_streaming_request_that_could_not_go_on_after_a_pause_is_refused(admit, refusal):
-    few = {"max_num_tokens": 8}
-    admit(request_output_len=6, streaming=True, limits=few)
-    assert "may be paused with 9 tokens" in refusal(request_output_len=7, streaming=True, limits=few)
-    admit(request_output_len=7, limits=few)
-    admit(request_output_len=7, streaming=True, limits=few | {"scheduler_policy": SchedulerPolicy.GUARANTEED_NO_EVICT})
-    admit(request_output_len=7, streaming=True, limits=few | {"enable_chunked_context": True})
+@pytest.mark.parametrize("limits", [{}, {"scheduler_policy": SchedulerPolicy.GUARANTEED_NO_EVICT},
+                                    {"enable_chunked_context": True}])
+def test_a_request_may_outgrow_a_step_streaming_or_not(limits, admit):
+    for streaming in (False, True):
+        admitted = admit(request_output_len=40, streaming=streaming, limits={"max_num_tokens": 8} | limits)
+        assert admitted.request.max_new_tokens == 40 and admitted.warnings == ()
 
 
 def test_top_k_may_not_exceed_the_vocabulary_nor_1024(admit, refusal):

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from batch_manager.names import SchedulerPolicy
 from batch_manager.requests.inference_request import InferenceRequest
 
 from .history import Handed
@@ -82,7 +81,7 @@ class Requests:
             self._ask_for_beams(tensors, handed, width)
         if self._wishes.random() < traffic.words:
             self._ask_for_words(tensors, handed)
-        handed.must = self._refusal(len(prompt), output, width, handed.streams)
+        handed.must = self._refusal(len(prompt), output, width)
         return InferenceRequest(request_id, tensors, is_streaming=streams, **options), handed
 
     def _with_beams(self, prompt: int, output: int) -> tuple[int, int, int]:
@@ -137,7 +136,7 @@ class Requests:
                 words[-1][:-1] = prompt[-rng.randint(1, 3):]
         return words
 
-    def _refusal(self, prompt: int, output: int, width: int, streams: bool) -> str | None:
+    def _refusal(self, prompt: int, output: int, width: int) -> str | None:
         """The code a fair request has to be refused with, because it could never run; '' for none.
 
         None: what fits is a little less than what is needed without a window, or where beams keep blocks of their own
@@ -147,11 +146,8 @@ class Requests:
         total = min(prompt + output, swarm.max_seq_len)
         if width > swarm.max_num_tokens and not swarm.is_static:
             return "INVALID_REQUEST"
-        if swarm.chunking is None and not swarm.is_static:
-            if prompt > swarm.max_num_tokens:
-                return "INVALID_REQUEST"
-            if (streams and swarm.policy is SchedulerPolicy.MAX_UTILIZATION and total - 1 > swarm.max_num_tokens):
-                return "INVALID_REQUEST"
+        if swarm.chunking is None and not swarm.is_static and prompt > swarm.max_num_tokens:
+            return "INVALID_REQUEST"
         fewest, most = self._blocks(prompt, total - prompt, width)
         if most <= swarm.num_blocks:
             return ""
