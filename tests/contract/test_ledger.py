@@ -3,6 +3,7 @@
 import pytest
 
 from batch_manager import FinishReason, InferenceRequest, SchedulerPolicy
+from batch_manager.errors import InternalError
 
 POLICIES = [SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT]
 
@@ -166,3 +167,13 @@ def test_c13_what_a_request_gets_depends_on_the_request_and_its_seed_only(make_w
     crowd.run()
     for name in ("output_ids", "output_log_probs"):
         assert (crowd.client.final(1).tensors[name] == alone.client.final(1).tensors[name]).all()
+
+
+def test_c1_a_second_final_is_a_bug_that_is_noticed_before_it_is_sent(make_world, new_request):
+    world = make_world()
+    world.client.pending = [new_request(1, [1], 2)]
+    world.run()
+    num_sent = world.loop.unanswered.num_sent
+    with pytest.raises(InternalError, match="request 1 was to have a second final"):
+        world.loop.callbacks.send_final(1, [])
+    assert len(world.client.finals(1)) == 1 and world.loop.unanswered.num_sent == num_sent
