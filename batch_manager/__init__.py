@@ -15,6 +15,8 @@ _PUBLIC = {
     "GptManager": "gpt_manager",
     "InferenceRequest": "requests.inference_request",
     "NamedTensor": "requests.inference_request",
+    "KvCacheRetentionConfig": "requests.retention",
+    "TokenRangeRetentionConfig": "requests.retention",
     "Parts": "config",
     "TrtGptModelOptionalParams": "config",
     "KvCacheConfig": "config",
@@ -127,6 +129,7 @@ if TYPE_CHECKING:
     from .names import ContextChunkingPolicy, ErrorCode, FinishReason, LlmRequestState, SchedulerPolicy, TrtGptModelType
     from .requests.inference_request import InferenceRequest, NamedTensor
     from .requests.llm_request import LlmRequest
+    from .requests.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
     from .sampling_config import SamplingConfig
     from .scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
     from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler, SchedulerOutput

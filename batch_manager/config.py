@@ -31,6 +31,7 @@ class KvCacheConfig:
     free_gpu_memory_fraction   share of the memory free after the weights are loaded, 0 < x <= 1; on a CPU of the free
                                host memory, and there the default pool is at most 2 GiB
     enable_block_reuse         prompts begin behind what is cached of the prompts and texts before them
+    enable_partial_reuse       also the cached beginning of a block, which is copied while others use it
     tokens_per_block           power of two; a context chunk that is not the last is a multiple of it
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
     """
@@ -42,6 +43,7 @@ class KvCacheConfig:
     enable_block_reuse: bool = False
     tokens_per_block: int = 64
     host_cache_size: int = 0
+    enable_partial_reuse: bool = True
 
     def __post_init__(self) -> None:
         _require_count("KvCacheConfig.max_tokens", self.max_tokens, optional=True)
@@ -49,6 +51,7 @@ class KvCacheConfig:
         _require_count("KvCacheConfig.sink_token_length", self.sink_token_length, minimum=0, maximum=MAX_POSITION)
         _require_count("KvCacheConfig.host_cache_size", self.host_cache_size, minimum=0)
         _require_flag("KvCacheConfig.enable_block_reuse", self.enable_block_reuse)
+        _require_flag("KvCacheConfig.enable_partial_reuse", self.enable_partial_reuse)
         fraction = self.free_gpu_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise ConfigError(f"KvCacheConfig.free_gpu_memory_fraction is {fraction!r}", "it must be in (0, 1]",

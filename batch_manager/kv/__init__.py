@@ -24,6 +24,5 @@ Numbers of blocks. An exact number is what a claim takes or a sequence holds. A 
     Estimates.*                                estimates             estimate  TensorRT-LLM's numbers: records and
                                                                                custom schedulers, never the loop
 
-Serving records and custom schedulers only: Estimates, the constructor's temporary_attention_window (its estimates read
-it), scheduling's MaxRequestsScheduler and force_chunk.
+Serving records and custom schedulers only: Estimates, and the temporary_attention_window that they read.
 """

@@ -1,21 +1,31 @@
 """From what a request asks about keeping its tokens to priorities of blocks."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
-from ..requests.llm_request import LlmRequest, Retention, RetentionRange
+from ..requests.llm_request import LlmRequest
+from ..requests.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from .block_needs import ceil_div
 from .block_pool import BlockPool
 from .eviction import DEFAULT_PRIORITY
 
 
-def ranges_of_blocks(retention: Retention, tokens_per_block: int, seq_len: int) -> list[RetentionRange | None]:
+def ranges_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int,
+                     seq_len: int) -> list[TokenRangeRetentionConfig | None]:
     """Per block the range that contains its first token, None where there is none."""
-    starts = range(0, ceil_div(seq_len, tokens_per_block) * tokens_per_block, tokens_per_block)
-    return [next((part for part in retention.ranges if part.start <= start and (part.end is None or start < part.end)),
-                 None) for start in starts]
+    ranges = retention.token_range_retention_configs
+    starts = [part.token_start for part in ranges]
+    found = []
+    for first_token in range(0, ceil_div(seq_len, tokens_per_block) * tokens_per_block, tokens_per_block):
+        place = bisect_right(starts, first_token) - 1
+        part = ranges[place] if place >= 0 else None
+        if part is not None and part.token_end is not None and part.token_end <= first_token:
+            part = None
+        found.append(part)
+    return found
 
 
-def priorities_of_blocks(retention: Retention, tokens_per_block: int, seq_len: int) -> list[int | None]:
+def priorities_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int, seq_len: int) -> list[int | None]:
     """Per block its priority, None where the request does not say."""
     return [None if part is None else part.priority for part in ranges_of_blocks(retention, tokens_per_block, seq_len)]
 
@@ -34,7 +44,7 @@ def retain_prompt(pool: BlockPool, request: LlmRequest, block_ids: Sequence[int]
     parts += [parts[-1]] * (len(block_ids) - len(parts))       # the last block of each beam
     for place, (block_id, part) in enumerate(zip(block_ids, parts, strict=True)):
         if part is not None:
-            pool.set_priority(block_id, part.priority, part.duration_s)
+            pool.set_priority(block_id, part.priority, _seconds(part.duration_ms))
         elif place >= found:
             pool.set_priority(block_id, DEFAULT_PRIORITY)
 
@@ -45,4 +55,8 @@ def retain_generated(pool: BlockPool, request: LlmRequest, block_id: int) -> Non
     if retention is None:
         pool.set_priority(block_id, DEFAULT_PRIORITY)
     else:
-        pool.set_priority(block_id, retention.decode_priority, retention.decode_duration_s)
+        pool.set_priority(block_id, retention.decode_retention_priority, _seconds(retention.decode_duration_ms))
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

@@ -42,6 +42,7 @@ from .llm_request import LlmRequest
 from .prompt_table import PromptTable
 from .reading import MAX_WORD_LIST_SIZE, Bound, Given, floats, ids, integers, look, scalar, words
 from .response import ResponseOptions
+from .retention import KvCacheRetentionConfig, copied_retention
 
 # What is documented and checked but does not run yet, and what it would be. A value other than the neutral one is
 # refused by name, and only `draft_input_ids` has one: no tokens. Building a feature means deleting its rows.
@@ -80,6 +81,7 @@ _POSITIVE = Range(1, INT32_MAX, whole=True)
 _TASK_ID = Range(0, UINT64_MAX, whole=True)
 _DEADLINE_RANGE = Range(0, FLOAT32_MAX, above_low=True)
 _LORA_NUMBER = Range(0, INT32_MAX, whole=True)
+_EXTRA_ID = Range(0, 2**63 - 1, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class _Looked:
     priority: float = 0.5
     deadline_s: float | None = None
     cache_salt: str | bytes | None = None
+    retention: KvCacheRetentionConfig | None = None
     logits_post_processor: Callable[..., Any] | str | None = None
 
 
@@ -150,6 +153,7 @@ class Admission:
         table = (max_request_bytes, f"a request may have max_request_bytes = {max_request_bytes:,}")
         self._max_sizes: dict[str, tuple[int, str]] = {
             "input_ids": prompt,
+            "input_token_extra_ids": prompt,
             "draft_input_ids": prompt,
             "bad_words_list": word_list,
             "stop_words_list": word_list,
@@ -228,6 +232,7 @@ class Admission:
             raise InvalidRequestError("cache_salt is not usable",
                                       f"it must be None, or a str or bytes of at most {MAX_CACHE_SALT:,}",
                                       "pass a digest of what you have")
+        looked.retention = copied_retention(item.kv_cache_retention_config)
         looked.logits_post_processor = self._post_processor_of(item)
         return looked
 
@@ -286,6 +291,8 @@ class Admission:
             request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
             draft_len=len(values.get("draft_input_ids", ())), lora_task_id=scalars.get("lora_task_id"),
             priority=float(looked.priority),
+            token_extra_ids=values.get("input_token_extra_ids"),
+            retention=looked.retention,
             batch_key=_batch_key(looked, sampling) if self.static_batching else None,
             # Logits come from computing, so nothing of the prompt may be found in the KV cache: it gets a salt that
             # nobody else has. No other one is an integer.
@@ -376,6 +383,8 @@ class Admission:
                 values[name] = words(given, vocab)
             elif name == "lora_config":
                 values[name] = integers(given, _LORA_NUMBER)
+            elif name == "input_token_extra_ids":
+                values[name] = integers(given, _EXTRA_ID).tolist()
             elif name != "input_ids":
                 values[name] = floats(given)
         return values

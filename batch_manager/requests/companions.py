@@ -23,6 +23,10 @@ def check_companions(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int,
         raise InvalidRequestError(f"embedding_bias has {shapes['embedding_bias'][0]:,} elements",
                                   f"there must be one for each id of the vocabulary of {vocab:,}", "pad it with zeros")
 
+    if "input_token_extra_ids" in shapes:
+        _require_equal("elements of input_token_extra_ids", shapes["input_token_extra_ids"][0],
+                       "one for each token of input_ids", len(values["input_ids"]))
+
     _require_both("prompt_embedding_table", "prompt_vocab_size", shapes.keys() | scalars.keys())
     if "prompt_embedding_table" in shapes:
         rows, columns = shapes["prompt_embedding_table"]

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import InvalidRequestError, type_name
 from ..sampling_config import PARAMETERS, UINT64_MAX, shown
+from .retention import KvCacheRetentionConfig
 
 
 class NamedTensor:
@@ -86,6 +87,7 @@ def _sampling_specs() -> list[TensorSpec]:
 # wire name -> what it may hold. The properties of InferenceRequest are made from this table, and admission walks it.
 TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
     TensorSpec("input_ids", Content.INTEGER, Shape.ROW),
+    TensorSpec("input_token_extra_ids", Content.INTEGER, Shape.ROW),
     TensorSpec("request_output_len", Content.INTEGER, Shape.SCALAR, aliases=("max_new_tokens",)),
     TensorSpec("input_lengths", Content.INTEGER, Shape.SCALAR),         # obsolete: accepted and not looked at
     TensorSpec("end_id", Content.INTEGER, Shape.SCALAR, -1),
@@ -126,6 +128,7 @@ class InferenceRequest:
     priority                0..1, a larger one goes first
     deadline_s              seconds from admission until the request is ended as timed out; None: never
     cache_salt              reuse of cached prefixes stays among requests with the same salt
+    kv_cache_retention_config   how long what the request leaves in the KV cache should be kept; None: as long as others
 
     Only the id and the names are checked here: the values belong to the user until the request is handed over, and
     are copied and checked then. A subclass may add attributes of its own if it declares them in its class body.
@@ -134,11 +137,12 @@ class InferenceRequest:
     """
 
     __slots__ = ("_request_id", "_tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s",
-                 "cache_salt", "__weakref__")
+                 "cache_salt", "kv_cache_retention_config", "__weakref__")
 
     def __init__(self, request_id: int, tensors: Mapping[str, Any] | None = None, *, is_streaming: bool = False,
                  logits_post_processor: Callable[..., Any] | str | None = None, priority: float = 0.5,
-                 deadline_s: float | None = None, cache_salt: str | bytes | None = None) -> None:
+                 deadline_s: float | None = None, cache_salt: str | bytes | None = None,
+                 kv_cache_retention_config: KvCacheRetentionConfig | None = None) -> None:
         self._request_id = checked_request_id(request_id)
         self._tensors = {} if tensors is None else _named(tensors)
         self.is_streaming = is_streaming
@@ -146,6 +150,7 @@ class InferenceRequest:
         self.priority = priority
         self.deadline_s = deadline_s
         self.cache_salt = cache_salt
+        self.kv_cache_retention_config = kv_cache_retention_config
 
     # Read by C: an exception that another thread raises cannot be mistaken for one that reading the id raised.
     request_id = property(attrgetter("_request_id"))

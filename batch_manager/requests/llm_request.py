@@ -9,59 +9,12 @@ Blocks, sampling state, timing and what was already sent are kept elsewhere, by 
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
-from ..errors import InvalidRequestError
 from ..names import LlmRequestState
+from .retention import KvCacheRetentionConfig
 
 _GENERATING = (LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE)
 NO_SLOT = -1
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionRange:
-    """How long what a part of the prompt left in the KV cache should be kept.
-
-    start, end   tokens of the prompt, end exclusive; None: to its end
-    priority     0..100, low ones are overwritten first
-    duration_s   seconds after the request ended for which the priority holds; None: for ever
-    """
-
-    start: int
-    end: int | None
-    priority: int
-    duration_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Retention of the prompt, by ranges that do not overlap, and of the generated tokens.
-
-    Raises InvalidRequestError.
-    """
-
-    ranges: tuple[RetentionRange, ...] = ()
-    decode_priority: int = 35
-    decode_duration_s: float | None = None
-
-    def __post_init__(self) -> None:
-        end: int | None = 0
-        for part in sorted(self.ranges, key=lambda part: part.start):
-            if end is None or part.start < end:
-                raise InvalidRequestError(f"the retention range from token {part.start} overlaps the one before it",
-                                          "only the last range may be open, and none may overlap", "cut one of the two")
-            end = part.end
-            if end is not None and end <= part.start:
-                raise InvalidRequestError(f"the retention range {part.start}..{end} is empty",
-                                          "a range ends behind its start", "leave it out")
-        durations = [part.duration_s for part in self.ranges] + [self.decode_duration_s]
-        if any(duration is not None and not duration >= 0 for duration in durations):
-            raise InvalidRequestError("a retention duration is negative or no number", "seconds, 0 or more",
-                                      "None keeps the priority for good")
-        for priority in [part.priority for part in self.ranges] + [self.decode_priority]:
-            if not 0 <= priority <= 100:
-                raise InvalidRequestError(f"a retention priority is {priority}", "it must be in 0..100",
-                                          "35 is the default")
 
 
 class LlmRequest:
@@ -91,7 +44,7 @@ class LlmRequest:
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
                  draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5,
                  batch_key: Hashable = None, cache_salt: Hashable = None,
-                 token_extra_ids: Sequence[int] | None = None, retention: Retention | None = None) -> None:
+                 token_extra_ids: Sequence[int] | None = None, retention: KvCacheRetentionConfig | None = None) -> None:
         assert prompt and max_new_tokens >= 1 and beam_width >= 1
         self.request_id = request_id
         self.tokens = [list(prompt) for _ in range(beam_width)]

@@ -298,7 +298,7 @@ def _levels(value: object) -> int:
 
 def _int64(spec: TensorSpec, rows: list[tuple]) -> np.ndarray:
     try:
-        return np.array(rows, np.int64).reshape(len(rows), len(rows[0]) if rows else 0)    # of no rows, too
+        return np.array(rows, np.int64)
     except OverflowError:
         raise InvalidRequestError(f"{spec.name} holds an integer of more than 64 bits", "tokens and offsets are int32",
                                   f"correct {spec.name}") from None

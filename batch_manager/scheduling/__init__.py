@@ -4,4 +4,6 @@ Owns     the policies: which requests get blocks, which of them get into the ste
 Not      blocks and requests themselves: a scheduler reads them, spends from a ledger and returns lists
 Yours    a policy of your own is a CapacityScheduler in capacity.py's style; one that decides everything itself is a
          RequestScheduler; policies.py maps names to objects
+
+MaxRequestsScheduler and force_chunk serve conformance records and schedulers of a user's own; no option chooses them.
 """

@@ -17,7 +17,12 @@ from batch_manager.kv.prefix_index import BlockKey, Domain, PrefixIndex
 from batch_manager.kv.retention import priorities_of_blocks
 from batch_manager.loop.active_requests import ActiveRequests
 from batch_manager.names import LlmRequestState, SchedulerPolicy
-from batch_manager.requests.llm_request import LlmRequest, Retention, RetentionRange
+from batch_manager.requests.llm_request import LlmRequest
+from batch_manager.requests.retention import (
+    DEFAULT_RETENTION_PRIORITY,
+    KvCacheRetentionConfig,
+    TokenRangeRetentionConfig,
+)
 from batch_manager.scheduling.capacity import (
     GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
@@ -65,15 +70,16 @@ def make_request(record: dict) -> LlmRequest:
     return request
 
 
-def make_retention(record: dict | None) -> Retention | None:
+def make_retention(record: dict | None) -> KvCacheRetentionConfig | None:
     if record is None:
         return None
-    return Retention(make_ranges(record["ranges"]), record.get("decode_priority", Retention().decode_priority),
-                     seconds(record.get("decode_duration", record.get("decode_duration_ms"))))
+    return KvCacheRetentionConfig(
+        make_ranges(record["ranges"]), record.get("decode_priority", DEFAULT_RETENTION_PRIORITY),
+        milliseconds(record.get("decode_duration", record.get("decode_duration_ms"))))
 
 
-def make_ranges(ranges: list[list]) -> tuple[RetentionRange, ...]:
-    return tuple(RetentionRange(start, end, priority, seconds(duration[0] if duration else None))
+def make_ranges(ranges: list[list]) -> tuple[TokenRangeRetentionConfig, ...]:
+    return tuple(TokenRangeRetentionConfig(start, end, priority, milliseconds(duration[0] if duration else None))
                  for start, end, priority, *duration in ranges)
 
 
@@ -82,9 +88,14 @@ def seconds(milliseconds: float | None) -> float | None:
     return milliseconds
 
 
+def milliseconds(duration: int | None) -> int | None:
+    """What a request says where a record's millisecond lasts a second."""
+    return None if duration is None else 1000 * duration
+
+
 def retention_map(ranges: list[list], tokens_per_block: int | None = None, seq_len: int | None = None) -> dict:
     try:
-        retention = Retention(make_ranges(ranges))
+        retention = KvCacheRetentionConfig(make_ranges(ranges))
     except InvalidRequestError:
         return {"error": True}
     if tokens_per_block is None or seq_len is None:

@@ -37,6 +37,7 @@ def draw(number: int, engine: Engine) -> Draw:
         _large(random, drawn, engine)
     else:
         _tensors(random, drawn, engine)
+        _extra_ids(Random(f"extra ids {number}"), drawn.tensors)
         add_options(random, drawn)
     build(random, drawn)
     if drawn.item is not None and 0.03 <= chance < 0.05:
@@ -64,6 +65,17 @@ def _tensors(random: Random, drawn: Draw, engine: Engine) -> None:
                     _put(random, tensors, name, engine)
     if "draft_logits" in tensors and random.random() < 0.5:
         _put(random, tensors, "draft_input_ids", engine)
+
+
+def _extra_ids(random: Random, tensors: dict) -> None:
+    """For one request in ten: one for each token of the prompt, mostly."""
+    if random.random() < 0.1:
+        prompt = tensors["input_ids"].plain if "input_ids" in tensors else []
+        length = len(prompt) if isinstance(prompt, list) and random.random() < 0.8 else random.randrange(4)
+        tensors["input_token_extra_ids"] = of_list(random, [random.choice((0, 0, 7, 2**40)) for _ in range(length)])
+        if random.random() < 0.2:
+            tensors["input_token_extra_ids"] = _one_changed(random, tensors["input_token_extra_ids"],
+                                                            random.choice(INTEGERS))
 
 
 def _put(random: Random, tensors: dict, name: str, engine: Engine) -> None:

@@ -24,7 +24,7 @@ SCALARS: dict[str, tuple[type, float, float]] = {       # lowest and highest; of
     "beam_search_diversity_rate": (float, 0, FLOAT32), "repetition_penalty": (float, 5e-324, FLOAT32),
     "presence_penalty": (float, -FLOAT32, FLOAT32), "frequency_penalty": (float, -FLOAT32, FLOAT32),
 }
-ROWS = ("input_ids", "embedding_bias", "draft_input_ids")
+ROWS = ("input_ids", "embedding_bias", "draft_input_ids", "input_token_extra_ids")
 WORDS = ("bad_words_list", "stop_words_list")
 TABLES = ("prompt_embedding_table", "lora_weights", "lora_config", "draft_logits")
 KNOWN = {*FLAGS, *SCALARS, *ROWS, *WORDS, *TABLES, "input_lengths"}
@@ -219,6 +219,10 @@ class _Reading:
                                         and all(0 <= token < engine.vocab_size + virtual for token in ids)):
                 self.wrong("input_ids")
             verdict.prompt = list(ids or ())
+        if "input_token_extra_ids" in self.tensors:
+            extra = self.row("input_token_extra_ids", int)
+            if extra is not None and not (len(extra) == len(verdict.prompt) and all(0 <= one < 2**63 for one in extra)):
+                self.wrong("input_token_extra_ids", "input_ids")
         if "draft_input_ids" in self.tensors:
             ids = self.row("draft_input_ids", int)
             if ids != []:                                          # drafts are not built

@@ -51,7 +51,8 @@ CRAFTED = {
     "return_generation_logits": ({}, True),
     "streaming": ({}, True),
 }
-NO_EFFECT = {"input_lengths": "obsolete: accepted and not looked at"}
+NO_EFFECT = {"input_lengths": "obsolete: accepted and not looked at",
+             "input_token_extra_ids": "keeps prompts apart in the cache, which changes no output: see test_reuse.py"}
 # Means something only beside another tensor; where that one is refused, its name is in the text.
 COMPANION = {"prompt_vocab_size": "prompt_embedding_table", "prompt_embedding_table": "prompt_vocab_size",
              "lora_config": "lora_weights", "lora_weights": "lora_config", "draft_logits": "draft_input_ids",

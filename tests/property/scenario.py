@@ -14,7 +14,7 @@ class RequestPlan:
     fails_at     its step of this number yields garbage; None: none does
     stops_at     iteration it is stopped in, when it is still there then
     ends_at      generated tokens after which it ends by itself
-    retention    ((start, end, priority, seconds) ..., decode priority, decode seconds)
+    retention    ((start, end, priority, milliseconds) ..., decode priority, decode milliseconds)
     """
 
     arrival: int
@@ -142,8 +142,8 @@ def _random_request(draw: random.Random, options: Options, texts: list[tuple[int
 def _random_retention(draw: random.Random, prompt_len: int) -> tuple:
     middle = draw.randint(1, prompt_len)
 
-    def lasting() -> tuple[int, float | None]:
-        return draw.choice([0, 10, 30, 35, 80, 100]), draw.choice([None, 0.0, 3.0, 20.0])
+    def lasting() -> tuple[int, int | None]:
+        return draw.choice([0, 10, 30, 35, 80, 100]), draw.choice([None, 0, 3000, 20000])
 
     ranges = [(0, middle, *lasting())]
     if draw.random() < 0.5:

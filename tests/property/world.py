@@ -17,7 +17,8 @@ from batch_manager.kv.peft_cache_manager import PeftCacheManager
 from batch_manager.kv.window import AttentionWindow
 from batch_manager.loop.active_requests import ActiveRequests
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy
-from batch_manager.requests.llm_request import LlmRequest, Retention, RetentionRange
+from batch_manager.requests.llm_request import LlmRequest
+from batch_manager.requests.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from batch_manager.scheduling.capacity import (
     GuaranteedNoEvictScheduler,
     MaxUtilizationScheduler,
@@ -415,11 +416,11 @@ def make_limits(scenario: Scenario, num_blocks: int) -> Limits:
         scheduler_policy=SchedulerPolicy.MAX_UTILIZATION)
 
 
-def make_retention(plan: tuple | None) -> Retention | None:
+def make_retention(plan: tuple | None) -> KvCacheRetentionConfig | None:
     if plan is None:
         return None
-    ranges, priority, seconds = plan
-    return Retention(tuple(RetentionRange(*one) for one in ranges), priority, seconds)
+    ranges, priority, duration = plan
+    return KvCacheRetentionConfig([TokenRangeRetentionConfig(*one) for one in ranges], priority, duration)
 
 
 def most_drafts(scenario: Scenario) -> int:

@@ -15,6 +15,7 @@ NAN, INF = float("nan"), float("inf")
 # For each tensor: values other than the neutral one that are valid, and companions they need.
 VALID = {
     "input_ids": [[1], [[1, 2]], (1, 2), np.array([1, 2]), np.array([[99, 0]], np.uint8)],
+    "input_token_extra_ids": [[0, 0, 7], np.array([[0, 0, 0]]), np.array([1, 2, 2**63 - 1], np.uint64)],
     "request_output_len": [1, [2], [[3]], np.array(4), np.array([[8]], np.int32), np.uint64(6), 2**31 - 1],
     "input_lengths": [3, "anything, nobody looks"],
     "end_id": [0, 99, [2]],
@@ -91,7 +92,7 @@ def wrong_values(name):
 
 def admitted_fields(admitted):
     return (admitted.request.tokens, admitted.request.max_new_tokens, admitted.setup, admitted.response,
-            admitted.prompt_table is None)
+            admitted.prompt_table is None, admitted.request.token_extra_ids)
 
 
 @pytest.mark.parametrize("name", TENSORS)
