@@ -68,6 +68,7 @@ def build_loop(
         limits = resolve_limits(optional_params, info, max_beam_width, scheduler_policy)
         if static_batch:    # a padded step is bounded by its sequences
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
+        limits = replace(limits, runs_ahead=runs_ahead(optional_params, info, parts, static_batch))
         kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
         callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
                                      return_batch_manager_stats_cb, guard)
@@ -96,7 +97,6 @@ def build_loop(
             heartbeat=guard.heartbeat.beat,
             flush_stats_when_idle=optional_params.flush_stats_when_idle,
             trace=parts.trace,
-            window_depth=limits.num_micro_batches,
             static_batch=StaticBatch(limits.max_seq_len) if static_batch else None)
     except BaseException:
         backend.close()
@@ -105,6 +105,21 @@ def build_loop(
              "time, %d tokens a step", model_type.name, info.device, info.dtype, info.dispatch, info.num_blocks,
              info.tokens_per_block, limits.max_batch_size, limits.max_seq_len, limits.max_num_tokens)
     return loop
+
+
+def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Parts, static_batch: bool) -> bool:
+    """Whether steps are launched before the last one was read. Raises ConfigError where that is asked for in vain."""
+    reason = way_out = None
+    if static_batch:
+        reason, way_out = "TrtGptModelType.V1 runs one static batch in lockstep", "use InflightFusedBatching"
+    elif parts.scheduler is not None and getattr(parts.scheduler, "plans_by_lengths", False) is not True:
+        reason = "a scheduler of your own sees tokens that are one step old then"
+        way_out = "set plans_by_lengths = True on it if it does not look at tokens"
+    if params.run_ahead is None:
+        return reason is None and info.is_asynchronous and not params.enable_trt_overlap
+    if params.run_ahead and reason is not None:
+        raise ConfigError("run_ahead was asked for", reason, f"leave run_ahead out, or {way_out}")
+    return params.run_ahead
 
 
 def refuse_what_static_batching_is_not(params: TrtGptModelOptionalParams, parts: Parts) -> None:
@@ -146,20 +161,20 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
         window, sinks = None, 0
     if sinks:
         kv = without_block_reuse(kv, "with sink tokens every prompt is computed whole")
-    if not hasattr(backend, "copy_blocks"):
+    if not info.copies_blocks:
         for asked_for, fact, without in (
                 (kv.enable_block_reuse, "enable_block_reuse is set", "leave enable_block_reuse out"),
                 (limits.max_beam_width > 1, f"max_beam_width is {limits.max_beam_width}", "set max_beam_width to 1")):
             if asked_for:
-                raise ConfigError(fact, f"a {type(backend).__name__} has no copy_blocks",
-                                  f"give it one, see ModelBackend, or {without}")
+                raise ConfigError(fact, f"a {type(backend).__name__} does not copy blocks, says its BackendInfo",
+                                  f"let it carry out BlockCopy and say copies_blocks=True, or {without}")
     if kv.host_cache_size and not info.host_blocks:
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
                           "construct it with some and say so in its BackendInfo, or leave host_cache_size out")
     return KvCacheManager(
         limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, max_beam_width=limits.max_beam_width,
-        window=window, sink_token_length=sinks, enable_block_reuse=kv.enable_block_reuse,
-        enable_partial_reuse=kv.enable_partial_reuse,
+        window=window, sink_token_length=sinks, unread_steps=limits.window_depth - limits.num_micro_batches,
+        enable_block_reuse=kv.enable_block_reuse, enable_partial_reuse=kv.enable_partial_reuse,
         host_blocks=info.host_blocks if kv.host_cache_size else 0, now=clock.monotonic)
 
 

@@ -72,6 +72,12 @@ class TrtGptModelOptionalParams:
     """Everything about the engine that has a default.
 
     enable_trt_overlap          two micro-batches of disjoint requests, one computing while the other is planned
+    run_ahead                   launch the next step before the tokens of the last one were read, so that the device
+                                does not wait for the host; None: where the backend's `start` returns before its step is
+                                done, and nothing rules it out. Requests get the same tokens either way. Requests with
+                                beams or a logits post-processor run in every second step then. Refused with
+                                enable_trt_overlap, with TrtGptModelType.V1, and with a Parts.scheduler that does not
+                                say `plans_by_lengths = True`
     enable_chunked_context      a prompt may be computed in chunks over several iterations
     context_chunking_policy     who gets the token budget when it does not hold all waiting prompts
     normalize_log_probs         either way log-probabilities are those of the whole vocabulary, after penalties and
@@ -106,6 +112,7 @@ class TrtGptModelOptionalParams:
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
     enable_trt_overlap: bool = False
+    run_ahead: bool | None = None
     enable_chunked_context: bool = False
     context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     normalize_log_probs: bool = True
@@ -137,8 +144,13 @@ class TrtGptModelOptionalParams:
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
                      "gather_generation_logits", "deterministic", "flush_stats_when_idle"):
             _require_flag(name, getattr(self, name))
-        if self.cuda_graphs is not None:
-            _require_flag("cuda_graphs", self.cuda_graphs)
+        for name in ("cuda_graphs", "run_ahead"):
+            if getattr(self, name) is not None:
+                _require_flag(name, getattr(self, name))
+        if self.run_ahead and self.enable_trt_overlap:
+            raise ConfigError("run_ahead and enable_trt_overlap are both set",
+                              "with overlapped micro-batches the steps in flight are of disjoint requests",
+                              "leave one of them out")
         if not isinstance(self.context_chunking_policy, ContextChunkingPolicy):
             raise ConfigError(f"context_chunking_policy is {self.context_chunking_policy!r}",
                               "a member of ContextChunkingPolicy", "FIRST_COME_FIRST_SERVED is the default")
@@ -215,6 +227,7 @@ class Limits:
     max_beam_width        largest beam width of a request
     max_num_requests      requests the capacity scheduler may take in one iteration
     num_micro_batches     steps in flight at a time, of disjoint requests
+    runs_ahead            a request may be in two successive steps in flight; num_micro_batches is 1 then
     max_num_sequences     requests active at a time (of no meaning when unbounded)
     unbounded_sequences   as many active requests as the get callback hands over
     vocab_size            of the model
@@ -237,6 +250,12 @@ class Limits:
     scheduler_policy: SchedulerPolicy
     num_micro_batches: int = 1
     hidden_size: int = 0
+    runs_ahead: bool = False
+
+    @property
+    def window_depth(self) -> int:
+        """Steps in flight at a time."""
+        return 2 if self.runs_ahead else self.num_micro_batches
 
 
 def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_beam_width: int,

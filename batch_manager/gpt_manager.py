@@ -175,7 +175,7 @@ class GptManager:
             "failure": "" if loop.failure is None else loop.failure.response_text(),
             "active_requests": alive - queued,
             "queued_requests": queued,
-            "iterations": loop.reporter.iteration,
+            "iterations": loop.iteration,
             "final_responses": loop.finals.num_sent,
             "errors": {code.value: count for code, count in loop.finals.errors.copy().items()},
             "callback_failures": dict(loop.callbacks.failures),

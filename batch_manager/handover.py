@@ -106,9 +106,11 @@ class ContextWork:
                     has a place among the others and an embedding of its own
     start           tokens of this sequence already in the KV cache = position of token_ids[0]; more than 0 also in a
                     first chunk, when the beginning of the prompt was found in the cache
-    is_last_chunk   the step also yields the next token of the sequence
+    is_last_chunk   the step also yields tokens of the sequence
     setup           given with the first chunk after admission or resume, else None
     embeddings      [v, hidden size] float32: those of the v virtual tokens of the chunk, in order; None: it has none
+    num_drafts      of a last chunk, how many of its last tokens are draft tokens: the step yields 1 to 1 + num_drafts
+                    tokens
     """
 
     slot: int
@@ -117,24 +119,40 @@ class ContextWork:
     is_last_chunk: bool
     setup: SlotSetup | None = None
     embeddings: np.ndarray | None = None
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationWork:
     """One step of every generating sequence.
 
-    slots        [g] int32, in batch order
-    kv_lengths   [g] int32: tokens in the KV cache before the step = position of the token that is fed
-    beam_width   beams of each of these sequences: a step has one width. A sequence of several is several rows of
-                 tokens, one after the other, all of one length
+    slots          [g] int32, in batch order
+    kv_lengths     [g] int32: tokens in the KV cache before the step = position of the first input token
+    beam_width     beams of each of these sequences: a step has one width. A sequence of several is several rows of
+                   tokens, one after the other, all of one length
+    num_drafts     [g] int32: draft tokens of each sequence, which follow its last token in the input: the step yields
+                   1 to 1 + num_drafts tokens. None: no sequence has any. Not with beams
+    draft_tokens   [sum of num_drafts] int32, in batch order; None where num_drafts is
     """
 
     slots: np.ndarray
     kv_lengths: np.ndarray
     beam_width: int = 1
+    num_drafts: np.ndarray | None = None
+    draft_tokens: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def take(self, indices: np.ndarray) -> "GenerationWork":
+        """These sequences alone, in this order. indices [k]"""
+        if not len(indices):
+            return NO_GENERATION
+        num_drafts = draft_tokens = None
+        if self.num_drafts is not None:
+            num_drafts, ends = self.num_drafts[indices], np.cumsum(self.num_drafts)
+            draft_tokens = np.concatenate([self.draft_tokens[ends[i] - self.num_drafts[i]:ends[i]] for i in indices])
+        return GenerationWork(self.slots[indices], self.kv_lengths[indices], self.beam_width, num_drafts, draft_tokens)
 
 
 NO_GENERATION = GenerationWork(np.empty(0, np.int32), np.empty(0, np.int32))
@@ -155,6 +173,10 @@ class BlockTableUpdates:
     indices: np.ndarray
     block_ids: np.ndarray
 
+    def where(self, kept: np.ndarray) -> "BlockTableUpdates":
+        """Those that are to be kept. kept [u] bool"""
+        return BlockTableUpdates(self.slots[kept], self.indices[kept], self.block_ids[kept])
+
     def then(self, later: "BlockTableUpdates") -> "BlockTableUpdates":
         """Both, in order, with each entry once: no longer than the tables have entries, however often this is done."""
         slots, indices, block_ids = (np.concatenate([mine, theirs]) for mine, theirs in (
@@ -174,7 +196,6 @@ class BlockCopy:
 
     num_tokens           tokens to copy, at least; more of the block does no harm
     from_host, to_host   the source, or the destination, is a block of the host's pool
-    Copies are carried out in order, before the step writes anything.
     """
 
     source: int
@@ -185,15 +206,46 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockClear:
+    """Fill a KV cache block with zeros from one of its tokens on: what is there must not be read by a later owner.
+
+    first_token   index within the block; what precedes it stays
+    """
+
+    block_id: int
+    first_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """Bring an adapter to these pages of the device.
+
+    page_ids   in order; what they hold is overwritten
+    """
+
+    task_id: int
+    page_ids: tuple[int, ...]
+
+
+DeviceOperation = BlockCopy | BlockClear | AdapterLoad
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """All work of one step: contexts before generation, in this order.
 
+    block_table_updates   applied before anything else
+    operations            what the device does before the step, in order. It does each once: a batch that could not be
+                          launched is followed by others that repeat its operations, under the same numbers
+    first_operation       number of the first of them, counted over the life of the engine; `new_operations` picks those
+                          that a device has not done
     num_places       sequences that a padded layout keeps rows for in generation: the members of a static batch, those
                      that are done included; 0: as many as there are. Other layouts do not look at it.
     max_beam_width   rows of the block tables that belong to a slot; the same in every batch
 
     A backend that raises from `start` or `finish` must have changed nothing that a second run of the same batch, or of
-    any part of it, would notice: the loop narrows a failure down by running halves.
+    any part of it, would notice: the loop narrows a failure down by running halves. With steps in flight the second run
+    may come after the step that followed: see seams.ModelBackend.
     """
 
     iteration: int
@@ -203,6 +255,8 @@ class ScheduledBatch:
     block_table_updates: BlockTableUpdates = NO_UPDATES
     num_places: int = 0
     max_beam_width: int = 1
+    operations: tuple[DeviceOperation, ...] = ()
+    first_operation: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -216,29 +270,25 @@ class ScheduledBatch:
         """Every slot of the batch, in batch order."""
         return [work.slot for work in self.context] + self.generation.slots.tolist()
 
-    def before(self, later: "ScheduledBatch") -> BlockTableUpdates:
-        """What both batches say of the block tables, in order, for a device that may have missed what this one said.
+    def new_operations(self, num_done: int) -> tuple[DeviceOperation, ...]:
+        """The operations that a device has to do which has done the first `num_done` of the engine's life."""
+        return self.operations[max(num_done - self.first_operation, 0):] if self.operations else ()
 
-        Nothing of slots in which the later one starts a sequence: what this one said of them was of another.
+    def take(self, indices: Sequence[int]) -> "ScheduledBatch":
+        """These sequences alone, as a batch of its own without rows for others.
+
+        indices   rising, into the batch order
         """
-        mine, started = self.block_table_updates, [work.slot for work in later.context if work.setup is not None]
-        kept = ~np.isin(mine.slots // self.max_beam_width, started)
-        return BlockTableUpdates(mine.slots[kept], mine.indices[kept], mine.block_ids[kept]).then(
-            later.block_table_updates)
-
-    def part(self, start: int, stop: int) -> "ScheduledBatch":
-        """Sequences start..stop of the batch order, as a batch of its own, without places for others."""
         contexts = len(self.context)
-        rows = slice(max(start - contexts, 0), max(stop - contexts, 0))
-        generation = GenerationWork(self.generation.slots[rows], self.generation.kv_lengths[rows],
-                                    self.generation.beam_width)
         return ScheduledBatch(
             iteration=self.iteration,
             micro_batch_id=self.micro_batch_id,
-            context=self.context[start:stop],
-            generation=generation if len(generation) else NO_GENERATION,
+            context=tuple(self.context[index] for index in indices if index < contexts),
+            generation=self.generation.take(np.array([i - contexts for i in indices if i >= contexts], int)),
             block_table_updates=self.block_table_updates,
             max_beam_width=self.max_beam_width,
+            operations=self.operations,
+            first_operation=self.first_operation,
         )
 
 
@@ -269,52 +319,44 @@ class Hypothesis:
 
 
 @dataclass(frozen=True, slots=True)
-class BeamOutput:
-    """What a step yielded for the beams of one sequence.
-
-    tokens          [width] int32: the token each beam goes on with
-    parents         [width] int32: the beam whose text it continues; 0 behind a context, when there is but one
-    cum_log_probs   [width] float32: the log-probability of each text, best first unless a diversity rate has its say.
-                    -inf: there are fewer texts than beams, this one is none
-    log_probs       [width] float32: of the tokens, with what biases, penalties and bans made of them
-    hypotheses      the search is over, and these are its results, best first, `width` or fewer; nothing else of this
-                    matters then. None: it goes on
-    """
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    cum_log_probs: np.ndarray
-    log_probs: np.ndarray
-    hypotheses: tuple[Hypothesis, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step yielded: one row for each context whose last chunk ran, then one for each generating sequence.
 
+    A row has the tokens of one sequence: one, where there are no drafts and no beams. With drafts it has those that
+    follow one another. With beams it has one token for each beam, or none when the search is over.
+
     slots               [r] int32, in batch order
-    tokens              [r] int32: the token chosen; meaningless where `failures` or `beams` names the slot, as are
-                        finish and log_probs
-    finish              [r] uint8, FinishReason as decided on the device: END_ID (the token is the end id and is not
-                        part of the output), STOP_WORDS or NOT_FINISHED; lengths are counted by the host
-    log_probs           [r] float32, or None when nobody in the batch asked; under the distribution the token was drawn
-                        from, after everything done to its logits and the temperature, before top-k and top-p
+    tokens              [n] int32: the tokens of all rows, one row after the other; meaningless where `failures` names
+                        the slot, as are finish, parents and log_probs
+    finish              [r] uint8, FinishReason as decided on the device, of the row's last token: END_ID (it is the end
+                        id and not part of the output), STOP_WORDS or NOT_FINISHED; lengths are counted by the host. Of
+                        a search that is over it is not looked at
+    row_starts          [r + 1] int32: row i has tokens row_starts[i]..row_starts[i + 1]; None: each row has one
+    log_probs           [n] float32, or None when nobody in the batch asked and none has beams; under the distribution
+                        the token was sampled from, after everything done to its logits and the temperature, before
+                        top-k and top-p. With beams, with what biases, penalties and bans made of them; -inf: there are
+                        fewer continuations than beams, this beam has none
+    parents             [n] int32: with beams, the beam that each token continues; 0 behind a context, when there is
+                        but one. None: no sequence has beams
+    hypotheses          slot -> the results of a search that is over, best first, as many as beams or fewer
     context_logits      slot -> [chunk tokens, vocab] float32, for the slots that asked; as the model gave them
-    generation_logits   slot -> [vocab] float32, for the slots that asked and have a row; as the model gave them. With
-                        beams [beams, vocab], a row for each beam that was continued
+    generation_logits   slot -> [row's tokens, vocab] float32, for the slots that asked and have a row: what each token
+                        was sampled from, as the model gave it. With beams [beams, vocab], a row for each beam that was
+                        continued
     failures            slot -> why its row is unusable
-    beams               slot -> what its beams yielded, for the slots that have several
     """
 
     micro_batch_id: int
     slots: np.ndarray
     tokens: np.ndarray
     finish: np.ndarray
+    row_starts: np.ndarray | None = None
     log_probs: np.ndarray | None = None
+    parents: np.ndarray | None = None
+    hypotheses: dict[int, tuple[Hypothesis, ...]] = field(default_factory=dict)
     context_logits: dict[int, np.ndarray] = field(default_factory=dict)
     generation_logits: dict[int, np.ndarray] = field(default_factory=dict)
     failures: dict[int, RowFailure] = field(default_factory=dict)
-    beams: dict[int, BeamOutput] = field(default_factory=dict)
 
     @staticmethod
     def merge(parts: "list[StepOutput]", micro_batch_id: int) -> "StepOutput":
@@ -322,36 +364,31 @@ class StepOutput:
         if not parts:
             none = np.empty(0, np.int32)
             return StepOutput(micro_batch_id, none, none, np.empty(0, np.uint8))
-        log_probs = None
-        if any(part.log_probs is not None for part in parts):
-            log_probs = np.concatenate([
-                np.zeros(len(part.slots), np.float32) if part.log_probs is None else part.log_probs for part in parts])
+        row_starts = None
+        if any(part.row_starts is not None for part in parts):
+            lengths = [np.ones(len(part.slots), np.int32) if part.row_starts is None else np.diff(part.row_starts)
+                       for part in parts]
+            row_starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int32)
         return StepOutput(
             micro_batch_id=micro_batch_id,
             slots=np.concatenate([part.slots for part in parts]),
             tokens=np.concatenate([part.tokens for part in parts]),
             finish=np.concatenate([part.finish for part in parts]),
-            log_probs=log_probs,
+            row_starts=row_starts,
+            log_probs=_joined([(part.log_probs, len(part.tokens)) for part in parts], np.float32),
+            parents=_joined([(part.parents, len(part.tokens)) for part in parts], np.int32),
+            hypotheses={slot: found for part in parts for slot, found in part.hypotheses.items()},
             context_logits={slot: logits for part in parts for slot, logits in part.context_logits.items()},
             generation_logits={slot: logits for part in parts for slot, logits in part.generation_logits.items()},
             failures={slot: failure for part in parts for slot, failure in part.failures.items()},
-            beams={slot: beams for part in parts for slot, beams in part.beams.items()},
         )
 
 
-def with_beams(output: StepOutput, batch: ScheduledBatch, beams: dict[int, BeamOutput]) -> StepOutput:
-    """The output of a batch, from one with rows for its sequences without beams, and what those with beams yielded."""
-    last_chunks = np.array([work.slot for work in batch.context if work.is_last_chunk], np.int32)
-    slots = np.concatenate([last_chunks, batch.generation.slots])
-    rows = np.flatnonzero(np.isin(slots, output.slots))
-
-    def spread(column: np.ndarray) -> np.ndarray:
-        whole = np.zeros(len(slots), column.dtype)
-        whole[rows] = column
-        return whole
-
-    return replace(output, slots=slots, tokens=spread(output.tokens), finish=spread(output.finish), beams=beams,
-                   log_probs=None if output.log_probs is None else spread(output.log_probs))
+def _joined(columns: "list[tuple[np.ndarray | None, int]]", dtype: type) -> np.ndarray | None:
+    """The columns one after the other, zeros for one that is None; None where all are."""
+    if all(column is None for column, _ in columns):
+        return None
+    return np.concatenate([np.zeros(length, dtype) if column is None else column for column, length in columns])
 
 
 # The finish codes a backend may report, as plain integers for numpy comparisons on the hot path.

@@ -36,14 +36,14 @@ def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend
 
 def _refuse_what_lacks_a_method(backend: Any) -> None:
     """Raise ConfigError, with the backend closed where it can be, for one that would be found out in a step."""
-    missing = [name for name in ("start", "clear_blocks", "memory_usage", "close")
+    missing = [name for name in ("start", "memory_usage", "close")
                if not callable(getattr(backend, name, None))]
     if not missing:
         return
     if "close" not in missing:
         backend.close()
     raise ConfigError(f"a {type_name(backend)} in Parts.backend has no {', '.join(missing)}",
-                      "a ModelBackend: all of its methods but copy_blocks are needed", "see batch_manager.ModelBackend")
+                      "a ModelBackend with all of its methods", "see batch_manager.ModelBackend")
 
 
 def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .errors import ConfigError
-from .handover import BlockCopy, ScheduledBatch, StepOutput
+from .handover import ScheduledBatch, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class BackendInfo:
                           one sees are given to others. None: tokens see all before them
     sink_tokens           first tokens of a sequence that stay visible outside the window
     host_blocks           blocks of a second pool in host memory, for what is evicted from the first
+    is_asynchronous       `start` returns before the step is done, so that the next one can be planned meanwhile
+    copies_blocks         carries out `handover.BlockCopy`; block reuse and beams need it
 
     Raises ConfigError for a number that cannot be one.
     """
@@ -39,6 +41,8 @@ class BackendInfo:
     attention_window: int | None = None
     sink_tokens: int = 0
     host_blocks: int = 0
+    is_asynchronous: bool = False
+    copies_blocks: bool = False
 
     def __post_init__(self) -> None:
         for lowest, names in ((1, ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots")),
@@ -78,24 +82,17 @@ class ModelBackend(Protocol):
     info: BackendInfo
 
     def start(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch one step and return at once where the device allows it.
+        """Launch one step and return at once where the device allows it. The step before it may not be finished yet:
+        steps run in the order of their launches, and read what the ones before them left on the device.
+
+        Before the step, the batch's block table updates are applied and those of its operations are carried out, in
+        order, that were not carried out for a batch before (`ScheduledBatch.new_operations`).
 
         Raises whatever the step raises (torch's out-of-memory errors and MemoryError are told apart from others), and
-        DeviceLostError when nothing can run any more. After a raise, running the batch or a part of it again must give
-        what a first run would have given.
+        DeviceLostError when nothing can run any more. So does `finish`. After a raise, running the batch or a part of
+        it again must give what a first run would have given, also when the one step that was launched after it has run
+        in between.
         """
-        ...
-
-    def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        """Copy KV cache blocks, one after the other, behind the steps that were started before and ahead of the next.
-
-        Called at most once for each batch that is planned and never again when a part of it is run again. There is no
-        way back from a copy that fails: what it raises ends the engine.
-        """
-        ...
-
-    def clear_blocks(self, block_ids: list[int]) -> None:
-        """Fill these KV cache blocks with zeros: a step left non-finite values in them."""
         ...
 
     def memory_usage(self) -> MemoryUsage:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..handover import BeamOutput
 from .beam_search import BeamSearch, BeamSearches
+from .output_rows import BeamStep
 from .slots import DrawRows
 
 Upload = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
@@ -100,7 +100,7 @@ class DrawnBeams:
         return [group.slot for place, group in enumerate(self._groups)
                 if not can_go_on[place] and not group.search.has_finished]
 
-    def finish(self, arrays: dict[str, np.ndarray], failed: Collection[int]) -> dict[int, BeamOutput]:
+    def finish(self, arrays: dict[str, np.ndarray], failed: Collection[int]) -> dict[int, BeamStep]:
         """slot -> what its beams yielded.
 
         arrays   `tensors` on the host
@@ -111,8 +111,8 @@ class DrawnBeams:
         advanced = [(group, *group.search.advance(*(column[place, :group.search.num_candidates] for column in columns)))
                     for place, group in enumerate(self._groups) if group.slot not in failed]
         for group, after, _ in advanced:
-            self._searches.keep(group.slot, group.position, group.search, after)
-        return {group.slot: output for group, _, output in advanced}
+            self._searches.keep(group.slot, group.position, after)
+        return {group.slot: step for group, _, step in advanced}
 
 
 def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows, *,

@@ -38,7 +38,6 @@ from ..handover import (
     LENGTH,
     NOT_FINISHED,
     STOP_WORDS,
-    BeamOutput,
     GenerationWork,
     Hypothesis,
     SlotSetup,
@@ -46,9 +45,10 @@ from ..handover import (
 )
 from ..sampling_config import SamplingConfig
 from .beam_stop_words import BeamStopWords
+from .output_rows import BeamStep
+from .position_ring import COLUMNS, PositionRing
 
 NOWHERE = np.float32(-np.inf)
-START = -1                     # the position of a search that has not drawn yet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +140,7 @@ class BeamSearch:
         return bool(self._finished)
 
     def advance(self, log_probs: np.ndarray, parents: np.ndarray,
-                tokens: np.ndarray) -> tuple["BeamSearch", BeamOutput]:
+                tokens: np.ndarray) -> tuple["BeamSearch", BeamStep]:
         """One step on.
 
         log_probs, parents, tokens   [num_candidates] the best continuations, best first, as `beam_topk` gives them
@@ -163,28 +163,30 @@ class BeamSearch:
             finished = tuple(sorted(finished, key=lambda text: -text.worth)[:width])
 
         live = np.flatnonzero(exists & (finish != END_ID) & (finish != STOP_WORDS))[:width]
-        output = self._go_on(sums[live], log_probs[live], parents[live], tokens[live])
+        step, cum_log_probs = self._go_on(sums[live], log_probs[live], parents[live], tokens[live])
         if is_last or not len(live) or self._is_over(finished, sums[live].max(), length):
             hypotheses = tuple(text.hypothesis() for text in finished)
-            output = BeamOutput(output.tokens, output.parents, output.cum_log_probs, output.log_probs, hypotheses)
-        trail = _Trail(self._trail, output.tokens, output.parents, output.log_probs)
+            step = replace(step, hypotheses=hypotheses)
+        trail = _Trail(self._trail, step.tokens, step.parents, step.log_probs)
         texts = self.texts
         if texts is not None:
-            texts = np.concatenate([texts[output.parents], output.tokens[:, None]], axis=1, dtype=np.int32)
-        return replace(self, cum_log_probs=output.cum_log_probs, last_tokens=output.tokens, texts=texts,
-                       _num_generated=length, _trail=trail, _finished=finished), output
+            texts = np.concatenate([texts[step.parents], step.tokens[:, None]], axis=1, dtype=np.int32)
+        return replace(self, cum_log_probs=cum_log_probs, last_tokens=step.tokens, texts=texts,
+                       _num_generated=length, _trail=trail, _finished=finished), step
 
-    def _go_on(self, sums: np.ndarray, log_probs: np.ndarray, parents: np.ndarray, tokens: np.ndarray) -> BeamOutput:
-        """The live texts; beams for which there is none go on with anything, worth nothing."""
+    def _go_on(self, sums: np.ndarray, log_probs: np.ndarray, parents: np.ndarray,
+               tokens: np.ndarray) -> tuple[BeamStep, np.ndarray]:
+        """The live texts and their cum_log_probs; beams for which there is none go on with anything, worth nothing."""
         width, count = self.sampling.beam_width, len(sums)
         if count == width:
-            return BeamOutput(tokens, parents, sums, log_probs)
+            return BeamStep(tokens, parents, log_probs), sums
         anywhere = np.arange(count, width, dtype=np.int32)
         if len(self.cum_log_probs) == 1:
             anywhere[:] = 0
         nothing, none = np.full(width - count, NOWHERE), np.zeros(width - count, np.int32)
-        return BeamOutput(*(np.concatenate(pair) for pair in (
-            (tokens, none), (parents, anywhere), (sums, nothing), (log_probs, nothing))))
+        tokens, parents, sums, log_probs = (np.concatenate(pair) for pair in (
+            (tokens, none), (parents, anywhere), (sums, nothing), (log_probs, nothing)))
+        return BeamStep(tokens, parents, log_probs), sums
 
     def _is_over(self, finished: tuple[_Finished, ...], best: np.float32, length: int) -> bool:
         sampling = self.sampling
@@ -198,13 +200,12 @@ class BeamSearch:
 
 
 class BeamSearches:
-    """The searches of the slots.
-
-    Each slot's last two are kept, so that a step that is run again finds the one it started from.
-    """
+    """The searches of the slots, each kept by the position that it is to sample: a step that is run again finds the one
+    it started from."""
 
     def __init__(self) -> None:
-        self._by_slot: dict[int, dict[int, BeamSearch]] = {}
+        self._rings: dict[int, PositionRing] = {}
+        self._first: dict[int, BeamSearch] = {}
 
     def set_up(self, slot: int, setup: SlotSetup, *, is_changed: bool = False, needs_history: bool = False) -> None:
         """A sequence takes the slot, with beams or without, and starts afresh. Doing so again is harmless.
@@ -212,29 +213,30 @@ class BeamSearches:
         is_changed, needs_history   see BeamSearch
         """
         if setup.has_beams:
-            self._by_slot[slot] = {START: BeamSearch.of(setup, is_changed=is_changed, needs_history=needs_history)}
-        elif self._by_slot:
-            self._by_slot.pop(slot, None)
+            self._first[slot] = BeamSearch.of(setup, is_changed=is_changed, needs_history=needs_history)
+            self._rings[slot] = PositionRing(np.full((1, COLUMNS), None, object))
+        elif self._first:
+            self._first.pop(slot, None)
+            self._rings.pop(slot, None)
 
     def __contains__(self, slot: int) -> bool:
-        return slot in self._by_slot
+        return slot in self._first
 
     def __len__(self) -> int:
-        return len(self._by_slot)
+        return len(self._first)
 
     def width(self, slot: int) -> int:
         """Beams of the sequence in the slot."""
-        return next(iter(self._by_slot[slot].values())).sampling.beam_width if slot in self._by_slot else 1
+        return self._first[slot].sampling.beam_width if slot in self._first else 1
 
     def at(self, slot: int, position: int) -> BeamSearch:
-        """The search that is to draw the tokens of this position."""
-        searches = self._by_slot[slot]
-        found = searches.get(position)
-        return searches[START] if found is None else found
+        """The search that is to sample the tokens of this position."""
+        found = self._rings[slot].at(0, position)
+        return found[1] if found is not None and found[0] == position else self._first[slot]
 
-    def keep(self, slot: int, position: int, before: BeamSearch, after: BeamSearch) -> None:
-        """`before` drew the tokens of this position and is now `after`."""
-        self._by_slot[slot] = {position: before, position + 1: after}
+    def keep(self, slot: int, position: int, after: BeamSearch) -> None:
+        """The search has sampled the tokens of this position and is now `after`."""
+        self._rings[slot].put(0, position + 1, (position + 1, after))
 
     def fed_tokens(self, generation: GenerationWork) -> np.ndarray:
         """[g * beam width] int32: the tokens a generation step is fed."""

@@ -1,6 +1,6 @@
 """Logits that go back to whoever asked for them: as the model gave them, before any stage, float32 on the host."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,11 +27,13 @@ def generation_logits(logits: torch.Tensor, rows: DrawRows, state: SlotState) ->
     return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]
 
 
-def logits_by_slot(slots: list[int], logits: np.ndarray | Sequence,
-                   beam_slots: Collection[int]) -> dict[int, np.ndarray]:
-    """slot -> its row [vocab] of `logits` [q, vocab], or where it has beams, all of them [beams, vocab]."""
-    by_slot = dict(zip(slots, logits))
-    for slot in by_slot.keys() & set(beam_slots):
-        first = slots.index(slot)
-        by_slot[slot] = logits[first : first + slots.count(slot)]
+def logits_by_slot(slots: list[int], logits: np.ndarray | Sequence) -> dict[int, np.ndarray]:
+    """slot -> its rows of `logits` [q, vocab]. Those of one slot lie together."""
+    by_slot, start = {}, 0
+    while start < len(slots):
+        stop = start + 1
+        while stop < len(slots) and slots[stop] == slots[start]:
+            stop += 1
+        by_slot[slots[start]] = logits[start:stop]
+        start = stop
     return by_slot

@@ -1,4 +1,4 @@
-"""What a step finds and leaves per slot, by position: kept long enough for a step to run again after the next ones ran."""
+"""What steps find and leave per slot, by position, kept until no earlier step can run again."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ COLUMNS = 4        # a power of two: what a step finds, what it leaves, and what
 class PositionRing:
     """The newest values of each slot, one for each position.
 
-    A step that fails is run again, perhaps after steps that were launched behind it have run. It must find what it found
-    the first time. So a value is stored by the position it belongs to, and only one COLUMNS positions further on
-    replaces it.
+    A step that fails is run again, perhaps after the steps that were launched after it. It must find what it found the
+    first time. So a value is stored by the position it belongs to, and only one COLUMNS positions further on replaces
+    it.
 
     values   [slots, columns, ...] a numpy array or a tensor, indexed with arrays of its own kind; slots may be added by
              assigning a longer one

@@ -18,7 +18,7 @@ from .prefix_cache import PrefixCache
 from .prefix_index import DIGEST_BITS
 from .reservations import Reservations
 from .retention import retain_generated
-from .sequence_table import Entries, SequenceTable
+from .sequence_table import UNUSED, Entries, SequenceTable
 from .window import AttentionWindow
 
 
@@ -142,6 +142,25 @@ class KvCacheManager:
         return [block_id for block_id, count in self.sequences.owners_of(request).items()
                 if self.pool.owners(block_id) == count
                 and (self.cache is None or self.cache.index.of_block(block_id) is None)]
+
+    def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
+        """Those of the requests, which all hold blocks, that give some back when they claim room for one more token."""
+        if not self.window.slides or not requests:
+            return []
+        slots = self.sequences.slots_of(requests)
+        leaving = self.window.num_dropped(self.sequences.kv_lengths[slots] + 1) > self.sequences.dropped[slots]
+        return [requests[place] for place in np.flatnonzero(leaving).tolist()]
+
+    def blocks_of_span(self, request: LlmRequest, start: int, end: int) -> list[tuple[int, int]]:
+        """(block id, index of its first token of the span) for the blocks of all beams that hold positions start..end
+        of the request; those it does not hold any more are left out."""
+        if not self.owns(request) or start >= end:
+            return []
+        unit = self.tokens_per_block
+        first = start // unit
+        columns = self.sequences.table(request)[:, first:block_needs.ceil_div(end, unit)]
+        return [(block_id, start % unit if column == 0 else 0) for column in range(columns.shape[1])
+                for block_id in dict.fromkeys(columns[:, column].tolist()) if block_id != UNUSED]
 
     # What a plan needs to know. The table in kv/__init__.py says which number is exact, and who asks for it. The names
     # that begin with get_ are TensorRT-LLM's, for schedulers that were written for it.

@@ -1,6 +1,6 @@
 """Give every sequence of a step what it yielded."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..handover import END_ID, NOT_FINISHED, RowFailure, ScheduledBatch, StepOutput
@@ -9,111 +9,120 @@ from ..requests.llm_request import LlmRequest
 from .resources import Resources
 from .responder import Responder
 
-Row = tuple[int, tuple[LlmRequest, int, int]]    # its number, and whose it is, token and finish code
-
 COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Who must be told what, in batch order.
+    """What each request is to be sent, in batch order.
 
     to_send             streaming requests with new tokens that go on
     ended               requests that came to their natural end, and why
     failed              requests whose row is unusable
     generated_tokens    tokens appended to requests
+    discarded_tokens    tokens of requests that had ended before the step was read, and of void rows
     """
 
     to_send: list[LlmRequest] = field(default_factory=list)
     ended: list[tuple[LlmRequest, FinishReason]] = field(default_factory=list)
     failed: list[tuple[LlmRequest, RowFailure]] = field(default_factory=list)
     generated_tokens: int = 0
+    discarded_tokens: int = 0
 
 
-def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest], responder: Responder,
-            resources: Resources) -> Outcome:
-    """Move contexts on, append tokens, hand what was asked for to the responder, let beams go on with their parents'
-    blocks.
+def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest], void: Collection[LlmRequest],
+            responder: Responder, resources: Resources) -> Outcome:
+    """Append tokens, note what of the contexts was read, hand what was asked for to the responder, let beams go on with
+    their parents' blocks, and publish what others may use.
 
     requests   of the batch, in its order, as they were when it was launched: one that has ended since is passed over,
-               whoever owns its slot now
+               whatever request has its slot now
+    void       those of them whose rows are passed over as well
     Mutates the requests of the batch. A sequence named in `output.failures` is left as it was.
     """
     outcome = Outcome()
-    if output.failures:
-        outcome.failed = [(request, output.failures[request.seq_slot]) for request in requests
-                          if request.seq_slot in output.failures and not request.is_finished]
-        failed = {request.seq_slot for request in requests if request.seq_slot in output.failures}
-    else:
-        failed = ()
-
-    for work, request in zip(batch.context, requests):
-        if work.slot not in failed and not request.is_finished:
-            request.advance_context(len(work.token_ids))
-            if work.slot in output.context_logits:
-                responder.note_context_logits(request, work.start, output.context_logits[work.slot])
-
-    listeners, tokens = responder.listeners, output.tokens.tolist()
+    failures = output.failures
+    if batch.context:
+        _read_contexts(batch, output, requests, void, responder, resources)
+    listeners, tokens, starts = responder.listeners, output.tokens.tolist(), output.row_starts
     drawing = _requests_of_rows(batch, output, requests)
-    if _is_plain(output, drawing) and not listeners:    # so it is most of the time; 256 rows take half as long then
+    if starts is None and not (listeners or failures or void or output.finish.any()
+                               or [request for request in drawing if request.state is COMPLETE]):
+        # The common case: one token each, and only a length may end any of them. It takes half as long for 256 rows.
         outcome.ended = [(request, FinishReason.LENGTH) for request, token in zip(drawing, tokens, strict=True)
                          if request.add_token(token)]
         outcome.generated_tokens = len(tokens)
         return outcome
 
-    rows = enumerate(zip(drawing, tokens, output.finish.tolist(), strict=True))
-    if output.beams:
-        rows = _advance_beams(rows, output, outcome, responder, resources)
-    passed_over = 0
-    for row, (request, token, finish) in rows:    # 256 rows an iteration: no call that can be spared
-        if request.state is COMPLETE or (failed and request.seq_slot in failed):
-            passed_over += 1
-        elif finish == END_ID:    # the end id is not part of the output
-            outcome.ended.append((request, FinishReason.END_ID))
-            passed_over += 1
-        else:
-            has_all = request.add_token(token)
-            streams = request.request_id in listeners and responder.note_token(request, row, output)
-            if has_all or finish != NOT_FINISHED:
-                outcome.ended.append((request, FinishReason(finish) if finish else FinishReason.LENGTH))
-            elif streams:
-                outcome.to_send.append(request)
-    outcome.generated_tokens += len(output.tokens) - passed_over
+    if failures:
+        outcome.failed = [(request, failures[request.seq_slot]) for request in requests
+                          if request.state is not COMPLETE and request not in void
+                          and request.seq_slot in failures]
+    failed = {request for request, _ in outcome.failed}
+    starts = range(len(drawing) + 1) if starts is None else starts.tolist()
+    for row, (request, finish) in enumerate(zip(drawing, output.finish.tolist(), strict=True)):
+        start, stop = starts[row], starts[row + 1]
+        if request.state is COMPLETE or request in void:
+            outcome.discarded_tokens += stop - start
+            continue
+        if request in failed:
+            continue
+        if request.beam_width > 1:
+            reason = _advance_beams(request, output, slice(start, stop), outcome, responder, resources)
+            if reason is not None:
+                outcome.ended.append((request, reason))
+            continue
+        if finish == END_ID:    # the end id is not part of the output
+            stop -= 1
+        has_all = request.add_token(tokens[start]) if stop - start == 1 else request.add_tokens(tokens[start:stop])
+        outcome.generated_tokens += stop - start
+        streams = stop > start and request.request_id in listeners and responder.note_tokens(
+            request, output, start, stop)
+        if has_all or finish != NOT_FINISHED:
+            outcome.ended.append((request, FinishReason(finish) if finish else FinishReason.LENGTH))
+        elif streams:
+            outcome.to_send.append(request)
     return outcome
 
 
-def _is_plain(output: StepOutput, drawing: Sequence[LlmRequest]) -> bool:
-    """Whether every row is a token for a request that is alive, and only a length may end any of them."""
-    return not (output.beams or output.failures or output.finish.any()
-                or [request for request in drawing if request.state is COMPLETE])
+def _advance_beams(request: LlmRequest, output: StepOutput, row: slice, outcome: Outcome, responder: Responder,
+                   resources: Resources) -> FinishReason | None:
+    """Let the beams of a request go on, or replace them by the results of its search. Why it has ended, or None."""
+    slot = request.seq_slot
+    hypotheses, logits = output.hypotheses.get(slot), output.generation_logits.get(slot)
+    if hypotheses is None:
+        parents, tokens = output.parents[row].tolist(), output.tokens[row].tolist()
+        resources.follow(request, parents)
+        request.add_to_beams(parents, tokens)
+        responder.note_beams(request, parents, output.log_probs[row], logits)
+        outcome.generated_tokens += request.beam_width
+        return None
+    responder.note_hypotheses(request, hypotheses, logits)
+    request.set_beams([hypothesis.tokens.tolist() for hypothesis in hypotheses])
+    outcome.generated_tokens += len(hypotheses)
+    return FinishReason(hypotheses[0].finish)
 
 
-def _advance_beams(rows: Iterable[Row], output: StepOutput, outcome: Outcome, responder: Responder,
-                   resources: Resources) -> Iterator[Row]:
-    """Deal with the rows that stand for several beams; yields the others."""
-    for row in rows:
-        request = row[1][0]
-        beams = output.beams.get(request.seq_slot)
-        if beams is None or request.state is COMPLETE or request.seq_slot in output.failures:
-            yield row
-            continue
-        outcome.generated_tokens -= 1    # the caller counts one for every row
-        if beams.hypotheses is None:
-            resources.follow(request, beams.parents.tolist())
-            request.add_to_beams(beams.parents.tolist(), beams.tokens.tolist())
-            responder.note_beams(request, beams, output.generation_logits.get(request.seq_slot))
-            outcome.generated_tokens += request.beam_width
-        else:
-            responder.note_hypotheses(request, beams.hypotheses, output.generation_logits.get(request.seq_slot))
-            request.set_beams([hypothesis.tokens.tolist() for hypothesis in beams.hypotheses])
-            outcome.generated_tokens += len(beams.hypotheses)
-            outcome.ended.append((request, FinishReason(beams.hypotheses[0].finish)))
+def _read_contexts(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest],
+                   void: Collection[LlmRequest], responder: Responder, resources: Resources) -> None:
+    read = [(work, request) for work, request in zip(batch.context, requests)
+            if request.state is not COMPLETE and request not in void and work.slot not in output.failures]
+    for work, request in read:
+        request.read_context(work.start + len(work.token_ids))
+        if work.slot in output.context_logits:
+            responder.note_context_logits(request, work.start, output.context_logits[work.slot])
+    resources.publish([request for _, request in read])
 
 
 def _requests_of_rows(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
     """The request of each row of the output."""
-    if output.failures:    # a sequence that failed alone has no row
-        by_slot = {request.seq_slot: request for request in requests}
-        return [by_slot[slot] for slot in output.slots.tolist()]
-    last_chunks = [request for work, request in zip(batch.context, requests) if work.is_last_chunk]
-    return last_chunks + list(requests[len(batch.context):])
+    contexts = len(batch.context)
+    drawing = list(requests)
+    if contexts:
+        drawing = [request for work, request in zip(batch.context, requests) if work.is_last_chunk]
+        drawing += requests[contexts:]
+    if len(drawing) != len(output.slots):    # sequences that failed alone, or had ended before a rerun, have no row
+        slots = set(output.slots.tolist())
+        works = [work.slot for work in batch.context if work.is_last_chunk] + batch.generation.slots.tolist()
+        drawing = [request for slot, request in zip(works, drawing, strict=True) if slot in slots]
+    return drawing

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..handover import BeamOutput, Hypothesis
+from ..handover import Hypothesis
 from ..names import FinishReason
 from ..requests.llm_request import LlmRequest
 from ..requests.response import BeamText
@@ -31,18 +31,20 @@ class BeamDelivery:
         self._rows: list[Sequence[int]] = [[] for _ in range(self._width)]
         self._logits: list[np.ndarray] = []
 
-    def follow(self, beams: BeamOutput, logits: np.ndarray | None, *, is_first: bool) -> None:
-        """Every beam went on with its parent's text and a token.
+    def follow(self, parents: Sequence[int], log_probs: np.ndarray, logits: np.ndarray | None, *,
+               is_first: bool) -> None:
+        """Every beam went on with its parent's output and a token.
 
-        logits   [beams before the step, vocab], when asked for
+        parents     [beams] the beam that each continues
+        log_probs   [beams] float32, of the tokens; -inf where there is none
+        logits      [beams before the step, vocab], when asked for
         """
         if is_first:
             self._start()
-        parents = beams.parents.tolist()
-        self._cum_log_probs = beams.cum_log_probs.tolist()
+        self._cum_log_probs = (np.array(self._cum_log_probs, np.float32)[parents] + log_probs).tolist()
         if self._keeps_log_probs:
             self._log_probs = [[*self._log_probs[parent], log_prob]
-                               for parent, log_prob in zip(parents, beams.log_probs.tolist())]
+                               for parent, log_prob in zip(parents, log_probs.tolist())]
         if self._keeps_logits:
             self._rows = [[*self._rows[parent], parent] for parent in parents]
             self._logits.append(logits)

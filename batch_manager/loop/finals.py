@@ -5,11 +5,11 @@ from ..errors import BatchManagerError, error_text
 from ..names import ErrorCode, FinishReason
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
-from ..seams import ModelBackend
 from .active_requests import ActiveRequests
 from .intake import Intake
 from .resources import Resources
 from .responder import Delivery, Responder
+from .step_window import StepWindow
 from .unanswered import UnansweredItems
 
 
@@ -21,13 +21,13 @@ class Finals:
     """
 
     def __init__(self, unanswered: UnansweredItems, active: ActiveRequests, intake: Intake, resources: Resources,
-                 responder: Responder, backend: ModelBackend) -> None:
+                 responder: Responder, window: StepWindow) -> None:
         self._unanswered = unanswered
         self._active = active
         self._intake = intake
         self._resources = resources
         self._responder = responder
-        self._backend = backend
+        self._window = window
         self._ended: list[int] = []
 
     @property
@@ -38,9 +38,9 @@ class Finals:
     def errors(self) -> dict[ErrorCode, int]:
         return self._unanswered.errors
 
-    def end(self, request: LlmRequest, reason: FinishReason, *, clear_blocks: bool = False) -> None:
-        """A request that ran ends well: its final carries what it has not been told yet. clear_blocks as in `fail`."""
-        delivery = self._off_the_books(request, keep_computed=True, clear_blocks=clear_blocks)
+    def end(self, request: LlmRequest, reason: FinishReason) -> None:
+        """A request that ran ends well: its final carries what it has not been told yet."""
+        delivery = self._off_the_books(request, keep_computed=True)
         self._responder.send_final(request, delivery, reason)
 
     def send_held(self) -> None:
@@ -93,11 +93,10 @@ class Finals:
         ended, self._ended = tuple(self._ended), []
         return ended
 
-    def _off_the_books(self, request: LlmRequest, *, keep_computed: bool, clear_blocks: bool) -> Delivery:
+    def _off_the_books(self, request: LlmRequest, *, keep_computed: bool, clear_blocks: bool = False) -> Delivery:
         request.finish()
-        if clear_blocks:
-            self._backend.clear_blocks(self._resources.blocks_to_clear(request))
-        self._resources.release(request, keep_computed=keep_computed and not clear_blocks)
+        self._resources.release(request, keep_computed=keep_computed, clear_blocks=clear_blocks,
+                                is_in_flight=self._window.holds(request))
         self._active.remove(request)
         self._intake.forget(request.request_id)
         self._ended.append(request.request_id)

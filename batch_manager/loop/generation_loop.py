@@ -1,8 +1,6 @@
 """The engine in one sentence: fetch, schedule, claim, start, finish, advance, respond, poll, report."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ..config import Limits
 from ..contained_log import log
@@ -15,11 +13,10 @@ from ..errors import (
     where_raised,
 )
 from ..forked_child import Fork
-from ..handover import StepOutput
+from ..handover import ScheduledBatch, StepOutput
 from ..kv.audit import check_totals
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
-from ..requests.llm_request import LlmRequest
 from ..scheduling.contract import check_plan, plain_plan
 from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
 from ..seams import Clock, ModelBackend
@@ -30,39 +27,36 @@ from .callbacks import GuardedCallbacks
 from .finals import Finals
 from .held_finals import HeldFinals
 from .intake import Intake
+from .iteration_record import IterationRecord, Totals
 from .overlooked import Overlooked
 from .reporter import Reporter
 from .resources import Resource, Resources
 from .responder import Responder
 from .static_batch import StaticBatch
-from .step_runner import RunningStep, StepRunner
+from .step_runner import StepRunner
+from .step_window import StepInFlight, StepWindow
 
-
-@dataclass(slots=True)
-class InFlight:
-    """A step that was launched and not read yet, and its requests in batch order."""
-
-    requests: list[LlmRequest]
-    step: RunningStep
+FinishedStep = tuple[StepInFlight, StepOutput]
 
 
 class GenerationLoop:
     """Runs iterations. One thread calls it; nothing here knows which.
 
-    Up to `window_depth` steps of disjoint requests are in flight: one, or two with overlapped micro-batches. A request
-    is in one of them at most, so its next token is never being computed while its last one is being judged.
+    Up to `limits.window_depth` steps are in flight. In one iteration the next step is launched before the oldest one is
+    read; step_window.py says which requests it may have in common with those in flight.
 
     What a failure costs is decided by where it is caught: one sequence (StepRunner), the active requests (a scheduler
     that broke its contract), or everything (`fail`, called by whoever runs the loop when `step` raises).
 
-    failure   why the engine failed, None while it runs; afterwards every request is answered with it
+    failure     why the engine failed, None while it runs; afterwards every request is answered with it
+    iteration   number of the next record
     """
 
     def __init__(self, *, limits: Limits, callbacks: GuardedCallbacks, intake: Intake, scheduler: RequestScheduler,
                  kv_cache_manager: KvCacheManager, backend: ModelBackend, responder: Responder, clock: Clock,
                  heartbeat: Callable[[str, float], None] = lambda activity, now: None,
                  flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
-                 window_depth: int = 1, static_batch: StaticBatch | None = None,
+                 static_batch: StaticBatch | None = None,
                  resources: Sequence[Resource] = ()) -> None:
         self.limits = limits
         self.callbacks = callbacks
@@ -74,45 +68,40 @@ class GenerationLoop:
         self.clock = clock
         self.active = ActiveRequests()
         self.failure: BatchManagerError | None = None
+        self.iteration = 0
+        self.totals = Totals()
         self._responder = responder
         self._resources = Resources(kv_cache_manager, limits.max_seq_len, static_batch, resources)
+        self._runner = StepRunner(backend, self._resources.device_work, limits.vocab_size, clock, heartbeat)
+        self.window = StepWindow(self._runner, self._resources, limits.window_depth, limits.runs_ahead)
         finals = Finals if static_batch is None else HeldFinals
-        self.finals = finals(self.unanswered, self.active, intake, self._resources, responder, backend)
+        self.finals = finals(self.unanswered, self.active, intake, self._resources, responder, self.window)
         self._overlooked = Overlooked(kv_cache_manager, limits)
-        self._runner = StepRunner(backend, limits.vocab_size, clock, heartbeat)
-        self.reporter = Reporter(self, self._runner, trace, flush_stats_when_idle, window_depth,
-                                 static_batch)
+        self._flush_stats_when_idle = flush_stats_when_idle
+        self.reporter = Reporter(callbacks=callbacks, backend=backend, clock=clock,
+                                 max_requests=limits.max_num_sequences, trace=trace, static_batch=static_batch)
         self._fork = Fork()
-        self._window: deque[InFlight] = deque()
-        self._window_depth = window_depth
 
     def step(self, *, accept_new: bool) -> bool:
         """One turn of the loop. False when there was nothing to do."""
         if accept_new:
             self.intake.ask(self._room())
         if self.is_empty:    # kept short: an idle worker comes here two hundred times a second
+            self.window.drop_all()
             self.callbacks.poll_stops()
             return False
-        self.reporter.begin(self.clock.monotonic())
-        self._fetch()
-        had_refusals = bool(self.unanswered.refusals)
-        had_active = len(self.active) > 0
-        outcome = Outcome()
-        if had_active:
-            try:
-                plan = self._schedule()
-                launched = self._launch(plan)
-                self.reporter.note_launch(plan, None if launched is None else launched.batch)
-                if launched is None or len(self._window) == self._window_depth:
-                    outcome = self._finish_oldest()
-            except SchedulerContractError as error:
-                self._answer_all_active(error)
+        record = self._fetch()
+        try:
+            plan = self._schedule(record)
+            batch = self._claim(plan, record)
+            self._start(batch, plan)
+            finished = self._finish(batch)
+            outcome = self._advance(finished, record)
+        except SchedulerContractError as error:
+            outcome = self._answer_all_active(error)
         self._respond(outcome)
         self._poll_stops()
-        if self.failure is None:
-            check_totals(self.kv)
-        self.reporter.end(had_active)
-        return had_active or had_refusals or bool(self.callbacks.fetched)
+        return self._report(record)
 
     @property
     def is_empty(self) -> bool:
@@ -124,7 +113,7 @@ class GenerationLoop:
 
         What raises in here leaves the rest for the next call; so it is with `fail`.
         """
-        self._window.clear()
+        self.window.forget()
         if self.failure is None:
             self._give_everything_back()
         self.callbacks.fetched.stop_growing()
@@ -145,7 +134,7 @@ class GenerationLoop:
         """The engine cannot go on: answer everybody now, and everybody who comes until shutdown."""
         if self.failure is None:
             self.failure = error
-        self._window.clear()
+        self.window.forget()
         self.finals.fail_everything(self.failure)
 
     # fetch
@@ -155,35 +144,45 @@ class GenerationLoop:
         limits = self.limits
         return None if limits.unbounded_sequences else max(limits.max_num_sequences - len(self.active), 0)
 
-    def _fetch(self) -> None:
+    def _fetch(self) -> IterationRecord:
+        record = IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
+                                 self.clock.monotonic())
         for admitted in self.intake.fetch(self._room(), self.active.__contains__, self.failure):
             self.active.add(admitted.request)
             self._resources.admit(admitted)
             self._responder.admit(admitted)
+        record.had_refusals = bool(self.unanswered.refusals)
+        record.active_requests = len(self.active)
+        return record
 
     # schedule, claim, start
 
-    def _schedule(self) -> SchedulerOutput:
+    def _schedule(self, record: IterationRecord) -> SchedulerOutput | None:
+        """A plan that keeps all rules; None where nothing can be planned before a step in flight was read."""
+        if not record.active_requests or self.window.must_be_read:
+            return None
         active = self.active.in_order()
-        inflight = frozenset(request.request_id for flight in self._window for request in flight.requests)
-        self.kv.inflight_request_ids = inflight
+        blocked = self.window.blocked_request_ids()
+        self.kv.inflight_request_ids = blocked
         try:
-            plan = self.scheduler.schedule_request(active, inflight)
+            plan = self.scheduler.schedule_request(active, blocked)
         except SchedulerContractError:
             raise
         except BaseException as error:  # noqa: B036  whatever it raises, it costs the active requests and no more
             raise self._blamed("schedule_request raised", error) from error
         try:
             plan = plain_plan(plan, len(active))
-            check_plan(self.scheduler, plan, active, inflight, self.kv, self.limits)
+            check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits)
         except (SchedulerContractError, InternalError):
             raise
         except BaseException as error:  # noqa: B036
             raise self._blamed("its plan cannot be read: that raised", error) from error
-        self._overlooked.look(self.scheduler, plan, active, inflight)
-        if not (plan.context_requests or plan.generation_requests or self._window):
+        self._overlooked.look(self.scheduler, plan, active, blocked)
+        if not (plan.context_requests or plan.generation_requests or self.window):
             raise SchedulerContractError(
                 self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
+        if plan.paused_requests and self.window.holds_any(plan.paused_requests):
+            return None    # what they yield may let others go, and is read first
         return plan
 
     def _blamed(self, what: str, error: BaseException) -> SchedulerContractError:
@@ -191,33 +190,50 @@ class GenerationLoop:
         log.error("the scheduler: %s %s\n%s", what, type_name(error), where_raised(error))
         return SchedulerContractError(self.scheduler, f"{what} {type_name(error)}")
 
-    def _launch(self, plan: SchedulerOutput) -> RunningStep | None:
-        self.reporter.recomputed_tokens += self._resources.pause(plan.paused_requests)
-        if not (plan.context_requests or plan.generation_requests):
+    def _claim(self, plan: SchedulerOutput | None, record: IterationRecord) -> ScheduledBatch | None:
+        if plan is None:
             return None
-        try:
-            batch = self._resources.claim(plan, self.reporter.iteration, self.reporter.micro_batch_id)
-        except OutOfResourceError as error:
-            raise SchedulerContractError(self.scheduler, f"more than there is: {error}") from error
-        self._runner.copy_blocks(self._resources.take_copies())
-        step = self._runner.start(batch)
-        self._window.append(InFlight([*plan.context_requests, *plan.generation_requests], step))
-        return step
+        self.totals.recomputed_tokens += self._resources.pause(plan.paused_requests)
+        batch = None
+        if plan.context_requests or plan.generation_requests:
+            try:
+                batch = self._resources.claim(plan, record.number, record.micro_batch_id)
+            except OutOfResourceError as error:
+                raise SchedulerContractError(self.scheduler, f"more than there is: {error}") from error
+            if batch.context:
+                record.chunks = [(request.request_id, work.start, len(work.token_ids))
+                                 for request, work in zip(plan.context_requests, batch.context, strict=True)]
+        record.plan = plan
+        record.kv_cache = self.kv.usage()
+        return batch
+
+    def _start(self, batch: ScheduledBatch | None, plan: SchedulerOutput | None) -> None:
+        if batch is not None:
+            self.window.launch(batch, [*plan.context_requests, *plan.generation_requests])
 
     # finish, advance
 
-    def _finish_oldest(self) -> Outcome:
-        flight = self._window.popleft()
-        batch, output = flight.step.batch, self._output_of(flight)
-        outcome = advance(batch, output, flight.requests, self._responder, self._resources)
-        if batch.context:
-            self._resources.publish(flight.requests[:len(batch.context)])
-        return outcome
+    def _finish(self, batch: ScheduledBatch | None) -> FinishedStep | None:
+        """The oldest step in flight, read; None while more can be launched first.
 
-    def _output_of(self, flight: InFlight) -> StepOutput:
-        batch = flight.step.batch
-        return flight.step.finish([other.step.batch for other in self._window
-                                   if other.step.batch.iteration > batch.iteration])
+        batch   what this iteration launched
+        """
+        window = self.window
+        if not window:
+            return None
+        if batch is not None and not window.is_full and not (
+                window.runs_ahead and len(window.blocked_request_ids()) >= len(self.active)):
+            return None
+        return window.read()
+
+    def _advance(self, finished: FinishedStep | None, record: IterationRecord) -> Outcome:
+        if finished is None:
+            return Outcome()
+        flight, output = finished
+        outcome = advance(flight.batch, output, flight.requests, flight.void, self._responder, self._resources)
+        record.generated_tokens = outcome.generated_tokens
+        self.window.num_discarded_tokens += outcome.discarded_tokens
+        return outcome
 
     # respond
 
@@ -229,7 +245,6 @@ class GenerationLoop:
             self.finals.end(request, reason)
         for request in outcome.to_send:
             self._responder.send_new_tokens(request)
-        self.reporter.generated_tokens += outcome.generated_tokens
         self._expire()
         self.finals.send_held()
 
@@ -239,20 +254,18 @@ class GenerationLoop:
         for admitted in self.intake.withdraw(expired.keys()):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
         for request in [self.active.get(request_id) for request_id in sorted(expired) if request_id in self.active]:
-            failed = self._failed_in_flight(request)
             if request.total_generated_tokens:
-                self.finals.end(request, FinishReason.TIMED_OUT, clear_blocks=failed)
+                self.finals.end(request, FinishReason.TIMED_OUT)
             else:
-                self.finals.fail(request, ErrorCode.DEADLINE, expired[request.request_id], clear_blocks=failed)
+                self.finals.fail(request, ErrorCode.DEADLINE, expired[request.request_id])
 
-    def _answer_all_active(self, error: SchedulerContractError) -> None:
-        """A scheduler that broke a rule has no plan to go on with. Steps in flight are read and dropped."""
+    def _answer_all_active(self, error: SchedulerContractError) -> Outcome:
+        """A scheduler that broke a rule has no plan to go on with. Steps in flight are dropped."""
         self.finals.answer_refusals()
-        failed_slots: set[int] = set()
-        while self._window:
-            failed_slots.update(self._output_of(self._window.popleft()).failures)
         for request in self.active.in_order():
-            self.finals.fail(request, error.code, str(error), clear_blocks=request.seq_slot in failed_slots)
+            self.finals.fail(request, error.code, str(error))
+        self.window.drop_all()
+        return Outcome()
 
     # poll
 
@@ -264,14 +277,33 @@ class GenerationLoop:
         for admitted in self.intake.withdraw(stops):
             self.finals.end_waiting(admitted, FinishReason.CANCELLED)
         for request in [request for request in self.active if request.request_id in stops]:
-            self.finals.end(request, FinishReason.CANCELLED, clear_blocks=self._failed_in_flight(request))
+            self.finals.end(request, FinishReason.CANCELLED)
         self.finals.send_held()
 
-    def _failed_in_flight(self, request: LlmRequest) -> bool:
-        """Whether the step in flight that a request is in left something in its blocks; waits for that step.
+    # report
 
-        To be asked before a request ends early. Its blocks go to others then, and a step that failed is run again in
-        parts: it must not write to them any more.
-        """
-        return any(request.seq_slot in self._output_of(flight).failures
-                   for flight in self._window if request in flight.requests)
+    def _report(self, record: IterationRecord) -> bool:
+        """Close the iteration. Whether it did anything. Nothing is reported for one without an active request."""
+        if self.failure is None:
+            check_totals(self.kv)
+        record.finished, record.arrived = self.finals.take_ended(), self.intake.take_arrived()
+        if record.active_requests:
+            if record.kv_cache is None:    # nothing was launched
+                record.kv_cache = self.kv.usage()
+            self.reporter.trace(record)
+            self._send_record(record)
+            if self._flush_stats_when_idle and self.is_empty:
+                self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
+                                                  self.clock.monotonic(), kv_cache=self.kv.usage()))
+        return record.active_requests > 0 or record.had_refusals or bool(self.callbacks.fetched)
+
+    def _send_record(self, record: IterationRecord) -> None:
+        totals = self.totals
+        totals.discarded_tokens = self.window.num_discarded_tokens
+        totals.steps_in_flight = len(self.window)
+        totals.queued_requests = len(self.intake)
+        totals.failed_steps = self._runner.num_failed_steps
+        totals.clamped_requests = self.intake.num_warnings
+        totals.unaddressable_items = self.intake.unaddressable
+        self.reporter.report(record, totals)
+        self.iteration += 1

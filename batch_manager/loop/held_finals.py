@@ -20,12 +20,12 @@ class HeldFinals(Finals):
         super().__init__(*parts)
         self._held: dict[int, FinishReason] = {}
 
-    def end(self, request: LlmRequest, reason: FinishReason, *, clear_blocks: bool = False) -> None:
+    def end(self, request: LlmRequest, reason: FinishReason) -> None:
         if reason.is_natural:
             request.finish()
             self._held[request.request_id] = reason
         else:
-            super().end(request, self._held.pop(request.request_id, reason), clear_blocks=clear_blocks)
+            super().end(request, self._held.pop(request.request_id, reason))
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
         if request.request_id in self._held:

@@ -7,8 +7,9 @@ import numpy as np
 
 from ..handover import (
     NO_GENERATION,
-    BlockCopy,
+    BlockClear,
     ContextWork,
+    DeviceOperation,
     GenerationWork,
     ScheduledBatch,
     SlotSetup,
@@ -20,6 +21,7 @@ from ..requests.llm_request import LlmRequest
 from ..requests.prompt_table import PromptTable
 from ..scheduling.chunking import chunk_behind_reuse
 from ..scheduling.interfaces import SchedulerOutput
+from .device_work import DeviceWork
 from .static_batch import StaticBatch
 
 
@@ -29,10 +31,10 @@ class Resource(Protocol):
     kv.PeftCacheManager is one. What of it a plan may count on is for the scheduler to know.
     """
 
-    def claim(self, requests: Sequence[LlmRequest]) -> object:
+    def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
         """Hold what these requests need, none of which holds anything. All or nothing.
 
-        Raises OutOfResourceError, with nothing changed.
+        Returns what the device must do before their step. Raises OutOfResourceError, with nothing changed.
         """
         ...
 
@@ -44,18 +46,19 @@ class Resource(Protocol):
 class Resources:
     """Claims for a plan, gives back on pause and at the end. One owner per block; release is idempotent.
 
-    others   what requests hold besides blocks: claimed in this order, before blocks, and released the other way round
+    others        what requests hold besides blocks: claimed in this order, before blocks, and released in reverse
+    device_work   what all of this makes the device do before its next step
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int,
                  static_batch: StaticBatch | None = None, others: Sequence[Resource] = ()) -> None:
         self.others = tuple(others)
+        self.device_work = DeviceWork()
         self._kv = kv_cache_manager
         self._max_seq_len = max_seq_len
         self._static_batch = static_batch
         self._setups: dict[int, SlotSetup] = {}
         self._prompt_tables: dict[int, PromptTable] = {}
-        self._copies: list[BlockCopy] = []
 
     def admit(self, admitted: Admitted) -> None:
         """Remember what the device must be told when the request starts."""
@@ -65,7 +68,8 @@ class Resources:
             self._prompt_tables[request_id] = admitted.prompt_table
 
     def pause(self, paused: list[LlmRequest]) -> int:
-        """Take the blocks back from these requests. What was published of their prompts can still be found.
+        """Take the blocks back from these requests, of which no step is in flight. What was published of their prompts
+        can still be found.
 
         Returns the tokens that will have to be computed again, if nothing is found.
         """
@@ -77,56 +81,85 @@ class Resources:
         return recomputed
 
     def claim(self, plan: SchedulerOutput, iteration: int, micro_batch_id: int) -> ScheduledBatch:
-        """Take what the plan needs, all or nothing, and describe the step to the device.
+        """Take what the plan needs, all or nothing, and describe the step to the device. From here on its contexts
+        count as computed.
 
-        A first chunk begins behind what the KV cache has of its prompt: the request has skipped that when this returns.
+        A first chunk begins after what the KV cache has of its prompt: the request has skipped that when this returns.
 
         Raises OutOfResourceError, with nothing changed, when there is not enough for the plan.
         """
-        first_chunks = [request for request in plan.context_requests if request.is_first_context_chunk]
-        claim = self._claim_all(first_chunks, plan.generation_requests)
-        # What the beams of a step became comes first: a claim may have given away what they have left since.
-        self._copies += claim.copies
-        chunk_sizes = plan.chunk_sizes
-        if chunk_sizes is None:
-            chunk_sizes = [request.remaining_context for request in plan.context_requests]
-        context = tuple(self._context_work(request, size)
-                        for request, size in zip(plan.context_requests, chunk_sizes, strict=True))
+        contexts = plan.context_requests
+        first_chunks = [request for request in contexts if request.is_first_context_chunk] if contexts else contexts
+        claimed = self._claim_all(first_chunks, plan.generation_requests)
+        context: tuple[ContextWork, ...] = ()
+        if contexts:
+            chunk_sizes = plan.chunk_sizes
+            if chunk_sizes is None:
+                chunk_sizes = [request.remaining_context for request in contexts]
+            context = tuple([self._context_work(request, size)
+                             for request, size in zip(contexts, chunk_sizes, strict=True)])
         generation = NO_GENERATION
         if plan.generation_requests:
-            generation = GenerationWork(claim.slots, claim.kv_lengths, plan.generation_requests[0].beam_width)
+            generation = GenerationWork(claimed.slots, claimed.kv_lengths, plan.generation_requests[0].beam_width)
         num_places = 0
         if self._static_batch is not None:
-            if plan.context_requests:
-                self._static_batch.form(plan.context_requests)
+            if contexts:
+                self._static_batch.form(contexts)
             num_places = self._static_batch.num_places
-        return ScheduledBatch(iteration, micro_batch_id, context, generation, claim.table_updates, num_places,
-                              self._kv.sequences.max_beam_width)
+        return ScheduledBatch(iteration, micro_batch_id, context, generation, num_places=num_places,
+                              max_beam_width=self._kv.sequences.max_beam_width, **self.device_work.pending())
 
-    def take_copies(self) -> list[BlockCopy]:
-        """What has to be copied before the batch of the last claim is started."""
-        copies, self._copies = self._copies, []
-        return copies
+    def unclaim(self, batch: ScheduledBatch, requests: Sequence[LlmRequest], void: Sequence[LlmRequest]) -> None:
+        """Take back what a step claimed for requests whose rows of it are void: they stand where they stood before it.
+        What it writes for them is cleared.
+
+        requests   of the batch, in its order
+        void       those of them; none of them starts in this step
+        """
+        if not void:
+            return
+        contexts = {request: work for work, request in zip(batch.context, requests)}
+        generation = [request for request in void if request not in contexts]
+        for request in void:
+            if request in contexts:
+                start = contexts[request].start
+                self._clear_span(request, start, request.context_position)
+                request.unlaunch_context(start)
+        for request in generation:
+            end = self._kv.kv_length(request)
+            self._clear_span(request, end - 1, end)
+        self._kv.rewind(generation, 1)
+
+    def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
+        """Those of the requests, which all hold blocks, that give some back with the next token they make room for."""
+        return self._kv.leaving_window(requests)
 
     def follow(self, request: LlmRequest, parents: Sequence[int]) -> None:
-        """Make each beam of the request hold what its parent does; behind the context that is the first one for all."""
+        """Make each beam of the request hold what its parent does; after the context that is the first one for all."""
         if request.num_generated_tokens:
-            self._copies += self._kv.reorder(request, parents)
+            self.device_work.add(self._kv.reorder(request, parents))
         else:
-            self._copies += self._kv.fork(request)
+            self.device_work.add(self._kv.fork(request))
 
     def _claim_all(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> Claim:
         claimed: list[Resource] = []
+        operations: list[DeviceOperation] = []
         try:
             for resource in self.others:
-                resource.claim(first_chunks)
+                operations += resource.claim(first_chunks) or ()
                 claimed.append(resource)
-            return self._kv.claim(first_chunks, generation)
+            blocks = self._kv.claim(first_chunks, generation)
         except BaseException:
             for resource in reversed(claimed):
                 for request in first_chunks:
                     resource.release(request)
             raise
+        width = self._kv.sequences.max_beam_width
+        self.device_work.update_tables(blocks.table_updates, [
+            request.seq_slot * width + beam for request in first_chunks for beam in range(width)])
+        if operations or blocks.copies:
+            self.device_work.add([*operations, *blocks.copies])
+        return blocks
 
     def _context_work(self, request: LlmRequest, size: int) -> ContextWork:
         setup = None
@@ -141,6 +174,7 @@ class Resources:
         else:
             token_ids = setup.history[start:start + size]
         table = self._prompt_tables.get(request.request_id)
+        request.advance_context(size)
         return ContextWork(
             slot=request.seq_slot,
             token_ids=token_ids,
@@ -151,34 +185,53 @@ class Resources:
         )
 
     def publish(self, contexts: Sequence[LlmRequest]) -> None:
-        """Let other prompts use what a finished step has computed of these. One whose row failed did not advance, so
-        nothing of that step is among it.
-        """
+        """Let other prompts use what was read as computed of these."""
         if self._kv.enable_block_reuse:
             for request in contexts:
-                self._kv.publish_context(request, request.context_position)
+                self._kv.publish_context(request, request.context_read)
 
-    def blocks_to_clear(self, request: LlmRequest) -> list[int]:
-        """Blocks a failed step may have left anything in. Those that others hold or can find were written before."""
-        return self._kv.own_blocks(request)
-
-    def release(self, request: LlmRequest, *, keep_computed: bool = False) -> None:
+    def release(self, request: LlmRequest, *, keep_computed: bool = False, clear_blocks: bool = False,
+                is_in_flight: bool = False) -> None:
         """Give everything back. A request that holds nothing is fine.
 
-        keep_computed   all that was computed of it is right: prompts that begin with the same tokens may find it
+        keep_computed   what was computed of it and read is right: prompts that begin with the same tokens may find it
+        clear_blocks    a step may have left anything in its blocks: they are cleared before anybody reads them, and
+                        nothing is kept
+        is_in_flight    a launched step still writes to its blocks, in order before those of the next owner. What it
+                        writes is not read, and is cleared
         """
-        self._give_back(request, self._computed_tokens(request) if keep_computed else 0)
+        if clear_blocks:
+            # Those that others hold or can find were written before.
+            self.device_work.add([BlockClear(block_id) for block_id in self._kv.own_blocks(request)])
+        elif is_in_flight:
+            self._clear_unread(request)
+        computed_tokens = self._computed_tokens(request) if keep_computed and not clear_blocks else 0
+        self._give_back(request, computed_tokens)
         self._setups.pop(request.request_id, None)
         self._prompt_tables.pop(request.request_id, None)
 
+    def _clear_unread(self, request: LlmRequest) -> None:
+        """Clear what steps in flight write for a request that has ended: it may not be finite."""
+        in_context = request.context_read < request.prompt_len
+        start = request.context_read if in_context else request.num_tokens - 1
+        end = request.context_position
+        if end == request.prompt_len:
+            end = self._kv.kv_length(request)
+        self._clear_span(request, start, end)
+
+    def _clear_span(self, request: LlmRequest, start: int, end: int) -> None:
+        """Clear these positions of a request before the next step."""
+        self.device_work.add([BlockClear(block_id, first_token)
+                              for block_id, first_token in self._kv.blocks_of_span(request, start, end)])
+
     def _give_back(self, request: LlmRequest, computed_tokens: int) -> None:
-        if self._kv.owns(request):    # who holds blocks holds all the rest, and who does not, nothing
+        if self._kv.owns(request):    # a request that holds blocks holds all the rest, and one that does not, nothing
             for resource in reversed(self.others):
                 resource.release(request)
         self._kv.release(request, computed_tokens)
 
     def _computed_tokens(self, request: LlmRequest) -> int:
         """Leading tokens of which all is in the cache, 0 when steps have added none to what was found there."""
-        if request.context_position == request.prompt_len:
+        if request.context_read == request.prompt_len:
             return request.num_tokens
-        return request.context_position if request.context_position > self._kv.reused_tokens(request) else 0
+        return request.context_read if request.context_read > self._kv.reused_tokens(request) else 0

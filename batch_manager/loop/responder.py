@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..handover import BeamOutput, Hypothesis, StepOutput
+from ..handover import Hypothesis, StepOutput
 from ..names import ErrorCode, FinishReason
 from ..requests.admission import Admitted, ResponseOptions
 from ..requests.llm_request import LlmRequest
@@ -84,26 +84,30 @@ class Responder:
         delivery.context_logits[first:end] = logits[first - start : end - start]
         delivery.context_rows = end
 
-    def note_token(self, request: LlmRequest, row: int, output: StepOutput) -> bool:
-        """Keep what belongs to the token this row added to a listener. True when the token is to be streamed."""
+    def note_tokens(self, request: LlmRequest, output: StepOutput, start: int, stop: int) -> bool:
+        """Keep what belongs to the tokens start..stop of the output, which were just added to a listener. True when
+        they are to be streamed."""
         delivery = self.listeners[request.request_id]
         options = delivery.options
         if not delivery.is_plain:
             if options.return_log_probs:
-                log_prob = 0.0 if output.log_probs is None else float(output.log_probs[row])
-                delivery.log_probs.append(log_prob)
-                delivery.cum_log_prob += log_prob
+                log_probs = output.log_probs[start:stop].tolist()
+                delivery.log_probs += log_probs
+                for log_prob in log_probs:
+                    delivery.cum_log_prob += log_prob
             if options.return_generation_logits:
-                # A copy: the row is part of an array with everybody's, which should not live as long as this request.
-                delivery.generation_logits.append(output.generation_logits[request.seq_slot].copy())
+                # A copy: the rows are part of an array with everybody's, which should not live as long as this request.
+                delivery.generation_logits.extend(output.generation_logits[request.seq_slot][:stop - start].copy())
         return options.is_streaming
 
-    def note_beams(self, request: LlmRequest, beams: BeamOutput, logits: np.ndarray | None) -> None:
+    def note_beams(self, request: LlmRequest, parents: Sequence[int], log_probs: np.ndarray,
+                   logits: np.ndarray | None) -> None:
         """Keep what belongs to the tokens that were just added to the beams of a request."""
-        self._deliveries[request.request_id].beams.follow(beams, logits, is_first=request.num_generated_tokens == 1)
+        self._deliveries[request.request_id].beams.follow(parents, log_probs, logits,
+                                                          is_first=request.num_generated_tokens == 1)
 
     def note_hypotheses(self, request: LlmRequest, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None) -> None:
-        """Keep what belongs to the final texts of a request, which has the live ones still."""
+        """Keep what belongs to the final outputs of a request, which has the live ones still."""
         self._deliveries[request.request_id].beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
 
     def send_new_tokens(self, request: LlmRequest) -> None:

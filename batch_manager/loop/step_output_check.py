@@ -1,4 +1,4 @@
-"""What a backend returned is looked at before anybody relies on it."""
+"""Validates what a backend returned before anybody relies on it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +12,6 @@ from ..handover import (
     END_ID,
     LENGTH,
     STOP_WORDS,
-    BeamOutput,
     Hypothesis,
     RowFailure,
     ScheduledBatch,
@@ -34,7 +33,7 @@ class WrongOutputError(Exception):
 class Asked:
     """What a sequence wants of its steps besides a token.
 
-    prompt_length   tokens of the user's prompt; what is behind them was generated
+    prompt_length   tokens of the user's prompt; what follows was generated
     """
 
     log_probs: bool
@@ -44,8 +43,31 @@ class Asked:
     prompt_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of an output: whose they are, where their tokens begin, and what their sequences asked for.
+
+    row_of   slot -> row, in order
+    starts   [r + 1]
+    asked    slot -> what it asked for, where that is more than tokens and the row did not fail
+    """
+
+    row_of: dict[int, int]
+    starts: np.ndarray
+    asked: dict[int, Asked]
+
+    def of(self, slot: int) -> slice:
+        """The tokens of its row."""
+        row = self.row_of[slot]
+        return slice(int(self.starts[row]), int(self.starts[row + 1]))
+
+    def with_beams(self) -> list[int]:
+        """The slots whose sequences have several beams."""
+        return [slot for slot in self.row_of if slot in self.asked and self.asked[slot].beam_width > 1]
+
+
 class StepOutputCheck:
-    """Takes the output of a backend for what handover.StepOutput says it is, or raises.
+    """Validates a backend's output against `handover.StepOutput`.
 
     Kept here of each slot is what the sequence in it asked for, where that is more than tokens.
     """
@@ -54,8 +76,8 @@ class StepOutputCheck:
         self._vocab_size = vocab_size
         self._asked: dict[int, Asked] = {}
 
-    def note(self, batch: ScheduledBatch) -> None:
-        """Remember what the sequences that start in this batch ask for."""
+    def asked_by(self, batch: ScheduledBatch) -> dict[int, Asked]:
+        """What the sequences of a batch that is being launched ask for besides tokens, by slot."""
         for work in batch.context:
             setup = work.setup
             if setup is None:
@@ -66,26 +88,33 @@ class StepOutputCheck:
                                                setup.return_generation_logits, width, setup.prompt_length)
             else:
                 self._asked.pop(work.slot, None)
+        if not self._asked:
+            return {}
+        return {slot: self._asked[slot] for slot in batch.slots() if slot in self._asked}
 
-    def checked(self, batch: ScheduledBatch, output: StepOutput) -> StepOutput:
+    def checked(self, batch: ScheduledBatch, output: StepOutput, asked: Mapping[int, Asked]) -> StepOutput:
         """The output, with everything in it of the types that handover.StepOutput gives.
 
-        Integers and floating-point numbers of other widths, and lists of them, are converted. A row whose
-        log-probability is not a number fails: only logits that are not finite have such, and what the step wrote to the
-        KV cache must then neither be found by others nor be left there.
+        Integers and floating-point numbers of other widths, and lists of them, are converted. A row fails whose
+        log-probability is not a number: only logits that are not finite have such, and what the step wrote to the KV
+        cache must then neither be found by others nor be left there. So does a row with a token outside the vocabulary.
 
+        asked   as `asked_by` gave it for the batch, or for one that this one is a part of
         Raises WrongOutputError, or whatever reading the output raises: a row is missing, or there is one too many;
         something has another shape or type; a finish code is none that a device decides on; a sequence did not get what
         it asked for.
         """
         expected = _slots_of_rows(batch)
-        return output if self._is_plain(batch, output, expected) else self._converted(batch, output, expected)
+        if not self._is_plain(batch, output, expected, asked):
+            output = self._converted(batch, output, expected, asked)
+        return self._without_invalid_tokens(output)
 
-    def _is_plain(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray) -> bool:
+    def _is_plain(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
+                  asked: Mapping[int, Asked]) -> bool:
         """Whether the output has tokens and finish codes for the right rows and nothing else, and nobody asked for
-        more. So it is in most steps; bytes are compared because that takes a tenth of the time for a few rows.
+        more. That is the common case; bytes are compared because that takes a tenth of the time for a few rows.
         """
-        if type(output) is not StepOutput:
+        if type(output) is not StepOutput or asked:
             return False
         slots, tokens, finish = output.slots, output.tokens, output.finish
         return (type(slots) is type(tokens) is type(finish) is np.ndarray
@@ -93,42 +122,67 @@ class StepOutputCheck:
                 and slots.shape == tokens.shape == finish.shape
                 and slots.tobytes() == expected.tobytes()
                 and (finish.tobytes() == bytes(len(finish)) or finish.max() <= STOP_WORDS)
-                and output.log_probs is None
-                and output.failures == output.beams == output.generation_logits == output.context_logits == {}
-                and (not self._asked or self._asked.keys().isdisjoint(batch.slots())))
+                and output.log_probs is output.parents is output.row_starts is None
+                and output.failures == output.hypotheses == output.generation_logits == output.context_logits == {})
 
-    def _converted(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray) -> StepOutput:
+    def _without_invalid_tokens(self, output: StepOutput) -> StepOutput:
+        slots = [slot for slot, hypotheses in output.hypotheses.items()
+                 if any(len(self._invalid(hypothesis.tokens)) for hypothesis in hypotheses)]
+        invalid = self._invalid(output.tokens)
+        if len(invalid):
+            rows = invalid
+            if output.row_starts is not None:
+                rows = np.searchsorted(output.row_starts, invalid, side="right") - 1
+            slots += output.slots[rows].tolist()
+        if not slots:
+            return output
+        failure = RowFailure(
+            ErrorCode.INVALID_TOKEN, f"the model step chose a token outside 0..{self._vocab_size - 1}; the request "
+            "ends here; please report it")
+        return replace(output, failures=dict.fromkeys(slots, failure) | output.failures)
+
+    def _invalid(self, tokens: np.ndarray) -> np.ndarray:
+        """Where tokens are that are outside the vocabulary."""
+        unsigned = tokens.view(np.uint32)    # a negative one is larger than any other
+        if not len(tokens) or unsigned.max() < self._vocab_size:
+            return tokens[:0]
+        return np.flatnonzero(unsigned >= self._vocab_size)
+
+    def _converted(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
+                   asked: Mapping[int, Asked]) -> StepOutput:
         if not isinstance(output, StepOutput):
             raise WrongOutputError(f"a {type_name(output)} is no StepOutput")
         slots = _integers("slots", output.slots, INT32, expected.shape)
         if not np.array_equal(slots, expected):
             raise WrongOutputError("the slots are not those of the batch in its order")
-        tokens = _integers("tokens", output.tokens, INT32, slots.shape)
-        finish = _integers("finish", output.finish, UINT8, slots.shape)
-        log_probs = output.log_probs
-        if log_probs is not None:
-            log_probs = _numbers("log_probs", log_probs, slots.shape)
-
         failures = {_slot(slot): _failure(failure) for slot, failure in _mapping("failures", output.failures).items()}
-        row_of = {slot: row for row, slot in enumerate(slots.tolist()) if slot not in failures}
-        asked = {slot: self._asked[slot] for slot in batch.slots() if slot in self._asked and slot not in failures}
-        drawing = {slot: wants for slot, wants in asked.items() if slot in row_of}
-
-        context_logits = self._context_logits(batch, output, asked)
-        generation_logits = self._generation_logits(batch, output, drawing)
-        searching = {slot: wants for slot, wants in drawing.items() if wants.beam_width > 1}
-        beams = _beams(batch, output, searching, failures)
-        judged = [row for slot, row in row_of.items() if slot not in beams]
+        asked = {slot: wants for slot in batch.slots() if slot not in failures and (wants := asked.get(slot))}
+        hypotheses = _hypotheses(batch, output, asked)
+        starts = _row_starts(batch, output, slots, asked, hypotheses, failures)
+        rows = _Rows({slot: row for row, slot in enumerate(slots.tolist())}, starts, asked)
+        num_tokens = int(starts[-1])
+        tokens = _integers("tokens", output.tokens, INT32, (num_tokens,))
+        finish = _integers("finish", output.finish, UINT8, slots.shape)
+        judged = [row for slot, row in rows.row_of.items() if slot not in failures and slot not in hypotheses]
         if (finish[judged] > STOP_WORDS).any():
             raise WrongOutputError("a finish code is neither NOT_FINISHED nor END_ID nor STOP_WORDS")
-        told = [slot for slot, wants in drawing.items() if wants.log_probs and slot not in beams]
-        if told and log_probs is None:
+
+        log_probs = output.log_probs
+        if log_probs is not None:
+            log_probs = _numbers("log_probs", log_probs, (num_tokens,))
+        parents = _parents(batch, output, rows, num_tokens)
+        wanting = [slot for slot in rows.row_of if slot in asked and slot not in hypotheses
+                   and (asked[slot].log_probs or asked[slot].beam_width > 1)]
+        if wanting and log_probs is None:
             raise WrongOutputError("log_probs is None and was asked for")
-        if told and np.isnan(log_probs).any():
-            failures |= {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_LOG_PROB) for slot in told
-                         if np.isnan(log_probs[row_of[slot]])}
-        return StepOutput(batch.micro_batch_id, slots, tokens, finish, log_probs, context_logits, generation_logits,
-                          failures, beams)
+        if wanting and np.isnan(log_probs).any():
+            failures |= {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_LOG_PROB) for slot in wanting
+                         if np.isnan(log_probs[rows.of(slot)]).any()}
+        return StepOutput(batch.micro_batch_id, slots, tokens, finish,
+                          row_starts=None if num_tokens == len(slots) and output.row_starts is None else starts,
+                          log_probs=log_probs, parents=parents, hypotheses=hypotheses,
+                          context_logits=self._context_logits(batch, output, asked),
+                          generation_logits=self._generation_logits(batch, output, rows), failures=failures)
 
     def _context_logits(self, batch: ScheduledBatch, output: StepOutput,
                         asked: Mapping[int, Asked]) -> dict[int, np.ndarray]:
@@ -137,17 +191,19 @@ class StepOutputCheck:
                                     (len(work.token_ids), self._vocab_size))
                 for work in batch.context if work.slot in asked and asked[work.slot].context_logits}
 
-    def _generation_logits(self, batch: ScheduledBatch, output: StepOutput,
-                           drawing: Mapping[int, Asked]) -> dict[int, np.ndarray]:
+    def _generation_logits(self, batch: ScheduledBatch, output: StepOutput, rows: _Rows) -> dict[int, np.ndarray]:
         given = _mapping("generation_logits", output.generation_logits)
         first_tokens = {work.slot for work in batch.context}
         logits = {}
-        for slot, wants in drawing.items():
-            if wants.generation_logits:
-                shape: tuple[int, ...] = (self._vocab_size,)
+        for slot in rows.row_of:
+            wants = rows.asked.get(slot)
+            if wants is not None and wants.generation_logits:
+                tokens = rows.of(slot)
+                count = tokens.stop - tokens.start
                 if wants.beam_width > 1:
-                    shape = (1 if slot in first_tokens else wants.beam_width, self._vocab_size)
-                logits[slot] = _numbers("generation_logits", _of(given, "generation_logits", slot), shape)
+                    count = 1 if slot in first_tokens else wants.beam_width
+                logits[slot] = _numbers("generation_logits", _of(given, "generation_logits", slot),
+                                        (count, self._vocab_size))
         return logits
 
 
@@ -159,58 +215,91 @@ def _slots_of_rows(batch: ScheduledBatch) -> np.ndarray:
     return np.concatenate([np.array(last_chunks, np.int32), batch.generation.slots])
 
 
-def _beams(batch: ScheduledBatch, output: StepOutput, searching: Mapping[int, Asked],
-           failures: Mapping[int, RowFailure]) -> dict[int, BeamOutput]:
-    """What the beams of these sequences yielded.
+def _drafts(batch: ScheduledBatch) -> np.ndarray:
+    """[r]: draft tokens of each row."""
+    drafts = batch.generation.num_drafts
+    if drafts is None:
+        drafts = np.zeros(len(batch.generation), np.int32)
+    contexts = np.array([work.num_drafts for work in batch.context if work.is_last_chunk], np.int32)
+    return np.concatenate([contexts, drafts])
 
-    searching   the sequences with beams that have a row which did not fail
-    """
-    given = _mapping("beams", output.beams)
-    if any(slot not in searching and slot not in failures for slot in given):
-        raise WrongOutputError("beams of a sequence that has none, or no row")
-    if not searching:
+
+def _row_starts(batch: ScheduledBatch, output: StepOutput, slots: np.ndarray, asked: Mapping[int, Asked],
+                hypotheses: Mapping[int, Any], failures: Mapping[int, Any]) -> np.ndarray:
+    """[r + 1] int32, for rows that have as many tokens as they may."""
+    if output.row_starts is None:
+        lengths = np.ones(len(slots), np.int32)
+    else:
+        starts = _integers("row_starts", output.row_starts, INT32, (len(slots) + 1,))
+        lengths = np.diff(starts)
+        if starts[0] != 0 or (lengths < 0).any():
+            raise WrongOutputError("row_starts do not rise from 0")
+    longest = 1 + _drafts(batch)
+    shortest = np.ones(len(slots), np.int32)
+    for row, slot in enumerate(slots.tolist()):
+        if slot in failures:
+            shortest[row], longest[row] = 0, lengths[row]
+        elif slot in hypotheses:
+            shortest[row] = longest[row] = 0
+        elif slot in asked and asked[slot].beam_width > 1:
+            shortest[row] = longest[row] = asked[slot].beam_width
+    if ((lengths < shortest) | (lengths > longest)).any():
+        raise WrongOutputError("a row has too few tokens, or too many")
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+
+
+def _parents(batch: ScheduledBatch, output: StepOutput, rows: _Rows, num_tokens: int) -> np.ndarray | None:
+    searching = rows.with_beams()
+    if output.parents is None:
+        if any(rows.of(slot).stop > rows.of(slot).start for slot in searching):
+            raise WrongOutputError("parents is None and sequences have beams")
+        return None
+    parents = _integers("parents", output.parents, INT32, (num_tokens,))
+    first_tokens = {work.slot for work in batch.context}
+    for slot in searching:
+        _below(1 if slot in first_tokens else rows.asked[slot].beam_width, parents[rows.of(slot)])
+    return parents
+
+
+def _hypotheses(batch: ScheduledBatch, output: StepOutput,
+                asked: Mapping[int, Asked]) -> dict[int, tuple[Hypothesis, ...]]:
+    """The results of searches that are over, of those that did not fail."""
+    given = _mapping("hypotheses", output.hypotheses)
+    if not given:
         return {}
-    tokens_so_far = {work.slot: (0, work.start + len(work.token_ids)) for work in batch.context}
-    tokens_so_far |= {slot: (1, length + 1) for slot, length in zip(batch.generation.slots.tolist(),
-                                                                    batch.generation.kv_lengths.tolist())}
-    beams = {}
-    for slot, wants in searching.items():
-        has_parted, num_tokens = tokens_so_far[slot]
-        beams[slot] = _one_search(_of(given, "beams", slot), wants.beam_width, wants.beam_width if has_parted else 1,
-                                  num_tokens + 1 - wants.prompt_length)
-    return beams
+    num_tokens = {work.slot: work.start + len(work.token_ids) for work in batch.context if work.is_last_chunk}
+    num_tokens |= {slot: length + 1 for slot, length in zip(batch.generation.slots.tolist(),
+                                                            batch.generation.kv_lengths.tolist())}
+    checked = {}
+    for slot, results in given.items():
+        wants = asked.get(_slot(slot))
+        if wants is None or wants.beam_width == 1 or slot not in num_tokens:
+            if slot in output.failures:
+                continue
+            raise WrongOutputError("hypotheses of a sequence that has no beams, or no row")
+        width, longest = wants.beam_width, num_tokens[slot] + 1 - wants.prompt_length
+        if type(results) not in (tuple, list) or not 1 <= len(results) <= width:
+            raise WrongOutputError(f"the results of a search with {width} beams are a {type_name(results)}, or too few "
+                                   "or too many")
+        checked[int(slot)] = tuple(_hypothesis(result, width, longest) for result in results)
+    return checked
 
 
-def _one_search(beams: BeamOutput, width: int, num_parents: int, longest: int) -> BeamOutput:
-    """longest   tokens a text can have by now"""
-    if not isinstance(beams, BeamOutput):
-        raise WrongOutputError(f"a {type_name(beams)} is no BeamOutput")
-    if beams.hypotheses is not None:
-        if type(beams.hypotheses) not in (tuple, list) or not 1 <= len(beams.hypotheses) <= width:
-            raise WrongOutputError(f"the results of a search for {width} texts are a {type_name(beams.hypotheses)}, or "
-                                   "too few or too many")
-        return replace(beams, hypotheses=tuple(_text(text, width, longest) for text in beams.hypotheses))
-    return BeamOutput(
-        tokens=_integers("tokens of beams", beams.tokens, INT32, (width,)),
-        parents=_below(num_parents, _integers("parents", beams.parents, INT32, (width,))),
-        cum_log_probs=_numbers("cum_log_probs", beams.cum_log_probs, (width,)),
-        log_probs=_numbers("log_probs of beams", beams.log_probs, (width,)))
-
-
-def _text(text: Hypothesis, width: int, longest: int) -> Hypothesis:
-    if not isinstance(text, Hypothesis):
-        raise WrongOutputError(f"a {type_name(text)} is no Hypothesis")
-    shape = np.shape(text.tokens)
+def _hypothesis(given: Hypothesis, width: int, longest: int) -> Hypothesis:
+    """longest   tokens an output can have by now"""
+    if not isinstance(given, Hypothesis):
+        raise WrongOutputError(f"a {type_name(given)} is no Hypothesis")
+    shape = np.shape(given.tokens)
     if len(shape) != 1 or shape[0] > longest:
-        raise WrongOutputError(f"tokens of a text have shape {shape}, and there are at most {longest} by now")
-    rows = _below(width, _integers("rows of a text", text.rows, INT32, shape))
+        raise WrongOutputError(f"tokens of a hypothesis have shape {shape}, and there are at most {longest} by now")
+    rows = _below(width, _integers("rows of a hypothesis", given.rows, INT32, shape))
     _below(1, rows[:1])
-    if not isinstance(text.finish, Integral) or text.finish not in (END_ID, STOP_WORDS, LENGTH):
-        raise WrongOutputError("the finish code of a text is neither END_ID nor STOP_WORDS nor LENGTH")
-    if not isinstance(text.cum_log_prob, Real) or text.cum_log_prob != text.cum_log_prob:
-        raise WrongOutputError("the cum_log_prob of a text is not a number")
-    return Hypothesis(_integers("tokens of a text", text.tokens, INT32, shape), float(text.cum_log_prob),
-                      _numbers("log_probs of a text", text.log_probs, shape), rows, int(text.finish))
+    if not isinstance(given.finish, Integral) or given.finish not in (END_ID, STOP_WORDS, LENGTH):
+        raise WrongOutputError("the finish code of a hypothesis is neither END_ID nor STOP_WORDS nor LENGTH")
+    if not isinstance(given.cum_log_prob, Real) or given.cum_log_prob != given.cum_log_prob:
+        raise WrongOutputError("the cum_log_prob of a hypothesis is not a number")
+    return Hypothesis(_integers("tokens of a hypothesis", given.tokens, INT32, shape), float(given.cum_log_prob),
+                      _numbers("log_probs of a hypothesis", given.log_probs, shape), rows, int(given.finish))
 
 
 def _mapping(name: str, given: Mapping) -> Mapping:

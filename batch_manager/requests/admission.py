@@ -290,7 +290,7 @@ class Admission:
         request = LlmRequest(
             request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
             draft_len=len(values.get("draft_input_ids", ())), lora_task_id=scalars.get("lora_task_id"),
-            priority=float(looked.priority),
+            priority=float(looked.priority), in_lockstep=looked.logits_post_processor is not None,
             token_extra_ids=values.get("input_token_extra_ids"),
             retention=looked.retention,
             batch_key=_batch_key(looked, sampling) if self.static_batching else None,

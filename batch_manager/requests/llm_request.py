@@ -31,20 +31,27 @@ class LlmRequest:
     cache_salt          only requests with the same one share what is in the KV cache
     token_extra_ids     one per prompt token, for content that token ids do not tell apart; None: there is none
     retention           how long its part of the KV cache should be kept; None: as long as others'
-    state               see the table above
-    context_position    tokens of the context already computed
+    in_lockstep         its next step can be launched only when its last one was read: it has beams, or a function of
+                        the user looks at its tokens
+    state               see the table above; a launched last chunk already counts as done
+    context_position    tokens of the context that are computed, those of launched steps included
+    context_read        those of them whose step was read
     seq_slot            row of the per-sequence state, NO_SLOT before activation
     num_pauses          how often it was paused
+
+    Steps may be launched before the last one was read. `tokens` are those that were read; the KV cache manager knows
+    the launched length.
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
                  "beam_width", "draft_len", "lora_task_id", "priority", "batch_key", "cache_salt", "token_extra_ids",
-                 "retention", "state", "context_position", "seq_slot", "num_pauses")
+                 "retention", "in_lockstep", "state", "context_position", "context_read", "seq_slot", "num_pauses")
 
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
                  draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5,
                  batch_key: Hashable = None, cache_salt: Hashable = None,
-                 token_extra_ids: Sequence[int] | None = None, retention: KvCacheRetentionConfig | None = None) -> None:
+                 token_extra_ids: Sequence[int] | None = None, retention: KvCacheRetentionConfig | None = None,
+                 in_lockstep: bool = False) -> None:
         assert prompt and max_new_tokens >= 1 and beam_width >= 1
         self.request_id = request_id
         self.tokens = [list(prompt) for _ in range(beam_width)]
@@ -59,8 +66,9 @@ class LlmRequest:
         self.cache_salt = cache_salt
         self.token_extra_ids = token_extra_ids
         self.retention = retention
+        self.in_lockstep = in_lockstep or beam_width > 1
         self.state = LlmRequestState.CONTEXT_INIT
-        self.context_position = 0
+        self.context_position = self.context_read = 0
         self.seq_slot = NO_SLOT
         self.num_pauses = 0
 
@@ -108,14 +116,27 @@ class LlmRequest:
     def skip_context(self, length: int) -> None:
         """Note that the first tokens of the context need not be computed; the last one always is."""
         assert self.is_context and self.is_first_context_chunk and 0 <= length < self.prompt_len
-        self.context_position = length
+        self.context_position = self.context_read = length
 
     def advance_context(self, chunk_length: int) -> None:
-        """Note that a chunk was computed; the last one moves the request to generation."""
+        """Note that a step was launched which computes the next tokens of the context; the last ones move the request
+        to generation."""
         assert self.is_context and 0 < chunk_length <= self.remaining_context
         self.context_position += chunk_length
         if self.context_position == self.prompt_len:
-            self.state = LlmRequestState.GENERATION_IN_PROGRESS
+            self.state = (LlmRequestState.GENERATION_IN_PROGRESS if self.max_new_tokens > 1
+                          else LlmRequestState.GENERATION_TO_COMPLETE)
+
+    def unlaunch_context(self, start: int) -> None:
+        """Take back what was launched of the context from a position on."""
+        assert not self.is_finished and self.context_read <= start <= self.context_position
+        self.state = LlmRequestState.CONTEXT_INIT
+        self.context_position = start
+
+    def read_context(self, end: int) -> None:
+        """Note that the step was read that computed the context up to a position."""
+        assert self.context_read < end <= self.context_position
+        self.context_read = end
 
     def add_token(self, token: int) -> bool:
         """Append a generated token (beam width 1). True when it was the last one asked for."""
@@ -127,6 +148,10 @@ class LlmRequest:
         assert self.is_generating
         self.state = LlmRequestState.GENERATION_TO_COMPLETE if left else LlmRequestState.GENERATION_COMPLETE
         return not left
+
+    def add_tokens(self, tokens: Sequence[int]) -> bool:
+        """Append generated tokens, no more than were asked for (beam width 1). True when the last one was added."""
+        return any([self.add_token(token) for token in tokens])
 
     def add_to_beams(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Make each beam the text of its parent and one token more. It is not the last one asked for."""
@@ -165,7 +190,7 @@ class LlmRequest:
             self.max_new_tokens -= grown - self.prompt_len
             self.prompt_len = grown
         self.state = LlmRequestState.CONTEXT_INIT
-        self.context_position = 0
+        self.context_position = self.context_read = 0
         self.num_pauses += 1
 
     def __repr__(self) -> str:

@@ -5,7 +5,6 @@ because attention multiplies what lies behind a sequence's last token by zero an
 """
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -74,10 +73,9 @@ def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
     return pieces
 
 
-def clear_blocks(pool: torch.Tensor, block_ids: Sequence[int]) -> None:
-    """Fill blocks with zeros."""
-    if len(block_ids):
-        pool.index_fill_(0, torch.tensor(block_ids, dtype=torch.int64, device=pool.device), 0)
+def clear_block(pool: torch.Tensor, block_id: int, first_token: int = 0) -> None:
+    """Fill a block with zeros from one of its tokens on."""
+    pool[block_id, :, :, :, first_token:].zero_()
 
 
 def _block_shape(spec: ModelSpec, tokens_per_block: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..attention.interface import PackedStep
-from ..handover import ScheduledBatch
+from ..handover import NO_GENERATION, ScheduledBatch
 from .block_tables import BlockTables
 from .packing import Padding, pack, padding, virtual_embeddings
 
@@ -42,10 +42,9 @@ def fused(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> 
 
 def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
     """A context call, then a generation call; one that would be empty is left out."""
-    contexts, count = len(batch.context), batch.num_sequences
-    if contexts in (0, count):
+    if not (batch.context and len(batch.generation)):
         return fused(batch, tables, tokens_per_block)
-    parts = (batch.part(0, contexts), batch.part(contexts, count))
+    parts = (replace(batch, generation=NO_GENERATION), replace(batch, context=()))
     return [call for part in parts for call in fused(part, tables, tokens_per_block)]
 
 

@@ -17,17 +17,20 @@ from ..decoding.beam_draw import BeamRows, DrawnBeams
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_post_processors import NO_TOKEN, PostProcessed
 from ..decoding.logits_return import logits_by_slot
+from ..decoding.output_rows import columns_with_beams
 from ..errors import ConfigError, InsufficientMemoryError
 from ..handover import (
+    AdapterLoad,
+    BlockClear,
     BlockCopy,
     BlockTableUpdates,
     ContextWork,
+    DeviceOperation,
     GenerationWork,
     RowFailure,
     ScheduledBatch,
     SlotSetup,
     StepOutput,
-    with_beams,
 )
 from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel, load_model
@@ -49,7 +52,7 @@ from .device import (
     release_memory,
     resolve_device,
 )
-from .kv_pool import block_bytes, clear_blocks, make_host_pool, make_kv_pool
+from .kv_pool import block_bytes, clear_block, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
@@ -199,13 +202,14 @@ class NativeBackend:
             hidden_size=spec.hidden_size,
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."),
             attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
-            host_blocks=len(host_pool))
+            host_blocks=len(host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True)
         self._device, self._num_threads, self._is_own_thread = device, num_threads, is_own_thread
         self._pinned_bytes = sum(block.nbytes for block in host_pool)
         self._host_bytes = 0
         if device.type == "cpu":
             self._host_bytes, self._pinned_bytes = loaded.weight_bytes + pool.nbytes + self._pinned_bytes, 0
         self._layout: Layout | None = layout
+        self._num_operations = 0                  # carried out so far
         self._pool, self._host_pool = pool, host_pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads = Uploads(device)
@@ -220,6 +224,9 @@ class NativeBackend:
         nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
         with on_device(self._device), torch.inference_mode(), self._threads():
             self._tables.update(batch)
+            for operation in batch.new_operations(self._num_operations):
+                self._carry_out(operation)
+                self._num_operations += 1
             self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
             fed_tokens = None
             if batch.generation.beam_width > 1:
@@ -228,16 +235,16 @@ class NativeBackend:
                      for call in self._layout(batch, self._tables, self.info.tokens_per_block)]
             return self._draw(batch, calls)
 
-    def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        with on_device(self._device), torch.inference_mode():
-            for copy in copies:                       # whole blocks, each one piece of memory: nothing is allocated
-                source = self._host_pool if copy.from_host else self._pool
-                destination = self._host_pool if copy.to_host else self._pool
-                destination[copy.destination].copy_(source[copy.source], non_blocking=True)
-
-    def clear_blocks(self, block_ids: list[int]) -> None:
-        with on_device(self._device), torch.inference_mode():
-            clear_blocks(self._pool, block_ids)
+    def _carry_out(self, operation: DeviceOperation) -> None:
+        match operation:
+            case BlockCopy():                         # whole blocks, each one piece of memory: nothing is allocated
+                source = self._host_pool if operation.from_host else self._pool
+                destination = self._host_pool if operation.to_host else self._pool
+                destination[operation.destination].copy_(source[operation.source], non_blocking=True)
+            case BlockClear():
+                clear_block(self._pool, operation.block_id, operation.first_token)
+            case AdapterLoad():
+                raise NotImplementedError("adapters are not built yet in this version")
 
     def memory_usage(self) -> MemoryUsage:
         return MemoryUsage(gpu=allocated_bytes(self._device), cpu=self._host_bytes,
@@ -267,7 +274,8 @@ class NativeBackend:
                     block_table_updates=BlockTableUpdates(rows, 0 * rows, 0 * rows))).finish()
                 self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1, width), num_places=2,
                                           max_beam_width=max_beam_width)).finish()
-        self.clear_blocks([0])
+        with on_device(self._device), torch.inference_mode():
+            clear_block(self._pool, 0)
 
     def _threads(self) -> AbstractContextManager[None]:
         return compute_threads(self._device, self._num_threads, self._is_own_thread)
@@ -335,21 +343,16 @@ class NativeStep:
             finish = arrays["finish"]
         else:
             tokens, finish = np.empty(0, np.int32), np.empty(0, np.uint8)
-        logits = arrays.get("logits", ())
-        output = StepOutput(
-            micro_batch_id=self._batch.micro_batch_id,
-            slots=self._slots,
-            tokens=tokens,
-            finish=finish,
-            log_probs=arrays.get("log_probs"),
-            context_logits=self._context_logits,
-            generation_logits=logits_by_slot(self._logits_slots, logits,
-                                             () if self._beams is None else self._beams.slots.tolist()),
-            failures=self._failures(arrays, tokens),
-        )
-        if self._beams is None:
-            return output
-        return with_beams(output, self._batch, self._beams.finish(arrays, output.failures))
+        failures = self._failures(arrays, tokens)
+        columns = {"slots": self._slots, "tokens": tokens, "finish": finish, "log_probs": arrays.get("log_probs")}
+        if self._beams is not None:
+            last_chunks = [work.slot for work in self._batch.context if work.is_last_chunk]
+            slots = np.concatenate([np.array(last_chunks, np.int32), self._batch.generation.slots])
+            columns = columns_with_beams(slots, self._slots, tokens, finish, arrays.get("log_probs"),
+                                         self._beams.finish(arrays, failures))
+        return StepOutput(
+            self._batch.micro_batch_id, **columns, context_logits=self._context_logits,
+            generation_logits=logits_by_slot(self._logits_slots, arrays.get("logits", ())), failures=failures)
 
     def _failures(self, arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[int, RowFailure]:
         failures = {}

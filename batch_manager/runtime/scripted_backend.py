@@ -18,16 +18,30 @@ numpy only: tests, demonstrations and dry runs of the host side need no torch. A
 are 1 at that token and 0 elsewhere; torch is imported for the first one. None with beams.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..attention.windows import blocks_seen
 from ..decoding.beam_search import BeamSearch, BeamSearches
+from ..decoding.output_rows import columns_with_beams
+from ..decoding.position_ring import COLUMNS, PositionRing
 from ..errors import InternalError
-from ..handover import END_ID, BlockCopy, RowFailure, ScheduledBatch, SlotSetup, StepOutput, with_beams
+from ..handover import (
+    END_ID,
+    AdapterLoad,
+    BlockClear,
+    BlockCopy,
+    DeviceOperation,
+    RowFailure,
+    ScheduledBatch,
+    SlotSetup,
+    StepOutput,
+)
 from ..names import ErrorCode
 from ..seams import BackendInfo, MemoryUsage
 from .block_tables import BlockTables, generation_rows
@@ -51,8 +65,12 @@ class ScriptedBackend:
                 sequences with beams
     on_step     (batch) called once a step after the cache was written and before anything else changed; may raise, or
                 return failures to plant. A planted NON_FINITE_LOGITS also leaves the blocks the step wrote poisoned:
-                whoever has one of them in his table fails too, until `clear_blocks`
+                a sequence that has one of them in its table fails too, until they are cleared
     on_finish   (batch) the same inside `finish`
+    is_asynchronous   steps are queued by `start` and run, in order, when one of them is waited for: what they raise,
+                they raise in `finish`, after later ones were launched
+    step_seconds   how long the device works on a step: `finish` waits until then. Steps are worked on one after the
+                other; `idle_seconds` adds up what the device waited for the next one
     window, sink   what the hash sees of the history, as in attention/windows.py. It is then read back in every step,
                 verify or not, and blocks may be given back as they leave the window. A script sees all: not with these
     host_blocks   blocks of a second pool, for what is evicted from the first
@@ -63,24 +81,31 @@ class ScriptedBackend:
     def __init__(self, *, vocab_size: int = 1000, max_seq_len: int = 1024, num_blocks: int = 256,
                  tokens_per_block: int = 8, num_slots: int = 16, key: int = 0, script: Script | None = None,
                  on_step: StepHook | None = None, on_finish: StepHook | None = None, verify: bool = True,
-                 window: int | None = None, sink: int = 0, host_blocks: int = 0) -> None:
+                 window: int | None = None, sink: int = 0, host_blocks: int = 0, is_asynchronous: bool = False,
+                 step_seconds: float = 0.0) -> None:
         assert script is None or window is None
         self.info = BackendInfo(vocab_size=vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
                                 tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
                                 device="none", dtype="int32", attention_window=window, sink_tokens=sink,
-                                host_blocks=host_blocks)
+                                host_blocks=host_blocks, is_asynchronous=is_asynchronous, copies_blocks=True)
         self.key, self.script, self.verify = key & WORD, script, verify
         self.on_step, self.on_finish = on_step, on_finish
         self.window, self.sink = window, sink
         self.num_steps = 0
+        self.step_seconds = step_seconds
+        self.idle_seconds = 0.0
         self.closed = False
+        self._busy_until: float | None = None
+        self._queue: deque[ScriptedStep] = deque()
+        self._num_operations = 0                                  # done so far
         self._pool = np.full(num_blocks * tokens_per_block, UNWRITTEN, np.int32)
         self._host_pool = np.full(host_blocks * tokens_per_block, UNWRITTEN, np.int32)
-        self._poisoned = np.zeros(num_blocks, bool)
-        self._host_poisoned = np.zeros(host_blocks, bool)
+        self._poisoned = np.zeros((num_blocks, tokens_per_block), bool)    # tokens whose values are not finite
+        self._host_poisoned = np.zeros((host_blocks, tokens_per_block), bool)
         self._any_poisoned = False
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
+        self._last_tokens = PositionRing(np.zeros((len(self._state), COLUMNS), np.int32))
         self._searches = BeamSearches()
         self._extras_wanted = False                               # log-probs or logits, by anybody so far
         self._rows_per_slot = 1                                   # of the tables, as the batches say
@@ -89,42 +114,88 @@ class ScriptedBackend:
     # the backend
 
     def start(self, batch: ScheduledBatch) -> "ScriptedStep":
-        """Run the step; see seams.ModelBackend."""
+        """Run the step, or queue it; see seams.ModelBackend."""
+        step = ScriptedStep(self, batch)
+        if self.step_seconds:
+            now = perf_counter()
+            if self._busy_until is not None:
+                self.idle_seconds += max(now - self._busy_until, 0.0)
+            self._busy_until = step.done_at = max(now, self._busy_until or now) + self.step_seconds
+        if self.info.is_asynchronous:
+            self._queue.append(step)
+        else:
+            self.run(step)
+            if step.error is not None:
+                raise step.error
+        return step
+
+    def run(self, step: "ScriptedStep") -> None:
+        """Carry out a step; what that raises is kept in it."""
+        try:
+            step.output = self._run(step)
+        except BaseException as error:
+            step.error = error
+
+    def run_up_to(self, step: "ScriptedStep") -> None:
+        """Carry out the queued steps up to this one."""
+        while step in self._queue:
+            self.run(self._queue.popleft())
+
+    def _run(self, step: "ScriptedStep") -> StepOutput:
+        batch = step.batch
         self._rows_per_slot = batch.max_beam_width
         self._tables.update(batch)
+        for operation in batch.new_operations(self._num_operations):
+            self._carry_out(operation)
+            self._num_operations += 1
         self._set_up(batch)
-        step = self._lay_out(batch)
+        step.layout = layout = self._lay_out(batch)
         if self.verify:
-            self._check(batch, step)
+            self._check(batch, layout)
 
-        self._pool[step.pool_slots] = step.tokens
-        sums = self._sums(batch, step)
-        failures = dict(self.on_step(batch) or {}) if self.on_step else {}
-        self._poison(failures, step)
+        self._pool[layout.pool_slots] = layout.tokens
         if self._any_poisoned:
-            failures = {**self._poisoned_rows(step), **failures}
+            self._poisoned.reshape(-1)[layout.pool_slots] = False
+        sums = self._sums(batch, layout)
+        failures = dict(self.on_step(batch) or {}) if self.on_step else {}
+        self._poison(failures, layout)
+        if self._any_poisoned:
+            failures = {**self._poisoned_rows(layout), **failures}
 
-        output = self._decode(batch, step, sums, failures)
-        self._state["length"][step.slots] = step.starts + step.counts
-        self._state["sum"][step.slots] = sums
-        drawn_at = self._state["length"][output.slots]
-        self._state["last_tokens"][output.slots, drawn_at & 1] = output.tokens
+        output = self._decode(batch, layout, sums, failures)
+        self._state["length"][layout.slots] = layout.starts + layout.counts
+        self._state["sum"][layout.slots] = sums
+        self._keep_tokens(output)
         self.num_steps += 1
-        return ScriptedStep(self, batch, step, output)
+        return output
 
-    def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        """Copies as many tokens as it is told to and no more, so that one too few is noticed."""
-        size, here, host = self.info.tokens_per_block, (self._pool, self._poisoned), (
-            self._host_pool, self._host_poisoned)
-        for copy in copies:
-            source_tokens, source_poisoned = host if copy.from_host else here
-            tokens, poisoned = host if copy.to_host else here
-            source, destination = copy.source * size, copy.destination * size
-            tokens[destination: destination + copy.num_tokens] = source_tokens[source: source + copy.num_tokens]
-            poisoned[copy.destination] = source_poisoned[copy.source]
+    def _keep_tokens(self, output: StepOutput) -> None:
+        """The next step finds the tokens of sequences without beams; searches keep their own."""
+        slots, tokens = output.slots, output.tokens
+        if output.row_starts is not None:
+            single = np.array([slot not in self._searches for slot in slots.tolist()], bool)
+            slots, tokens = slots[single], tokens[output.row_starts[:-1][single]]
+        self._last_tokens.put(slots, self._state["length"][slots], tokens)
 
-    def clear_blocks(self, block_ids: list[int]) -> None:
-        self._poisoned[block_ids] = False
+    def _carry_out(self, operation: DeviceOperation) -> None:
+        size = self.info.tokens_per_block
+        match operation:
+            case BlockCopy():    # as many tokens as it is told to and no more, so that one too few is noticed
+                here, host = (self._pool, self._poisoned), (self._host_pool, self._host_poisoned)
+                source_tokens, source_poisoned = host if operation.from_host else here
+                tokens, poisoned = host if operation.to_host else here
+                source, destination = operation.source * size, operation.destination * size
+                tokens[destination: destination + operation.num_tokens] = (
+                    source_tokens[source: source + operation.num_tokens])
+                poisoned[operation.destination] = source_poisoned[operation.source]
+            case BlockClear():
+                self.clear_block(operation.block_id, operation.first_token)
+            case AdapterLoad():
+                pass
+
+    def clear_block(self, block_id: int, first_token: int) -> None:
+        """Fill a block with zeros from this token on."""
+        self._poisoned[block_id, first_token:] = False
         self._any_poisoned = bool(self._poisoned.any())
 
     def memory_usage(self) -> MemoryUsage:
@@ -171,11 +242,14 @@ class ScriptedBackend:
                 grown = np.zeros(max(2 * len(self._state), work.slot + 1), SLOT_STATE)
                 grown[: len(self._state)] = self._state
                 self._state = grown
+                last_tokens = np.zeros((len(grown), COLUMNS), np.int32)
+                last_tokens[: len(self._last_tokens.values)] = self._last_tokens.values
+                self._last_tokens.values = last_tokens
             setup, state = work.setup, self._state
             if setup.has_beams:
                 assert self.script is None and setup.logits_post_processor is None, "not with beams"
             self._searches.set_up(work.slot, setup)
-            state[work.slot] = (work.start, 0, (0, 0), setup.end_id, _draw(setup), setup.return_log_probs,
+            state[work.slot] = (work.start, 0, setup.end_id, _draw(setup), setup.return_log_probs,
                                 setup.return_generation_logits, setup.return_context_logits, True)
             self._extras_wanted |= setup.return_log_probs or setup.return_generation_logits
             if setup.logits_post_processor is not None and self._post_processors is None:
@@ -189,7 +263,7 @@ class ScriptedBackend:
         """Where the tokens of the step belong; contexts first."""
         size, (generation_slots, kv_lengths, table_rows) = self.info.tokens_per_block, generation_rows(batch)
         if batch.generation.beam_width == 1:
-            fed = self._state["last_tokens"][generation_slots, kv_lengths & 1]
+            fed = self._last_tokens.at(generation_slots, kv_lengths)
         else:
             fed = self._searches.fed_tokens(batch.generation)
         if not batch.context:
@@ -264,12 +338,13 @@ class ScriptedBackend:
             yields = np.ones(len(slots), bool)
             yields[: len(batch.context)] = [work.is_last_chunk for work in batch.context]
             slots, sums, lengths = slots[yields], sums[yields], lengths[yields]
-        beams = None
+        beam_steps, generation_logits, all_slots = {}, {}, slots
         if self._searches:
             is_beam = np.array([slot in self._searches for slot in slots.tolist()], bool)
-        if self._searches and is_beam.any():
-            beams, beam_logits = self._search(slots[is_beam], sums[is_beam], lengths[is_beam])
-            slots, sums, lengths = slots[~is_beam], sums[~is_beam], lengths[~is_beam]
+            if is_beam.any():
+                beam_steps, generation_logits = self._search(slots[is_beam], sums[is_beam], lengths[is_beam])
+                all_slots = _without_repetitions(slots)
+                slots, sums, lengths = slots[~is_beam], sums[~is_beam], lengths[~is_beam]
         words = self._words(sums, self._state["draw"][slots])
         tokens = self._next_tokens(words)
         if self.script is not None:
@@ -277,38 +352,32 @@ class ScriptedBackend:
         if self._post_processors:
             tokens = self._post_process(slots, tokens, failures)
 
-        log_probs, generation_logits = None, {}
+        log_probs = None
         if self._extras_wanted:
             asked = self._state["log_probs"][slots]
             log_probs = np.where(asked, _log_probs(words), np.float32(0)) if asked.any() else None
-            generation_logits = {int(slots[row]): self._logits(tokens[row: row + 1])[0]
-                                 for row in np.nonzero(self._state["generation_logits"][slots])[0]}
-        output = StepOutput(
-            micro_batch_id=batch.micro_batch_id,
-            slots=slots,
-            tokens=tokens,
-            finish=(tokens == self._state["end_id"][slots]).astype(np.uint8) * np.uint8(END_ID),
-            log_probs=log_probs,
-            context_logits=context_logits,
-            generation_logits=generation_logits if beams is None else generation_logits | beam_logits,
-            failures=failures,
-        )
-        return output if beams is None else with_beams(output, batch, beams)
+            generation_logits |= {int(slots[row]): self._logits(tokens[row: row + 1])
+                                  for row in np.nonzero(self._state["generation_logits"][slots])[0]}
+        finish = (tokens == self._state["end_id"][slots]).astype(np.uint8) * np.uint8(END_ID)
+        columns = {"slots": slots, "tokens": tokens, "finish": finish, "log_probs": log_probs}
+        if beam_steps:
+            columns = columns_with_beams(all_slots, slots, tokens, finish, log_probs, beam_steps)
+        return StepOutput(batch.micro_batch_id, **columns, context_logits=context_logits,
+                          generation_logits=generation_logits, failures=failures)
 
     def _search(self, slots: np.ndarray, sums: np.ndarray, lengths: np.ndarray) -> tuple[dict, dict]:
-        """(what the beams of each slot yielded, slot -> logits). The rows of a slot lie together."""
+        """(slot -> its BeamStep, slot -> logits). The rows of a slot lie together."""
         words = self._words(sums, np.zeros(len(sums), np.uint64))
-        outputs, logits = {}, {}
+        steps, logits = {}, {}
         for slot, first, count in zip(*(column.tolist() for column in np.unique(
                 slots, return_index=True, return_counts=True))):
             position, rows = int(lengths[first]), slice(first, first + count)
             before = self._searches.at(slot, position)
-            after, outputs[slot] = before.advance(*_best_candidates(before, words[rows], self.info.vocab_size))
-            # Whoever runs this step again asks for the same position, and finds the same search.
-            self._searches.keep(slot, position, before, after)
+            after, steps[slot] = before.advance(*_best_candidates(before, words[rows], self.info.vocab_size))
+            self._searches.keep(slot, position, after)
             if self._state["generation_logits"][slot]:
                 logits[slot] = self._logits(self._next_tokens(words[rows]))
-        return outputs, logits
+        return steps, logits
 
     def _follow_script(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray,
                        failures: dict[int, RowFailure]) -> None:
@@ -369,7 +438,8 @@ class ScriptedBackend:
             if failure.code is ErrorCode.NON_FINITE_LOGITS:
                 owners = np.nonzero(step.slots == slot)[0]
                 written = step.pool_slots[owners if step.owners is None else np.isin(step.owners, owners)]
-                self.poison_blocks(np.unique(written // self.info.tokens_per_block).tolist())
+                self._poisoned.reshape(-1)[written] = True
+                self._any_poisoned = True
 
     def _poisoned_rows(self, step: "_Layout") -> dict[int, RowFailure]:
         failures = {}
@@ -391,9 +461,8 @@ class ScriptedBackend:
         _require(int(step.slots.max(initial=0)) < len(state) and bool(state["set_up"][step.slots].all()),
                  "a slot was never set up", step.slots)
         _require(bool((step.counts > 0).all()), "an empty context chunk", step.slots)
-        lengths = state["length"][step.slots]                     # before the step, or after it when it is run again
-        _require(bool(((step.starts == lengths) | (ends == lengths)).all()),
-                 "tokens in the cache differ: here, and in the batch", lengths, step.starts)
+        lengths = state["length"][step.slots]                     # more than it starts with when a step is run again
+        _require(bool((step.starts <= lengths).all()), "tokens in the cache are left out", lengths, step.starts)
         _require(bool((ends <= self._tables.mapped[step.table_rows] * size).all()),
                  "lengths exceed the mapped blocks", ends, self._tables.mapped[step.table_rows])
         width = batch.generation.beam_width
@@ -411,20 +480,41 @@ class ScriptedBackend:
 
 
 class ScriptedStep:
-    """The output of a step, kept until it is asked for."""
+    """A step that was launched: its output, or what it raised, once it ran."""
 
-    def __init__(self, backend: ScriptedBackend, batch: ScheduledBatch, layout: "_Layout", output: StepOutput) -> None:
-        self._backend, self._batch, self._layout = backend, batch, layout
-        self._output: StepOutput | None = output
+    def __init__(self, backend: ScriptedBackend, batch: ScheduledBatch) -> None:
+        self.batch = batch
+        self.layout: _Layout | None = None
+        self.output: StepOutput | None = None
+        self.error: BaseException | None = None
+        self.done_at = 0.0
+        self._backend = backend
+        self._is_read = False
 
     def finish(self) -> StepOutput:
-        output, self._output = self._output, None
-        assert output is not None, "finish was called twice"
+        assert not self._is_read, "finish was called twice"
+        self._is_read = True
+        self._backend.run_up_to(self)
+        if self.done_at:
+            _sleep_until(self.done_at)
+        if self.error is not None:
+            raise self.error
         if self._backend.on_finish is not None:
-            planted = dict(self._backend.on_finish(self._batch) or {})
-            self._backend._poison(planted, self._layout)
-            output.failures.update(planted)
-        return output
+            planted = dict(self._backend.on_finish(self.batch) or {})
+            self._backend._poison(planted, self.layout)
+            self.output.failures.update(planted)
+        return self.output
+
+
+def _sleep_until(moment: float) -> None:
+    """As a wait for a device does: other Python threads run meanwhile."""
+    while (left := moment - perf_counter()) > 0:
+        sleep(left)
+
+
+def _without_repetitions(slots: np.ndarray) -> np.ndarray:
+    """Each slot once, in order; those of one sequence lie together."""
+    return slots[np.flatnonzero(np.diff(slots, prepend=-1))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,9 +534,8 @@ class _Layout:
     pool_slots: np.ndarray
 
 
-# last_tokens: the token of position p in column p % 2, so that a step may run twice and be fed the same token.
 SLOT_STATE = np.dtype([
-    ("length", np.int32), ("sum", np.uint64), ("last_tokens", np.int32, 2), ("end_id", np.int32), ("draw", np.uint64),
+    ("length", np.int32), ("sum", np.uint64), ("end_id", np.int32), ("draw", np.uint64),
     ("log_probs", bool), ("generation_logits", bool), ("context_logits", bool), ("set_up", bool)])
 
 

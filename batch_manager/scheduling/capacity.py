@@ -51,7 +51,7 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
         if contexts and len(fitting) < self.max_num_requests:
             door = _Door(self.kv_cache_manager, self.peft_cache_manager, fitting if self.in_line else active_requests,
                          self.in_line)
-            delay = DuplicateDelay(self.kv_cache_manager, contexts)
+            delay = DuplicateDelay(self.kv_cache_manager, active_requests)
             contexts = (request for request in contexts if not delay.holds_back(request))
             fitting += door.let_in(contexts, self.max_num_requests - len(fitting))
         return fitting, []

@@ -6,8 +6,10 @@ from .interfaces import RequestList
 
 
 class DuplicateDelay:
-    """For one scheduling pass. A context is known by its prompt up to the first full block that is not cached: who
-    comes second with the same one is held back until it is.
+    """For one scheduling pass. A context is known by its prompt up to the first full block that is not cached: the
+    second one with the same is held back until it is. What was computed is cached when its step was read.
+
+    requests   those that may be computing, whether they can run in this pass or not
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, requests: RequestList) -> None:
@@ -16,14 +18,14 @@ class DuplicateDelay:
         self._computed_by: dict[bytes, LlmRequest] = {}
         if self._cache is not None:
             for request in requests:
-                if request.is_context and self._owns(request):
-                    self.holds_back(request)
+                if request.context_read < request.prompt_len and self._owns(request):
+                    self._is_computed_by_another(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
-        """Whether another context is computing this one's next block. If nobody is, this one is from now on."""
-        if self._cache is None or not request.is_context:
-            return False
+        """Whether another context is computing this one's next block. If none is, this one is from now on."""
+        return (self._cache is not None and request.is_context and self._is_computed_by_another(request)
+                and not self._owns(request))
+
+    def _is_computed_by_another(self, request: LlmRequest) -> bool:
         key = self._cache.first_new_key(request)
-        if key is None:
-            return False
-        return self._computed_by.setdefault(key, request) is not request and not self._owns(request)
+        return key is not None and self._computed_by.setdefault(key, request) is not request

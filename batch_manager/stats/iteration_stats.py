@@ -47,6 +47,8 @@ class IterationStats:
     context_tokens          prompt tokens computed
     generated_tokens        tokens that were appended to a request
     recomputed_tokens       tokens of paused requests that will have to be computed again, since construction
+    discarded_tokens        tokens computed for requests that had ended before they were read, since construction
+    steps_in_flight         steps that were launched and not read when the iteration ended
     queued_requests         accepted, waiting for a place among the active ones
     callback_seconds        inside the user's callbacks since the last record
     iteration_seconds       from the start of get to the end of poll
@@ -70,6 +72,8 @@ class IterationStats:
     context_tokens: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
+    discarded_tokens: int = 0
+    steps_in_flight: int = 0
     queued_requests: int = 0
     callback_seconds: float = 0.0
     iteration_seconds: float = 0.0

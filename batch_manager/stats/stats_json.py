@@ -54,6 +54,8 @@ def to_json(stats: IterationStats) -> str:
         "Queued Requests": stats.queued_requests,
         "Generated Tokens": stats.generated_tokens,
         "Recomputed Tokens": stats.recomputed_tokens,
+        "Discarded Tokens": stats.discarded_tokens,
+        "Iterations In Flight": stats.steps_in_flight,
         "Final Responses": stats.finals,
         "Failed Steps": stats.failed_steps,
         "Clamped Requests": stats.clamped_requests,

@@ -44,9 +44,9 @@ from .workload import at_least
 WARM_UP_ITERATIONS = 20
 SHORTEST_PROMPT = 16
 
-# Where a phase happens: the method of the loop that is one, model time included.
-PHASES = {"fetch": "_fetch", "schedule": "_schedule", "claim": "_launch", "advance": "_finish_oldest",
-          "respond": "_respond", "poll": "_poll_stops"}
+# In which phase each method of the loop is, model time included.
+PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "claim", "_finish": "advance",
+          "_advance": "advance", "_respond": "respond", "_poll_stops": "poll", "_report": "report"}
 COLUMNS = ("fetch", "schedule", "claim", "model", "advance", "respond", "poll", "report")
 
 
@@ -55,6 +55,8 @@ class Setting:
     """One measurement.
 
     output_len   tokens after which a request ends and another takes its place; 0: nobody ends
+    step_ms      milliseconds that an asynchronous device works on a step; 0: the device is synchronous and takes none
+    run_ahead    launch the next step before the last one is read; None: where the device is asynchronous
     """
 
     batch: int
@@ -63,6 +65,8 @@ class Setting:
     policy: str
     tokens_per_block: int = 64
     output_len: int = 0
+    step_ms: float = 0.0
+    run_ahead: bool | None = None
 
 
 class Stopwatch:
@@ -97,8 +101,8 @@ class TimedBackend:
     def __init__(self, backend: ScriptedBackend, stopwatch: Stopwatch) -> None:
         self._start = stopwatch.watch("model", backend.start)
         self._finish = stopwatch.watch("model", lambda step: step.finish())
-        self.info, self.memory_usage = backend.info, backend.memory_usage
-        self.copy_blocks, self.clear_blocks, self.close = backend.copy_blocks, backend.clear_blocks, backend.close
+        self.info, self.memory_usage, self.close = backend.info, backend.memory_usage, backend.close
+        self.device = backend
 
     def start(self, batch: ScheduledBatch) -> "TimedStep":
         return TimedStep(self._start(batch), self._finish)
@@ -143,7 +147,8 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
     blocks_of_each = -(-max_seq_len // setting.tokens_per_block) + 1
     backend = TimedBackend(ScriptedBackend(
         vocab_size=32000, max_seq_len=max_seq_len, num_blocks=batch * blocks_of_each,
-        tokens_per_block=setting.tokens_per_block, num_slots=batch, verify=False), stopwatch)
+        tokens_per_block=setting.tokens_per_block, num_slots=batch, verify=False,
+        is_asynchronous=setting.step_ms > 0, step_seconds=setting.step_ms / 1e3), stopwatch)
     clients = Clients(list(_requests(setting, turns)))
     loop = build_loop(
         model_path=None,
@@ -156,15 +161,13 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
         return_batch_manager_stats_cb=clients.return_stats,
         optional_params=TrtGptModelOptionalParams(
             kv_cache_config=KvCacheConfig(tokens_per_block=setting.tokens_per_block), max_batch_size=batch,
-            max_num_tokens=batch * longest_prompt),
+            max_num_tokens=batch * longest_prompt, run_ahead=setting.run_ahead),
         terminate_req_id=None,
         exclude_input_in_output=True,
         parts=Parts(backend=backend))
 
-    for phase, method in PHASES.items():
+    for method, phase in PHASES.items():
         setattr(loop, method, stopwatch.watch(phase, getattr(loop, method)))
-    for method in ("begin", "note_launch", "end"):
-        setattr(loop.reporter, method, stopwatch.watch("report", getattr(loop.reporter, method)))
     return loop, clients
 
 
@@ -193,6 +196,8 @@ def measure(setting: Setting) -> dict[str, Any]:
     rows: list[dict[str, int]] = []
     undisturbed: list[dict[str, int]] = []
     stopwatch.take()
+    device, first_began = loop.backend.device, perf_counter_ns()
+    idle_before = device.idle_seconds
     for _ in range(setting.iterations):
         preemptions = _preemptions()
         began = perf_counter_ns()
@@ -203,6 +208,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         rows.append(row)
         if _preemptions() == preemptions:
             undisturbed.append(row)
+    idle_share = (device.idle_seconds - idle_before) / ((perf_counter_ns() - first_began) / 1e9)
     num_undisturbed = len(undisturbed)
     if num_undisturbed > setting.iterations // 10:
         rows = undisturbed
@@ -216,6 +222,9 @@ def measure(setting: Setting) -> dict[str, Any]:
         "output_len": setting.output_len,
         "iterations": setting.iterations,
         "undisturbed": num_undisturbed,
+        "step_ms": setting.step_ms,
+        "runs_ahead": loop.limits.runs_ahead,
+        "device_idle_percent": round(100 * idle_share, 2) if setting.step_ms else None,
         "responses_per_iteration": round((clients.num_responses - responses) / setting.iterations, 2),
         "host_us": {"median": _us(np.median(host)), "min": _us(min(host)), "p99": _us(np.percentile(host, 99))},
         "phases_us": {phase: _us(np.median([row[phase] for row in rows])) for phase in COLUMNS},
@@ -241,6 +250,11 @@ def table(results: list[dict[str, Any]]) -> str:
         + " ".join(f"{result['phases_us'][phase]:>8.1f}" for phase in COLUMNS)
         for result in results
     ]
+    for result in results:
+        if result["step_ms"]:
+            how = "running ahead" if result["runs_ahead"] else "in lockstep"
+            lines.append(f"{result['batch']:>6} {'yes' if result['streaming'] else 'no':>9} | the device waits "
+                         f"{result['device_idle_percent']} % of the time, {how}")
     return "\n".join(lines)
 
 
@@ -258,6 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
     add("--streaming", action=argparse.BooleanOptionalAction, default=None, help="only with, or only without (both)")
     add("--output-len", type=at_least(0), default=0, help="tokens after which a request is replaced; 0: never (0)")
+    add("--step-ms", type=float, default=0.0,
+        help="milliseconds that the device works on a step while the host goes on; host time then includes waiting (0)")
+    add("--run-ahead", action=argparse.BooleanOptionalAction, default=None,
+        help="launch steps ahead of reading, or not (where --step-ms is given)")
     add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=64, help="of the KV cache (64)")
     add("--spinning-client", action="store_true", help="another thread that never stops computing, as a client might")
     add("--switch-interval", type=float, help="seconds, sys.setswitchinterval; matters with --spinning-client")
@@ -271,7 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         threading.Thread(target=_spin, args=(stop,), daemon=True).start()
     try:
         setting = partial(Setting, iterations=options.iterations, policy=options.policy, output_len=options.output_len,
-                          tokens_per_block=options.tokens_per_block)
+                          tokens_per_block=options.tokens_per_block, step_ms=options.step_ms,
+                          run_ahead=options.run_ahead)
         results = [measure(setting(batch=batch, streaming=streaming))
                    for streaming in ((False, True) if options.streaming is None else (options.streaming,))
                    for batch in options.batch]

@@ -325,7 +325,7 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
         while waiting and len(items) < max_num_requests:
             request_id, request = waiting[0]
             idle = not items and loop.is_empty
-            if request.iteration > loop.reporter.iteration and not idle:
+            if request.iteration > loop.iteration and not idle:
                 break
             del waiting[0]
             prompt = [1 + (request_id + i) % 99 for i in range(request.prompt_tokens)]

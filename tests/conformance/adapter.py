@@ -65,6 +65,7 @@ def make_request(record: dict) -> LlmRequest:
     request.seq_slot = request.request_id
     request.state = LlmRequestState[record.get("state", "CONTEXT_INIT")]
     request.context_position = request.prompt_len if request.is_generating else record.get("context_position", 0)
+    request.context_read = request.context_position
     for beam in request.tokens:
         beam += [0] * record.get("generated", 0)
     return request
@@ -268,6 +269,7 @@ def chunk(config: dict, requests: list[dict], iterations: int) -> dict:
             row[request], request.draft_len = size, draft
             if size:
                 request.advance_context(size)
+                request.read_context(request.context_position)
         all_chunks.append(list(row.values()))
         all_positions.append([request.context_position for request in made])
     return {"chunks": all_chunks, "positions": all_positions,
@@ -350,6 +352,7 @@ def step(engine: Engine) -> dict:
                 request.skip_context(reused)
             context_rows.append([request.request_id, request.context_position, size])
             request.advance_context(size)
+            request.read_context(request.context_position)
             if request.is_context:
                 continue
             if kv is not None:
@@ -488,7 +491,7 @@ class Tables:
         if owner is None or not self.kv.owns(owner):
             yield asked
             return
-        names = ("tokens", "max_new_tokens", "draft_len", "state", "context_position")
+        names = ("tokens", "max_new_tokens", "draft_len", "state", "context_position", "context_read")
         before = {name: getattr(owner, name) for name in names}
         for name in names:
             setattr(owner, name, getattr(asked, name))

@@ -4,8 +4,18 @@ import numpy as np
 import pytest
 
 from batch_manager.clock import SystemClock
-from batch_manager.errors import DeviceLostError
-from batch_manager.handover import BlockTableUpdates, GenerationWork, RowFailure, ScheduledBatch, StepOutput
+from batch_manager.errors import DeviceLostError, InternalError
+from batch_manager.handover import (
+    AdapterLoad,
+    BlockClear,
+    BlockCopy,
+    BlockTableUpdates,
+    GenerationWork,
+    RowFailure,
+    ScheduledBatch,
+    StepOutput,
+)
+from batch_manager.loop.device_work import MOST_PENDING_OPERATIONS, DeviceWork
 from batch_manager.loop.step_runner import StepRunner
 from batch_manager.names import ErrorCode
 from batch_manager.runtime.scripted_backend import ScriptedBackend
@@ -196,40 +206,83 @@ def test_the_scripted_oracle_agrees_with_itself():
 
 
 class Launches:
-    """A device that cannot launch anything until it is mended, and notes what it was told of the tables."""
+    """A device that cannot launch anything until it is mended, and notes what it has to do first."""
 
     def __init__(self):
-        self.told, self.is_mended = [], False
+        self.told, self.operations, self.is_mended = [], [], False
 
     def start(self, batch):
         updates = batch.block_table_updates
         self.told.append(sorted(zip(updates.slots.tolist(), updates.indices.tolist(), updates.block_ids.tolist())))
+        self.operations.append((batch.first_operation, *batch.operations))
         if not self.is_mended:
             raise RuntimeError
         return self
 
     def finish(self):
         slots = np.array([0, 1], np.int32)
-        return StepOutput(0, slots, slots, slots)
+        return StepOutput(0, slots, slots, slots.astype(np.uint8))
 
 
-def batch_that_says(*entries):
-    slots, indices, block_ids = np.array(entries, np.int32).T
+def table_updates(*entries):
+    return BlockTableUpdates(*np.array(entries, np.int32).T)
+
+
+def launched(runner, device_work):
+    """What a batch of slots 0 and 1 comes to with what is pending now."""
     both = np.array([0, 1], np.int32)
-    return ScheduledBatch(1, generation=GenerationWork(both, both + 5),
-                          block_table_updates=BlockTableUpdates(slots, indices, block_ids))
+    batch = ScheduledBatch(1, generation=GenerationWork(both, both + 5), **device_work.pending())
+    step = runner.start(batch)
+    output = runner.read(step)
+    return runner.narrow_down(batch, step.asked, step.error) if output is None else output
 
 
-def test_c21_the_next_launch_says_what_those_that_raised_had_to_say_of_the_block_tables():
-    """They may concern a sequence of neither batch: slot 2 waits."""
-    device = Launches()
-    runner = StepRunner(device, 100, SystemClock())
-    for said in [(2, 0, 10), (0, 1, 11)], [(2, 0, 12)]:
-        assert set(runner.start(batch_that_says(*said)).finish().failures) == {0, 1}
+def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
+    """It may concern a sequence of neither batch: slot 2 waits."""
+    device, device_work = Launches(), DeviceWork()
+    runner = StepRunner(device, device_work, 100, SystemClock())
+    copy, clear, load, last = BlockCopy(3, 4, 2), BlockClear(5, 1), AdapterLoad(7, (1, 2)), BlockClear(6)
+    for said, operation in ([(2, 0, 10), (0, 1, 11)], copy), ([(2, 0, 12)], clear):
+        device_work.update_tables(table_updates(*said), [])
+        device_work.add([operation])
+        assert set(launched(runner, device_work).failures) == {0, 1}
     assert len(device.told) == 2 * 3                              # whole, and each half
-    assert device.told[-1] == [(0, 1, 11), (2, 0, 12)], "each entry once, as it was said last"
+    assert device.told[:3] == [[(0, 1, 11), (2, 0, 10)]] * 3
+    assert device.told[3:] == [[(0, 1, 11), (2, 0, 12)]] * 3, "each entry once, as it was said last"
+    assert device.operations == [(0, copy)] * 3 + [(0, copy, clear)] * 3, "under the same numbers"
 
     device.is_mended = True
-    for said, expected in [([(1, 0, 13)], [(0, 1, 11), (1, 0, 13), (2, 0, 12)]), ([(1, 1, 14)], [(1, 1, 14)])]:
-        runner.start(batch_that_says(*said)).finish()
-        assert device.told[-1] == expected
+    for said, operation, expected, numbered in [
+            ([(1, 0, 13)], load, [(0, 1, 11), (1, 0, 13), (2, 0, 12)], (0, copy, clear, load)),
+            ([(1, 1, 14)], last, [(1, 1, 14)], (3, last))]:
+        device_work.update_tables(table_updates(*said), [])
+        device_work.add([operation])
+        assert not launched(runner, device_work).failures
+        assert device.told[-1] == expected and device.operations[-1] == numbered
+    launched(runner, device_work)
+    assert device.told[-1] == [] and device.operations[-1] == (4,)
+
+
+def test_what_is_pending_for_rows_in_which_a_sequence_starts_was_of_another():
+    device, device_work = Launches(), DeviceWork()
+    runner = StepRunner(device, device_work, 100, SystemClock())
+    device_work.update_tables(table_updates((2, 0, 10), (2, 1, 11), (3, 0, 12)), [2, 3])
+    launched(runner, device_work)
+    device_work.update_tables(table_updates((2, 0, 13)), [2])
+    device.is_mended = True
+    launched(runner, device_work)
+    assert device.told[-1] == [(2, 0, 13), (3, 0, 12)]
+
+
+def test_operations_that_no_launch_takes_are_bounded():
+    device_work = DeviceWork()
+    with pytest.raises(InternalError, match="operations on KV cache blocks wait for a step that can be launched"):
+        for _ in range(MOST_PENDING_OPERATIONS // 1000 + 1):
+            device_work.add([BlockClear(0)] * 1000)
+
+
+@pytest.mark.parametrize("num_done", range(8))
+def test_a_device_does_each_operation_once(num_done):
+    operations = tuple(BlockClear(i) for i in range(3))
+    batch = ScheduledBatch(0, operations=operations, first_operation=4)
+    assert batch.new_operations(num_done) == operations[max(num_done - 4, 0):]

@@ -75,6 +75,26 @@ def failure(code=ErrorCode.MODEL_ERROR, message="x", kind=RowFailure):
     return with_all(failures=lambda failures, slot: {slot: kind(code, message)})
 
 
+def with_starts(change):
+    """Rows that begin at other places: change([r + 1] int32, the row of the slot)."""
+    def spoil(output, slot):
+        starts = np.arange(len(output.slots) + 1, dtype=np.int32)
+        return replace(output, row_starts=change(starts, output.slots.tolist().index(slot)))
+    return spoil
+
+
+def with_tokens_of_row(change):
+    """The row of the slot with other tokens, and rows that say so."""
+    def spoil(output, slot):
+        rows = np.split(output.tokens, np.arange(1, len(output.slots)))
+        row = output.slots.tolist().index(slot)
+        rows[row] = change(rows[row])
+        lengths = [len(tokens) for tokens in rows]
+        return replace(output, tokens=np.concatenate(rows), row_starts=np.cumsum([0, *lengths]).astype(np.int32))
+    return spoil
+
+
+EMPTY = Hypothesis(np.empty(0, np.int32), 0.0, np.empty(0, np.float32), np.empty(0, np.int32), 1)
 WRONG = {
     "nothing": lambda output, slot: None,
     "another class": lambda output, slot: SimpleNamespace(slots=output.slots, tokens=output.tokens,
@@ -102,8 +122,20 @@ WRONG = {
     "a failure with a text for a code": failure(code="MODEL_ERROR"),
     "a failure with a number for a text": failure(message=5),
     "a failure of another class": failure(kind=lambda code, message: SimpleNamespace(code=code, message=message)),
-    "beams of one": with_all(beams=lambda beams, slot: {slot: 1}),
-    "no beams": with_all(beams=lambda beams, slot: None),
+    "results of a search there is none": with_all(hypotheses=lambda hypotheses, slot: {slot: (EMPTY,)}),
+    "a number for the results of a search": with_all(hypotheses=lambda hypotheses, slot: {slot: 1}),
+    "no hypotheses": with_all(hypotheses=lambda hypotheses, slot: None),
+    "hypotheses in a list": with_all(hypotheses=lambda hypotheses, slot: [slot]),
+    "rows that begin elsewhere": with_starts(lambda starts, row: starts + 1),
+    "rows that fall": with_starts(lambda starts, row: starts[::-1]),
+    "a row too few": with_starts(lambda starts, row: starts[:-1]),
+    "rows that are numbers": with_starts(lambda starts, row: starts * 1.0),
+    "rows in a column": with_starts(lambda starts, row: starts[:, None]),
+    "a row without a token": with_tokens_of_row(lambda tokens: tokens[:0]),
+    "a row with a token too many": with_tokens_of_row(lambda tokens: np.append(tokens, tokens)),
+    "a token of no row": with_all(tokens=lambda tokens, slot: np.append(tokens, 1)),
+    "parents that are numbers": lambda output, slot: replace(output, parents=output.tokens * 1.0),
+    "too few parents": lambda output, slot: replace(output, parents=output.tokens[1:]),
     "logits in a list": with_all(generation_logits=lambda logits, slot: [1]),
     "no logits at all": with_all(context_logits=lambda logits, slot: None),
     "log-probabilities that are objects": with_all(log_probs=lambda log_probs, slot: [None] * 9),
@@ -149,6 +181,9 @@ def test_c21_context_logits_that_do_not_come_cost_who_asked_for_them(make_world,
 
 
 CONVERTED = {
+    "rows of one token each": with_starts(lambda starts, row: starts),
+    "rows in a list": with_starts(lambda starts, row: starts.tolist()),
+    "wide rows": with_starts(lambda starts, row: starts.astype(np.uint64)),
     "lists": with_all(slots=lambda slots, slot: slots.tolist(), tokens=lambda tokens, slot: tokens.tolist(),
                       finish=lambda finish, slot: finish.tolist(), log_probs=lambda log_probs, slot: log_probs.tolist(),
                       generation_logits=lambda logits, slot: {s: row.tolist() for s, row in logits.items()}),
@@ -179,13 +214,14 @@ def test_c21_a_log_probability_that_is_no_number_ends_its_request_and_clears_its
     cleared = []
 
     class Clears(Spoiled):
-        def clear_blocks(self, block_ids):
-            cleared.extend(block_ids)
-            super().clear_blocks(block_ids)
+        def clear_block(self, block_id, first_token):
+            cleared.append((block_id, first_token))
+            super().clear_block(block_id, first_token)
 
     spoil = with_row("log_probs", np.nan)
     world = run(make_world, new_request, Clears(spoil), ASKS, **ASKS)
-    assert world.client.final(ODD).code == "NON_FINITE_LOGITS" and others_are_right(world) and cleared
+    assert world.client.final(ODD).code == "NON_FINITE_LOGITS" and others_are_right(world)
+    assert cleared and {first_token for _, first_token in cleared} == {0}, "all of them, from their first token on"
 
 
 def test_what_is_meaningless_is_not_looked_at(make_world, new_request):
@@ -218,43 +254,86 @@ def test_what_a_slot_asked_for_is_not_asked_of_who_has_it_next(make_world, new_r
 BEAMS = {"beam_width": 2, **ASKS, "return_context_logits": False}
 
 
+def row_of(output, slot):
+    """The tokens of its row."""
+    row = output.slots.tolist().index(slot)
+    return slice(int(output.row_starts[row]), int(output.row_starts[row + 1]))
+
+
 def of_beams(**changes):
-    """A step of beams in which something is another; a search that ends is left as it is."""
+    """A step of beams in which a part of its row is another; a search that ends is left as it is."""
     def spoil(output, slot):
-        beams = output.beams[slot]
-        if beams.hypotheses is None:
-            beams = replace(beams, **{name: change(getattr(beams, name)) for name, change in changes.items()})
-        return replace(output, beams={slot: beams})
+        if slot in output.hypotheses:
+            return output
+        changed = {}
+        for name, change in changes.items():
+            changed[name] = getattr(output, name).copy()
+            changed[name][row_of(output, slot)] = change(changed[name][row_of(output, slot)])
+        return replace(output, **changed)
+    return spoil
+
+
+def unless_it_ends(**changes):
+    """A step of beams in which something is another for everybody; a search that ends is left as it is."""
+    return lambda output, slot: output if slot in output.hypotheses else with_all(**changes)(output, slot)
+
+
+def with_length(change):
+    """A step in which the row of the search is longer or shorter: change(number of its tokens)."""
+    def spoil(output, slot):
+        lengths = np.diff(output.row_starts)
+        row = output.slots.tolist().index(slot)
+        before, after = lengths[row], change(lengths[row])
+        if after == before:
+            return output
+        lengths[row] = after
+        stop = row_of(output, slot).stop
+        columns = {}
+        for name in ("tokens", "parents", "log_probs"):
+            column = getattr(output, name)
+            columns[name] = (np.insert(column, stop, [0] * (after - before)) if after > before
+                             else np.delete(column, range(stop - (before - after), stop)))
+        return replace(output, row_starts=np.cumsum([0, *lengths]).astype(np.int32), **columns)
     return spoil
 
 
 def of_texts(**changes):
     """The results of a search with something else in the last of them."""
     def spoil(output, slot):
-        beams = output.beams[slot]
-        if beams.hypotheses is not None:
-            *others, last = beams.hypotheses
-            last = replace(last, **{name: change(getattr(last, name)) for name, change in changes.items()})
-            beams = replace(beams, hypotheses=(*others, last))
-        return replace(output, beams={slot: beams})
+        if slot not in output.hypotheses:
+            return output
+        *others, last = output.hypotheses[slot]
+        last = replace(last, **{name: change(getattr(last, name)) for name, change in changes.items()})
+        return replace(output, hypotheses={**output.hypotheses, slot: (*others, last)})
     return spoil
 
 
 def with_hypotheses(make):
-    return lambda output, slot: replace(output, beams={slot: replace(output.beams[slot], hypotheses=make(slot))})
+    """A search that is over, with these results."""
+    def spoil(output, slot):
+        return replace(with_length(lambda length: 0)(output, slot), hypotheses={slot: make(slot)})
+    return spoil
 
 
 WRONG_BEAMS = {
-    "no beams": with_all(beams=lambda beams, slot: {}),
-    "None": with_all(beams=lambda beams, slot: None),
-    "another class": with_all(beams=lambda beams, slot: {slot: 1}),
-    "beams of another": with_all(beams=lambda beams, slot: {**beams, 77: beams[slot]}),
-    "a parent too few": of_beams(parents=lambda parents: parents[:1]),
+    "None": with_all(hypotheses=lambda hypotheses, slot: None),
+    "another class": with_hypotheses(lambda slot: 1),
+    "results of another": with_all(hypotheses=lambda hypotheses, slot: {**hypotheses, 77: (EMPTY,)}),
+    "results of a search that goes on": lambda output, slot: output if slot in output.hypotheses else replace(
+        output, hypotheses={slot: (EMPTY,)}),
+    "no tokens, and no results": with_length(lambda length: 0),
+    "tokens of a search that is over": lambda output, slot: with_length(lambda length: 2)(
+        output, slot) if slot in output.hypotheses else output,
+    "a token too few": with_length(lambda length: length and length - 1),
+    "a token too many": with_length(lambda length: length and length + 1),
+    "rows of one token each": unless_it_ends(row_starts=lambda starts, slot: None),
+    "no parents": unless_it_ends(parents=lambda parents, slot: None),
+    "a parent too few": with_all(parents=lambda parents, slot: parents[:-1]),
     "a parent that is not there": of_beams(parents=lambda parents: parents + 2),
     "a parent below the first": of_beams(parents=lambda parents: parents - 3),
-    "tokens that are numbers": of_beams(tokens=lambda tokens: tokens * 1.0),
-    "no sums": of_beams(cum_log_probs=lambda sums: None),
-    "a log-probability too many": of_beams(log_probs=lambda log_probs: np.append(log_probs, 0)),
+    "tokens that are numbers": with_all(tokens=lambda tokens, slot: tokens * 1.0),
+    "no log-probabilities": unless_it_ends(log_probs=lambda log_probs, slot: None),
+    "a log-probability too many": with_all(log_probs=lambda log_probs, slot: np.append(log_probs, 0)),
     "no texts": with_hypotheses(lambda slot: ()),
     "texts that are numbers": with_hypotheses(lambda slot: (1, 2)),
     "a number of texts": with_hypotheses(lambda slot: 2),
@@ -270,7 +349,6 @@ WRONG_BEAMS = {
     "logits of one beam too many": with_all(
         generation_logits=lambda logits, slot: {slot: np.zeros((3, logits[slot].shape[1]), np.float32)}),
 }
-EMPTY = Hypothesis(np.empty(0, np.int32), 0.0, np.empty(0, np.float32), np.empty(0, np.int32), 1)
 TOO_LONG = Hypothesis(np.ones(50, np.int32), 0.0, np.zeros(50, np.float32), np.zeros(50, np.int32), 3)
 
 
@@ -289,9 +367,9 @@ def test_c21_beams_that_were_wrong_once_are_right_in_the_end(make_world, new_req
 
 def test_beams_in_lists_are_taken(make_world, new_request):
     def as_lists(names):
-        return {name: lambda values: values.tolist() for name in names}
+        return {name: lambda values, slot=None: values.tolist() for name in names}
 
-    for spoil in (of_beams(**as_lists(["tokens", "parents", "cum_log_probs", "log_probs"])),
+    for spoil in (with_all(**as_lists(["row_starts", "tokens", "parents", "log_probs"])),
                   of_texts(**as_lists(["tokens", "rows", "log_probs"]))):
         world = run(make_world, new_request, Spoiled(spoil), BEAMS)
         assert world.client.final(ODD).error == "" and others_are_right(world)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from batch_manager import SchedulerPolicy
-from batch_manager.handover import RowFailure
+from batch_manager.handover import BlockClear, RowFailure
 from batch_manager.names import ErrorCode
 from batch_manager.runtime.scripted_backend import ScriptedBackend
 from batch_manager.stats.trace import Trace
@@ -123,7 +123,12 @@ def test_one_request_alone_runs_too_and_a_failing_one_costs_nobody_else_anything
 @pytest.mark.parametrize("fault", ["raises", "not finite"])
 def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_anybody_elses(
         make_world, new_request, fault):
-    slots, alive_when_read = [], []
+    slots, alive_when_read, operations = [], [], []
+
+    class Listens(ScriptedBackend):
+        def start(self, batch):
+            operations.append(batch.operations)
+            return super().start(batch)
 
     def once(batch):
         if not slots or slots[0] not in batch.slots():
@@ -134,22 +139,27 @@ def test_a_request_stopped_in_flight_is_cleared_up_after_before_its_blocks_are_a
             raise RuntimeError
         return {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")}
 
-    backend = ScriptedBackend(num_blocks=4, tokens_per_block=8, on_finish=once)
+    backend = Listens(num_blocks=4, tokens_per_block=8, on_finish=once)
     world = make_world(backend=backend, enable_trt_overlap=True, max_num_sequences=4)
     world.client.pending = [new_request(i, [i], 7) for i in range(4)]
     world.step(2)
-    in_flight = {request.request_id for flight in world.loop._window for request in flight.requests}
-    next_one = next(request for request in world.loop.active if request.request_id not in in_flight)
+    next_one = next(request for request in world.loop.active if not world.loop.window.holds(request))
+    (block_id,) = world.loop.kv.block_ids(next_one)
     slots.append(next_one.seq_slot)                              # it is in the step that is launched next, and is
     stopped = next_one.request_id                                # stopped before that step is read
     world.client.stops = {stopped}
     world.step()
     world.client.stops = set()
     assert world.client.final(stopped).finish_reason == 5
-    assert alive_when_read == [True], "its blocks are its own when the step is run again"
+    assert world.loop.kv.used_blocks == 3 and not any(operations), "its block is free at once"
     prompts = {i: [i] * 4 for i in range(10, 13)}                # they take what has come free
     world.client.pending = [new_request(i, prompt, 4) for i, prompt in prompts.items()]
     world.run()
     for i, prompt in {**prompts, **{i: [i] for i in range(4) if i != stopped}}.items():
         final = world.client.final(i)
         assert final.error == "" and final.tokens() == prompt + world.expected(prompt, 4 if i >= 10 else 7)
+    assert alive_when_read == [False], "its step is read, or run again, without it"
+    if fault == "raises":
+        assert json.loads(world.client.stats[-1])["Failed Steps"] == 1
+    # What the step writes comes after the last token that was read of it, before the block's next owner.
+    assert next(filter(None, operations)) == (BlockClear(block_id, 1),)

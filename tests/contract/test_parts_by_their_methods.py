@@ -1,5 +1,6 @@
 """Section 1 and 6: parts are told by what they can do, and what they lack is said in the constructor's caller."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from batch_manager.parts import checked_attention
 from batch_manager.runtime.scripted_backend import ScriptedBackend
 
 PROMPTS = {1: [5, 6, 7], 2: [8, 9], 3: [4]}
-METHODS = ("start", "clear_blocks", "memory_usage", "close")
+METHODS = ("start", "memory_usage", "close")
 
 
 class Everything:
@@ -99,12 +100,13 @@ def test_a_backend_is_refused_by_the_name_of_the_method_it_lacks(make_manager, n
     assert closed == [1] * (missing != "close")
 
 
-def test_copy_blocks_is_needed_by_nobody_who_copies_no_blocks(make_manager, new_client, new_request):
+def test_a_backend_with_these_methods_is_all_there_need_be_and_copies_are_needed_by_nobody_who_copies_no_blocks(
+        make_manager, new_client, new_request):
     whole = ScriptedBackend()
     client = new_client()
     client.pending = [new_request(1, [5, 6], 3)]
     make_manager(client, model_path="", parts={"backend": SimpleNamespace(
-        info=whole.info, **{name: getattr(whole, name) for name in METHODS})})
+        info=replace(whole.info, copies_blocks=False), **{name: getattr(whole, name) for name in METHODS})})
     client.wait_for_finals(1)
     assert client.final(1).tokens() == [5, 6, *whole.expected([5, 6], 3)]
 

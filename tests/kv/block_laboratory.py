@@ -195,6 +195,7 @@ class BlockLaboratory:
         start, domain = request.context_position, domain_of(request)
         self.model.write(request.seq_slot, 0, domain, request.tokens[0][:end], start)
         request.advance_context(end - start)
+        request.read_context(request.context_position)
         self.kv.publish_context(request, end)
         if self.exact:
             full = (end - 1) // self.unit

@@ -22,6 +22,7 @@ def start():
     def run(kv, request):
         kv.claim([request], [])
         request.advance_context(request.prompt_len)
+        request.read_context(request.context_position)
         request.add_token(0)
         return request
 

@@ -28,6 +28,7 @@ def kv(make_request, start):
         request = make_request(slot, length, **options)
         kv.claim([request], [])
         request.advance_context(length)
+        request.read_context(request.context_position)
         kv.publish_context(request, length)
         for text in request.tokens:
             text.append(1)

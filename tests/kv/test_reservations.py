@@ -107,6 +107,7 @@ def prompts_that_slide(num_blocks, make_request):
     for request in requests:
         kv.claim([request], [])
         request.advance_context(9)
+        request.read_context(request.context_position)
         kv.publish_context(request, 9)
         request.add_token(0)
     assert kv.pool.extra_owners == 2

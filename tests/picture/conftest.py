@@ -81,6 +81,7 @@ class Play:
         for request, chunk in zip(plan.context_requests, chunks, strict=True):
             row[request.request_id] = f"C{chunk}"
             request.advance_context(chunk)
+            request.read_context(request.context_position)
             if request.is_generating:
                 self.add_token(request)
         for request in plan.generation_requests:

@@ -210,7 +210,7 @@ class Stream:
             self._judge(i, r)
         self.seen["reused blocks"] = world.loop.kv.usage().reused_blocks
         self.seen["evicted blocks"] = world.loop.kv.usage().evicted_blocks
-        self.seen["recomputed tokens"] = world.loop.reporter.recomputed_tokens
+        self.seen["recomputed tokens"] = world.loop.totals.recomputed_tokens
 
     def _item(self, i: int, r: dict) -> InferenceRequest:
         tensors = {"input_ids": r["prompt"], "request_output_len": r["count"], "end_id": r["end_id"]}

@@ -38,17 +38,18 @@ from .shadow import GARBAGE, Histories, ShadowDevice, Wrong
 class Flight:
     """A step that was launched: who is in it, and what comes of it.
 
+    contexts   (request, first position, tokens) of each chunk
     drafted   tokens each request had drafted, and how many of them were right
     """
 
-    contexts: list[tuple[LlmRequest, int]]
+    contexts: list[tuple[LlmRequest, int, int]]
     generation: list[LlmRequest]
     failing: set[LlmRequest]
     drafted: dict[LlmRequest, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def requests(self) -> list[LlmRequest]:
-        return [request for request, _ in self.contexts] + self.generation
+        return [request for request, _, _ in self.contexts] + self.generation
 
 
 class World:
@@ -176,11 +177,10 @@ class World:
                 raise Wrong(f"{request} has room for {self.kv.kv_length(request)} tokens after {length} and {draft}")
         if self.options.window is None and free - self.kv.free_blocks != needed:
             raise Wrong(f"{needed} blocks were to be claimed and {free - self.kv.free_blocks} were")
-        contexts = [(request, self.begin(request, size))
-                    for request, size in zip(plan.context_requests, sizes, strict=True)]
-        for request, size in contexts:
-            if size < request.remaining_context and (request.context_position + size) % self.options.tokens_per_block:
-                raise Wrong(f"a chunk of {request} from {request.context_position} ends inside a block: {size} tokens")
+        contexts = [self.begin(request, size) for request, size in zip(plan.context_requests, sizes, strict=True)]
+        for request, start, size in contexts:
+            if start + size < request.prompt_len and (start + size) % self.options.tokens_per_block:
+                raise Wrong(f"a chunk of {request} from {start} ends inside a block: {size} tokens")
         self.steps.update(running)
         failing = {request for request in running if self.steps[request] == self.plan_of(request).fails_at}
         flight = Flight(contexts, list(generation), failing, drafted)
@@ -191,15 +191,16 @@ class World:
         self.window.append(flight)
         self.counts["steps"] += 1
 
-    def begin(self, request: LlmRequest, size: int) -> int:
-        """Tokens the chunk computes, once it is known what the cache has."""
-        if not request.is_first_context_chunk:
-            return size
-        reused = self.kv.reused_tokens(request)
-        self.counts["reused_tokens"] += reused
-        size = chunk_behind_reuse(size, reused, request.prompt_len, self.options.tokens_per_block)
-        request.skip_context(reused)
-        return size
+    def begin(self, request: LlmRequest, size: int) -> tuple[LlmRequest, int, int]:
+        """What the chunk computes, once it is known what the cache has. It is launched now."""
+        if request.is_first_context_chunk:
+            reused = self.kv.reused_tokens(request)
+            self.counts["reused_tokens"] += reused
+            size = chunk_behind_reuse(size, reused, request.prompt_len, self.options.tokens_per_block)
+            request.skip_context(reused)
+        start = request.context_position
+        request.advance_context(size)
+        return request, start, size
 
     def draft(self, generation: list[LlmRequest]) -> dict[LlmRequest, tuple[int, int]]:
         """How many drafts each request claims room for, and how many of them will be accepted."""
@@ -234,7 +235,7 @@ class World:
         self.counts["steps taken back"] += claimed.total()
 
     def check_budget(self, flight: Flight) -> None:
-        tokens = sum(size for _, size in flight.contexts) + sum(
+        tokens = sum(size for _, _, size in flight.contexts) + sum(
             request.beam_width + flight.drafted.get(request, (0, 0))[0] for request in flight.generation)
         if tokens > self.limits.max_num_tokens:
             raise Wrong(f"{tokens} tokens run and there is room for {self.limits.max_num_tokens}")
@@ -248,10 +249,10 @@ class World:
 
     def compute(self, flight: Flight) -> None:
         """Read and write what the step reads and writes. Copies and steps are carried out in the order of launch."""
-        for request, size in flight.contexts:
+        for request, start, size in flight.contexts:
             history = self.history(request, 0)
             row = request.seq_slot * self.options.max_beam_width
-            for position in range(request.context_position, request.context_position + size):
+            for position in range(start, start + size):
                 if request in flight.failing:
                     self.write(request, row, position, GARBAGE)
                 else:
@@ -278,7 +279,7 @@ class World:
                 continue
             for beam in range(other.beam_width):
                 own = other.seq_slot * self.options.max_beam_width + beam == row
-                if other is request and (request.is_context or own):
+                if other is request and (request.context_read < request.prompt_len or own):
                     continue
                 if block_id in self.kv.block_ids(other, beam):
                     raise Wrong(f"{request} writes to block {block_id}, which {other} holds too")
@@ -308,19 +309,19 @@ class World:
             if request in flight.failing:
                 self.end(request, good=False)
                 self.counts["failures"] += 1
-        for request, size in flight.contexts:
+        for request, start, size in flight.contexts:
             if not request.is_finished:
-                self.context_is_done(request, size)
+                self.context_is_done(request, start + size)
         for request in flight.generation:
             if not request.is_finished:
                 self.generation_is_done(request, *flight.drafted.get(request, (0, 0)))
         self.look()
 
-    def context_is_done(self, request: LlmRequest, size: int) -> None:
-        request.advance_context(size)
-        self.kv.publish_context(request, request.context_position)
+    def context_is_done(self, request: LlmRequest, end: int) -> None:
+        request.read_context(end)
+        self.kv.publish_context(request, request.context_read)
         self.counts["chunks"] += 1
-        if request.is_generating:
+        if end == request.prompt_len:
             if request.beam_width > 1:
                 self.device.copy(self.kv.fork(request))
             self.append_token(request)
@@ -357,7 +358,7 @@ class World:
 
     def end(self, request: LlmRequest, good: bool) -> None:
         """good: all that was computed is right, and may be kept."""
-        computed = request.context_position if request.is_context else request.num_tokens
+        computed = request.num_tokens if request.context_read == request.prompt_len else request.context_read
         request.finish()
         self.kv.release(request, computed if good else 0)
         self.give_pages_back(request)

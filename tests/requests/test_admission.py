@@ -267,6 +267,7 @@ def test_a_logits_post_processor_sees_the_tokens_of_its_request_at_the_time(admi
     assert seen == [[1, 2, 3]]
     seen[0].append(9)
     admitted.request.advance_context(3)
+    admitted.request.read_context(admitted.request.context_position)
     admitted.request.add_token(4)
     assert processor.token_ids() == [[1, 2, 3, 4]]
 

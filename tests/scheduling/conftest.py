@@ -35,15 +35,18 @@ class Line:
         request = self.waiting(prompt_len, max_new_tokens, **options)
         self.kv.claim([request], [])
         request.advance_context(computed)
+        request.read_context(request.context_position)
         return request
 
     def generating(self, prompt_len: int = 8, max_new_tokens: int = 8, *, generated: int = 1, **options):
         request = self.waiting(prompt_len, max_new_tokens, **options)
         if request.beam_width > 1:                             # the block tables hold one beam
-            request.context_position, request.state = prompt_len, LlmRequestState.GENERATION_IN_PROGRESS
+            request.context_position = request.context_read = prompt_len
+            request.state = LlmRequestState.GENERATION_IN_PROGRESS
             return request
         self.kv.claim([request], [])
         request.advance_context(prompt_len)
+        request.read_context(request.context_position)
         request.add_token(0)
         for _ in range(generated - 1):
             self.kv.claim([], [request])

@@ -102,6 +102,7 @@ def test_a_prompt_too_long_for_any_step_waits_unless_a_pause_made_it_so(make_lin
     request.num_pauses = 1
     assert scheduler.schedule(line.requests, NOBODY) == ([request], [], [8])
     request.advance_context(8)
+    request.read_context(request.context_position)
     assert scheduler.schedule(line.requests, NOBODY) == ([request], [], [3])
 
 

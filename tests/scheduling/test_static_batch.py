@@ -19,6 +19,7 @@ def batch_of():
         kv.claim(running, [])
         for request in running:
             request.advance_context(request.prompt_len)
+            request.read_context(request.context_position)
         fitting, paused = LockstepScheduler(max_num_requests, kv, max_seq_len).schedule_request(requests)
         assert paused == []
         return [request.request_id for request in fitting]

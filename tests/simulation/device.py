@@ -8,14 +8,14 @@ block is stamped with both by whoever writes its first token, and a prompt that 
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from zlib import crc32
 
 import numpy as np
 
 from batch_manager.errors import DeviceLostError
-from batch_manager.handover import LENGTH, RowFailure, ScheduledBatch, StepOutput
+from batch_manager.handover import LENGTH, BlockCopy, RowFailure, ScheduledBatch, StepOutput
 from batch_manager.names import ErrorCode
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.runtime.scripted_backend import UNWRITTEN, ScriptedBackend
@@ -30,13 +30,15 @@ class Order:
     """What is to go wrong with one batch, whole or in parts.
 
     raises      (slots of a part) -> the error that part raises, or None
-    in_finish   when it is read, not when it is launched
+    in_finish   when it is read, not when it runs
+    poisons     blocks that hold values which are not finite once it ran, from this token on: the first that it writes
     """
 
     raises: Callable[[list[int]], BaseException | None] = lambda slots: None
     in_finish: bool = False
     failures: dict[int, RowFailure] = field(default_factory=dict)
     spoils: Callable[[StepOutput], StepOutput] | None = None
+    poisons: list[tuple[int, int]] = field(default_factory=list)
 
 
 NO_ORDER = Order()
@@ -45,20 +47,24 @@ NO_ORDER = Order()
 class SimulatedDevice(ScriptedBackend):
     """A scripted backend with orders.
 
-    blame        (request, code, must) called for everybody a fault must cost, or may
+    blame        (request, code, iteration, must) called for everybody a fault of that step must cost, or may
     blocks_of    (request, beam=0) -> the blocks one beam of it holds
+    table_of     (request) -> [beams, blocks] the same, with a place for each that it gave back
     before_step  (batch) called once for every batch, before it runs
     check        (holds, rule) where something is wrong
     stamps       where prompts are reused: block -> (salt, checksum of the tokens before it)
     """
 
     def __init__(self, *, faults: Faults, owner_of: Callable[[int], LlmRequest],
-                 blocks_of: Callable[..., list[int]], blame: Callable[..., None],
+                 blocks_of: Callable[..., list[int]], table_of: Callable[[LlmRequest], np.ndarray],
+                 blame: Callable[..., None],
                  before_step: Callable[[ScheduledBatch], None], check: Callable[[bool, str], None],
                  is_reused: bool, **options) -> None:
         super().__init__(on_step=self._on_step, **options)
         self._faults = faults
-        self._owner_of, self._blocks_of = owner_of, blocks_of
+        self._owner_of, self._blocks_of, self._table_of = owner_of, blocks_of, table_of
+        self._owners: dict[int, dict[int, LlmRequest]] = {}         # iteration -> slot -> whose it was at the launch
+        self._failed: set[int] = set()                              # iterations that raised, or whose output is wrong
         self._blame = blame
         self._before_step, self._check_rule = before_step, check
         self.stamps: dict[int, tuple] | None = {} if is_reused else None
@@ -79,18 +85,20 @@ class SimulatedDevice(ScriptedBackend):
             raise DeviceLostError("the device is lost")
         if batch.iteration > self._newest:                          # else it is a part of one that failed
             self._newest = batch.iteration
+            self._owners[batch.iteration] = {slot: self._owner_of(slot) for slot in batch.slots()}
             self._before_step(batch)
-            if self.stamps is not None:
-                self._stamp(batch)
-            self._orders.pop(batch.iteration - 2, None)
+            for old in (self._orders, self._owners):
+                old.pop(batch.iteration - 4, None)
             name = self._faults.draw(Place.MODEL)
             if self._waits_for_several and name is None and batch.num_sequences > 1:
                 name = "model.memory_above"
             self._orders[batch.iteration] = self._order(name, batch) if name else NO_ORDER
         else:
             self.num_bisected += 1
+            # A step that was launched before the one it follows failed may fail with it.
             order = self.order_of(batch)
-            self._check_rule(order.raises is not NO_ORDER.raises or order.spoils is not None,
+            self._check_rule(order.raises is not NO_ORDER.raises or order.spoils is not None
+                             or batch.iteration - 1 in self._failed,
                              "I29: a step failed, and is run again, to which nothing had happened")
         if self.is_lost:
             raise DeviceLostError("the device is lost")
@@ -99,8 +107,20 @@ class SimulatedDevice(ScriptedBackend):
         return SimulatedStep(self, batch, super().start(batch))
 
     def _set_up(self, batch: ScheduledBatch) -> None:
-        super()._set_up(batch)
-        self.drawing.set_up(batch, self._owner_of)
+        super()._set_up(batch)                                      # behind the operations, ahead of what is written
+        self.drawing.set_up(batch, self._owners[batch.iteration].__getitem__)
+
+    def _lay_out(self, batch: ScheduledBatch):
+        layout = super()._lay_out(batch)
+        if self.stamps is not None:
+            self._stamp(batch)
+        return layout
+
+    def _sums(self, batch: ScheduledBatch, step) -> np.ndarray:
+        poisoned = self.order_of(batch).poisons
+        for block_id, first_token in poisoned:                      # once its own tokens are written
+            self._poisoned[block_id, first_token:] = self._any_poisoned = True
+        return super()._sums(batch, step)
 
     def _decode(self, batch: ScheduledBatch, step, sums: np.ndarray, failures: dict) -> StepOutput:
         output = super()._decode(batch, step, sums, failures)
@@ -110,50 +130,61 @@ class SimulatedDevice(ScriptedBackend):
             words = self._words(sums[rows], self._state["draw"][output.slots])
             self.drawing.draw(output, words, (step.starts + step.counts)[rows], self._state["log_probs"][output.slots],
                               self.info.vocab_size)
-        for beams in output.beams.values():
-            over = beams.hypotheses is not None
-            self.seen["beams part"] += not over and beams.parents.tolist() != list(range(len(beams.parents)))
-            self.seen["a beam has no text"] += not over and not np.isfinite(beams.cum_log_probs).all()
-            self.seen["a search ends early"] += over and all(text.finish != LENGTH for text in beams.hypotheses)
+        self._look_at_beams(output)
         return output
 
-    def clear_blocks(self, block_ids: list[int]) -> None:
-        super().clear_blocks(block_ids)
-        self._pool.reshape(-1, self.info.tokens_per_block)[block_ids] = UNWRITTEN
-
-    def copy_blocks(self, copies: list) -> None:
-        super().copy_blocks(copies)
-        if self.stamps is None:
+    def _look_at_beams(self, output: StepOutput) -> None:
+        for results in output.hypotheses.values():
+            self.seen["a search ends early"] += all(result.finish != LENGTH for result in results)
+        if output.parents is None:
             return
-        for copy in copies:
-            source = self._host_stamps if copy.from_host else self.stamps
-            (self._host_stamps if copy.to_host else self.stamps)[copy.destination] = source.get(copy.source)
-            self.num_brought_back += copy.from_host
+        for row, slot in enumerate(output.slots.tolist()):
+            tokens = slice(output.row_starts[row], output.row_starts[row + 1])
+            if slot in self._searches and slot not in output.hypotheses:
+                parents = output.parents[tokens].tolist()
+                self.seen["beams part"] += parents != list(range(len(parents)))
+                self.seen["a beam has no text"] += not np.isfinite(output.log_probs[tokens]).all()
+
+    def clear_block(self, block_id: int, first_token: int) -> None:
+        super().clear_block(block_id, first_token)
+        self._pool.reshape(-1, self.info.tokens_per_block)[block_id, first_token:] = UNWRITTEN
+
+    def _carry_out(self, operation) -> None:
+        super()._carry_out(operation)
+        if self.stamps is not None and isinstance(operation, BlockCopy):
+            source = self._host_stamps if operation.from_host else self.stamps
+            stamps = self._host_stamps if operation.to_host else self.stamps
+            stamps[operation.destination] = source.get(operation.source)
+            self.num_brought_back += operation.from_host
+
+    def run_all(self) -> None:
+        """Do what was launched, for somebody who wants to look."""
+        while self._queue:
+            self.run(self._queue.popleft())
 
     # stamps
 
     def _stamp(self, batch: ScheduledBatch) -> None:
-        """Check what new sequences found, then mark what the batch writes."""
-        size = self.info.tokens_per_block
+        """Check what new sequences found, then mark what the batch writes. The tokens before those that a step writes
+        were read when it was launched."""
+        size, owners, per_slot = self.info.tokens_per_block, self._owners[batch.iteration], batch.max_beam_width
         for work in batch.context:
-            owner = self._owner_of(work.slot)
-            blocks, tokens = self._blocks_of(owner), owner.tokens[0]
-            end = work.start + len(work.token_ids)
+            owner, row = owners[work.slot], self._tables.rows[work.slot * per_slot]
+            tokens, end = owner.tokens[0], work.start + len(work.token_ids)
             if work.setup is not None and work.start:
                 self.num_found += 1
                 self.num_partly_found += bool(work.start % size)
                 self.seen["beams find a prompt in the cache"] += owner.beam_width > 1
                 for place in range(-(-work.start // size)):
-                    self._check_rule(self.stamps.get(blocks[place]) == stamp_of(owner, tokens, place * size),
-                                     f"I16: {owner} found block {blocks[place]}, which is somebody else's")
-            if len(blocks) == -(-owner.prompt_len // size):       # none has left a window
-                for place in range(-(-work.start // size), -(-end // size)):
-                    self.stamps[blocks[place]] = stamp_of(owner, tokens, place * size)
+                    self._check_rule(self.stamps.get(int(row[place])) == stamp_of(owner, tokens, place * size),
+                                     f"I16: {owner} found block {row[place]}, which is somebody else's")
+            for place in range(-(-work.start // size), -(-end // size)):
+                self.stamps[int(row[place])] = stamp_of(owner, tokens, place * size)
         for slot, length in zip(batch.generation.slots.tolist(), batch.generation.kv_lengths.tolist()):
             if length % size == 0:
-                owner = self._owner_of(slot)
-                for beam, tokens in enumerate(owner.tokens):
-                    self.stamps[self._blocks_of(owner, beam)[-1]] = stamp_of(owner, tokens, length)
+                for beam, tokens in enumerate(owners[slot].tokens):
+                    row = self._tables.rows[slot * per_slot + beam]
+                    self.stamps[int(row[length // size])] = stamp_of(owners[slot], tokens, length)
 
     # orders
 
@@ -179,6 +210,10 @@ class SimulatedDevice(ScriptedBackend):
         """Also says who must fail because of it."""
         slots, rng = batch.slots(), self._faults.rng
         victim = rng.choice(slots)
+
+        def blame(slot: int, code: ErrorCode) -> None:
+            self._blame(self._owner_of(slot), code, batch.iteration)
+
         in_finish = rng.random() < 0.5
         kind = name.removeprefix("model.")
         alone = len(slots) == 1
@@ -190,18 +225,18 @@ class SimulatedDevice(ScriptedBackend):
         self._faults.hit(name)
 
         if kind == "raises_for_one":
-            self._blame(self._owner_of(victim), ErrorCode.MODEL_ERROR)
+            blame(victim, ErrorCode.MODEL_ERROR)
             return Order(lambda part: RuntimeError("planted") if victim in part else None, in_finish)
         if kind == "raises_once":
             if alone:                                              # it fails alone, and is not run again
-                self._blame(self._owner_of(victim), ErrorCode.MODEL_ERROR)
+                blame(victim, ErrorCode.MODEL_ERROR)
             errors = [rng.choice([RuntimeError, SystemExit, GeneratorExit])("planted")]
             return Order(lambda part: errors.pop() if errors else None, in_finish)
         if kind in ("raises_for_all", "memory_always"):
             code, error = ((ErrorCode.MODEL_ERROR, RuntimeError) if kind == "raises_for_all"
                            else (ErrorCode.OUT_OF_MEMORY, MemoryError))
             for slot in slots:
-                self._blame(self._owner_of(slot), code)
+                blame(slot, code)
             return Order(lambda part: error("planted"), in_finish)
         if kind == "memory_above":
             most = rng.randrange(1, len(slots))
@@ -210,57 +245,51 @@ class SimulatedDevice(ScriptedBackend):
             self._blame_readers_of(self._blocks_written(batch, victim), batch, victim)
             return Order(failures={victim: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")})
         if kind == "nan_in_block":
+            start, end, _ = self._span(batch, victim)
+            size = self.info.tokens_per_block
+            first_token = start % size if start // size == (end - 1) // size else 0
             blocks = self._blocks_written(batch, victim)[-1:]
             self._blame_readers_of(blocks, batch, victim)
-            self.poison_blocks(blocks)
-            return NO_ORDER
+            return Order(poisons=[(block_id, first_token) for block_id in blocks])
         if kind == "wrong_token":
-            return self._wrong_token(rows, rng)
+            victim = rng.choice(rows)
+            blame(victim, ErrorCode.INVALID_TOKEN)
+            return self._wrong_token(victim, rng)
         if kind == "wrong_rows":
             if alone:
-                self._blame(self._owner_of(victim), ErrorCode.MODEL_ERROR)
+                blame(victim, ErrorCode.MODEL_ERROR)
             return Order(spoils=once(rng.choice([one_row_too_few, one_token_too_few, one_row_too_many])))
         assert kind == "device_lost"
         self.is_lost = True
         return NO_ORDER
 
-    def _wrong_token(self, rows: list[int], rng: Random) -> Order:
-        victim = rng.choice(rows)
-        self._blame(self._owner_of(victim), ErrorCode.INVALID_TOKEN)
+    def _wrong_token(self, victim: int, rng: Random) -> Order:
         token = rng.choice([-1, self.info.vocab_size, 2**31 - 1])
+        return Order(spoils=lambda output: with_a_wrong_token(output, victim, token))
 
-        def spoil(output: StepOutput) -> StepOutput:
-            tokens, finish, beams = output.tokens.copy(), output.finish.copy(), dict(output.beams)
-            if victim in beams:
-                beams[victim] = with_a_wrong_token(beams[victim], token)
-            else:
-                tokens[output.slots == victim] = token
-                finish[output.slots == victim] = 0
-            return replace(output, tokens=tokens, finish=finish, beams=beams)
-        return Order(spoils=spoil)
+    def _span(self, batch: ScheduledBatch, slot: int) -> tuple[int, int, int]:
+        """(first position that a batch writes for a slot, the one after the last, beams)."""
+        for work in batch.context:
+            if work.slot == slot:
+                return work.start, work.start + len(work.token_ids), 1
+        start = int(batch.generation.kv_lengths[batch.generation.slots.tolist().index(slot)])
+        return start, start + 1, batch.generation.beam_width
 
     def _blocks_written(self, batch: ScheduledBatch, slot: int) -> list[int]:
         """The blocks a new batch writes to for a slot, in order."""
         size = self.info.tokens_per_block
-        for work in batch.context:
-            if work.slot == slot:
-                start, end, beams = work.start, work.start + len(work.token_ids), 1
-                break
-        else:
-            start = int(batch.generation.kv_lengths[batch.generation.slots.tolist().index(slot)])
-            end, beams = start + 1, batch.generation.beam_width
-        self._tables.update(batch)                                 # the batch has not run yet
-        first = slot * batch.max_beam_width
-        return self._tables.rows[first:first + beams, start // size:(end - 1) // size + 1].T.ravel().tolist()
+        start, end, beams = self._span(batch, slot)
+        table = self._table_of(self._owner_of(slot))
+        return table[:beams, start // size:(end - 1) // size + 1].T.ravel().tolist()
 
     def _blame_readers_of(self, blocks: list[int], batch: ScheduledBatch, victim: int) -> None:
         """The victim cannot go on, nor can whoever of the batch sees one of the blocks."""
-        self._blame(self._owner_of(victim), ErrorCode.NON_FINITE_LOGITS)
+        self._blame(self._owner_of(victim), ErrorCode.NON_FINITE_LOGITS, batch.iteration)
         for slot in batch.slots():
             owner = self._owner_of(slot)
             held = {block for beam in range(owner.beam_width) for block in self._blocks_of(owner, beam)}
             if slot != victim and not held.isdisjoint(blocks):
-                self._blame(owner, ErrorCode.NON_FINITE_LOGITS, must=False)
+                self._blame(owner, ErrorCode.NON_FINITE_LOGITS, batch.iteration, must=False)
 
 
 def stamp_of(owner: LlmRequest, tokens: list[int], start: int) -> tuple:
@@ -276,7 +305,14 @@ class SimulatedStep:
 
     def finish(self) -> StepOutput:
         order = self._device.order_of(self._batch)
-        if order.in_finish:
-            self._device._raise(order, self._batch)
-        output = self._pending.finish()
-        return output if order.spoils is None else order.spoils(output)
+        try:
+            if order.in_finish:
+                self._device._raise(order, self._batch)
+            output = self._pending.finish()
+        except BaseException:
+            self._device._failed.add(self._batch.iteration)
+            raise
+        if order.spoils is None:
+            return output
+        self._device._failed.add(self._batch.iteration)
+        return order.spoils(output)

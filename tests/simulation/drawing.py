@@ -96,12 +96,13 @@ class Drawing:
         """
         for row, slot in enumerate(output.slots.tolist()):
             rules = self._rules.get(slot)
-            if rules is None or slot in output.beams:
+            if rules is None:
                 continue
-            before = output.tokens[row]
-            output.tokens[row], output.finish[row], word = rules.draw(int(words[row]), int(lengths[row]), vocab_size)
-            if output.tokens[row] != before:
+            index = row if output.row_starts is None else output.row_starts[row]
+            before = output.tokens[index]
+            output.tokens[index], output.finish[row], word = rules.draw(int(words[row]), int(lengths[row]), vocab_size)
+            if output.tokens[index] != before:
                 self._seen["a token is passed over"] += 1
                 self._seen["a token is passed over after a pause"] += rules.has_paused
             if asked[row]:
-                output.log_probs[row] = -(word & 0xFFFF) / 4096
+                output.log_probs[index] = -(word & 0xFFFF) / 4096

@@ -38,6 +38,9 @@ class FirstInLine:
         left_out, self._left_out = self._left_out, None
         if first is None or first.request_id in inflight:
             return
+        if self._world.loop.window.holds_any(plan.paused_requests):    # nothing of it is carried out yet
+            return
+        yield from self._judge([run for run in self._runs if run[1] in plan.paused_requests])    # overtaken meanwhile
         if first in plan.context_requests or first in plan.generation_requests:
             self._runs.append((self._world.step_number + self._world.swarm.depth - 1, first, _progress(first)))
         elif first.is_context and self._tokens_left(plan) < self._world.swarm.tokens_per_block:
@@ -57,13 +60,21 @@ class FirstInLine:
             return swarm.tokens_per_block
         return swarm.max_num_tokens - sum(request.beam_width for request in plan.generation_requests)
 
+    def taken_back(self, void: set[LlmRequest]) -> None:
+        """Their newest steps do not count."""
+        self._runs = deque(run for run in self._runs if run[1] not in void)
+
     def step_ended(self) -> Iterator[str]:
         """Whether the step he was in moved him on."""
-        while self._runs and self._runs[0][0] <= self._world.step_number:
-            _, request, before = self._runs.popleft()
+        yield from self._judge([run for run in self._runs if run[0] <= self._world.step_number])
+
+    def _judge(self, runs: list[tuple[int, LlmRequest, int]]) -> Iterator[str]:
+        for run in runs:
+            self._runs.remove(run)
+            _, request, before = run
             if not request.is_finished and _progress(request) <= before and self._world.loop.failure is None:
                 yield f"C10: {request} is the first in line, ran, and stands where it stood"
 
 
 def _progress(request: LlmRequest) -> int:
-    return request.context_position + request.num_tokens
+    return request.context_read + request.num_tokens

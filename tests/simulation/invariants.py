@@ -97,6 +97,9 @@ def leftovers(world: "World") -> Iterator[str]:
 def index(world: "World") -> Iterator[str]:
     """I12, I14 and I15: what can be found by its prefix is what stands in the block."""
     cache, device = world.loop.kv.cache, world.device
+    if world.loop._resources.device_work.pending()["operations"]:    # content is on its way
+        return
+    device.run_all()
     size, owners = device.info.tokens_per_block, world.loop.kv.pool._owners
     seen: set[int] = set()
     for node in cache.index:
@@ -109,7 +112,7 @@ def index(world: "World") -> Iterator[str]:
         stored = device._pool[node.block_id * size:node.block_id * size + len(tokens)].tolist()
         if stored != list(tokens):
             yield f"I15: block {node.block_id} can be found under tokens that are not in it"
-        if device._poisoned[node.block_id]:
+        if device._poisoned[node.block_id, :len(tokens)].any():
             yield f"I15: block {node.block_id} can be found and is not finite"
         if len(tokens) < size and owners[node.block_id]:
             yield f"I12: block {node.block_id} is shared and not full"
@@ -126,7 +129,7 @@ def plan_faults(world: "World", active: list, inflight: frozenset, plan) -> Iter
             yield f"I25: {request} has ended and is in a plan"
     if plan.paused_requests and world.never_pauses:
         yield f"I21: {plan.paused_requests[0]} is paused"
-    if not running and ready and not inflight and not plan.paused_requests:
+    if not running and ready and not world.loop.window and not plan.paused_requests:
         yield f"I22: {len(ready)} requests could run and none does"
     yield from world.first_in_line.planned(active, inflight, plan)
     arrivals = world.arrivals

@@ -29,6 +29,10 @@ MARKERS = (
     "batch full", "token budget used up", "contexts only", "generation only", "contexts and generation together",
     "cut into chunks", "cut into three chunks or more", "two prompts cut in one step", "chunk and last chunk together",
     "somebody waits who could not run", "two micro-batches in flight",
+    "ran ahead", "a chunk ran ahead", "somebody in lockstep waits while others run ahead",
+    "a pause waits for the step in flight", "a row is discarded", "a step fails with another in flight",
+    "a step fails behind a discarded row", "a step is run again without those who ended",
+    "a step that ran ahead is taken back",
     "the first in line waits for those in flight", "the first in line waits for tokens",
     # blocks
     "pool exactly full", "pool full for five iterations", "pool emptied at once", "new block for a generated token",

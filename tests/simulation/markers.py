@@ -154,7 +154,7 @@ class Markers:
             reach("stop on last token")
         if alive and len(alive) == len(world.history.open):
             reach("everybody stopped")
-        in_flight = {request.request_id for flight in loop._window for request in flight.requests}
+        in_flight = {request.request_id for flight in loop.window._steps for request in flight.requests}
         for request_id in alive:
             request = loop.active.get(request_id)
             if request is None:
@@ -183,8 +183,18 @@ class Markers:
             reach("generation only")
         if len(contexts) + len(generation) == swarm.max_batch_size:
             reach("batch full")
-        if inflight and (contexts or generation):
+        if inflight and (contexts or generation) and swarm.overlap:
             reach("two micro-batches in flight")
+        window = self._world.loop.window
+        if swarm.run_ahead and window:
+            if window.holds_any(generation):
+                reach("ran ahead")
+            if window.holds_any([request for request in contexts if not request.is_first_context_chunk]):
+                reach("a chunk ran ahead")
+            if inflight:
+                reach("somebody in lockstep waits while others run ahead")
+            if window.holds_any(paused):
+                reach("a pause waits for the step in flight")
         if len(contexts) + len(generation) + len(inflight) < len(active):
             reach("somebody waits who could not run")
         if any(kv.kv_length(request) % kv.tokens_per_block == 0 for request in generation):
@@ -316,7 +326,7 @@ class Markers:
             reach("static batch holds finals")
         if self._poisoned_once:
             again = [block_id for block_id in self._poisoned_once if kv.pool.owners(block_id)
-                     and not world.device._poisoned[block_id]]
+                     and not world.device._poisoned[block_id].any()]
             for block_id in again:
                 reach("a poisoned block is used again")
                 self._poisoned_once.discard(block_id)

@@ -85,6 +85,8 @@ class Swarm:
     fault_rate: float
     endings: tuple[tuple[int, str], ...]
     max_beam_width: int = 1
+    run_ahead: bool = False
+    is_asynchronous: bool = False
 
     @property
     def is_static(self) -> bool:
@@ -93,7 +95,7 @@ class Swarm:
     @property
     def depth(self) -> int:
         """Steps in flight."""
-        return 2 if self.overlap else 1
+        return 2 if self.overlap or self.run_ahead else 1
 
 
 def draw(seed: int, features: Collection[str], iterations: int | None = None) -> Swarm:
@@ -161,13 +163,18 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     if not static and policy is SchedulerPolicy.MAX_UTILIZATION and one_in(3):
         tokens_per_block, max_batch_size, max_num_tokens, num_blocks, traffic = _pressure(rng, max_seq_len, traffic)
     max_beam_width, num_blocks, traffic = _beams_and_words(Random(f"beams {seed}"), num_blocks, faults, traffic)
+    overlap = not static and one_in(3)
+    window_rng = Random(f"window {seed}")
+    run_ahead = not static and not overlap and window_rng.random() < 0.7
     return Swarm(
         seed=seed,
         iterations=iterations,
         model_type=model_type,
         policy=policy,
         chunking=chunking,
-        overlap=not static and one_in(3),
+        overlap=overlap,
+        run_ahead=run_ahead,
+        is_asynchronous=window_rng.random() < (0.8 if run_ahead else 0.3),
         tokens_per_block=tokens_per_block,
         num_blocks=num_blocks,
         max_seq_len=max_seq_len,

@@ -86,7 +86,9 @@ class World:
         self.client = Client(self, Random(f"client {swarm.seed}"))
         self.device = SimulatedDevice(
             faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
-            blocks_of=lambda request, beam=0: self.loop.kv.block_ids(request, beam), blame=self.blame,
+            blocks_of=lambda request, beam=0: self.loop.kv.block_ids(request, beam),
+            table_of=lambda request: self.loop.kv.sequences.table(request), blame=self.blame,
+            is_asynchronous=swarm.is_asynchronous,
             before_step=self._before_device_step, check=self.check, is_reused=swarm.reuse,
             max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
             tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, **model,
@@ -104,7 +106,8 @@ class World:
         self._in_a_callback: Callable[[], None] | None = None
         self._engine_may_fail = False
         self._blamed: dict[int, set[ErrorCode]] = {}             # id -> codes it may end with, and
-        self._doomed: set[int] = set()                           # who has to end with one
+        self._doomed: dict[int, int | None] = {}                 # who has to end with one, once this step was read
+        self._steps_read: set[int] = set()
         self._requests: dict[int, LlmRequest] = {}             # active ones by id
         self._failed_now: list[LlmRequest] = []
         self._slots_freed: set[int] = set()
@@ -125,7 +128,7 @@ class World:
                 kv_cache_config=KvCacheConfig(enable_block_reuse=swarm.reuse, max_attention_window=swarm.window,
                                               sink_token_length=swarm.sinks,
                                               host_cache_size=swarm.host_blocks),
-                enable_trt_overlap=swarm.overlap,
+                enable_trt_overlap=swarm.overlap, run_ahead=swarm.run_ahead,
                 enable_chunked_context=swarm.chunking is not None,
                 context_chunking_policy=swarm.chunking or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
                 max_batch_size=swarm.max_batch_size, max_num_tokens=swarm.max_num_tokens,
@@ -138,6 +141,7 @@ class World:
         loop._responder._to_tensor = None                        # arrays will do: torch need not be imported
         loop.scheduler = WatchedScheduler(self, loop.scheduler)
         self._watch_claims(loop.kv)
+        self._watch_window(loop.window)
         return loop
 
     # running
@@ -335,7 +339,7 @@ class World:
 
     def _take_digest(self) -> None:
         loop = self.loop
-        state = [self.step_number, self.result.iterations, loop.finals.num_sent, loop.reporter.iteration,
+        state = [self.step_number, self.result.iterations, loop.finals.num_sent, loop.iteration,
                  self.client.next_id, round(self.clock.now * 1e6), len(loop.intake), loop.intake._bytes_in_flight]
         for request in loop.active:
             state += (request.request_id & 0x7FFFFFFFFFFFFFFF, request.num_tokens, request.tokens[0][-1],
@@ -432,8 +436,8 @@ class World:
 
     def _judge_blame(self, sent: Sent, codes: set[ErrorCode], request: LlmRequest | None) -> None:
         """I29: a fault costs whom it must, and nobody else."""
-        is_doomed = sent.request_id in self._doomed
-        self._doomed.discard(sent.request_id)
+        read_in = self._doomed.pop(sent.request_id, -1)
+        is_doomed = read_in is None or read_in in self._steps_read
         names = {code.value for code in codes}
         if sent.code in ("NON_FINITE_LOGITS", "INVALID_TOKEN", "MODEL_ERROR", "OUT_OF_MEMORY"):
             self.check(sent.code in names, f"I29: request {sent.request_id} ended with {sent.error} and nothing had "
@@ -458,10 +462,10 @@ class World:
     def note_stops(self, named: list, alive: list) -> None:
         self.markers.stopped(named, alive)
 
-    def blame(self, request: LlmRequest, code: ErrorCode, *, must: bool = True) -> None:
-        """A fault must, or may, cost this request its life."""
+    def blame(self, request: LlmRequest, code: ErrorCode, iteration: int | None = None, *, must: bool = True) -> None:
+        """A fault must, or may, cost this request its life: that of a step not before it was read, if ever."""
         if must:
-            self._doomed.add(request.request_id)
+            self._doomed.setdefault(request.request_id, iteration)
         self._blamed.setdefault(request.request_id, set()).add(code)
         if code is ErrorCode.NON_FINITE_LOGITS:
             self.markers.blocks_poisoned(self.loop.kv.block_ids(request))
@@ -514,6 +518,44 @@ class World:
                     kv.pool.give_back(stolen[::-1], front=True)
 
         kv.claim = watched
+
+    def _watch_window(self, window) -> None:
+        """Which steps were read, and which were taken back: what was to happen in these has not happened."""
+        read, take_back, run_again = window.read, window._take_back, window._run_again
+
+        def watched_read():
+            flight = window._steps[0]
+            self._steps_read.add(flight.batch.iteration)
+            ended = any(request.is_finished for request in flight.requests)
+            failed = self._runner_failures()
+            result = read()
+            if ended:
+                self.mark("a row is discarded")
+                if self._runner_failures() > failed:
+                    self.mark("a step fails behind a discarded row")
+            return result
+
+        def watched_take_back(failed):
+            if window._steps:
+                self.mark("a step fails with another in flight")
+            take_back(failed)
+            for flight in window._steps:
+                if flight.void:
+                    self.mark("a step that ran ahead is taken back")
+                    self.first_in_line.taken_back(flight.void)
+                for request in flight.void:
+                    if self._doomed.get(request.request_id) == flight.batch.iteration:
+                        del self._doomed[request.request_id]
+
+        def watched_run_again(flight):
+            if any(request.is_finished for request in flight.requests):
+                self.mark("a step is run again without those who ended")
+            return run_again(flight)
+
+        window.read, window._take_back, window._run_again = watched_read, watched_take_back, watched_run_again
+
+    def _runner_failures(self) -> int:
+        return self.loop._runner.num_failed_steps
 
     def _steal(self, kv, needed: int) -> list[int]:
         """Blocks that are gone while the claim runs."""

@@ -41,7 +41,7 @@ class Soaked:
 
     def run_round(self, count: int) -> Sample:
         """Hand over `count` items, wait until all is quiet. Returns what was found then."""
-        iterations, steps = self.manager._loop.reporter.iteration, self.manager._loop.backend.num_steps
+        iterations, steps = self.manager._loop.iteration, self.manager._loop.backend.num_steps
         began = self._worker_seconds()
         self.server.begin(count)
         self.manager.notify()
@@ -56,7 +56,7 @@ class Soaked:
         sample = {
             "engine": self.engine.name,
             "items": count,
-            "iterations": self.manager._loop.reporter.iteration - iterations,
+            "iterations": self.manager._loop.iteration - iterations,
             "steps": self.manager._loop.backend.num_steps - steps,
             "worker_s": self._worker_seconds() - began,
             "wrong": [*wrong, *self._wrong_at_idle()][:MOST_ANOMALIES],

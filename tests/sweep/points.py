@@ -60,6 +60,11 @@ def _finish(run: Run, fail: Callable[[], None]) -> None:
     run.backend.on_finish = lambda batch: fail()
 
 
+def _late_step(run: Run, fail: Callable[[], None]) -> None:
+    """The step fails while it runs: when it is launched, or after later ones were on an asynchronous device."""
+    run.backend.on_step = lambda batch: fail()
+
+
 DEVICE, LOOP = (lambda run: run.backend), (lambda run: run.loop)
 KV, ANYBODY = (lambda run: run.loop.kv), (Planted, SystemExit, KeyboardInterrupt)
 
@@ -74,8 +79,8 @@ POINTS: dict[str, Point] = {point.name: point for point in [
     Point("model finish", _finish, (Planted, MemoryError, SystemExit)),
     Point("device lost at start", _before(DEVICE, "start"), (DeviceLostError,)),
     Point("device lost at finish", _finish, (DeviceLostError,)),
-    Point("copy blocks", _before(DEVICE, "copy_blocks")),
-    Point("clear blocks", _before(DEVICE, "clear_blocks")),
+    Point("copy or clear blocks", _before(DEVICE, "_carry_out")),
+    Point("late model step", _late_step, (Planted, MemoryError, SystemExit)),
     Point("memory usage", _before(DEVICE, "memory_usage")),
     Point("close", _before(DEVICE, "close")),
 
@@ -88,7 +93,9 @@ POINTS: dict[str, Point] = {point.name: point for point in [
 
     Point("admission", _before(lambda run: run.loop.intake._admission, "admit"), (Planted, SystemExit)),
     Point("response", _before(lambda run: run.loop._responder, "_build")),
-    Point("note of a launch", _before(lambda run: run.loop.reporter, "note_launch")),
+    Point("note of pending device work", _before(lambda run: run.loop._resources.device_work, "update_tables")),
+    Point("take back", _before(lambda run: run.loop._resources, "unclaim")),
+    Point("trace", _before(lambda run: run.loop.reporter, "trace")),
     Point("time stamp", _before(lambda run: run.clock, "timestamp")),
     Point("clock", _before(lambda run: run.clock, "monotonic"), ANYBODY),
 ]}
@@ -121,8 +128,9 @@ def faults(run: Run, point: Point) -> list[str]:
 
 def scenarios_of(point: Point) -> tuple[str, ...]:
     """Where it is passed in the shortest time."""
-    return {"get, between items": ("generator",), "copy blocks": ("reused", "beams"), "publish": ("reused",),
-            "clear blocks": ("not finite",)}.get(point.name, ("mixed", "paused"))
+    return {"get, between items": ("generator",), "publish": ("reused",),
+            "copy or clear blocks": ("reused", "beams", "not finite"), "take back": ("runs ahead, late fault",),
+            "late model step": ("runs ahead", "mixed")}.get(point.name, ("mixed", "paused", "runs ahead"))
 
 
 def variants(point: Point) -> Iterator[tuple[bool, type[BaseException]]]:

@@ -53,6 +53,7 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     backend: dict[str, Any] = field(default_factory=dict)
     kv: dict[str, Any] = field(default_factory=dict)
+    late_fault: bool = False
 
 
 NO_ID, TOO_LONG = Arrival("x", must=None), {"prompt": 30, "must": "INVALID_REQUEST"}
@@ -66,6 +67,19 @@ LONG = ((Arrival(1, 4, 6), Arrival(2, 4, 6), Arrival(3, 3, 5)), (Arrival(4, 2, 2
 def _plant_not_finite(batch: ScheduledBatch) -> dict[int, RowFailure]:
     """In one step, the row of one request."""
     return {0: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted")} if batch.iteration == 2 else {}
+
+
+def _late_fault() -> Callable[[ScheduledBatch], None]:
+    """A step with several requests raises once, when the one after it was launched already."""
+    errors = [RuntimeError("planted")]
+
+    def on_step(batch: ScheduledBatch) -> None:
+        if batch.iteration >= 2 and batch.num_sequences > 1 and errors:
+            raise errors.pop()
+    return on_step
+
+
+AHEAD, ASYNCHRONOUS = {"run_ahead": True}, {"is_asynchronous": True}
 
 
 SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in [
@@ -85,6 +99,10 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in [
     Scenario("not finite", ((Arrival(1, 3, 4), Arrival(2, 3, 4)),), backend={**WIDE, "on_step": _plant_not_finite}),
     Scenario("beams", ((Arrival(1, 3, 3, options={"beam_width": 2}), Arrival(2, 3, 3)), (Arrival(3, 2, 2),)),
              engine={"max_beam_width": 2}, backend=WIDE),
+    Scenario("runs ahead", LONG, {3: (2,)}, backend=WIDE | ASYNCHRONOUS, options=AHEAD),
+    Scenario("runs ahead, paused", LONG, backend=TIGHT | ASYNCHRONOUS, options=AHEAD | {"max_num_tokens": 12}),
+    Scenario("runs ahead, late fault", LONG, {4: (2,)}, backend=WIDE | ASYNCHRONOUS, options=AHEAD,
+             kv={"enable_block_reuse": True}, late_fault=True),
 ]}
 
 
@@ -96,7 +114,8 @@ class Run:
         self.scenario = scenario
         self.clock = VirtualClock()
         self.control = virtual_control(self.clock)
-        self.backend = ScriptedBackend(num_slots=8, key=7, vocab_size=50, **scenario.backend)
+        self.backend = ScriptedBackend(num_slots=8, key=7, vocab_size=50, **scenario.backend,
+                                       **({"on_step": _late_fault()} if scenario.late_fault else {}))
         self.spoiled: dict[str, Callable[[], None]] = {}          # callback -> what happens first when it is called
         self.num_gets = self.num_polls = 0
         self.requests = [[(arrival, _request(arrival)) for arrival in arrivals] for arrivals in scenario.arrivals]

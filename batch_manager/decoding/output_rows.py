@@ -1,0 +1,62 @@
+"""The rows of a StepOutput, from the tokens of sequences without beams and the searches of those with beams."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..handover import Hypothesis
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """What a step yielded for the beams of one sequence.
+
+    tokens       [width] int32: the token each beam goes on with
+    parents      [width] int32: the beam whose output it continues; 0 after a context, when there is but one
+    log_probs    [width] float32: of the tokens, with what biases, penalties and bans made of them; -inf: there are
+                 fewer continuations than beams, this beam has none
+    hypotheses   the search is over, and these are its results, best first; nothing else of this matters then. None: it
+                 goes on
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    log_probs: np.ndarray
+    hypotheses: tuple[Hypothesis, ...] | None = None
+
+
+def columns_with_beams(slots: np.ndarray, single_slots: np.ndarray, tokens: np.ndarray, finish: np.ndarray,
+                       log_probs: np.ndarray | None, beam_steps: Mapping[int, BeamStep]) -> dict[str, Any]:
+    """The columns of a StepOutput, by name.
+
+    slots          [r] of all rows, in batch order
+    single_slots   [s] those without beams, in the same order; tokens, finish and log_probs [s] are theirs
+    beam_steps     slot -> its step, for the others; one that is missing has failed, and gets a row without tokens
+    """
+    lengths = np.zeros(len(slots), np.int32)
+    is_single = np.isin(slots, single_slots)
+    lengths[is_single] = 1
+    hypotheses = {slot: step.hypotheses for slot, step in beam_steps.items() if step.hypotheses is not None}
+    rows = {slot: row for row, slot in enumerate(slots.tolist())}
+    for slot, step in beam_steps.items():
+        lengths[rows[slot]] = 0 if slot in hypotheses else len(step.tokens)
+    starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+    num_tokens = int(starts[-1])
+
+    columns = {"slots": slots, "row_starts": starts, "tokens": np.zeros(num_tokens, np.int32),
+               "finish": np.zeros(len(slots), np.uint8), "log_probs": np.zeros(num_tokens, np.float32),
+               "parents": np.zeros(num_tokens, np.int32), "hypotheses": hypotheses}
+    columns["tokens"][starts[:-1][is_single]] = tokens
+    columns["finish"][is_single] = finish
+    if log_probs is not None:
+        columns["log_probs"][starts[:-1][is_single]] = log_probs
+    for slot, step in beam_steps.items():
+        row = slice(starts[rows[slot]], starts[rows[slot] + 1])
+        if slot in hypotheses:
+            columns["finish"][rows[slot]] = hypotheses[slot][0].finish
+            continue
+        for name in ("tokens", "parents", "log_probs"):
+            columns[name][row] = getattr(step, name)
+    return columns

@@ -1,0 +1,57 @@
+"""What one iteration did: filled while it runs, then handed to the reporter."""
+
+from dataclasses import dataclass, field
+
+from ..kv.kv_cache_manager import KvCacheUsage
+from ..scheduling.interfaces import SchedulerOutput
+
+NO_PLAN = SchedulerOutput()
+
+
+@dataclass(slots=True)
+class IterationRecord:
+    """One iteration. The step is described as it was launched: which requests were active, which ran, which blocks were
+    in use.
+
+    number             rises by one with every record that is reported
+    micro_batch_id     which of the micro-batches in flight it launches
+    started_at         seconds, of the engine's clock
+    active_requests    when the step was planned
+    plan               what was carried out of it; empty where nothing was launched
+    chunks             (request id, first position, tokens) of each context chunk
+    kv_cache           None until the step was launched
+    generated_tokens   appended to requests
+    had_refusals       items were refused
+    arrived, finished  ids of the requests that were accepted, and of those that ended after they ran
+    """
+
+    number: int
+    micro_batch_id: int
+    started_at: float
+    active_requests: int = 0
+    plan: SchedulerOutput = NO_PLAN
+    chunks: list[tuple[int, int, int]] = field(default_factory=list)
+    kv_cache: KvCacheUsage | None = None
+    generated_tokens: int = 0
+    had_refusals: bool = False
+    arrived: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since construction, and what stands now.
+
+    recomputed_tokens   that pauses threw away
+    discarded_tokens    that were computed for requests which had ended by the time they were read
+    steps_in_flight     launched and not read
+    queued_requests     accepted, waiting for a place among the active ones
+    """
+
+    recomputed_tokens: int = 0
+    discarded_tokens: int = 0
+    steps_in_flight: int = 0
+    queued_requests: int = 0
+    failed_steps: int = 0
+    clamped_requests: int = 0
+    unaddressable_items: int = 0
