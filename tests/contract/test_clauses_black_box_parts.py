@@ -208,7 +208,7 @@ def test_a_number_that_a_backend_cannot_have_is_refused_by_name(change):
 @pytest.mark.parametrize("info", [None, 5, {"vocab_size": 9}], ids=str)
 def test_a_backend_that_does_not_say_what_it_is_is_refused_and_closed(make_manager, new_client, info):
     closed = []
-    backend = SimpleNamespace(start=print, clear_blocks=print, memory_usage=print, info=info,
+    backend = SimpleNamespace(start=print, memory_usage=print, info=info,
                               close=lambda: closed.append(1))
     with pytest.raises(ConfigError, match="the info of Parts.backend is a"):
         make_manager(new_client(), model_path="", parts={"backend": backend})

@@ -135,7 +135,7 @@ def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):
     engine.step(logits_of)
     assert engine.texts[0] == [(1,), (2,), (3,)]
     _, outputs = engine.step(logits_of)
-    assert engine.texts[0][:2] == [(3, 4), (3, 5)] and outputs[0].cum_log_probs[2] == -np.inf
+    assert engine.texts[0][:2] == [(3, 4), (3, 5)] and outputs[0].log_probs.tolist()[2] == -np.inf
     for _ in range(2):
         engine.step(logits_of)
     texts = [tuple(text.tokens.tolist()) for text in engine.ended[0]]

@@ -41,7 +41,9 @@ def run(setup, end_id, follows, stop_words=(), prompt=(0,)):
     search, texts, outputs = BeamSearch.of(
         replace(setup, end_id=end_id, stop_words=stop_words).continuing(prompt)), [()], []
     while not outputs or outputs[-1].hypotheses is None:
+        before = search.cum_log_probs
         search, output = search.advance(*candidates(search, follows(texts)))
+        assert search.cum_log_probs.tolist() == (before[output.parents] + output.log_probs).tolist()
         texts = [(*texts[parent], token) for parent, token in zip(output.parents.tolist(), output.tokens.tolist())]
         assert search.last_tokens.tolist() == [text[-1] for text in texts]
         assert search.texts is None if not stop_words else [tuple(text) for text in search.texts.tolist()] == texts
@@ -324,7 +326,7 @@ def test_what_is_kept_of_a_penalised_candidate_is_its_log_probability():
         chosen = np.log([(0.6, 0.4)[token] for token in hypothesis.tokens])
         np.testing.assert_allclose(hypothesis.log_probs, chosen, atol=1e-6)
         assert hypothesis.cum_log_prob == pytest.approx(chosen.sum(), abs=1e-6)
-    assert outputs[0].cum_log_probs.tolist() == pytest.approx(np.log([0.6, 0.4]).tolist())
+    assert outputs[0].log_probs.tolist() == pytest.approx(np.log([0.6, 0.4]).tolist())
 
 
 def test_fewer_texts_than_beams():
@@ -334,7 +336,7 @@ def test_fewer_texts_than_beams():
     hypotheses, outputs = run(beams(3, 4), 4, follows)
     assert [hypothesis.tokens.tolist() for hypothesis in hypotheses] == [[0, 0, 0, 0]]
     for output in outputs:
-        assert output.cum_log_probs.tolist() == [0, -np.inf, -np.inf]
+        assert output.log_probs.tolist() == [0, -np.inf, -np.inf]
         assert output.tokens.tolist() == [0, 0, 0] and (output.parents < 3).all()
     assert outputs[0].parents.tolist() == [0, 0, 0]
 
@@ -377,13 +379,13 @@ def test_a_step_that_is_run_again_starts_from_the_same_search():
     assert 3 in searches and 2 not in searches
     first = searches.at(3, 10)
     second, _ = first.advance(*candidates(first, constant(0.5, 0.3, 0.2)([()])))
-    searches.keep(3, 10, first, second)
+    searches.keep(3, 10, second)
     assert searches.at(3, 10) is first and searches.at(3, 11) is second
     fed = searches.fed_tokens(GenerationWork(np.array([3], np.int32), np.array([10], np.int32), 2))
     assert fed.tolist() == [0, 1]
     third, _ = second.advance(*candidates(second, constant(0.5, 0.3, 0.2)([(), ()])))
-    searches.keep(3, 11, second, third)
-    assert searches.at(3, 11) is second and searches.at(3, 12) is third
+    searches.keep(3, 11, third)
+    assert searches.at(3, 10) is first and searches.at(3, 11) is second and searches.at(3, 12) is third
     searches.set_up(3, setup)
     assert len(searches.at(3, 10).cum_log_probs) == 1
     searches.set_up(3, SlotSetup())

@@ -7,7 +7,14 @@ import torch
 from batch_manager.attention.registry import make_attention
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
-from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.handover import (
+    BlockClear,
+    BlockTableUpdates,
+    ContextWork,
+    GenerationWork,
+    ScheduledBatch,
+    SlotSetup,
+)
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 
@@ -66,11 +73,11 @@ class Host:
         self.backend, self.window, self.sink, self.stale = backend, window, sink, stale
         self.free, self.held, self.lengths, self.tokens, self.left = list(range(BLOCKS)), {}, {}, {}, {}
         self.gone = []                                             # entries to reset with the next step
-        self.most_held = 0
+        self.most_held, self.num_operations = 0, backend._num_operations
 
     def run(self, contexts=(), generate=()):
         """contexts: (slot, chunk, start, is last)."""
-        changes, self.gone = self.gone, []
+        changes, self.gone, clears = self.gone, [], []
         works = []
         for slot, chunk, start, is_last in contexts:
             if start == 0:
@@ -85,11 +92,13 @@ class Host:
             held = self.held[slot]
             for index in range(max(held, default=-1) + 1, -(-self.lengths[slot] // SIZE)):
                 held[index] = self.free.pop(0)
-                self.backend.clear_blocks([held[index]])
+                clears.append(BlockClear(held[index]))
                 changes.append((slot, index, held[index]))
         output = self.backend.start(ScheduledBatch(
             iteration=0, context=tuple(works), generation=GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T),
-            block_table_updates=BlockTableUpdates(*np.array(changes, np.int32).reshape(-1, 3).T))).finish()
+            block_table_updates=BlockTableUpdates(*np.array(changes, np.int32).reshape(-1, 3).T),
+            operations=tuple(clears), first_operation=self.num_operations)).finish()
+        self.num_operations += len(clears)
         assert output.failures == {}
         for slot, token in zip(output.slots.tolist(), output.tokens.tolist()):
             self.tokens[slot].append(token)

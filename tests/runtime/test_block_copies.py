@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
-from batch_manager.handover import BlockCopy, BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.handover import (
+    BlockClear,
+    BlockCopy,
+    BlockTableUpdates,
+    ContextWork,
+    GenerationWork,
+    ScheduledBatch,
+    SlotSetup,
+)
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 
@@ -30,8 +38,22 @@ def fill(backend):
             backend._pool.shape) + 1)
 
 
+def carry_out(backend, *operations):
+    """What the device does before a step of a sequence in the last block."""
+    step_of_another(backend, operations, backend._num_operations)
+
+
+def step_of_another(backend, operations, first_operation):
+    slot, block_id = np.array([3], np.int32), np.array([BLOCKS - 1], np.int32)
+    backend.start(ScheduledBatch(
+        0, context=(ContextWork(3, np.array([1], np.int32), 0, True, SlotSetup()),),
+        block_table_updates=BlockTableUpdates(slot, np.zeros(1, np.int32), block_id), operations=operations,
+        first_operation=first_operation)).finish()
+
+
 def contents(backend):
-    pool = backend._pool.cpu()
+    """What each block is full of, but the last."""
+    pool = backend._pool[:-1].cpu()
     assert all((block == block.flatten()[0]).all() for block in pool), "a block moves as one piece"
     return [int(block.flatten()[0]) for block in pool]
 
@@ -40,8 +62,13 @@ def contents(backend):
 def test_copies_are_carried_out_in_order(checkpoint, device):
     backend = build(checkpoint, device)
     fill(backend)
-    backend.copy_blocks([BlockCopy(0, 1, SIZE), BlockCopy(1, 2, SIZE), BlockCopy(3, 0, SIZE)])
+    copies = BlockCopy(0, 1, SIZE), BlockCopy(1, 2, SIZE), BlockCopy(3, 0, SIZE)
+    carry_out(backend, *copies)
     assert contents(backend)[:4] == [4, 1, 1, 4]
+    step_of_another(backend, (*copies, BlockCopy(2, 3, SIZE)), 0)
+    assert contents(backend)[:4] == [4, 1, 1, 1], "what was done is not repeated"
+    carry_out(backend, BlockClear(0), BlockCopy(0, 2, SIZE))
+    assert contents(backend)[:4] == [0, 1, 0, 1], "a clear has its place among them"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -49,10 +76,11 @@ def test_what_goes_to_the_host_comes_back_although_its_block_was_overwritten(che
     backend = build(checkpoint, device)
     assert backend.info.host_blocks == 3
     fill(backend)
-    backend.copy_blocks([
+    carry_out(
+        backend,
         BlockCopy(5, 2, SIZE, to_host=True), BlockCopy(6, 0, SIZE, to_host=True), BlockCopy(0, 5, SIZE),
         BlockCopy(2, 1, SIZE, from_host=True), BlockCopy(1, 2, SIZE, to_host=True), BlockCopy(0, 6, SIZE),
-        BlockCopy(0, 7, SIZE, from_host=True), BlockCopy(2, 8, SIZE, from_host=True)])
+        BlockCopy(0, 7, SIZE, from_host=True), BlockCopy(2, 8, SIZE, from_host=True))
     assert contents(backend)[:9] == [1, 6, 3, 4, 5, 1, 1, 7, 6]
 
 
@@ -61,22 +89,21 @@ def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
     """In other blocks, by way of the host, with a generation step between: the same tokens."""
     backend, prompt = build(checkpoint, device), np.arange(20, dtype=np.int32)
 
-    def start(slot, length, blocks, tokens=None):
+    def start(slot, length, blocks, tokens=None, operations=()):
         table = BlockTableUpdates(np.full(len(blocks), slot, np.int32), np.arange(len(blocks), dtype=np.int32),
                                   np.array(blocks, np.int32))
         if tokens is not None:
             work = ContextWork(slot, tokens, length, True, SlotSetup())
-            return backend.start(ScheduledBatch(0, context=(work,), block_table_updates=table)).finish().tokens[0]
+            return backend.start(ScheduledBatch(0, context=(work,), block_table_updates=table, operations=operations,
+                                                first_operation=backend._num_operations)).finish().tokens[0]
         row = GenerationWork(np.array([slot], np.int32), np.array([length], np.int32))
         return backend.start(ScheduledBatch(0, generation=row, block_table_updates=table)).finish().tokens[0]
 
     first = start(0, 0, [1, 2, 3], prompt)
-    backend.copy_blocks([BlockCopy(1, 0, SIZE, to_host=True), BlockCopy(2, 1, SIZE, to_host=True),
-                         BlockCopy(3, 9, 4)])
+    carry_out(backend, BlockCopy(1, 0, SIZE, to_host=True), BlockCopy(2, 1, SIZE, to_host=True), BlockCopy(3, 9, 4))
     alone = [first, *(start(0, 20 + i, [1, 2, 3]) for i in range(3))]
-    backend.clear_blocks([1, 2, 3])
-    backend.copy_blocks([BlockCopy(0, 7, SIZE, from_host=True), BlockCopy(1, 8, SIZE, from_host=True)])
-    moved = [start(1, 19, [7, 8, 9], prompt[19:]), *(start(1, 20 + i, [7, 8, 9]) for i in range(3))]
+    back = BlockCopy(0, 7, SIZE, from_host=True), BlockCopy(1, 8, SIZE, from_host=True)
+    moved = [start(1, 19, [7, 8, 9], prompt[19:], (BlockClear(1), BlockClear(2), BlockClear(3), *back)), *(start(1, 20 + i, [7, 8, 9]) for i in range(3))]
     assert moved == alone
 
 

@@ -16,7 +16,7 @@ from batch_manager.runtime.device import (
     on_device,
     resolve_device,
 )
-from batch_manager.runtime.kv_pool import block_bytes, clear_blocks, make_kv_pool
+from batch_manager.runtime.kv_pool import block_bytes, clear_block, make_kv_pool
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(architecture="X", num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, hidden_size=32,
@@ -138,9 +138,11 @@ def test_the_pool_has_the_documented_shape_and_is_aligned_and_zero(dtype):
 def test_clearing_blocks_leaves_the_others_alone():
     pool = make_kv_pool(SPEC, 4, 8, torch.float32, CPU)
     pool.fill_(torch.nan)
-    clear_blocks(pool, [2, 0])
-    clear_blocks(pool, [])
-    assert not pool[[0, 2]].any() and pool[[1, 3]].isnan().all()
+    clear_block(pool, 2)
+    clear_block(pool, 0)
+    clear_block(pool, 3, 5)
+    assert not pool[[0, 2]].any() and pool[1].isnan().all()
+    assert pool[3, :, :, :, :5].isnan().all() and not pool[3, :, :, :, 5:].any()
 
 
 def test_pages_that_nobody_wrote_take_no_memory():

@@ -9,6 +9,7 @@ from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError, InsufficientMemoryError, ModelLoadError
 from batch_manager.handover import (
     END_ID,
+    BlockClear,
     BlockTableUpdates,
     ContextWork,
     GenerationWork,
@@ -227,9 +228,10 @@ def test_after_an_injected_raise_the_halves_give_what_the_whole_would_have_given
         model.fail_at = where
         with pytest.raises(RuntimeError, match="injected"):
             backend.start(whole)
-        parts = [backend.start(whole.part(*bounds)).finish() for bounds in ((1, 3), (0, 1))]
-        for part, bounds in zip(parts, ((1, 3), (0, 1))):
-            slots = whole.part(*bounds).slots()
+        halves = [whole.take(range(1, 3)), whole.take([0])]
+        parts = [backend.start(half).finish() for half in halves]
+        for part, half in zip(parts, halves):
+            slots = half.slots()
             driver.take([c for c in contexts if c[0] in slots], [s for s in generate if s in slots], part)
     for slot, prompt in enumerate(prompts):
         assert driver.tokens[slot] == reference(checkpoint, prompt, len(driver.tokens[slot]))[0]
@@ -253,8 +255,9 @@ def test_a_value_that_is_not_finite_in_one_sequences_blocks_fails_exactly_its_ro
     broken = run(backend, rows=[(0, 9), (1, 14), (2, 20)])
     assert {slot: failure.code for slot, failure in broken.failures.items()} == {1: ErrorCode.NON_FINITE_LOGITS}
     assert broken.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
-    backend.clear_blocks(blocks_of(1))
-    assert not backend._pool[blocks_of(1)].any()
+    clears = tuple(map(BlockClear, blocks_of(1)))
+    backend.start(dataclasses.replace(step(rows=[(0, 9)]), operations=clears, first_operation=backend._num_operations)).finish()
+    assert not backend._pool[blocks_of(1)].any() and backend._pool[blocks_of(0)].any()
     assert run(backend, [(1, prompts[1], 0, True, GREEDY)]).failures == {}
 
 
@@ -298,8 +301,8 @@ def test_logits_come_back_for_those_who_asked(checkpoint, backend):
     assert not first.generation_logits and list(second.generation_logits) == list(third.generation_logits) == [1]
     context = np.concatenate([first.context_logits[1], second.context_logits[1]])
     np.testing.assert_allclose(context, logits[:20], atol=2e-4)
-    np.testing.assert_allclose(second.generation_logits[1], logits[19], atol=2e-4)
-    np.testing.assert_allclose(third.generation_logits[1], logits[20], atol=2e-4)
+    np.testing.assert_allclose(second.generation_logits[1], logits[None, 19], atol=2e-4)
+    np.testing.assert_allclose(third.generation_logits[1], logits[None, 20], atol=2e-4)
     assert context.dtype == third.generation_logits[1].dtype == np.float32
 
 

@@ -65,7 +65,7 @@ def test_beams_by_hand():
     assert step.block_tables[1:3].tolist() == [[1, 2], [1, 7]]
     assert step.logits_rows.tolist() == [1, 2, 3, 4, 5]
 
-    alone = pack(batch.part(1, 2), tables, 4)                 # a part of a batch is as wide
+    alone = pack(batch.take(range(1, 2)), tables, 4)                 # a part of a batch is as wide
     assert alone.slots.tolist() == [1, 1] and alone.pool_slots.tolist() == [9, 29]
 
 
@@ -90,7 +90,7 @@ def test_the_arrays_have_the_documented_types():
     whole = ScheduledBatch(iteration=0, context=(context(0, [1, 2], 0, True, SlotSetup()),),
                            generation=generation([(1, 1)]), block_table_updates=updates({0: [1], 1: [0]}))
     tables.update(whole)
-    for batch in (whole, whole.part(1, 2), whole.part(0, 1)):
+    for batch in (whole, whole.take(range(1, 2)), whole.take(range(0, 1))):
         step = pack(batch, tables, 8)
         assert {name: getattr(step, name).dtype.name for name in (
             "token_ids", "positions", "pool_slots", "slots", "query_starts", "kv_lengths", "block_tables",
@@ -114,7 +114,7 @@ def test_entries_of_blocks_behind_a_window_do_not_matter(stale):
     tables.update(ScheduledBatch(iteration=1, block_table_updates=updates({0: [stale, stale]})))
     assert tables.mapped.tolist() == [3, 1]
     both = ScheduledBatch(iteration=1, context=(context(1, [7, 7], 2, True),), generation=generation([(0, 17)]))
-    for batch in (both, both.part(1, 2)):
+    for batch in (both, both.take(range(1, 2))):
         step = pack(batch, tables, 8)
         assert step.pool_slots[-1] == 3 * 8 + 1
         assert step.block_tables[-1].tolist() == [stale, stale, 3]

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
-from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.handover import (
+    BlockClear,
+    BlockTableUpdates,
+    ContextWork,
+    GenerationWork,
+    ScheduledBatch,
+    SlotSetup,
+)
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.scripted_backend import ScriptedBackend
@@ -39,7 +46,8 @@ class Schedule:
         self.random = np.random.default_rng(seed)
         self.free_slots, self.free_blocks = list(range(SLOTS)), list(range(BLOCKS))
         self.window, self.sink, self.runs_twice = window, sink, True
-        self.pauses = self.reruns = self.taken_back = 0
+        self.pauses = self.reruns = self.taken_back = self.followed = 0
+        self.num_operations = backend._num_operations
 
     def run(self):
         while self.waiting or self.running:
@@ -47,6 +55,7 @@ class Schedule:
             self.admit()
             batch = self.plan()
             if batch.num_sequences:
+                self.num_operations += len(batch.operations)
                 for part in self.launches(batch):
                     self.take(self.backend.start(part).finish())
                 if self.window:
@@ -74,7 +83,7 @@ class Schedule:
             self.waiting.append(sequence)
 
     def plan(self):
-        contexts, rows, updates = [], [], []
+        contexts, rows, updates, clears = [], [], [], []
         for index in self.random.permutation(len(self.running)):
             sequence = self.running[index]
             left = len(sequence.context) - sequence.computed
@@ -83,10 +92,12 @@ class Schedule:
             size = left
             if left > SIZE and self.random.random() < 0.5:
                 size = SIZE * int(self.random.integers(1, (left - 1) // SIZE + 1))
+            before = len(sequence.blocks)
             new = self.blocks_for(sequence, sequence.computed + max(size, 1))
             if new is None:
                 continue
             updates += new
+            clears += [BlockClear(block_id) for _, index, block_id in new if index >= before]
             if left > 0:
                 tokens = np.array(sequence.context[sequence.computed: sequence.computed + size], np.int32)
                 setup = sequence.setup.continuing(sequence.context) if sequence.computed == 0 else None
@@ -95,7 +106,8 @@ class Schedule:
                 rows.append((sequence.slot, sequence.computed))
         generation = GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T)
         return ScheduledBatch(iteration=0, context=tuple(contexts), generation=generation,
-                              block_table_updates=BlockTableUpdates(*np.array(updates, np.int32).reshape(-1, 3).T))
+                              block_table_updates=BlockTableUpdates(*np.array(updates, np.int32).reshape(-1, 3).T),
+                              operations=tuple(clears) if self.window else (), first_operation=self.num_operations)
 
     def blocks_for(self, sequence, length):
         """Table entries for blocks that the sequence still lacks; None where the pool is empty."""
@@ -105,8 +117,6 @@ class Schedule:
         first = len(sequence.blocks)
         for _ in range(missing):
             sequence.blocks.append(self.free_blocks.pop(self.random.integers(len(self.free_blocks))))
-            if self.window:
-                self.backend.clear_blocks(sequence.blocks[-1:])
         # Without a setup the device has the entries from before; with one it has none.
         begin = 0 if sequence.computed == 0 else first
         return [(sequence.slot, index, sequence.blocks[index]) for index in range(begin, len(sequence.blocks))]
@@ -114,10 +124,12 @@ class Schedule:
     def launches(self, batch):
         count = batch.num_sequences
         if self.runs_twice and count > 1 and self.random.random() < 0.2:     # as after a raise: all, then in parts
-            self.backend.start(batch).finish()
+            tokens = self.backend.start(batch).finish()
             self.reruns += 1
+            if self.random.random() < 0.6:                                   # after the step that followed
+                self.run_ahead(batch, tokens.slots)
             middle = int(self.random.integers(1, count))
-            parts = [batch.part(0, middle), batch.part(middle, count)]
+            parts = [batch.take(range(middle)), batch.take(range(middle, count))]
         else:
             parts = [batch]
         for work in batch.context:
@@ -125,6 +137,18 @@ class Schedule:
         for slot in batch.generation.slots.tolist():
             self.by_slot(slot).computed += 1
         return parts
+
+    def run_ahead(self, batch, slots):
+        """The generation step that follows a batch, as far as there are blocks for it, and nobody reads it."""
+        lengths = {work.slot: work.start + len(work.token_ids) for work in batch.context}
+        lengths |= dict(zip(batch.generation.slots.tolist(), (batch.generation.kv_lengths + 1).tolist()))
+        rows = [(slot, lengths[slot]) for slot in slots.tolist()
+                if lengths[slot] < len(self.by_slot(slot).blocks) * SIZE]
+        if rows:
+            self.backend.start(ScheduledBatch(
+                iteration=0, generation=GenerationWork(*np.array(rows, np.int32).T),
+                first_operation=self.num_operations)).finish()
+            self.followed += 1
 
     def take(self, output):
         assert output.failures == {}
@@ -212,7 +236,7 @@ def test_on_the_scripted_backend(seed):
     sequences = sequences_of(25, seed)
     schedule = Schedule(backend, sequences, seed)
     schedule.run()
-    assert schedule.pauses and schedule.reruns
+    assert schedule.pauses and schedule.reruns and schedule.followed
     check_against_the_hash(backend, sequences)
 
 
@@ -226,5 +250,5 @@ def test_on_the_native_backend(checkpoint, layout, mask):
     sequences = with_features(sequences_of(25, seed=1))
     schedule = Schedule(backend, sequences, 2, *mask)
     schedule.run()
-    assert schedule.pauses and schedule.reruns and bool(mask) == bool(schedule.taken_back)
+    assert schedule.pauses and schedule.reruns and schedule.followed and bool(mask) == bool(schedule.taken_back)
     assert [sequence.generated for sequence in sequences] == [alone(backend, sequence, *mask) for sequence in sequences]

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from batch_manager.errors import InternalError
 from batch_manager.handover import (
     END_ID,
+    BlockClear,
     BlockTableUpdates,
     ContextWork,
     GenerationWork,
@@ -131,7 +133,7 @@ def test_log_probs_and_logits_come_for_those_who_asked():
     [(token, log_prob)] = expected_draws([1, 2, 3], 1, vocab_size=30)
     assert output.log_probs.tolist() == [log_prob, 0]
     assert list(output.generation_logits) == list(output.context_logits) == [0]
-    assert output.generation_logits[0].argmax() == token
+    assert output.generation_logits[0].shape == (1, 30) and output.generation_logits[0].argmax() == token
     assert output.context_logits[0].argmax(1).tolist() == [
         ScriptedBackend.expected_tokens([1, 2, 3][:n], 1, vocab_size=30)[0] for n in (1, 2, 3)]
     assert run(backend, [context(2, [1])], tables={2: [2]}).log_probs is None
@@ -170,7 +172,7 @@ def test_after_a_raise_the_halves_give_what_the_whole_would_have_given(hook):
     whole = batch([context(2, prompts[2])], [(0, 3), (1, 2)], tables)
     with pytest.raises(MemoryError):
         backend.start(whole).finish()
-    outputs = [backend.start(whole.part(*bounds)).finish() for bounds in ((2, 3), (0, 2))]
+    outputs = [backend.start(whole.take(part)).finish() for part in ([2], range(2))]
     tokens = {slot: token for output in outputs for slot, token in zip(output.slots.tolist(), output.tokens.tolist())}
     assert tokens == {0: backend.expected(prompts[0], 2)[1], 1: backend.expected(prompts[1], 2)[1],
                       2: backend.expected(prompts[2], 1)[0]}
@@ -193,12 +195,16 @@ def test_a_planted_non_finite_row_poisons_its_blocks_until_they_are_cleared():
     output = run(backend, [context(0, [1, 2]), context(1, [3])], tables={0: [4], 1: [5]})
     assert output.failures == {0: failure}
     assert list(run(backend, [context(2, [9])], tables={2: [4]}, iteration=1).failures) == [2]
-    backend.clear_blocks([4])
+    clear = ScheduledBatch(1, operations=(BlockClear(4, 2), BlockClear(4)))
+    backend.start(replace(clear, operations=clear.operations[:1])).finish()
+    assert list(run(backend, [context(2, [9])], tables={2: [4]}, iteration=1).failures) == [2], "its first token is left"
+    backend.start(clear).finish()
     assert run(backend, [context(2, [9])], tables={2: [4]}, iteration=1).failures == {}
 
 
 @pytest.mark.parametrize("wrong, rule", [
-    (lambda: batch(rows=[(0, 1)]), "tokens in the cache differ"),
+    (lambda: batch(rows=[(0, 4)]), "tokens in the cache are left out"),
+    (lambda: batch([context(0, [5], 4, setup=None)]), "tokens in the cache are left out"),
     (lambda: batch(rows=[(1, 3)]), "never set up"),
     (lambda: batch(rows=[(0, 3), (0, 3)]), "slots repeat"),
     (lambda: batch([context(1, [1] * 9)], tables={1: [7]}), "exceed the mapped blocks"),
