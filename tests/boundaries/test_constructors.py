@@ -30,6 +30,7 @@ KV_OPTIONS = {
     "enable_block_reuse": FLAG,
     "tokens_per_block": ((8, 16, 32, 64, 128, 256), (0, 1, 4, 7, 9, 63, 65, 255, 257, 512, -8, 64.0, "64", True, None)),
     "host_cache_size": COUNT_FROM_0,
+    "enable_partial_reuse": FLAG,
 }
 KV_COMPANIONS = {"sink_token_length": {"max_attention_window": 8}, "host_cache_size": {"enable_block_reuse": True}}
 

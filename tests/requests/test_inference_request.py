@@ -12,10 +12,10 @@ DOCUMENTED = [
     "input_ids", "input_token_extra_ids", "request_output_len", "end_id", "pad_id", "beam_width", "temperature",
     "runtime_top_k", "runtime_top_p", "runtime_top_p_decay", "runtime_top_p_min", "runtime_top_p_reset_ids",
     "runtime_min_p", "len_penalty", "early_stopping", "beam_search_diversity_rate", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_length", "random_seed", "bad_words_list", "stop_words_list",
-    "embedding_bias", "prompt_embedding_table", "prompt_vocab_size", "lora_task_id", "lora_weights", "lora_config",
-    "draft_input_ids", "draft_logits", "return_log_probs", "return_context_logits", "return_generation_logits",
-    "input_lengths", "streaming",
+    "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_length", "random_seed", "bad_words_list",
+    "stop_words_list", "embedding_bias", "prompt_embedding_table", "prompt_vocab_size", "lora_task_id", "lora_weights",
+    "lora_config", "draft_input_ids", "draft_logits", "return_log_probs", "return_context_logits",
+    "return_generation_logits", "input_lengths", "streaming",
 ]
 
 
