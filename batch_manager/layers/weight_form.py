@@ -62,12 +62,15 @@ class PackedWeight:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
+        # The overloads themselves: looking them up again takes a tenth of a small product's time.
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._sum = torch.ops.mkldnn._linear_pointwise.binary
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return self._product(x, self._weight, self._bias, "none", [], "")
 
     def add_product(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
+        return self._sum(x, residual, self._weight, self._bias, "add")
 
 
 class RowWeight:

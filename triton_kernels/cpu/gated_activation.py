@@ -3,11 +3,11 @@
 f(gate) is rounded to the dtype before it meets the other half.
 """
 
-from .activation import activation
+from .activation import FUNCTIONS, activation
 
 
 def gated_activation(gate_up, kind="silu", out=None, deterministic=False):
     """f(gate) * up; see the kernel's docstring. Returns out."""
     gate, up = gate_up.chunk(2, dim=-1)
-    result = activation(gate, kind, deterministic=deterministic).mul_(up)
+    result = (activation(gate, kind, deterministic=True) if deterministic else FUNCTIONS[kind](gate)).mul_(up)
     return result if out is None else out.copy_(result)

@@ -31,7 +31,7 @@ class StepRows:
     def rotate(self, query, key, cos_table, sin_table):
         """Both rotated, overwritten where they can be. Layers that share a table share its rows."""
         if self._table is not cos_table:
-            cos, sin = cos_table[self._positions], sin_table[self._positions]
+            cos, sin = cos_table.index_select(0, self._positions), sin_table.index_select(0, self._positions)
             self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(query.dtype)
             self._sin = torch.cat([-sin, sin], dim=-1)[:, None].to(query.dtype)
             self._table = cos_table
