@@ -65,6 +65,10 @@ _PUBLIC = {
     "StepOutput": "handover",
     "RowFailure": "handover",
 
+    # a stage
+    "LogitsStage": "decoding.logits_stage",
+    "LogitsRows": "decoding.logits_rows",
+
     # a model
     "register_model": "models.registry",
     "ModelSpec": "models.model_spec",
@@ -96,6 +100,8 @@ __all__ = ["__version__", *_PUBLIC]
 if TYPE_CHECKING:
     from .attention.interface import Attention, LayerAttention
     from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams
+    from .decoding.logits_rows import LogitsRows
+    from .decoding.logits_stage import LogitsStage
     from .errors import (
         BatchManagerError,
         ConfigError,

@@ -20,7 +20,7 @@ from .loop.intake import Intake, QueueBounds
 from .loop.responder import Responder
 from .loop.static_batch import StaticBatch
 from .names import SchedulerPolicy, TrtGptModelType
-from .parts import checked_attention, chosen_scheduler, custom_backend
+from .parts import checked_attention, checked_stages, chosen_scheduler, custom_backend
 from .requests.admission import Admission
 from .scheduling.static_batch import make_static_batch_scheduler
 from .seams import BackendInfo, Clock, ModelBackend
@@ -181,6 +181,9 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
 def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: int,
                   params: TrtGptModelOptionalParams, parts: Parts) -> ModelBackend:
     if parts.backend is not None:
+        if parts.stages is not None:
+            raise ConfigError("Parts.stages was given with Parts.backend", "a backend of your own samples as it likes",
+                              "leave one of them out")
         return custom_backend(parts.backend, params)
     if model_path is None:
         raise ConfigError("model_path is None", "there is no backend in its place",
@@ -193,7 +196,8 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
     num_slots = params.max_num_sequences if (params.max_num_sequences or 0) > 0 else params.max_batch_size
     return build_native_backend(
         model_path, params, layout=layout, num_slots=num_slots, max_beam_width=max_beam_width,
-        attention_factory=checked_attention(parts.attention), is_own_thread=is_a_worker)
+        attention_factory=checked_attention(parts.attention), own_stages=checked_stages(parts.stages),
+        is_own_thread=is_a_worker)
 
 
 def numpy_to_tensor(array: np.ndarray) -> "torch.Tensor":

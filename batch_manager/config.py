@@ -5,7 +5,7 @@ for me" and is legal here only: `resolve_limits` turns it into numbers once, and
 it does not own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,6 +190,9 @@ class Parts:
     logits_post_processor_batched   called once a step with the logits of all requests whose logits_post_processor is
                 "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None, which changes the logits in
                 place; decoding/logits_post_processors.py says more
+    stages      changes of logits of your own, each a LogitsStage: a sequence of them, or a factory (num_slots, device)
+                of one. They come after the package's biases, penalties and bans; decoding/stages.py says more. What one
+                raises ends the requests that cannot run without raising
     """
 
     scheduler: Any = None
@@ -198,8 +201,13 @@ class Parts:
     clock: Any = None
     trace: Callable[..., None] | None = None
     logits_post_processor_batched: Callable[..., None] | None = None
+    stages: Sequence[Any] | Callable[..., Sequence[Any]] | None = None
 
     def __post_init__(self) -> None:
+        if self.stages is not None and not callable(self.stages) and not isinstance(self.stages, list | tuple):
+            raise ConfigError(f"Parts.stages is a {type(self.stages).__name__}",
+                              "a list or tuple of LogitsStages, a factory (num_slots, device) of one, or None",
+                              "put the stages into a list, or leave it None")
         for name, takes in (("attention", "spec, kv_pool"), ("trace", "iteration_trace"),
                             ("logits_post_processor_batched", "request_ids, logits, token_ids")):
             part = getattr(self, name)

@@ -10,11 +10,13 @@ from typing import Any
 from .config import Limits, TrtGptModelOptionalParams
 from .errors import ConfigError, type_name
 from .kv.kv_cache_manager import KvCacheManager
+from .sampling_config import PARAMETERS
 from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler
 from .scheduling.policies import make_scheduler
 from .scheduling.simple import SimpleScheduler
 from .seams import ModelBackend
 
+MOST_OWN_STAGES = 16
 SCHEDULERS = "a RequestScheduler, a CapacityScheduler, a MicroBatchScheduler"
 
 
@@ -63,6 +65,46 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
         return attention
 
     return make
+
+
+def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
+    """A factory (num_slots, device) of the stages of `Parts.stages`, with each looked at before anybody uses it."""
+    if part is None:
+        return None
+
+    def make(num_slots: int, device: Any) -> tuple[Any, ...]:
+        made = part(num_slots, device) if callable(part) else part
+        if not isinstance(made, list | tuple):
+            raise ConfigError(f"the factory in Parts.stages returned a {type_name(made)}",
+                              "a list or tuple of LogitsStages", "return the stages in a list")
+        if len(made) > MOST_OWN_STAGES:
+            raise ConfigError(f"Parts.stages has {len(made)} stages", f"at most {MOST_OWN_STAGES}",
+                              "do the work of several in one")
+        for stage in made:
+            _check_stage(stage)
+        return tuple(made)
+
+    return make
+
+
+def _check_stage(stage: Any) -> None:
+    missing = [name for name in ("is_active", "needs_history", "set_up", "apply")
+               if not callable(getattr(stage, name, None))]
+    reads = getattr(stage, "reads", None)
+    if not isinstance(reads, list | tuple):
+        missing.append("reads")
+    if isinstance(stage, type):
+        raise ConfigError(f"Parts.stages has the class {stage.__name__}", "LogitsStages: objects, not their classes",
+                          "make an object of the class")
+    if missing:
+        raise ConfigError(f"Parts.stages has a {type_name(stage)}, which has no {', '.join(missing)}",
+                          "LogitsStages: objects with reads, is_active, needs_history, set_up and apply",
+                          "inherit LogitsStage, and hand over an object")
+    unknown = [name for name in reads if name not in PARAMETERS and name not in ("end_id", "prompt_length")]
+    if unknown:
+        raise ConfigError(f"a {type_name(stage)} in Parts.stages reads {unknown[0]!r}",
+                          f"fields of SamplingConfig, end_id or prompt_length: {', '.join(PARAMETERS)}",
+                          "correct its reads, or look at the setup in set_up")
 
 
 def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:

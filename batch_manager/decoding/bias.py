@@ -1,31 +1,30 @@
 """A number added to every token's logit."""
 
+import numpy as np
 import torch
 
 from ..handover import SlotSetup
-from .slot_table import SlotTable
-from .slots import DrawRows
+from .logits_rows import LogitsRows
+from .logits_stage import LogitsStage
 
 
-class EmbeddingBias:
-    """The bias a request came with. A LogitsStage."""
+class EmbeddingBias(LogitsStage):
+    """The bias a request came with."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._table = SlotTable(num_slots, device)
         self._biases: dict[int, torch.Tensor] = {}      # slot -> [vocab] float32
+
+    def is_active(self, setup: SlotSetup) -> bool:
+        return setup.embedding_bias is not None
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         self._biases.pop(slot, None)
-        self._table.put(slot, setup.embedding_bias is not None)
         if setup.embedding_bias is not None:
             self._biases[slot] = torch.from_numpy(setup.embedding_bias).to(self._device)
 
-    def is_wanted(self, rows: DrawRows) -> bool:
-        return self._table.is_wanted(rows)
-
-    def apply(self, logits: torch.Tensor, rows: DrawRows) -> None:
-        biased = self._table.indices(rows)
+    def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
+        biased = np.nonzero(active)[0]
         biases = [self._biases[slot] for slot in rows.slots[biased].tolist()]
         if logits.device.type == "cpu":
             for row, bias in zip(biased.tolist(), biases):

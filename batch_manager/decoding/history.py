@@ -1,11 +1,10 @@
-"""The tokens of sequences whose logits depend on them by other ways than the model."""
+"""The tokens of sequences whose logits depend on them in other ways than through the model."""
 
 import numpy as np
 import torch
 
 from ..handover import SlotSetup
-from .slot_table import SlotTable
-from .slots import DrawRows, wants_history
+from .slots import DrawRows
 
 COLUMNS_AT_ONCE = 64               # a width that is a multiple of it: one that is not would make variants of kernels
 
@@ -13,8 +12,10 @@ COLUMNS_AT_ONCE = 64               # a width that is a multiple of it: one that 
 class TokenHistory:
     """Prompt and generated tokens of the slots that want them kept, on the device; nothing where none does.
 
+    The bit HISTORY of `SlotState.features` says which do.
+
     tokens   [rows, capacity] int32: the token of position p in column p. A slot's row is the slot; where beams want
-             a history, slot * most beams + beam. `rows_of` and `device_rows_of` are where that is decided. Columns at
+             a history, slot * most beams + beam. `device_rows_of` is where that is decided. Columns at
              and behind the position that is drawn, and rows of slots without a history, hold anything.
 
     The token drawn is written at its position, so a step may run twice. What beams hold changes with their parents: it
@@ -22,23 +23,19 @@ class TokenHistory:
     sequence, and to the most beams.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.tokens = torch.zeros((0, COLUMNS_AT_ONCE), dtype=torch.int32, device=device)
-        self._table = SlotTable(num_slots, device)
         self._rows_per_slot = 1
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """A sequence takes the slot, with what it holds so far."""
-        is_kept = wants_history(setup)
-        self._table.put(slot, is_kept)
-        if is_kept:
-            assert setup.history is not None, "a setup without the tokens that it depends on"
-            length, width = len(setup.history), setup.sampling.beam_width
-            if width > self._rows_per_slot:
-                self._make_room_for_beams(width)
-            first = slot * self._rows_per_slot
-            self._reserve(first + self._rows_per_slot, length + 1)
-            self.tokens[first : first + width, :length] = torch.from_numpy(setup.history)
+        """A sequence takes the slot and wants its tokens kept: those that it holds so far, and those to come."""
+        assert setup.history is not None, "a setup without the tokens that it depends on"
+        length, width = len(setup.history), setup.sampling.beam_width
+        if width > self._rows_per_slot:
+            self._make_room_for_beams(width)
+        first = slot * self._rows_per_slot
+        self._reserve(first + self._rows_per_slot, length + 1)
+        self.tokens[first : first + width, :length] = torch.from_numpy(setup.history)
 
     def put_texts(self, slot: int, start: int, texts: torch.Tensor) -> None:
         """The beams of a slot that keeps a history hold these tokens from position `start` on.
@@ -49,40 +46,28 @@ class TokenHistory:
         first = slot * self._rows_per_slot
         self.tokens[first : first + len(texts), start : start + texts.shape[1]] = texts
 
-    def rows_of(self, rows: DrawRows) -> np.ndarray:
-        """[r] on the host: where the rows' tokens stand."""
-        if self._rows_per_slot == 1:
-            return rows.slots
-        first = rows.slots * self._rows_per_slot
-        return first if rows.beams is None else first + rows.beams
-
     def device_rows_of(self, rows: DrawRows) -> torch.Tensor:
-        """[r] int64 on the device: the same."""
+        """[r] int64 on the device: where the rows' tokens stand."""
         if self._rows_per_slot == 1:
             return rows.device_slots
         first = rows.device_slots * self._rows_per_slot
         return first if rows.device_beams is None else first + rows.device_beams
 
-    def of_row(self, row: int, length: int) -> np.ndarray:
-        """[length] int32: the first tokens of a row, on a CPU. Empty where nothing is kept."""
-        return self.tokens[row, :length].numpy() if row < len(self.tokens) else np.empty(0, np.int32)
+    def up_to(self, length: int) -> torch.Tensor:
+        """The first columns of `tokens`."""
+        return self.tokens[:, :length]
 
-    def up_to_longest(self, rows: DrawRows) -> torch.Tensor:
-        """The first columns of `tokens`: as many as the longest of the rows has tokens, of those that keep them."""
-        kept = self._table.having(rows)
-        return self.tokens[:, : int(rows.positions[kept].max(initial=0))]
+    def append(self, rows: DrawRows, is_kept: np.ndarray, sampled: torch.Tensor) -> None:
+        """Keep the token sampled for each row whose sequence wants it kept.
 
-    def append(self, rows: DrawRows, drawn: torch.Tensor) -> None:
-        """Keep the token drawn for each row that keeps any. drawn [r]"""
-        if not self._table.is_wanted(rows):
-            return
-        kept = self._table.indices(rows)
-        self._reserve(0, int(rows.positions[kept].max()) + 1)
+        Shapes   is_kept [r] bool on the host, at least one; sampled [r]
+        """
+        self._reserve(0, int(rows.positions[is_kept].max()) + 1)
         at, positions = self.device_rows_of(rows), rows.device_positions
-        if len(kept) < len(rows):
-            chosen = torch.from_numpy(kept).to(drawn.device)
-            at, positions, drawn = at[chosen], positions[chosen], drawn[chosen]
-        self.tokens[at, positions] = drawn.int()
+        if not is_kept.all():
+            chosen = torch.from_numpy(np.nonzero(is_kept)[0]).to(sampled.device)
+            at, positions, sampled = at[chosen], positions[chosen], sampled[chosen]
+        self.tokens[at, positions] = sampled.int()
 
     def _make_room_for_beams(self, width: int) -> None:
         before, (num_rows, num_columns) = self._rows_per_slot, self.tokens.shape

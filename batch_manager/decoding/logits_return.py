@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .slots import DrawRows, SlotState
+from .logits_rows import LogitsRows
+from .slots import GENERATION_LOGITS
 
 ROWS_AT_ONCE = 256         # context rows projected together: bounds what a long prompt needs beside the result
 
@@ -19,11 +20,11 @@ def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torc
     return logits.numpy()
 
 
-def generation_logits(logits: torch.Tensor, rows: DrawRows, state: SlotState) -> tuple[list[int], torch.Tensor | None]:
+def generation_logits(logits: torch.Tensor, rows: LogitsRows) -> tuple[list[int], torch.Tensor | None]:
     """(slots that asked, copies of their rows [q, vocab]); the rows are None when nobody did."""
-    asked = np.nonzero(state.host["generation_logits"][rows.slots])[0]
-    if not len(asked):
+    if not rows.features & GENERATION_LOGITS:
         return [], None
+    asked = np.nonzero(rows.having(GENERATION_LOGITS))[0]
     return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]
 
 

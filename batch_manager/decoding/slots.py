@@ -1,21 +1,26 @@
 """State of the sequences on the device, one row per slot; written when a sequence takes a slot, not per step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..handover import SlotSetup
+from ..sampling_config import PARAMETERS
 from .position_ring import COLUMNS as COLUMNS_OF_RING
 from .position_ring import PositionRing
 
-COLUMNS = {
-    "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.int64,
-    "end_id": np.int32,
-}
-FLAGS = ("samples", "log_probs", "context_logits", "generation_logits")
-SIGN_BIT = 1 << 63
+# Bits of `SlotState.features`. The lowest ones are the stages', in their order.
+MAX_STAGES = 32
+STAGES = (1 << MAX_STAGES) - 1
+SAMPLES, LOG_PROBS, CONTEXT_LOGITS, GENERATION_LOGITS, HISTORY, STOP_WORDS = (
+    1 << bit for bit in range(MAX_STAGES, MAX_STAGES + 6))
+
+# Columns that are no parameter of sampling: of the setup itself.
+SETUP_COLUMNS = ("end_id", "prompt_length", "return_log_probs")
+
+Send = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class DrawRows:
     """Whose token each row of logits yields, on the host and on the device.
 
     slots       [r]   host int32, device int64
-    positions   [r]   position of the token to be drawn, in its sequence; host int32, device int64
+    positions   [r]   position of the token to be sampled, in its sequence; host int32, device int64
     beams       [r]   which beam of its sequence a row is, likewise; None: each is the only one
     """
 
@@ -37,106 +42,134 @@ class DrawRows:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def one(self, row: int) -> "DrawRows":
-        """A row alone, of those without beams."""
-        only = slice(row, row + 1)
-        return DrawRows(self.slots[only], self.positions[only], self.device_slots[only], self.device_positions[only])
+    def part(self, of: slice) -> "DrawRows":
+        """Some of the rows."""
+        return DrawRows(self.slots[of], self.positions[of], self.device_slots[of], self.device_positions[of],
+                        None if self.beams is None else self.beams[of],
+                        None if self.device_beams is None else self.device_beams[of])
 
 
-def decays(setup: SlotSetup) -> bool:
-    """Whether top_p ever changes."""
-    sampling = setup.sampling
-    return sampling.top_p > 0 and (sampling.top_p_decay != 1 or sampling.top_p_min > sampling.top_p)
+class Plane:
+    """Columns of one width: `host` [columns, slots] and its copy on the device, which on a CPU is the same memory."""
 
+    def __init__(self, dtype: type[np.signedinteger], capacity: int, device: torch.device) -> None:
+        self._device, self.host = device, np.zeros((0, capacity), dtype)
+        self.there = torch.from_numpy(self.host)
 
-def penalizes(setup: SlotSetup) -> bool:
-    """Whether a token is less, or more, likely because the sequence holds it."""
-    return setup.sampling.sets(("repetition_penalty", "presence_penalty", "frequency_penalty"))
-
-
-def changes_logits(setup: SlotSetup) -> bool:
-    """Whether a stage may change its logits."""
-    return bool(penalizes(setup) or setup.sampling.no_repeat_ngram_size or setup.bad_words
-                or setup.embedding_bias is not None or (setup.sampling.min_length > 0 and setup.end_id >= 0))
-
-
-def wants_history(setup: SlotSetup) -> bool:
-    """Whether what is sampled depends on the tokens before it other than through the model."""
-    return bool(penalizes(setup) or decays(setup) or setup.sampling.no_repeat_ngram_size
-                or any(len(word) > 1 for words in (setup.bad_words, setup.stop_words) for word in words))
+    def resize(self, num_columns: int, capacity: int) -> None:
+        before, self.host = self.host, np.zeros((num_columns, capacity), self.host.dtype)
+        self.host[: len(before), : before.shape[1]] = before
+        self.there = torch.from_numpy(self.host).to(self._device)
 
 
 class SlotState:
-    """Per slot: the sampling parameters, what is to be returned, and the tokens drawn last.
+    """Per slot: the numbers that its sequence is sampled by, which features it has, and its newest tokens.
 
-    host          the columns of COLUMNS and FLAGS as numpy arrays, for decisions that must not wait for the device
+    features      [slots] int64 on the host: the bits above, for decisions that must not wait for the device
     last_tokens   int64 on the device: the tokens sampled last, by position. A step reads the one before the position
                   that it samples and writes that
 
+    Columns are parameters of SamplingConfig under their names, SETUP_COLUMNS, and what parts of decoding add for
+    themselves. What is written on the host reaches the device with `upload`: one copy, however many columns and slots.
     Grows by doubling when a larger slot arrives.
+
+    send   brings arrays to the device in one copy; None: one copy each
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, send: Send | None = None) -> None:
         self.device = device
-        self.host = {name: np.zeros(max(num_slots, 1), dtype)
-                     for name, dtype in {**COLUMNS, **dict.fromkeys(FLAGS, np.bool_)}.items()}
+        self._send = send or (lambda arrays: [torch.from_numpy(array).to(device) for array in arrays])
+        self.features = np.zeros(max(num_slots, 1), np.int64)
         self.last_tokens = PositionRing(torch.zeros((self.capacity, COLUMNS_OF_RING), dtype=torch.int64, device=device))
-        self._columns = self._upload()
+        self._planes = {4: Plane(np.int32, self.capacity, device), 8: Plane(np.int64, self.capacity, device)}
+        self._places: dict[str, tuple[Plane, int, np.dtype]] = {}
+        self._neutral: dict[str, int] = {}             # of the columns that parts have added for themselves
+        self._changed: list[int] = []                   # slots whose columns the device does not have yet
+        self.add_columns([*SETUP_COLUMNS, "temperature", "top_k", "top_p"])
 
     @property
     def capacity(self) -> int:
-        return len(self.host["seed"])
+        return len(self.features)
 
-    def set_up(self, setups: Iterable[tuple[int, SlotSetup]]) -> None:
-        """Sequences take their slots. Doing so again is harmless."""
-        slots = []
-        for slot, setup in setups:
-            if slot >= self.capacity:
-                self._grow(slot + 1)
-            self._write(slot, setup)
-            slots.append(slot)
-        if slots and self.device.type != "cpu":
-            rows = torch.tensor(slots, dtype=torch.int64, device=self.device)
-            for name, column in self._columns.items():
-                column[rows] = torch.from_numpy(self.host[name][slots]).to(self.device)
+    def add_columns(self, names: Sequence[str], neutral: int | None = None) -> None:
+        """Columns of these names, unless they are there.
 
-    def column(self, name: str, rows: DrawRows) -> torch.Tensor:
-        """Values of a column of COLUMNS for the rows, on the device."""
-        return self._columns[name][rows.device_slots]
+        neutral   their value in slots where nothing else is written; None: they are parameters of sampling, or of
+                  SETUP_COLUMNS, and have the values of the setup
+        """
+        for name in names:
+            if name in self._places:
+                continue
+            dtype = np.dtype(PARAMETERS[name].dtype if name in PARAMETERS else np.int32)
+            plane = self._planes[dtype.itemsize]
+            self._places[name] = plane, len(plane.host), dtype
+            plane.resize(len(plane.host) + 1, self.capacity)
+            if neutral is not None:
+                self._neutral[name] = neutral
+
+    def set_up(self, slot: int, setup: SlotSetup) -> None:
+        """A sequence takes the slot. Doing so again is harmless."""
+        if slot >= self.capacity:
+            self._grow(slot + 1)
+        for name in self._places:
+            if name in PARAMETERS:
+                value = PARAMETERS[name].stored(getattr(setup.sampling, name))
+            else:
+                value = self._neutral[name] if name in self._neutral else getattr(setup, name)
+            self.host(name)[slot] = value
+        self.features[slot] = (LOG_PROBS * setup.return_log_probs + CONTEXT_LOGITS * setup.return_context_logits
+                               + GENERATION_LOGITS * setup.return_generation_logits)
+        self.features[slot] |= SAMPLES * self._is_sampled(slot)
+        self._changed.append(slot)
+
+    def _is_sampled(self, slot: int) -> bool:
+        """As float32 has the numbers: what rounds to 0 there is 0 everywhere."""
+        temperature, top_k, top_p = (self.host(name)[slot] for name in ("temperature", "top_k", "top_p"))
+        return temperature != 0 and top_k != 1 and bool(top_k != 0 or top_p != 0)
+
+    def put(self, slot: int, **values: int) -> None:
+        """Write columns of a slot."""
+        for name, value in values.items():
+            self.host(name)[slot] = value
+        self._changed.append(slot)
+
+    def upload(self) -> None:
+        """Bring what was written to the device."""
+        if self._changed and self.device.type != "cpu":
+            planes, slots = list(self._planes.values()), np.unique(self._changed)
+            there, *parts = self._send([slots.astype(np.int64), *(plane.host[:, slots] for plane in planes)])
+            for plane, part in zip(planes, parts):
+                plane.there.index_copy_(1, there, part)
+        self._changed.clear()
+
+    def host(self, name: str) -> np.ndarray:
+        """[slots]: a column on the host."""
+        plane, index, dtype = self._places[name]
+        return plane.host[index].view(dtype)
+
+    def place(self, name: str) -> tuple[Plane, int, bool]:
+        """(the plane of a column, its index there, whether its numbers are floats)."""
+        plane, index, dtype = self._places[name]
+        return plane, index, dtype.kind == "f"
+
+    def having(self, feature: int, slots: np.ndarray) -> np.ndarray:
+        """[n] bool: which of the sequences in these slots have a feature."""
+        return (self.features[slots] & feature) != 0
 
     def fed_tokens(self, device_slots: torch.Tensor, device_positions: torch.Tensor) -> torch.Tensor:
-        """[g] int64: the tokens that stand at these positions, drawn by the step before."""
+        """[g] int64: the tokens that stand at these positions, sampled by the step before."""
         return self.last_tokens.at(device_slots, device_positions)
 
     def keep_tokens(self, rows: DrawRows, tokens: torch.Tensor) -> None:
-        """Store what was drawn; the next step is fed it."""
+        """Store what was sampled: the next step's input."""
         self.last_tokens.put(rows.device_slots, rows.device_positions, tokens.long())
-
-    def _write(self, slot: int, setup: SlotSetup) -> None:
-        host = self.host
-        host["temperature"][slot] = setup.sampling.temperature
-        host["top_k"][slot] = setup.sampling.top_k
-        host["top_p"][slot] = setup.sampling.top_p
-        host["min_p"][slot] = setup.sampling.min_p
-        host["seed"][slot] = (setup.sampling.random_seed ^ SIGN_BIT) - SIGN_BIT              # the same 64 bits, signed
-        host["end_id"][slot] = setup.end_id
-        # As float32 has them: what rounds to 0 is 0 for everybody.
-        host["samples"][slot] = not (
-            host["temperature"][slot] == 0 or setup.sampling.top_k == 1
-            or (setup.sampling.top_k == 0 and host["top_p"][slot] == 0))
-        host["log_probs"][slot] = setup.return_log_probs
-        host["context_logits"][slot] = setup.return_context_logits
-        host["generation_logits"][slot] = setup.return_generation_logits
 
     def _grow(self, num_slots: int) -> None:
         capacity, before = max(2 * self.capacity, num_slots), self.capacity
-        for name, column in self.host.items():
-            self.host[name] = np.zeros(capacity, column.dtype)
-            self.host[name][:before] = column
+        features, self.features = self.features, np.zeros(capacity, np.int64)
+        self.features[:before] = features
+        for plane in self._planes.values():
+            plane.resize(len(plane.host), capacity)
         last_tokens = torch.zeros((capacity, COLUMNS_OF_RING), dtype=torch.int64, device=self.device)
         last_tokens[:before] = self.last_tokens.values
-        self.last_tokens.values, self._columns = last_tokens, self._upload()
-
-    def _upload(self) -> dict[str, torch.Tensor]:
-        # On a CPU the tensors are the host's arrays.
-        return {name: torch.from_numpy(self.host[name]).to(self.device) for name in COLUMNS}
+        self.last_tokens.values = last_tokens

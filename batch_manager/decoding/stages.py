@@ -2,70 +2,91 @@
 
     0  post-processor       the user's own function, see logits_post_processors.py, or a grammar's bitmask, see
                             extras/guided_decoding.py: what it forbids (-inf) stays forbidden, what it raises or lowers
-                            is then biased, penalised and heated like any logit
+                            is then biased, penalised and divided by the temperature like any logit
     1  bias                 embedding_bias, added to every token's logit
     2  penalties            repetition, then presence, then frequency: on all that the sequence holds, prompt included
     3  bans                 -inf: the end id before min_length, repeated n-grams, the last tokens of bad words
-    4  temperature
-    5  top-k; top-p in what top-k leaves; min-p in what that leaves
-    6  the draw
+    4  stages of your own   Parts.stages, in the order in which they are given
+    5  temperature
+    6  top-k; top-p, as it has decayed, in what top-k leaves; min-p in what that leaves
+    7  sampling the token
 
 The order is that of transformers. TensorRT-LLM divides by the temperature before the penalties; the two agree where the
-temperature is 1. Log-probs are those of 0 to 4; logits that are returned are the model's own, before 0.
+temperature is 1. Log-probs are those of 0 to 5; logits that are returned are the model's own, before 0.
 
-With beams 1 to 3 act on log-probabilities: 4 comes before them, then log_softmax, and what they leave is not made to
+With beams 1 to 4 act on log-probabilities: 5 comes before them, then log_softmax, and what they leave is not made to
 sum to one again before it is added to what came before. That is where transformers has its processors in beam search.
-So a ban makes no other token more likely. Rows of those who ask for none of it are drawn from as they are;
-`SlotSetup.changes_logits` says who asks, and a stage of your own has its say there.
+So a ban makes no other token more likely. Beams for which no stage is active are sampled from as they are.
 
-4 to 6 are one operation, `sampling.sample` on a CPU and the kernel `sample_token` on a GPU, because a greedy row needs
-none of the passes over the vocabulary that a sampled one does. 1 to 3 are objects of the protocol below; one that no
-row of a step needs is skipped.
+5 to 7 are one operation, `sample_token`, because a greedy row needs none of the passes over the vocabulary that a
+sampled one does. 1 to 4 are objects of logits_stage.py; one that is active for no row of a step is skipped. A new
+number for one is a row of SamplingConfig, a file with the stage that names it in `reads`, and a line in
+`default_stages`.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from ..handover import SlotSetup
 from .bans import BadWords, MinLength, NgramBan
 from .bias import EmbeddingBias
-from .history import TokenHistory
+from .logits_rows import LogitsRows
+from .logits_stage import LogitsStage
 from .penalties import TokenPenalties
-from .slots import DrawRows
+from .slots import MAX_STAGES, STAGES, SlotState
+from .top_p_decay import TopPDecay
 
 
-class LogitsStage(Protocol):
-    """One change of logits. Holds its own state per slot; slots without that feature have neutral values."""
-
-    def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """A sequence takes the slot; whatever was there before is gone."""
-        ...
-
-    def is_wanted(self, rows: DrawRows) -> bool:
-        """Whether any of the rows needs this stage. Looks at the host's copy only."""
-        ...
-
-    def apply(self, logits: torch.Tensor, rows: DrawRows) -> None:
-        """Change `logits` [r, vocab] float32 in place; row i belongs to rows.slots[i].
-
-        Must not change anything that a second run of the step would notice.
-        """
-        ...
-
-
-def wanted_stages(stages: Sequence[LogitsStage], rows: DrawRows) -> list[LogitsStage]:
-    """Those that any of the rows needs, in order."""
-    return [stage for stage in stages if stage.is_wanted(rows)]
-
-
-def default_stages(num_slots: int, device: torch.device, history: TokenHistory) -> tuple[LogitsStage, ...]:
-    """1 to 3, in order. They read the history, and leave it to others to keep it."""
+def default_stages(state: SlotState, own: Sequence[LogitsStage] = ()) -> tuple[LogitsStage, ...]:
+    """1 to 4, in order, then the stage that knows the top-p of 6."""
+    device = state.device
     return (
-        EmbeddingBias(num_slots, device),
-        TokenPenalties(num_slots, device, history),
-        MinLength(num_slots, device),
-        NgramBan(num_slots, device, history),
-        BadWords(num_slots, device, history),
+        EmbeddingBias(device),
+        TokenPenalties(device),
+        MinLength(state),
+        NgramBan(device),
+        BadWords(state),
+        *own,
+        TopPDecay(state),
     )
+
+
+class Stages:
+    """The stages of a decoder. Each has a bit of `SlotState.features`, and columns for the numbers that it reads."""
+
+    def __init__(self, stages: Sequence[LogitsStage], state: SlotState) -> None:
+        assert len(stages) <= MAX_STAGES
+        self._by_bit = [(1 << place, stage) for place, stage in enumerate(stages)]
+        self._decay = [(bit, stage) for bit, stage in self._by_bit if isinstance(stage, TopPDecay)]
+        self._changing = sum(bit for bit, stage in self._by_bit if not isinstance(stage, TopPDecay))
+        for stage in stages:
+            state.add_columns(stage.reads)
+
+    def set_up(self, slot: int, setup: SlotSetup) -> tuple[int, bool]:
+        """A sequence takes the slot. Returns the bits of the stages that are active for it, and whether any of these
+        needs its tokens."""
+        bits, needs_history = 0, False
+        for bit, stage in self._by_bit:
+            stage.set_up(slot, setup)
+            if stage.is_active(setup):
+                bits |= bit
+                needs_history = needs_history or bool(stage.needs_history(setup))
+        return bits, needs_history
+
+    def changes(self, rows: LogitsRows) -> bool:
+        """Whether a stage is active that may change logits."""
+        return rows.features & self._changing != 0
+
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> None:
+        """Change `logits` [r, vocab] float32 in place."""
+        if rows.features & STAGES:
+            for bit, stage in self._by_bit:
+                if rows.features & bit:
+                    stage.apply(logits, rows, rows.having(bit))
+
+    def keep(self, rows: LogitsRows, sampled: torch.Tensor) -> None:
+        """Tokens that were sampled are those of their sequences from now on. sampled [r]"""
+        for bit, stage in self._decay:
+            if rows.features & bit:
+                stage.keep(rows, sampled)

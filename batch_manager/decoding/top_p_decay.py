@@ -10,58 +10,56 @@ import numpy as np
 import torch
 
 from ..handover import SlotSetup
+from .logits_rows import LogitsRows
+from .logits_stage import LogitsStage
 from .position_ring import COLUMNS, PositionRing
-from .slot_table import SlotTable
-from .slots import DrawRows, decays
+from .slots import SlotState
 
 
-class TopPDecay:
-    """The top-p of every draw, a function of what was generated: a resumed sequence and a step that runs twice get the
-    same.
+class TopPDecay(LogitsStage):
+    """Gives each row the top-p of its next token, a function of what was generated: a resumed sequence and a step that
+    runs twice get the same. Leaves the logits alone.
 
-    _current   float32 on the device, by position: what the draw at a position uses; the draw writes the next one
+    _current   float32 on the device, by position: the top-p that the token at a position is sampled with. Sampling it
+               writes the next one
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._table = SlotTable(num_slots, device, decays=np.bool_(False), first=np.float32(0), decay=np.float32(1),
-                                floor=np.float32(0), reset_id=np.int32(-1))
-        self._current = PositionRing(torch.zeros((num_slots, COLUMNS), dtype=torch.float32, device=device))
+    reads = ("top_p", "top_p_decay", "top_p_min", "top_p_reset_ids")
+
+    def __init__(self, state: SlotState) -> None:
+        self._state = state
+        self._current = PositionRing(torch.zeros((state.capacity, COLUMNS), dtype=torch.float32, device=state.device))
+
+    def is_active(self, setup: SlotSetup) -> bool:
+        sampling = setup.sampling
+        return not setup.has_beams and sampling.top_p > 0 and (
+            sampling.top_p_decay != 1 or sampling.top_p_min > sampling.top_p)
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        self._table.put(slot, decays(setup), decays=True, first=setup.sampling.top_p,
-                        decay=setup.sampling.top_p_decay, floor=setup.sampling.top_p_min,
-                        reset_id=setup.sampling.top_p_reset_ids)
-        if not decays(setup):
-            return
-        self._reserve(slot + 1)
-        generated, sampling = setup.history[setup.prompt_length :], setup.sampling
-        self._current.put(slot, len(setup.history), float(
-            top_p_behind(
-            generated, sampling.top_p, sampling.top_p_decay, sampling.top_p_min, sampling.top_p_reset_ids)))
+        if self.is_active(setup):
+            self._reserve()
+            generated = setup.history[setup.prompt_length :]
+            self._current.put(slot, len(setup.history), float(
+                top_p_behind(generated, *(self._state.host(name)[slot] for name in self.reads))))
 
-    def is_wanted(self, rows: DrawRows) -> bool:
-        return self._table.is_wanted(rows)
+    def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
+        self._reserve()
+        top_p, decay, smallest, _ = rows.columns(self.reads)
+        decays = (top_p > 0) & ((decay != 1) | (smallest > top_p))
+        rows.replace("top_p", torch.where(decays, self._current.at(rows.device_slots, rows.device_positions), top_p))
 
-    def top_p(self, rows: DrawRows, unchanging: torch.Tensor) -> torch.Tensor:
-        """[r] float32: what these draws use. unchanging [r]: the top-p of the rows where it does not change."""
-        self._reserve(int(rows.slots.max()) + 1)
-        current = self._current.at(rows.device_slots, rows.device_positions)
-        return torch.where(self._table.column("decays", rows), current, unchanging)
+    def keep(self, rows: LogitsRows, sampled: torch.Tensor) -> None:
+        """The tokens after these are sampled with what they make of top-p. sampled [r]"""
+        self._reserve()
+        slots, positions = rows.device_slots, rows.device_positions
+        top_p, decay, smallest, reset_id = map(rows.column_as_set_up, self.reads)
+        shrunk = (self._current.at(slots, positions) * decay).maximum(smallest)
+        self._current.put(slots, positions + 1, torch.where(sampled == reset_id, top_p, shrunk))
 
-    def keep(self, rows: DrawRows, drawn: torch.Tensor) -> None:
-        """The draws behind these tokens use what they make of it. drawn [r]"""
-        if not self.is_wanted(rows):
-            return
-        slots, positions, column = rows.device_slots, rows.device_positions, self._table.column
-        self._reserve(int(rows.slots.max()) + 1)
-        shrunk = (self._current.at(slots, positions) * column("decay", rows)).maximum(column("floor", rows))
-        self._current.put(slots, positions + 1,
-                          torch.where(drawn == column("reset_id", rows), column("first", rows), shrunk))
-
-    def _reserve(self, num_slots: int) -> None:
+    def _reserve(self) -> None:
         before = self._current.values
-        if num_slots > len(before):
-            self._current.values = before.new_zeros((max(2 * len(before), num_slots), COLUMNS))
+        if self._state.capacity > len(before):
+            self._current.values = before.new_zeros((self._state.capacity, COLUMNS))
             self._current.values[: len(before)] = before
 
 

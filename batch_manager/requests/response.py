@@ -10,7 +10,7 @@
 
 Logits are the model's own: row i of context_logits follows token i of the prompt, row i of generation_logits is what
 token i was drawn from, before penalties, temperature or anything else was done to it. Log-probs are of the distribution
-after all of that, before top-k and top-p (decoding/logprobs.py).
+after all of that, before top-k and top-p (triton_kernels/sample_token.py).
 
 With beams log-probs are what biases, penalties and bans made of those that the temperature left, so they need not sum
 to one over the vocabulary (decoding/stages.py). Beams come best first. The end id counts in cum_log_probs, which is

@@ -7,7 +7,7 @@ import torch
 
 from ..attention.interface import Attention, PackedStep
 from ..decoding.logits_return import context_logits
-from ..decoding.slots import DrawRows, SlotState
+from ..decoding.slots import CONTEXT_LOGITS, DrawRows, SlotState
 from ..models.registry import Model
 from .device import Uploads
 from .layouts import ModelCall
@@ -89,7 +89,7 @@ class ModelRunner:
         slots = step.slots[: step.num_contexts]
         return {int(slots[row]): context_logits(
                     self._model.logits, hidden[step.query_starts[row] : step.query_starts[row + 1]], self._vocab_size)
-                for row in np.nonzero(state.host["context_logits"][slots])[0].tolist()}
+                for row in np.nonzero(state.having(CONTEXT_LOGITS, slots))[0].tolist()}
 
 
 def join_rows(parts: list[DrawRows]) -> DrawRows:

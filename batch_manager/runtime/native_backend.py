@@ -17,6 +17,7 @@ from ..decoding.beam_draw import BeamRows, DrawnBeams
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_post_processors import NO_TOKEN, PostProcessed
 from ..decoding.logits_return import logits_by_slot
+from ..decoding.logits_stage import LogitsStage
 from ..decoding.output_rows import columns_with_beams
 from ..errors import ConfigError, InsufficientMemoryError
 from ..handover import (
@@ -35,7 +36,7 @@ from ..handover import (
 from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel, load_model
 from ..names import ErrorCode
-from ..sampling_config import SamplingConfig
+from ..sampling_config import PARAMETERS, SamplingConfig
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.dispatch import use_triton
 from . import layouts
@@ -67,7 +68,9 @@ NOT_FINITE = ("the model computed values that are not finite for this request; t
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
                          num_slots: int, max_beam_width: int = 1,
                          attention_factory: Callable[..., Attention] | None = None,
-                         is_own_thread: Callable[..., bool] = lambda thread: False) -> "NativeBackend":
+                         is_own_thread: Callable[..., bool] = lambda thread: False,
+                         own_stages: Callable[[int, torch.device], Sequence[LogitsStage]] | None = None,
+                         ) -> "NativeBackend":
     """Load a checkpoint, size and allocate the pool, and run one step to see that it works.
 
     layout      how a step is cut into calls of the model, one of layouts.py
@@ -75,6 +78,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     max_beam_width   beams a sequence may have
     attention_factory   (spec, kv_pool) -> Attention; spec.attention holds the windows in force, the model's or
                         the configured ones. With sink tokens also `sink=`: one that knows none fails here
+    own_stages   (num_slots, device) -> stages of the user's, see decoding/stages.py
     is_own_thread   (threading.Thread) -> whether it runs nothing but the engine, so that it may keep num_threads
     Raises      ConfigError and its subclasses; nothing is left behind then
     """
@@ -129,7 +133,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 **({"deterministic": True} if params.deterministic else {}))
         backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
                                 windows=windows, sink_tokens=sink, host_pool=host_pool,
-                                num_threads=params.num_threads, is_own_thread=is_own_thread)
+                                num_threads=params.num_threads, is_own_thread=is_own_thread,
+                                own_stages=own_stages(num_slots, device) if own_stages else ())
         backend.warm_up(max_beam_width)
     except Exception as error:
         if backend is not None:
@@ -187,13 +192,15 @@ class NativeBackend:
     windows, sink_tokens   what the attention was made with; None: no layer has a window
     host_pool     blocks in host memory
     num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is
+    own_stages    changes of logits beside the package's own
     is_own_thread   which threads keep that number between steps, see thread_count.py
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
                  max_seq_len: int, windows: Sequence[int | None] = (None,), sink_tokens: int = 0,
                  host_pool: Sequence[torch.Tensor] = (), num_threads: int | None = None,
-                 is_own_thread: Callable[..., bool] = lambda thread: False) -> None:
+                 is_own_thread: Callable[..., bool] = lambda thread: False,
+                 own_stages: Sequence[LogitsStage] = ()) -> None:
         spec, device = loaded.spec, loaded.device
         num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
         self.info = BackendInfo(
@@ -214,7 +221,8 @@ class NativeBackend:
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads = Uploads(device)
         with torch.inference_mode():
-            self._decoder = GptDecoder(num_slots, device, deterministic=loaded.deterministic)
+            self._decoder = GptDecoder(num_slots, device, own_stages, deterministic=loaded.deterministic,
+                                       send=self._uploads.send)
         if loaded.deterministic and num_threads is None:
             self._num_threads = thread_count()                        # on others the bits might be others
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
@@ -262,10 +270,12 @@ class NativeBackend:
         be, and leave the block as it was."""
         zero = np.zeros(1, np.int32)
         # With every feature that has a kernel, so that none is compiled while requests wait.
-        setups = {1: SlotSetup(SamplingConfig(temperature=0.5, top_k=2, repetition_penalty=1.5, no_repeat_ngram_size=2),
-                               return_log_probs=True, bad_words=((0, 0),), stop_words=((0, 0),)).continuing([0])}
+        everything = {name: parameter.other for name, parameter in PARAMETERS.items() if name != "beam_width"}
+        setups = {1: SlotSetup(SamplingConfig(**everything), return_log_probs=True, end_id=0, bad_words=((0, 0),),
+                               stop_words=((0, 0),), prompt_length=1).continuing([0])}
         if max_beam_width > 1:
-            setups[max_beam_width] = SlotSetup(SamplingConfig(beam_width=max_beam_width), max_new_tokens=2)
+            beams = SlotSetup(SamplingConfig(beam_width=max_beam_width), max_new_tokens=2, prompt_length=1)
+            setups[max_beam_width] = beams.continuing([0])
         with self._threads():                         # once for all the steps, on the thread that loads
             for width, setup in setups.items():
                 rows = np.arange(width, dtype=np.int32)
@@ -373,8 +383,8 @@ class NativeStep:
             not_finite.update(slots[~model_finite].tolist())
         for slot in emptied:
             failures.setdefault(slot, RowFailure(
-                ErrorCode.NON_FINITE_LOGITS, f"embedding_bias, penalties and bans of this request leave none of the "
-                f"{self._vocab_size:,} tokens of the vocabulary; one must keep a finite logit; ban less"))
+                ErrorCode.NON_FINITE_LOGITS, "embedding_bias, Parts.stages, penalties and bans of this request leave "
+                f"none of the {self._vocab_size:,} tokens of the vocabulary; one must keep a finite logit; ban less"))
         for slot in not_finite.union(self._contexts_not_finite(arrays)):
             failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
         return failures

@@ -3,10 +3,10 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from batch_manager.triton_kernels import dispatch
 
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.slots import DrawRows
+from batch_manager.triton_kernels import dispatch
 
 CPU = torch.device("cpu")
 
@@ -24,11 +24,10 @@ def oracle_of(name, device):
     return getattr(importlib.import_module(f"{dispatch.__package__}.reference.{name}"), name)
 
 
-@pytest.fixture(params=["on the host", "in the kernel"])
+@pytest.fixture(params=["as on a CPU", "with oracles"])
 def way(request, monkeypatch):
-    """Whether decoders and their parts are those of a CPU, or those of a GPU with the oracles in the kernels' place."""
-    if request.param == "in the kernel":
-        monkeypatch.setattr(dispatch, "use_triton", lambda device: True)
+    """Whether the operations are a CPU's own, or the oracles, with which kernels agree."""
+    if request.param == "with oracles":
         monkeypatch.setattr(dispatch, "kernel", oracle_of)
     return request.param
 
@@ -36,8 +35,8 @@ def way(request, monkeypatch):
 @pytest.fixture
 def decoder_with(way):
     """decoder_with(setup, ...) -> GptDecoder, the first setup in slot 0."""
-    def make(*setups, num_slots=None):
-        decoder = GptDecoder(num_slots or max(len(setups), 1), CPU)
+    def make(*setups, num_slots=None, own_stages=()):
+        decoder = GptDecoder(num_slots or max(len(setups), 1), CPU, own_stages)
         decoder.set_up(enumerate(setups))
         return decoder
 

@@ -1,11 +1,13 @@
 """What stages see of beams: each its own text, wherever the beams of others stand; and beams that may not go on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from batch_manager.decoding.beam_draw import BeamRows
-from batch_manager.decoding.history import TokenHistory
+from batch_manager.decoding.logits_stage import LogitsStage
 from batch_manager.decoding.slots import DrawRows
 from batch_manager.handover import LENGTH, SlotSetup
 from batch_manager.sampling_config import SamplingConfig
@@ -17,17 +19,15 @@ def upload(arrays):
     return [torch.from_numpy(array) for array in arrays]
 
 
-class Recorder:
-    """A stage behind all others: what they made of the rows of beams."""
+class Recorder(LogitsStage):
+    """A stage after all others: what they made of the rows of beams."""
 
-    def set_up(self, slot, setup):
-        pass
+    def is_active(self, setup):
+        return True
 
-    def is_wanted(self, rows):
-        return rows.beams is not None
-
-    def apply(self, logits, rows):
-        self.seen = {slot: logits[torch.from_numpy(rows.slots == slot)] for slot in set(rows.slots.tolist())}
+    def apply(self, logits, rows, active):
+        if rows.beams is not None:
+            self.seen = {slot: logits[torch.from_numpy(rows.slots == slot)] for slot in set(rows.slots.tolist())}
 
 
 class Engine:
@@ -35,8 +35,8 @@ class Engine:
 
     def __init__(self, decoder_with, setups, prompts):
         self.setups = [setup.continuing(prompt) for setup, prompt in zip(setups, prompts)]
-        self.decoder, self.prompts, self.recorder = decoder_with(*self.setups), prompts, Recorder()
-        self.decoder._stages += (self.recorder,)
+        self.prompts, self.recorder = prompts, Recorder()
+        self.decoder = decoder_with(*self.setups, own_stages=[self.recorder])
         self.texts = [[()] for _ in setups]                # of each sequence's beams
         self.ended = {}
 
@@ -101,8 +101,8 @@ def test_who_has_no_beams_keeps_their_history_when_somebody_with_beams_comes(dec
     def history_of(slot, length):
         rows = DrawRows(np.array([slot], np.int32), np.array([length], np.int32), torch.tensor([slot]),
                         torch.tensor([length]))
-        assert engine.decoder.history.rows_of(rows).tolist() == engine.decoder.history.device_rows_of(rows).tolist()
-        return engine.decoder.history.of_row(int(engine.decoder.history.rows_of(rows)[0]), length).tolist()
+        history = engine.decoder.history
+        return history.tokens[history.device_rows_of(rows)[0], :length].tolist()
 
     engine = Engine(decoder_with, [SlotSetup(SamplingConfig(no_repeat_ngram_size=2))] * 3, [[1, 2], [3], [4, 5, 6]])
     tokens, rows = engine.decoder.history.tokens, len(engine.decoder.history.tokens)
@@ -114,10 +114,29 @@ def test_who_has_no_beams_keeps_their_history_when_somebody_with_beams_comes(dec
 
 
 def test_beams_that_want_no_history_cost_none(decoder_with):
-    history = TokenHistory(4, CPU)
-    history.set_up(2, SlotSetup(SamplingConfig(beam_width=4), max_new_tokens=9, bad_words=((3,),),
-                                embedding_bias=np.ones(VOCAB, np.float32)))
-    assert len(history.tokens) == 0
+    decoder = decoder_with(SlotSetup(SamplingConfig(beam_width=4, min_length=2), max_new_tokens=9, bad_words=((3,),),
+                                     embedding_bias=np.ones(VOCAB, np.float32), stop_words=((1, 2),), end_id=1
+                                     ).continuing([1, 2]))
+    assert len(decoder.history.tokens) == 0
+
+
+@pytest.mark.parametrize("setup, is_changed, needs_history", [
+    (SlotSetup(), False, False), (SlotSetup(SamplingConfig(repetition_penalty=1.5)), True, True),
+    (SlotSetup(SamplingConfig(presence_penalty=0.5)), True, True),
+    (SlotSetup(SamplingConfig(frequency_penalty=0.5)), True, True),
+    (SlotSetup(SamplingConfig(no_repeat_ngram_size=2)), True, True),
+    (SlotSetup(bad_words=((1,),)), True, False), (SlotSetup(bad_words=((1,), (2, 3))), True, True),
+    (SlotSetup(embedding_bias=np.ones(VOCAB, np.float32)), True, False),
+    (SlotSetup(SamplingConfig(min_length=2)), False, False),                       # there is no end id
+    (SlotSetup(SamplingConfig(min_length=2), end_id=1), True, False),
+    (SlotSetup(SamplingConfig(top_p=0.9, top_p_decay=0.5)), False, False),
+    (SlotSetup(stop_words=((1, 2),)), False, False)])
+def test_what_changes_the_log_probabilities_of_beams_and_looks_at_their_tokens(
+        decoder_with, setup, is_changed, needs_history):
+    sampling = replace(setup.sampling, beam_width=2)
+    decoder = decoder_with(replace(setup, sampling=sampling, max_new_tokens=3).continuing([1, 2]))
+    search = decoder.searches.at(0, 2)
+    assert (search.is_changed, search.needs_history) == (is_changed, needs_history)
 
 
 def test_a_beam_that_may_not_go_on_leaves_the_others_alone(decoder_with):

@@ -1,10 +1,15 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
-from batch_manager.triton_kernels.reference.sample_token import sample_token
 
 from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.decoding.history import TokenHistory
+from batch_manager.decoding.logits_rows import LogitsRows
+from batch_manager.decoding.slots import SlotState
 from batch_manager.handover import END_ID, NOT_FINISHED, SlotSetup
 from batch_manager.sampling_config import SamplingConfig
+from batch_manager.triton_kernels.reference.sample_token import sample_token
 
 
 def logits_of(rows, vocab=40):
@@ -92,29 +97,31 @@ def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with, rows_of):
     decoder.keep(decoder.draw(torch.eye(10)[[3, 4]], rows), rows)
     decoder.set_up([(2, SlotSetup(end_id=5))])
     assert decoder.state.capacity == 4
-    assert decoder.state.column("end_id", rows_of([0, 1, 2], [0] * 3)).tolist() == [3, 4, 5]
+    of = LogitsRows(rows_of([0, 1, 2], [0] * 3), decoder.state, decoder.history)
+    assert of.column("end_id").tolist() == [3, 4, 5]
     assert decoder.state.fed_tokens(rows.device_slots, rows.device_positions).tolist() == [3, 4]
 
 
 class BanOneToken:
-    """A stage as a user might write it: slots with an end id may not draw token 0."""
+    """A stage as a user might write it, without inheriting anything: slots with an end id may not sample token 0."""
+
+    reads = ()
 
     def __init__(self):
-        self.banned, self.calls = set(), 0
+        self.calls = 0
+
+    def is_active(self, setup):
+        return setup.end_id >= 0
+
+    def needs_history(self, setup):
+        return False
 
     def set_up(self, slot, setup):
-        self.banned.discard(slot)
-        if setup.end_id >= 0:
-            self.banned.add(slot)
+        pass
 
-    def is_wanted(self, rows):
-        return not self.banned.isdisjoint(rows.slots.tolist())
-
-    def apply(self, logits, rows):
+    def apply(self, logits, rows, active):
         self.calls += 1
-        for row, slot in enumerate(rows.slots.tolist()):
-            if slot in self.banned:
-                logits[row, 0] = -torch.inf
+        logits[torch.from_numpy(active), 0] = -torch.inf
 
 
 def test_a_stage_changes_the_rows_it_is_for_and_is_skipped_when_nobody_needs_it(rows_of):
@@ -125,3 +132,35 @@ def test_a_stage_changes_the_rows_it_is_for_and_is_skipped_when_nobody_needs_it(
     assert decoder.draw(logits.clone(), rows_of([0, 1], [1, 1])).tokens.tolist() == [0, 1]
     assert decoder.draw(logits[:1].clone(), rows_of([0], [1])).tokens.tolist() == [0]
     assert stage.calls == 1
+
+
+def test_what_is_set_up_reaches_a_device_of_its_own_in_one_copy_however_many_columns_and_slots(rows_of):
+    """The way of a GPU, whose columns are not the host's memory, on tensors of a CPU."""
+    sent = []
+
+    def send(arrays):
+        sent.append([array.shape for array in arrays])
+        return [torch.from_numpy(array.copy()) for array in arrays]
+
+    state = SlotState(4, torch.device("cpu"), send)
+    state.add_columns(["min_p", "random_seed", "repetition_penalty"])
+    state.add_columns(["own"], neutral=7)
+    planes = [state.place(name)[0] for name in ("min_p", "random_seed")]
+    for plane in planes:
+        plane.there = plane.there.clone()
+    state.device = SimpleNamespace(type="cuda")
+    configs = [SamplingConfig(min_p=0.25 * slot, random_seed=2**64 - 1 - slot) for slot in range(3)]
+    for slot, config in enumerate(configs):
+        state.set_up(slot, SlotSetup(config, end_id=slot))
+    state.put(1, own=8)
+    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, TokenHistory(torch.device("cpu")))
+    assert rows.column("end_id").tolist() == [0, 0, 0]
+    state.upload()
+    state.upload()
+    assert sent == [[(3,), (len(planes[0].host), 3), (1, 3)]] and len(planes[0].host) == 9
+    rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, TokenHistory(torch.device("cpu")))
+    assert rows.column("end_id").tolist() == [2, 0, 1] and rows.column("own").tolist() == [7, 7, 8]
+    assert rows.column("min_p").tolist() == [0.5, 0.0, 0.25] and rows.column("random_seed").tolist() == [-3, -1, -2]
+    assert rows.column("repetition_penalty").tolist() == [1.0] * 3
+    rows.replace("min_p", torch.tensor([0.125] * 3))
+    assert rows.column("min_p").tolist() == [0.125] * 3 and rows.column_as_set_up("min_p").tolist() == [0.5, 0.0, 0.25]

@@ -8,11 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_manager.decoding.bans import repeating_tokens
 from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.decoding.history import TokenHistory
+from batch_manager.decoding.logits_rows import LogitsRows
+from batch_manager.decoding.slots import STAGES, SlotState
 from batch_manager.decoding.word_lists import SMALLEST_HEAP, WordLists
 from batch_manager.handover import END_ID, NOT_FINISHED, STOP_WORDS, SlotSetup
 from batch_manager.sampling_config import SamplingConfig
+from batch_manager.triton_kernels.cpu.ban_ngrams import repeating_tokens
 
 VOCAB = 60
 CPU = torch.device("cpu")
@@ -235,7 +238,7 @@ def test_without_features_nothing_is_kept_and_no_stage_is_run(decoder_with, rows
     rows = rows_of([0, 1], [5, 6])
     decoder.keep(decoder.draw(random_logits(2), rows), rows)
     assert decoder.history.tokens.numel() == 0
-    assert not any(stage.is_wanted(rows) for stage in decoder._stages)
+    assert not LogitsRows(rows, decoder.state, decoder.history).features & STAGES
 
 
 def test_a_history_grows_with_its_sequences_and_their_number(decoder_with, rows_of):
@@ -252,16 +255,18 @@ def test_a_history_grows_with_its_sequences_and_their_number(decoder_with, rows_
 
 
 def test_word_lists_on_the_heap_survive_its_moves(rows_of):
-    random = np.random.default_rng(2)
-    lists, kept = WordLists(2, CPU, in_kernel=True), {}
+    random, state = np.random.default_rng(2), SlotState(2, CPU)
+    lists, kept = WordLists("words", state), {}
     for turn in range(300):
         slot = int(random.integers(30))
         kept[slot] = [random.integers(0, 99, random.integers(1, 20)).tolist() for _ in range(random.integers(0, 9))]
+        state.set_up(slot, SlotSetup())
         lists.put(slot, kept[slot])
         if turn % 10 == 0:
-            slots = sorted(slot for slot in kept if kept[slot])
-            heap, starts, counts, most = lists.for_kernel(rows_of(slots, [0] * len(slots)))
-            assert most == max(len(kept[slot]) for slot in slots)
+            slots = sorted(kept)
+            rows = LogitsRows(rows_of(slots, [0] * len(slots)), state, TokenHistory(CPU))
+            heap, starts, counts = lists.lists_of(rows)
+            assert lists.longest_list(rows) == max(len(kept[slot]) for slot in slots)
             for slot, start, count in zip(slots, starts.tolist(), counts.tolist()):
                 numbers = heap[start:].tolist()
                 ends, tokens = numbers[:count], numbers[count:]

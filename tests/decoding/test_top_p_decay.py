@@ -2,6 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from batch_manager.decoding.history import TokenHistory
+from batch_manager.decoding.logits_rows import LogitsRows
+from batch_manager.decoding.slots import SlotState
 from batch_manager.decoding.top_p_decay import TopPDecay, top_p_behind
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import SamplingConfig
@@ -26,18 +29,22 @@ def by_definition(setup, generated):
 
 def trace(rows_of, generated, resume_every=0, twice=False):
     """top_p of each draw of the four sequences, run together."""
-    decay = TopPDecay(1, CPU)
-    unchanging = torch.tensor([setup.sampling.top_p for setup in SETUPS])
+    state = SlotState(1, CPU)
+    state.add_columns(TopPDecay.reads)
+    decay = TopPDecay(state)
     found = [[] for _ in SETUPS]
     for step in range(len(generated[0])):
         if step == 0 or (resume_every and step % resume_every == 0):
             for slot, setup in enumerate(SETUPS):
-                decay.set_up(slot, setup.continuing([3] * setup.prompt_length + generated[slot][:step]))
+                setup = setup.continuing([3] * setup.prompt_length + generated[slot][:step])
+                state.set_up(slot, setup)
+                decay.set_up(slot, setup)
         rows = rows_of(range(4), [setup.prompt_length + step for setup in SETUPS])
         for _ in range(1 + twice):
-            assert decay.is_wanted(rows)
-            top_p = decay.top_p(rows, unchanging)
-            decay.keep(rows, torch.tensor([tokens[step] for tokens in generated]))
+            of = LogitsRows(rows, state, TokenHistory(CPU))
+            decay.apply(None, of, np.array([True, True, True, False]))
+            top_p = of.column("top_p")
+            decay.keep(LogitsRows(rows, state, TokenHistory(CPU)), torch.tensor([tokens[step] for tokens in generated]))
         for row, value in enumerate(top_p.tolist()):
             found[row].append(value)
     return found
@@ -63,10 +70,10 @@ def test_a_million_tokens_cost_no_more_than_it_takes_to_reach_the_floor():
     assert top_p_behind(np.ones(10**6, np.int32), 0.9, 0.99, 0.1, 5) == np.float32(0.1)
 
 
-def test_what_never_changes_is_not_wanted(rows_of):
-    decay = TopPDecay(4, CPU)
-    for slot, config in enumerate([SamplingConfig(), SamplingConfig(top_p=0.5),
-                                   SamplingConfig(top_k=4, top_p_decay=0.5),
-                                   SamplingConfig(top_p=0.5, top_p_min=0.4)]):
-        decay.set_up(slot, SlotSetup(config))
-    assert not decay.is_wanted(rows_of(range(4), [1] * 4))
+def test_which_sequences_have_a_top_p_that_changes():
+    decay = TopPDecay(SlotState(1, CPU))
+    assert not any(decay.is_active(SlotSetup(config)) for config in (
+        SamplingConfig(), SamplingConfig(top_p=0.5), SamplingConfig(top_k=4, top_p_decay=0.5),
+        SamplingConfig(top_p=0.5, top_p_min=0.4), SamplingConfig(top_p=0.5, top_p_decay=0.5, beam_width=2)))
+    assert all(decay.is_active(SlotSetup(config)) for config in (
+        SamplingConfig(top_p=0.5, top_p_decay=0.5), SamplingConfig(top_p=0.5, top_p_min=0.6)))

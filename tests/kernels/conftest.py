@@ -96,6 +96,16 @@ def run_oracle():
     return run
 
 
+@pytest.fixture(scope="session")
+def run_twin(run_oracle):
+    """run_twin(name, *args, **kwargs): the CPU's own form, on the arguments as they are; on a GPU the oracle."""
+
+    def run(module, *args, **kwargs):
+        return _twin_of(module)(*args, **kwargs) if DEVICE == "cpu" else run_oracle(module, *args, **kwargs)
+
+    return run
+
+
 def _copies(values, dtype=None):
     """Copies, floating point ones in `dtype`; one tensor given twice (an output that is an input) stays one tensor."""
     copies = {}

@@ -3,7 +3,7 @@ import torch
 
 
 @pytest.fixture
-def ends(run_kernel, run_oracle, integers):
+def ends(run_kernel, run_twin, run_oracle, integers):
     """ends(histories, tokens, lists) -> per row, whether the token ends a word; the same from both sides."""
 
     def run(histories, tokens, lists):
@@ -19,6 +19,7 @@ def ends(run_kernel, run_oracle, integers):
                      integers([len(words) for words in lists]))
         expected = run_oracle("match_stop_words", *arguments)
         got = run_kernel("match_stop_words", *arguments)
+        assert torch.equal(run_twin("match_stop_words", *arguments), expected)
         assert got.dtype == expected.dtype == torch.bool and torch.equal(got, expected)
         return got.tolist()
 

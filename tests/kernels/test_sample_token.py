@@ -18,7 +18,7 @@ def row_parameters(integers):
 
 
 @pytest.fixture
-def assert_same_draw(run_kernel, run_oracle):
+def assert_same_draw(run_kernel, run_twin, run_oracle):
     """Tokens and flags equal; log-probs within the float32 error of a sum over the vocabulary."""
 
     def check(logits, parameters, **more):
@@ -26,6 +26,8 @@ def assert_same_draw(run_kernel, run_oracle):
         expected_tokens, expected_log_probs, expected_finite = run_oracle("sample_token", logits, *parameters, **more)
         assert torch.equal(finite, expected_finite)
         assert torch.equal(tokens, expected_tokens)
+        of_twin = run_twin("sample_token", logits, *parameters, **more)
+        assert torch.equal(of_twin[0], tokens) and torch.equal(of_twin[2], finite)
         # Terms summed, and the argument of the exponential, whose error the logarithm hands on.
         heat = parameters[0].where(parameters[0] > 0, 1)
         largest = (logits.float().nan_to_num(0, 0, 0).abs().amax(1) / heat).nan_to_num()
@@ -106,7 +108,7 @@ def test_extreme_logits_and_temperatures(assert_same_draw, random, row_parameter
     assert tokens[0] == logits[3].argmax()
 
 
-def test_rows_that_are_not_numbers_are_flagged(run_kernel, run_oracle, random, row_parameters):
+def test_rows_that_are_not_numbers_are_flagged(run_kernel, run_twin, run_oracle, random, row_parameters):
     logits = random(6, 3000)
     logits[0, 2999] = torch.nan
     logits[1, 0] = torch.inf
@@ -114,7 +116,7 @@ def test_rows_that_are_not_numbers_are_flagged(run_kernel, run_oracle, random, r
     logits[3, 5] = -torch.inf
     logits[4, 0] = torch.nan
     parameters = row_parameters([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], [0, 5, 0, 5, 0, 0], [1.0, 0.0, 0.9, 0.0, 0.0, 0.0])
-    for run in (run_kernel, run_oracle):
+    for run in (run_kernel, run_twin, run_oracle):
         tokens, log_probs, finite = run("sample_token", logits, *parameters)
         assert finite.tolist() == [False, False, False, True, False, True]
         assert tokens[~finite].tolist() == [0] * 4 and log_probs[~finite].isnan().all()

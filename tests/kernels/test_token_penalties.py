@@ -32,8 +32,8 @@ def test_mixed_rows_equal_the_oracle(assert_equals_oracle, case, vocabulary, ids
         reduction=4, dtype=torch.float32)
 
 
-def test_a_row_without_penalties_does_not_look_at_its_history(run_kernel, run_oracle, case):
-    for run in (run_kernel, run_oracle):
+def test_a_row_without_penalties_does_not_look_at_its_history(run_kernel, run_twin, run_oracle, case):
+    for run in (run_kernel, run_twin, run_oracle):
         logits, history, history_row, length, *penalties = case(100, [5], *NEUTRAL)
         history_row[0], length[0] = 2**40, 2**40
         before = logits.clone()
@@ -53,9 +53,9 @@ def test_ids_that_have_no_logit_are_passed_over(run_kernel, run_oracle, case):
     assert wide[:, 50:].isnan().all()
 
 
-def test_what_was_finite_stays_finite_and_what_was_not_stays_as_it_is(run_kernel, run_oracle, integers):
+def test_what_was_finite_stays_finite_and_what_was_not_stays_as_it_is(run_kernel, run_twin, run_oracle, integers):
     largest = torch.finfo(torch.float32).max
-    for run in (run_kernel, run_oracle):
+    for run in (run_kernel, run_twin, run_oracle):
         logits = torch.tensor([[3.0, -3.0, 0.0, torch.inf, -torch.inf, torch.nan]] * 3, device=integers([0]).device)
         history = integers([[0, 1, 2, 3, 4, 5]])
         run("token_penalties", logits, history, integers([0] * 3, torch.int64), integers([6] * 3, torch.int64),

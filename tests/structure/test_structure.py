@@ -57,7 +57,7 @@ FLOORS: dict[str, list[str]] = {
     "gpt_manager": ["clock", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager"],
     "extras": [*GROUND, "triton_kernels"],
-    "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "gpt_manager"],
+    "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager"],
 }
 
 # What comes from outside, apart from the standard library.
@@ -66,7 +66,7 @@ OUTSIDE: dict[str, set[str]] = {
                      "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager"], set()),
     **dict.fromkeys(["sampling_config", "config", "handover", "seams", "parts", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
-    "triton_kernels": {"torch", "triton"},
+    "triton_kernels": {"torch", "triton", "numpy"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),
     "weights": {"numpy", "torch", "safetensors"},
     "build": {"numpy", "torch"},

@@ -1,4 +1,4 @@
-"""What a CPU runs where it has a faster way than the oracle: same file name and signature as the kernel, torch only.
+"""A CPU's own way where it is faster than the oracle: the file name and signature of the kernel, torch and numpy only.
 
 Owns     how a CPU computes one operation; `dispatch.kernel` hands these out. Without a file here the oracle runs
 Not      what an operation computes: that stands in the kernel's docstring; a file here says why its way is another

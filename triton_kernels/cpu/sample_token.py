@@ -1,8 +1,7 @@
-"""Choosing a token per row on a CPU: argmax, or temperature, top-k, top-p, min-p and one uniform number per row.
+"""Sampling a token per row on a CPU. The contract is that of triton_kernels/sample_token.py.
 
-The meaning is that of the kernel `sample_token` and its oracle; the work is arranged for a CPU. The vocabulary is
-looked at in blocks of 64 logits whose maxima are one vectorised pass: the largest logit lies in the block with the
-largest maximum, and the K largest logits lie in the K blocks with the largest maxima.
+The vocabulary is looked at in blocks of 64 logits whose maxima are one vectorised pass: the largest logit lies in the
+block with the largest maximum, and the K largest logits lie in the K blocks with the largest maxima.
 
     greedy         block maxima, then one block
     top-k          up to 64: that many candidates from as many blocks
@@ -11,22 +10,48 @@ largest maximum, and the K largest logits lie in the K blocks with the largest m
     anything else  numpy sorts the values, not the ids, with vector instructions, to find the smallest one that is kept:
                    a larger k, a flatter distribution, ties at the boundary
 
-Min-p is a bound on the logit, known beforehand, and takes part in each of them.
-
-A row's result depends on nothing but that row.
+Min-p is a bound on the logit, known beforehand, and takes part in each of them. A log-prob is a pass over the row, so
+it is computed for the rows that want one only. A row's result depends on nothing but that row.
 """
 
 import numpy as np
 import torch
 
-from .logprobs import heat_of
-
 BLOCK = 64
 CANDIDATES = 64
 PLACES = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # in a block
+LARGEST_INVERSE = 1e38     # of a temperature: it stays finite, so that zero times it is zero
 
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)         # of Philox-4x32-10
 WORD = np.uint64(0xFFFFFFFF)
+
+
+def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None,
+                 min_p=None, wants_log_prob=None):
+    """One token per row; see the kernel's docstring for shapes. Returns (tokens, log_probs, finite)."""
+    if logits.dtype != torch.float32:
+        logits = logits.float()
+    chosen, maxima = argmax(logits)
+    is_finite = maxima.isfinite()
+    if np.count_nonzero(temperature.numpy()):           # else no row is sampled
+        k, p, is_warm = top_k.numpy(), top_p.numpy(), temperature.numpy() != 0
+        samples = is_finite.numpy() & is_warm & (k != 1) & ((k != 0) | (p != 0))
+        if samples.any():
+            # A view where all rows are sampled: rows of logits are large.
+            of = slice(None) if samples.all() else samples.nonzero()[0]
+            chosen[of] = sample(logits[of], temperature.numpy()[of], k[of], p[of], seed.numpy()[of],
+                                position.numpy()[of], None if min_p is None else min_p.numpy()[of])
+    all_finite = np.count_nonzero(is_finite.numpy()) == len(chosen)
+    if not all_finite:
+        chosen.masked_fill_(~is_finite, 0)
+    # Where no row wants one, anything will do: the maxima are there.
+    is_wanted = wants_log_prob is None or np.count_nonzero(wants_log_prob.numpy())
+    of_chosen = _log_probs(logits, chosen, temperature, wants_log_prob) if is_wanted else maxima
+    if not all_finite:
+        of_chosen.masked_fill_(~is_finite, torch.nan)
+    return (chosen if tokens is None else tokens.copy_(chosen),
+            of_chosen if log_probs is None else log_probs.copy_(of_chosen),
+            is_finite if finite is None else finite.copy_(is_finite))
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,10 +65,10 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, seed: np.ndarray,
            position: np.ndarray, min_p: np.ndarray | None = None) -> torch.Tensor:
-    """Draw a token per row, [r] int64.
+    """Sample a token per row, [r] int64.
 
-    Shapes   logits [r, vocab] float32, every row with a finite maximum; the others [r] as in SlotState.host, of rows
-             that are not greedy; position int32, of the token to be drawn; min_p None: 0
+    Shapes   logits [r, vocab] float32, every row with a finite maximum; the others [r], of rows that are not greedy;
+             min_p None: 0
     """
     min_p = np.zeros_like(top_p) if min_p is None else min_p
     draw = _Draw(logits, torch.from_numpy(temperature), torch.from_numpy(top_k).long(),
@@ -79,21 +104,21 @@ def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
 
 
 class _Draw:
-    """Rows to draw from: logits [n, vocab]; heat = 1 / temperature, top_k, top_p, uniform, reach [n].
+    """Rows to sample from: logits [n, vocab]; inverse_temperature, top_k, top_p, uniform, min_p_margin [n].
 
-    reach   how far below the largest logit min-p allows one to be, as a number that is not positive
+    min_p_margin   how far below the largest logit min-p allows one to be, as a number that is not positive
     """
 
-    __slots__ = ("logits", "heat", "top_k", "top_p", "uniform", "reach")
+    __slots__ = ("logits", "inverse_temperature", "top_k", "top_p", "uniform", "min_p_margin")
 
     def __init__(self, logits, temperature, top_k, top_p, min_p, uniform) -> None:
-        self.logits, self.heat = logits, heat_of(temperature)
+        self.logits, self.inverse_temperature = logits, _inverse_of(temperature)
         self.top_k, self.top_p, self.uniform = top_k, top_p, uniform
-        self.reach = temperature * min_p.log()
+        self.min_p_margin = temperature * min_p.log()
 
     @property
     def has_min_p(self) -> bool:
-        return bool((self.reach > -torch.inf).any())
+        return bool((self.min_p_margin > -torch.inf).any())
 
     def select(self, rows: torch.Tensor) -> "_Draw":
         part = object.__new__(_Draw)
@@ -103,7 +128,7 @@ class _Draw:
 
     def weights(self, logits: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
         """Probabilities of `logits` [n, m] up to a factor per row."""
-        return (logits - maxima[:, None]).mul_(self.heat[:, None]).exp_()
+        return (logits - maxima[:, None]).mul_(self.inverse_temperature[:, None]).exp_()
 
 
 def _by_count(draw: _Draw) -> torch.Tensor:
@@ -138,7 +163,7 @@ def _from_largest(draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
         target = torch.where(filtered, draw.top_p, 2.0) * weights.sum(1)
         weights.masked_fill_(values < _smallest_kept(values, weights, target), 0)
     if draw.has_min_p:
-        weights.masked_fill_(values < values[:, :1] + draw.reach[:, None], 0)
+        weights.masked_fill_(values < values[:, :1] + draw.min_p_margin[:, None], 0)
     return _draw_candidates(weights, ids, draw.uniform), solved
 
 
@@ -152,7 +177,7 @@ def _by_mass(draw: _Draw) -> torch.Tensor:
     most = min(CANDIDATES, draw.logits.shape[1])
     values, ids = _largest(draw.logits, blocks, most)
     weights = draw.weights(values, values[:, 0]).double()
-    smallest = _smallest_kept(values, weights, target).maximum(values[:, :1] + draw.reach[:, None])
+    smallest = _smallest_kept(values, weights, target).maximum(values[:, :1] + draw.min_p_margin[:, None])
     solved = smallest[:, 0] > values[:, -1]                        # else more are needed, or there are equals of it
     solved |= most == draw.logits.shape[1]
     weights.masked_fill_(values < smallest, 0)
@@ -164,7 +189,7 @@ def _from_all(draw: _Draw) -> torch.Tensor:
     maxima = draw.logits.amax(1)
     weights = draw.weights(draw.logits, maxima)
     if draw.has_min_p:
-        weights.masked_fill_(draw.logits < (maxima + draw.reach)[:, None], 0)
+        weights.masked_fill_(draw.logits < (maxima + draw.min_p_margin)[:, None], 0)
     return _draw_weights(weights, draw.uniform)
 
 
@@ -172,16 +197,16 @@ def _by_sorting(draw: _Draw) -> torch.Tensor:
     """Any filter, by the smallest logit that it keeps."""
     # Row by row: what is looked at stays in the processor's cache.
     smallest = torch.tensor([
-        _smallest_of_row(row, heat, count, mass) for row, heat, count, mass in zip(
-            draw.logits.numpy(), draw.heat.numpy(), draw.top_k.tolist(), draw.top_p.tolist())
+        _smallest_of_row(row, inverse, count, mass) for row, inverse, count, mass in zip(
+            draw.logits.numpy(), draw.inverse_temperature.numpy(), draw.top_k.tolist(), draw.top_p.tolist())
     ], dtype=draw.logits.dtype, device="cpu")
     maxima = draw.logits.amax(1)
-    smallest = smallest.maximum(maxima + draw.reach)
+    smallest = smallest.maximum(maxima + draw.min_p_margin)
     weights = draw.weights(draw.logits, maxima).masked_fill_(draw.logits < smallest[:, None], 0)
     return _draw_weights(weights, draw.uniform)
 
 
-def _smallest_of_row(logits: np.ndarray, heat: np.float32, top_k: int, top_p: float) -> float:
+def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k: int, top_p: float) -> float:
     """The smallest of `logits` [vocab] that top-k, then top-p keep."""
     ascending = np.sort(logits)
     if 0 < top_k < len(ascending):
@@ -191,7 +216,7 @@ def _smallest_of_row(logits: np.ndarray, heat: np.float32, top_k: int, top_p: fl
         return float(ascending[0])
 
     weights = np.zeros(-(-len(ascending) // BLOCK) * BLOCK, np.float32)
-    np.exp((ascending[::-1] - ascending[-1]) * heat, out=weights[: len(ascending)])
+    np.exp((ascending[::-1] - ascending[-1]) * inverse_temperature, out=weights[: len(ascending)])
     weights = weights.reshape(-1, BLOCK)
     cumulative = weights.sum(1).cumsum(dtype=np.float64)
     target = top_p * cumulative[-1]
@@ -268,3 +293,29 @@ def _draw_weights(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     last = (cumulative < cumulative[:, -1:]).sum(1, keepdim=True)
     chosen = torch.searchsorted(cumulative, target - before, right=True)
     return ids.gather(1, torch.minimum(chosen, last))[:, 0]
+
+
+def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor,
+               wants_log_prob: torch.Tensor | None) -> torch.Tensor:
+    """log_softmax(logits / temperature) at the tokens, [r] float32; anything in the rows that do not want it."""
+    if wants_log_prob is None or bool(wants_log_prob.all()):
+        return chosen_log_probs(logits, tokens, temperature)
+    log_probs, wanted = torch.empty(len(tokens), dtype=torch.float32, device="cpu"), wants_log_prob.nonzero()[:, 0]
+    log_probs[wanted] = chosen_log_probs(logits[wanted], tokens[wanted], temperature[wanted])
+    return log_probs
+
+
+def chosen_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """log_softmax(logits / temperature) at the chosen tokens, [r] float32. A temperature of 0 counts as 1.
+
+    Shapes   logits [r, vocab] float32; tokens [r]; temperature [r] float32
+    """
+    top = logits.amax(1, keepdim=True)
+    scaled = (logits - top).mul_(_inverse_of(temperature)[:, None])
+    chosen = scaled.gather(1, tokens.long()[:, None])[:, 0]
+    return chosen - scaled.exp_().sum(1).log_()
+
+
+def _inverse_of(temperature: torch.Tensor) -> torch.Tensor:
+    """1 / temperature, with temperature 0 taken for 1."""
+    return torch.where(temperature == 0, 1.0, temperature).reciprocal().clamp_(max=LARGEST_INVERSE)

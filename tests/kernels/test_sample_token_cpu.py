@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from batch_manager.triton_kernels.reference import philox
-from batch_manager.triton_kernels.reference.sample_token import sample_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_manager.decoding.logprobs import chosen_log_probs
-from batch_manager.decoding.sampling import argmax, sample, uniform
+from batch_manager.triton_kernels.cpu.sample_token import argmax, chosen_log_probs, sample, uniform
+from batch_manager.triton_kernels.cpu.sample_token import sample_token as sample_token_on_a_cpu
+from batch_manager.triton_kernels.reference import philox
+from batch_manager.triton_kernels.reference.sample_token import sample_token
 
 KNOBS = [(1.0, 0, 1.0), (0.7, 5, 0.0), (1.3, 50, 0.9), (1.0, 0, 0.9), (2.5, 0, 0.3), (0.1, 0, 0.5), (1.0, 70, 1.0),
          (1.0, 300, 0.5), (1.0, 10**6, 0.999), (0.9, 2, 0.0), (100.0, 0, 0.95), (1.0, 0, 2.0)]
@@ -77,7 +77,7 @@ def test_fewer_allowed_tokens_than_top_k_keeps_need_no_sorting(monkeypatch):
     logits[:, [7, 900, 2999]] = random_logits(4, 3, 2.0)
     knobs = arrays([(0.8, 40, 0.9), (1.0, 3, 0.0), (1.2, 50, 1.0), (0.7, 2, 0.5)], range(4), [3] * 4)
     expected = oracle(logits, knobs)[0].tolist()
-    monkeypatch.setattr("batch_manager.decoding.sampling._by_sorting", None)
+    monkeypatch.setattr("batch_manager.triton_kernels.cpu.sample_token._by_sorting", None)
     assert sample(logits, *knobs).tolist() == expected
 
 
@@ -175,3 +175,21 @@ def test_a_row_without_a_finite_maximum_is_recognised(vocab):
     logits[3] = -torch.inf
     logits[4, 0] = -torch.inf
     assert argmax(logits)[1].isfinite().tolist() == [True, False, False, False, True]
+
+
+def test_the_whole_operation_is_the_oracles():
+    """Greedy rows among the others, rows that are not finite, and log-probs of those that want one."""
+    greedy = [(0.0, 9, 0.5), (1.0, 1, 0.9), (2.0, 0, 0.0), (1.0, 5, 0.0), (0.0, 0, 0.0)]
+    knobs = arrays([*KNOBS, *greedy], range(17), range(17))
+    logits = random_logits(17, 300, 2.0)
+    logits[15, 7], logits[16] = torch.nan, -torch.inf
+    wants = torch.arange(17) % 3 != 0
+    tokens, log_probs, finite = oracle(logits, knobs)
+    got = sample_token_on_a_cpu(logits, *map(torch.from_numpy, knobs), wants_log_prob=wants)
+    assert got[0].tolist() == tokens.tolist() and got[2].tolist() == finite.tolist() == [True] * 15 + [False] * 2
+    torch.testing.assert_close(got[1][wants], log_probs[wants], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+    into = torch.empty(17, dtype=torch.int32), torch.empty(17), torch.empty(17, dtype=torch.bool)
+    again = sample_token_on_a_cpu(logits, *map(torch.from_numpy, knobs), *into)
+    assert [a is b for a, b in zip(again, into)] == [True] * 3 and into[0].tolist() == tokens.tolist()
+    torch.testing.assert_close(into[1], log_probs, rtol=1e-5, atol=1e-5, equal_nan=True)

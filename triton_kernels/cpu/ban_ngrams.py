@@ -1,0 +1,30 @@
+"""Repeated n-grams on a CPU, row by row. The contract is that of triton_kernels/ban_ngrams.py.
+
+All starts of a row are compared at once, a token at a time from the last one, which rules out most of them.
+"""
+
+import numpy as np
+
+
+def ban_ngrams(logits, history, history_row, length, size):
+    """Changes and returns `logits`; see the kernel's docstring for shapes."""
+    numbers, tokens_of, size = logits.numpy(), history.numpy(), size.numpy()
+    history_row, length = history_row.numpy(), length.numpy()
+    for row in size.nonzero()[0].tolist():
+        banned = repeating_tokens(tokens_of[history_row[row], : length[row]], int(size[row]))
+        numbers[row, banned[banned < logits.shape[1]]] = -np.inf
+    return logits
+
+
+def repeating_tokens(tokens: np.ndarray, size: int) -> np.ndarray:
+    """The tokens after which `tokens` [n] would end in a sequence of `size` tokens that it holds already."""
+    others = size - 1
+    if len(tokens) < size:
+        return tokens[:0]
+    last = tokens[len(tokens) - others :]
+    starts = np.arange(len(tokens) - others)
+    for offset in range(others - 1, -1, -1):
+        starts = starts[tokens[starts + offset] == last[offset]]
+        if not len(starts):
+            break
+    return tokens[starts + others]
