@@ -25,7 +25,7 @@ LONGEST_WAIT_S = 1_000_000    # eleven days: what a thread waits for has a limit
 class KvCacheConfig:
     """How much memory the KV cache may take and how its blocks are kept.
 
-    max_tokens                 tokens over all requests; None: what the fraction below allows
+    max_tokens                 tokens over all requests, rounded up to whole blocks; None: what the fraction allows
     max_attention_window       tokens a query may look back on; None: all of them
     sink_token_length          first tokens that stay visible although outside the window
     free_gpu_memory_fraction   share of the memory free after the weights are loaded, 0 < x <= 1; on a CPU of the free
