@@ -24,6 +24,7 @@ from .model_spec import (
     layer_count,
     read_activation,
     read_dtype,
+    refuse_rotary,
     refuse_windows,
 )
 
@@ -40,7 +41,6 @@ class Gpt2:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        refuse_windows(config)
         if not config.flag("scale_attn_weights", True):
             raise config.fault("scale_attn_weights", "true")
         for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
@@ -48,6 +48,8 @@ class Gpt2:
                 raise config.fault(name, "false")
         names = {name: alias if alias in config else name for name, alias in _ALIASES.items()}
         num_layers = layer_count(config, names["n_layer"])
+        refuse_windows(config, num_layers)
+        refuse_rotary(config)
         num_heads = config.count(names["n_head"], maximum=MAX_HEADS)
         hidden_size = config.count(names["n_embd"], maximum=MAX_WIDTH)
         head_size = even_share(config, names["n_embd"], hidden_size, num_heads)

@@ -25,10 +25,10 @@ class Llama:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        refuse_windows(config)
-        bias = config.flag("attention_bias", False)
-        return read_decoder_spec(config, architecture, windows=(None,) * layer_count(config), qkv_bias=bias,
-                                 out_bias=bias, mlp_bias=config.flag("mlp_bias", False), max_positions=2048)
+        num_layers, bias = layer_count(config), config.flag("attention_bias", False)
+        refuse_windows(config, num_layers)
+        return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+                                 mlp_bias=config.flag("mlp_bias", False), max_positions=2048)
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

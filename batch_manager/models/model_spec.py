@@ -223,9 +223,7 @@ def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...
     window = read_window(config) if slides else None
     first = config.count("max_window_layers", 28, minimum=0)
     default = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
-    kinds = config.texts("layer_types", default)
-    if len(kinds) != num_layers:
-        raise config.fault("layer_types", f"one entry for each of the {num_layers} layers")
+    kinds = read_layer_types(config, default)
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.fault("layer_types", "full_attention or sliding_attention")
     if "sliding_attention" in kinds and not slides:
@@ -240,12 +238,28 @@ def read_window(config: Fields) -> int | None:
     return config.count("sliding_window", None if "sliding_window" in config.values else 4096)
 
 
-def refuse_windows(config: Fields) -> None:
+def read_layer_types(config: Fields, default: list[str]) -> list[str]:
+    """`layer_types`, as many as there are in `default`."""
+    kinds = config.texts("layer_types", default)
+    if len(kinds) != len(default):
+        raise config.fault("layer_types", f"one entry for each of the {len(default)} layers")
+    return kinds
+
+
+def refuse_windows(config: Fields, num_layers: int) -> None:
     """Raise when a family without sliding windows is given some."""
     if "sliding_window" in config and config.flag("use_sliding_window", True):
         raise config.fault("sliding_window", "null: this architecture has no sliding window")
-    if set(config.texts("layer_types", [])) - {"full_attention"}:
+    if set(read_layer_types(config, ["full_attention"] * num_layers)) != {"full_attention"}:
         raise config.fault("layer_types", "full_attention everywhere: this architecture has no other layers")
+
+
+def refuse_rotary(config: Fields) -> None:
+    """Raise when a family with learned positions is given others."""
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.fields(name, Fields({}, config.where))
+        if rope.text("rope_type", rope.text("type", "default")) != "default":
+            raise config.fault(name, "null: this architecture has learned positions")
 
 
 def read_rotary(config: Fields, max_positions: int, is_partial: bool = False) -> RotaryParameters:

@@ -92,7 +92,11 @@ def read_config(config: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _read_gpt2(fields: _Fields, family: str) -> dict[str, Any]:
-    _refuse_windows(fields)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = fields.take(name, lambda value: type(value) is dict, {}) or {}
+        kinds = [(field, rope[field]) for field in ("rope_type", "type") if rope.get(field) is not None]
+        wrong = [field for field, kind in kinds if type(kind) is not str]
+        fields.faults += wrong or [name for _, kind in kinds[:1] if kind != "default"]
     if fields.flag("scale_attn_weights", True) is False:
         fields.faults.append("scale_attn_weights")
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
@@ -102,6 +106,7 @@ def _read_gpt2(fields: _Fields, family: str) -> dict[str, Any]:
         return name if fields.config.get(other) is None else other
 
     layers = fields.size(name_of("n_layer", "num_hidden_layers"), 4096)
+    _refuse_windows(fields, layers or 0)
     heads = fields.size(name_of("n_head", "num_attention_heads"), 4096)
     hidden = fields.size(name_of("n_embd", "hidden_size"), 2**20)
     if heads and hidden and hidden % heads:
@@ -127,7 +132,7 @@ def _read_decoder(fields: _Fields, family: str) -> dict[str, Any]:
             fields.faults.append("hidden_size")
     attention_bias = family in ("llama", "qwen3") and fields.flag("attention_bias", False)
     if family == "llama":
-        _refuse_windows(fields)
+        _refuse_windows(fields, layers or 0)
     windows = (_mistral_windows if family == "mistral" else _qwen_windows if "qwen" in family
                else lambda fields, layers: (None,) * layers)(fields, layers or 0)
     kv_heads = KV_HEADS.get(family, heads) if "num_key_value_heads" not in fields.config else heads
@@ -145,10 +150,14 @@ def _read_decoder(fields: _Fields, family: str) -> dict[str, Any]:
     return numbers
 
 
-def _refuse_windows(fields: _Fields) -> None:
+def _refuse_windows(fields: _Fields, layers: int) -> None:
     if fields.config.get("sliding_window") is not None and fields.flag("use_sliding_window", True):
         fields.faults.append("sliding_window")
-    if set(fields.texts("layer_types")) - {"full_attention"}:
+    _one_kind(fields, "full_attention", layers)
+
+
+def _one_kind(fields: _Fields, kind: str, layers: int) -> None:
+    if fields.config.get("layer_types") is not None and fields.texts("layer_types") != [kind] * layers:
         fields.faults.append("layer_types")
 
 
@@ -158,8 +167,7 @@ def _window(fields: _Fields) -> int | None:
 
 def _mistral_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
     window = _window(fields)
-    if set(fields.texts("layer_types")) - {"full_attention" if window is None else "sliding_attention"}:
-        fields.faults.append("layer_types")
+    _one_kind(fields, "full_attention" if window is None else "sliding_attention", layers)
     return (window,) * layers
 
 

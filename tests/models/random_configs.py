@@ -1,0 +1,133 @@
+"""Random small configurations of the five families, and what transformers' own classes make of them."""
+
+import copy
+from random import Random
+from typing import Any
+
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
+            "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
+               "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
+LAYERS = (1, 2, 3, 4)
+ROTARY = (
+    {"rope_type": "default"}, {"type": "default"}, {"rope_type": "linear", "factor": 2.0},
+    {"type": "linear", "factor": 3},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, {"type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.25, "beta_fast": 16, "beta_slow": 2},
+    {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+    {"rope_type": "dynamic", "factor": 2.0}, {}, None)
+# Fields of all families beside those of their own: what one family ignores another may read.
+OPTIONAL: dict[str, tuple] = {
+    "num_key_value_heads": (1, 2, 4, 8, 32, None), "head_dim": (4, 8, 16, None), "sliding_window": (3, 5, 8, None),
+    "use_sliding_window": (True, True, False), "max_window_layers": (0, 1, 2, 5, 28), "layer_types": (None,),
+    "attention_bias": (True, False), "mlp_bias": (True, False), "rms_norm_eps": (1e-5, 1e-6, 3e-4),
+    "tie_word_embeddings": (True, False), "hidden_act": (*ACTIVATIONS, "tanh"), "rope_theta": (1e4, 5e5, 10000),
+    "rope_scaling": ROTARY, "rope_parameters": ROTARY, "torch_dtype": ("float32", "bfloat16", None),
+    "dtype": ("float16", None), "original_max_position_embeddings": (16,), "partial_rotary_factor": (1.0, 0.5),
+    "max_position_embeddings": (64, 128), "n_positions": (64, 32), "n_head": (2, 4), "num_attention_heads": (2, 4, 8),
+    "n_layer": LAYERS, "num_hidden_layers": LAYERS, "n_embd": (32, 64), "hidden_size": (32, 64, 36), "n_ctx": (16,),
+    "n_inner": (48, None), "layer_norm_epsilon": (1e-5, 1e-3), "activation_function": (*ACTIVATIONS, "tanh"),
+    "scale_attn_weights": (True, False), "scale_attn_by_inverse_layer_idx": (True, False), "layer_norm_eps": (1e-3,),
+    "reorder_and_upcast_attn": (True, False), "per_layer_config": (None, {}, {"0": {"num_key_value_heads": 1}}),
+    "use_cache": (True, False), "attention_dropout": (0.0, 0.1), "initializer_range": (0.02,), "vocab_size": (97, 101),
+    "intermediate_size": (48, 112), "num_local_experts": (0, 4), "pretraining_tp": (1, 2), "is_causal": (True,),
+    "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (), "model_type": (),
+}
+# transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
+REQUIRED = {
+    "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
+        "num_attention_heads": 4})}
+
+
+def random_config(random: Random) -> dict[str, Any]:
+    architecture, model_type = random.choice(list(FAMILIES.items()))
+    config = {"architectures": [architecture], **REQUIRED[model_type]}
+    if random.random() < 0.7:
+        config["model_type"] = model_type if random.random() < 0.95 else random.choice(list(FAMILIES.values()))
+    if random.random() < 0.9:
+        config["num_key_value_heads"] = 2
+    for name in random.sample(list(OPTIONAL), random.choice((1, 2, 3, 4, 6))):
+        if OPTIONAL[name]:
+            config[name] = random.choice(OPTIONAL[name])
+    if model_type != "gpt2" and random.random() < 0.25:
+        count = config["num_hidden_layers"] if random.random() < 0.9 else random.choice(LAYERS)
+        kinds = random.choice((["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"]))
+        config["layer_types"] = [random.choice(kinds) for _ in range(count)]
+        if random.random() < 0.7:
+            config["use_sliding_window"] = random.random() < 0.8
+    return config
+
+
+def numbers_of_transformers(config: dict[str, Any]) -> dict[str, Any] | None:
+    """What the model that transformers makes of it computes with; None where transformers refuses it, or fails."""
+    model_type = config.get("model_type", FAMILIES[config["architectures"][0]])
+    given = copy.deepcopy({name: value for name, value in config.items() if name != "model_type"})    # it changes them
+    try:
+        read = transformers.AutoConfig.for_model(model_type, **given)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager")
+    except Exception:
+        return None
+    return {"architecture": type(model).__name__, **(_of_gpt2 if model_type == "gpt2" else _of_decoder)(read, model)}
+
+
+def _of_gpt2(read: Any, model: torch.nn.Module) -> dict[str, Any]:
+    layers, first = model.transformer.h, model.transformer.h[0]
+    return {
+        "num_layers": len(layers), "num_heads": first.attn.num_heads, "num_kv_heads": first.attn.num_heads,
+        "head_size": first.attn.head_dim, "hidden_size": model.transformer.wte.weight.shape[1],
+        "intermediate_size": first.mlp.c_fc.weight.shape[1], "vocab_size": model.transformer.wte.weight.shape[0],
+        "max_position_embeddings": model.transformer.wpe.weight.shape[0], "windows": (None,) * len(layers),
+        "norm_epsilon": first.ln_1.eps, "tie_word_embeddings": read.tie_word_embeddings, "qkv_bias": True,
+        "activation": ACTIVATIONS.get(read.activation_function), "out_bias": True, "mlp_bias": True, "qk_norm": False,
+        "dtype": _dtype(read), "scales": _scales_of_gpt2(layers)}
+
+
+def _scales_of_gpt2(layers: torch.nn.ModuleList) -> tuple[float, ...]:
+    scales = []
+    for index, layer in enumerate(layers):
+        scale = layer.attn.head_dim**-0.5 if layer.attn.scale_attn_weights else 1.0
+        scales.append(scale / (index + 1) if layer.attn.scale_attn_by_inverse_layer_idx else scale)
+    return tuple(scales)
+
+
+def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
+    layers, attention, mlp = model.model.layers, model.model.layers[0].self_attn, model.model.layers[0].mlp
+    size = attention.head_dim
+    windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
+    if type(read).__name__ == "MistralConfig":
+        windows = (read.sliding_window,) * len(layers)
+    elif type(read).__name__ in ("Qwen2Config", "Qwen3Config"):
+        windows = tuple(read.sliding_window if kind == "sliding_attention" else None for kind in read.layer_types)
+        if read.sliding_window is None and "sliding_attention" in read.layer_types:
+            return {"windows": "the mask of these layers cannot be made"}
+    rotary = read.rope_parameters
+    kind = rotary["rope_type"]
+    if kind == "default":
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+        frequencies, amplitude = 1.0 / rotary["rope_theta"]**exponents, 1.0
+    else:
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](read, device="cpu")
+    return {
+        "num_layers": len(layers), "num_heads": attention.q_proj.weight.shape[0] // size,
+        "num_kv_heads": attention.k_proj.weight.shape[0] // size, "head_size": size,
+        "hidden_size": model.model.embed_tokens.weight.shape[1], "intermediate_size": mlp.up_proj.weight.shape[0],
+        "vocab_size": model.model.embed_tokens.weight.shape[0],
+        "max_position_embeddings": read.max_position_embeddings, "windows": windows,
+        "norm_epsilon": model.model.norm.variance_epsilon, "tie_word_embeddings": read.tie_word_embeddings,
+        "activation": ACTIVATIONS.get(read.hidden_act), "qkv_bias": attention.q_proj.bias is not None,
+        "out_bias": attention.o_proj.bias is not None, "mlp_bias": mlp.up_proj.bias is not None,
+        "qk_norm": hasattr(attention, "q_norm"), "dtype": _dtype(read), "scales": (attention.scaling,) * len(layers),
+        "frequencies": tuple(round(float(number), 7) for number in frequencies), "amplitude": amplitude}
+
+
+def _dtype(read: Any) -> str | None:
+    return None if read.dtype is None else str(read.dtype).removeprefix("torch.")

@@ -1,0 +1,65 @@
+"""What is read of a config.json is what transformers' own classes make of it, or it is refused.
+
+Here a null means that a field is not given, also in a field that transformers refuses a null for. Nothing else that
+transformers refuses is read.
+"""
+
+import json
+import logging
+from collections import Counter
+from random import Random
+
+import pytest
+
+from batch_manager.errors import ModelLoadError
+from batch_manager.layers.rotary import inverse_frequencies
+from batch_manager.models import read_spec
+
+pytest.importorskip("transformers")
+
+from .random_configs import numbers_of_transformers, random_config  # noqa: E402
+
+SEEDS = range(250)
+
+
+def numbers_of(spec):
+    """The numbers of a ModelSpec, by the names of numbers_of_transformers."""
+    numbers = {name: getattr(spec, name) for name in (
+        "architecture", "num_layers", "num_heads", "num_kv_heads", "head_size", "hidden_size", "intermediate_size",
+        "vocab_size", "max_position_embeddings", "norm_epsilon", "tie_word_embeddings", "activation", "qkv_bias",
+        "out_bias", "mlp_bias", "qk_norm", "dtype")}
+    numbers["windows"] = tuple(layer.window for layer in spec.attention)
+    numbers["scales"] = tuple(layer.scale for layer in spec.attention)
+    if spec.rotary is not None:
+        frequencies = inverse_frequencies(spec.rotary, spec.head_size)
+        numbers["frequencies"] = tuple(round(float(number), 7) for number in frequencies)
+        numbers["amplitude"] = spec.rotary.amplitude
+    return numbers
+
+
+def compare(folder, seed):
+    """("read" | "refused" | "refused by both", what differs)"""
+    config = random_config(Random(seed))
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = numbers_of_transformers(config)
+    try:
+        spec = read_spec(folder)
+    except ModelLoadError as refusal:
+        return "refused" if expected else "refused by both", "" if str(folder) in str(refusal) else str(refusal)
+    found = numbers_of(spec)
+    if expected is None and None not in config.values():
+        return "read", f"transformers refuses {config}, read as {found}"
+    differing = {name: (found.get(name), value) for name, value in (expected or {}).items() if found.get(name) != value}
+    return "read", f"{config}: (here, transformers): {differing}" if differing else ""
+
+
+def test_random_configurations(tmp_path):
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    ends, wrong = Counter(), {}
+    for seed in SEEDS:
+        end, differing = compare(tmp_path, seed)
+        ends[end] += 1
+        if differing:
+            wrong[seed] = differing
+    assert not wrong, "\n".join(f"seed {seed}: {text}" for seed, text in list(wrong.items())[:5])
+    assert ends["read"] > len(SEEDS) // 3 and ends["refused"] > len(SEEDS) // 20, ends
