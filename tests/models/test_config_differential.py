@@ -53,6 +53,7 @@ def compare(folder, seed):
     return "read", f"{config}: (here, transformers): {differing}" if differing else ""
 
 
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
 def test_random_configurations(tmp_path):
     logging.getLogger("transformers").setLevel(logging.ERROR)
     ends, wrong = Counter(), {}
