@@ -216,9 +216,11 @@ class Laboratory:
         self.reused: dict[int, int] = {}
 
     def backend(self, layout: str):
+        """The backend of this layout, for a new engine, which counts its operations from the first one on."""
         if layout not in self._backends:
             self._backends[layout] = build_native_backend(
                 self.folder, self.params, layout=LAYOUTS[layout], num_slots=32, max_beam_width=self.max_beam_width)
+        self._backends[layout]._num_operations = 0
         return self._backends[layout]
 
     def alone(self, ask: Ask) -> Outcome:
