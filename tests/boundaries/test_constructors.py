@@ -37,6 +37,7 @@ KV_COMPANIONS = {"sink_token_length": {"max_attention_window": 8}, "host_cache_s
 OPTIONS = {
     "kv_cache_config": ((KvCacheConfig(),), (None, {}, KvCacheConfig, 5)),
     "enable_trt_overlap": FLAG,
+    "run_ahead": OPEN_FLAG,
     "enable_chunked_context": FLAG,
     "context_chunking_policy": (tuple(ContextChunkingPolicy), (0, 1, None, "EQUAL_PROGRESS", SchedulerPolicy(1))),
     "normalize_log_probs": FLAG,

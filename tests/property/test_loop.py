@@ -21,50 +21,6 @@ MAX_SEQ_LEN = 96
 NATURAL = {FinishReason.END_ID, FinishReason.LENGTH}
 
 
-class LateBackend(ScriptedBackend):
-    """Does everything in the order it was asked for, as late as it can: when a step is read."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self._waiting = []
-
-    def start(self, batch):
-        step = LateStep(self, super().start, batch)
-        self._waiting.append(step.compute)
-        return step
-
-    def copy_blocks(self, copies):
-        copy = super().copy_blocks
-        self._waiting.append(lambda: copy(copies))
-
-    def clear_blocks(self, block_ids):
-        clear = super().clear_blocks
-        self._waiting.append(lambda: clear(block_ids))
-
-    def catch_up_with(self, step):
-        while not step.done:
-            self._waiting.pop(0)()
-
-
-class LateStep:
-    def __init__(self, backend, start, batch):
-        self._backend, self._start, self._batch = backend, start, batch
-        self.done, self._step, self._error = False, None, None
-
-    def compute(self):
-        self.done = True
-        try:
-            self._step = self._start(self._batch)
-        except Exception as error:
-            self._error = error
-
-    def finish(self):
-        self._backend.catch_up_with(self)
-        if self._error is not None:
-            raise self._error
-        return self._step.finish()
-
-
 class Fickle(RequestScheduler):
     """A legal scheduler of moods: leaves out some of what another one planned, and pauses whom it likes."""
 
@@ -138,11 +94,12 @@ class Stream:
         worst = -(-longest // size) + (-(-sink // size) + 1 if has_sink else 0)
         chunked = not self.is_static and draw.random() < 0.5
         overlap = not self.is_static and draw.random() < 0.4
+        ahead = not self.is_static and not overlap and draw.random() < 0.6
         tokens = draw.choice([size, 2 * size, 3 * size + 1, 40]) if chunked else longest + draw.choice([0, 7, 60])
         reuse = draw.random() < 0.8
         host_blocks = draw.choice([0, 0, 1, 3, 20]) if reuse and not has_sink and not self.is_static else 0
-        backend = (LateBackend if draw.random() < 0.5 else ScriptedBackend)(
-            vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, num_blocks=worst + draw.choice([0, 1, 2, 5, 20, 80]),
+        backend = ScriptedBackend(
+            is_asynchronous=draw.random() < 0.6, vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, num_blocks=worst + draw.choice([0, 1, 2, 5, 20, 80]),
             tokens_per_block=size, num_slots=2, window=window, sink=sink,
             **({"host_blocks": host_blocks} if host_blocks else {}),
             **{draw.choice(["on_step", "on_finish"]): self._fault})
@@ -156,14 +113,18 @@ class Stream:
         backend.start = note_owners
         parts = {}
         if not self.is_static and draw.random() < 0.25:
-            parts["scheduler"] = lambda limits, kv: Fickle(limits, kv, draw)
+            def fickle(limits, kv_cache_manager):
+                return Fickle(limits, kv_cache_manager, draw)
+
+            fickle.plans_by_lengths = True
+            parts["scheduler"] = fickle
         self.longest, self.chunked = longest, chunked
         return build_world(
             backend=backend, policy=draw.choice(list(SchedulerPolicy)),
             model_type=TrtGptModelType.V1 if self.is_static else TrtGptModelType.InflightFusedBatching,
             max_batch_size=draw.choice([1, 2, 3, 8]), max_num_tokens=max(tokens, size), parts=parts,
             max_num_sequences=draw.choice([None, 1, 4, 16, -1]),
-            enable_chunked_context=chunked, enable_trt_overlap=overlap,
+            enable_chunked_context=chunked, enable_trt_overlap=overlap, run_ahead=ahead,
             kv_cache_config=KvCacheConfig(
                 enable_block_reuse=reuse, max_attention_window=window, sink_token_length=sink,
                 **({"host_cache_size": 1} if host_blocks else {})))
@@ -210,6 +171,7 @@ class Stream:
             self._judge(i, r)
         self.seen["reused blocks"] = world.loop.kv.usage().reused_blocks
         self.seen["evicted blocks"] = world.loop.kv.usage().evicted_blocks
+        self.seen["discarded tokens"] = world.loop.window.num_discarded_tokens
         self.seen["recomputed tokens"] = world.loop.totals.recomputed_tokens
 
     def _item(self, i: int, r: dict) -> InferenceRequest:
