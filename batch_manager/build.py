@@ -174,6 +174,7 @@ def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBacke
     return KvCacheManager(
         limits.num_blocks, limits.tokens_per_block, limits.max_seq_len, max_beam_width=limits.max_beam_width,
         window=window, sink_token_length=sinks, unread_steps=limits.window_depth - limits.num_micro_batches,
+        max_draft_len=limits.max_draft_tokens,
         enable_block_reuse=kv.enable_block_reuse, enable_partial_reuse=kv.enable_partial_reuse,
         host_blocks=info.host_blocks if kv.host_cache_size else 0, now=clock.monotonic)
 

@@ -236,6 +236,7 @@ class Limits:
     max_num_requests      requests the capacity scheduler may take in one iteration
     num_micro_batches     steps in flight at a time, of disjoint requests
     runs_ahead            a request may be in two successive steps in flight; num_micro_batches is 1 then
+    max_draft_tokens      draft tokens that a generation step verifies for a sequence, at most
     max_num_sequences     requests active at a time (of no meaning when unbounded)
     unbounded_sequences   as many active requests as the get callback hands over
     vocab_size            of the model
@@ -259,6 +260,7 @@ class Limits:
     num_micro_batches: int = 1
     hidden_size: int = 0
     runs_ahead: bool = False
+    max_draft_tokens: int = 0
 
     @property
     def window_depth(self) -> int:

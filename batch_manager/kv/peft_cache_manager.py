@@ -5,18 +5,10 @@ An adapter is known by its task id. Requests without one cost nothing.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from ..errors import OutOfResourceError
+from ..handover import AdapterLoad
 from ..requests.llm_request import LlmRequest
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLoad:
-    """An adapter that has to be brought to the device, and the pages it goes to."""
-
-    task_id: int
-    page_ids: list[int]
 
 
 class PeftCacheManager:
@@ -65,7 +57,7 @@ class PeftCacheManager:
         for request in new:
             task_id = request.lora_task_id
             if task_id not in self._pages:
-                loads.append(AdapterLoad(task_id, self._load(task_id)))
+                loads.append(AdapterLoad(task_id, tuple(self._load(task_id))))
             self._users[task_id] += 1
             self._holders[request] = task_id
         return loads

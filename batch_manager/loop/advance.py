@@ -46,7 +46,8 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
         _read_contexts(batch, output, requests, void, responder, resources)
     listeners, tokens, starts = responder.listeners, output.tokens.tolist(), output.row_starts
     drawing = _requests_of_rows(batch, output, requests)
-    if starts is None and not (listeners or failures or void or output.finish.any()
+    if starts is None and batch.generation.num_drafts is None and not (
+            listeners or failures or void or output.finish.any()
                                or [request for request in drawing if request.state is COMPLETE]):
         # The common case: one token each, and only a length may end any of them. It takes half as long for 256 rows.
         outcome.ended = [(request, FinishReason.LENGTH) for request, token in zip(drawing, tokens, strict=True)
@@ -72,6 +73,9 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
             if reason is not None:
                 outcome.ended.append((request, reason))
             continue
+        if stop - start > 1:    # accepted drafts may be more than was asked for
+            most = request.final_length - request.num_tokens
+            stop, finish = (start + most, NOT_FINISHED) if stop - start > most else (stop, finish)
         if finish == END_ID:    # the end id is not part of the output
             stop -= 1
         has_all = request.add_token(tokens[start]) if stop - start == 1 else request.add_tokens(tokens[start:stop])
@@ -82,7 +86,25 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
             outcome.ended.append((request, FinishReason(finish) if finish else FinishReason.LENGTH))
         elif streams:
             outcome.to_send.append(request)
+    if batch.generation.num_drafts is not None:
+        _reject_drafts(batch, starts, drawing, outcome, void, resources)
     return outcome
+
+
+def _reject_drafts(batch: ScheduledBatch, starts: Sequence[int], drawing: Sequence[LlmRequest], outcome: Outcome,
+                   void: Collection[LlmRequest], resources: Resources) -> None:
+    """Give back the room of drafts that were not accepted, of the requests that go on."""
+    drafts = dict(zip(batch.generation.slots.tolist(), batch.generation.num_drafts.tolist()))
+    over = {request for request, _ in (*outcome.ended, *outcome.failed)}
+    rejected: dict[LlmRequest, int] = {}
+    for row, request in enumerate(drawing):
+        if request.state is COMPLETE or request in over or request in void or request.seq_slot not in drafts:
+            continue
+        request.propose(())
+        if count := 1 + drafts[request.seq_slot] - (starts[row + 1] - starts[row]):
+            rejected[request] = count
+    if rejected:
+        resources.reject_drafts(list(rejected), list(rejected.values()))
 
 
 def _advance_beams(request: LlmRequest, output: StepOutput, row: slice, outcome: Outcome, responder: Responder,

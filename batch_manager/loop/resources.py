@@ -1,6 +1,7 @@
 """What a request must hold to run: KV cache blocks, and what the device knows of its slot."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -90,7 +91,9 @@ class Resources:
         """
         contexts = plan.context_requests
         first_chunks = [request for request in contexts if request.is_first_context_chunk] if contexts else contexts
-        claimed = self._claim_all(first_chunks, plan.generation_requests)
+        drafting = [request for request in plan.generation_requests if request.draft_len]
+        num_drafts = [request.draft_len for request in plan.generation_requests] if drafting else None
+        claimed = self._claim_all(first_chunks, plan.generation_requests, num_drafts)
         context: tuple[ContextWork, ...] = ()
         if contexts:
             chunk_sizes = plan.chunk_sizes
@@ -101,6 +104,10 @@ class Resources:
         generation = NO_GENERATION
         if plan.generation_requests:
             generation = GenerationWork(claimed.slots, claimed.kv_lengths, plan.generation_requests[0].beam_width)
+            if drafting:
+                generation = replace(
+                    generation, num_drafts=np.array(num_drafts, np.int32),
+                    draft_tokens=np.concatenate([np.array(request.draft_tokens, np.int32) for request in drafting]))
         num_places = 0
         if self._static_batch is not None:
             if contexts:
@@ -108,6 +115,10 @@ class Resources:
             num_places = self._static_batch.num_places
         return ScheduledBatch(iteration, micro_batch_id, context, generation, num_places=num_places,
                               max_beam_width=self._kv.sequences.max_beam_width, **self.device_work.pending())
+
+    def reject_drafts(self, requests: Sequence[LlmRequest], num_rejected: Sequence[int]) -> None:
+        """Give back what was claimed for drafts that were not accepted. num_rejected: of each request"""
+        self._kv.rewind(requests, num_rejected)
 
     def unclaim(self, batch: ScheduledBatch, requests: Sequence[LlmRequest], void: Sequence[LlmRequest]) -> None:
         """Take back what a step claimed for requests whose rows of it are void: they stand where they stood before it.
@@ -126,7 +137,7 @@ class Resources:
                 self._clear_span(request, start, request.context_position)
                 request.unlaunch_context(start)
         for request in generation:
-            end = self._kv.kv_length(request)
+            end = self._kv.kv_length(request)    # a request with drafts is in no step after another that is in flight
             self._clear_span(request, end - 1, end)
         self._kv.rewind(generation, 1)
 
@@ -141,14 +152,15 @@ class Resources:
         else:
             self.device_work.add(self._kv.fork(request))
 
-    def _claim_all(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest]) -> Claim:
+    def _claim_all(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
+                   num_drafts: Sequence[int] | None) -> Claim:
         claimed: list[Resource] = []
         operations: list[DeviceOperation] = []
         try:
             for resource in self.others:
                 operations += resource.claim(first_chunks) or ()
                 claimed.append(resource)
-            blocks = self._kv.claim(first_chunks, generation)
+            blocks = self._kv.claim(first_chunks, generation, num_drafts)
         except BaseException:
             for resource in reversed(claimed):
                 for request in first_chunks:

@@ -26,7 +26,9 @@ class LlmRequest:
     prompt_len          tokens to compute in the context phase: the prompt, after a pause with the generated tokens
     max_new_tokens      tokens still allowed after prompt_len
     final_length        tokens at which it has all it asked for; a pause does not change it
-    beam_width, draft_len, lora_task_id, priority   as asked; a larger priority goes first
+    beam_width, lora_task_id, priority   as asked; a larger priority goes first
+    draft_len           draft tokens that its next step is to verify
+    draft_tokens        these tokens
     batch_key           what it must have in common with those it shares a static batch with; None where none is formed
     cache_salt          only requests with the same one share what is in the KV cache
     token_extra_ids     one per prompt token, for content that token ids do not tell apart; None: there is none
@@ -44,8 +46,9 @@ class LlmRequest:
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
-                 "beam_width", "draft_len", "lora_task_id", "priority", "batch_key", "cache_salt", "token_extra_ids",
-                 "retention", "in_lockstep", "state", "context_position", "context_read", "seq_slot", "num_pauses")
+                 "beam_width", "draft_len", "draft_tokens", "lora_task_id", "priority", "batch_key", "cache_salt",
+                 "token_extra_ids", "retention", "in_lockstep", "state", "context_position", "context_read", "seq_slot",
+                 "num_pauses")
 
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
                  draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5,
@@ -60,6 +63,7 @@ class LlmRequest:
         self.final_length = len(prompt) + max_new_tokens
         self.beam_width = beam_width
         self.draft_len = draft_len
+        self.draft_tokens: Sequence[int] = ()
         self.lora_task_id = lora_task_id
         self.priority = priority
         self.batch_key = batch_key
@@ -152,6 +156,14 @@ class LlmRequest:
     def add_tokens(self, tokens: Sequence[int]) -> bool:
         """Append generated tokens, no more than were asked for (beam width 1). True when the last one was added."""
         return any([self.add_token(token) for token in tokens])
+
+    def propose(self, draft_tokens: Sequence[int]) -> None:
+        """Let the next generation step verify these drafts (beam width 1); none: it is a plain one.
+
+        At most one less than the tokens still asked for, so that each could be accepted.
+        """
+        assert self.beam_width == 1 and len(draft_tokens) < max(self.final_length - self.num_tokens, 1)
+        self.draft_tokens, self.draft_len = draft_tokens, len(draft_tokens)
 
     def add_to_beams(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Make each beam the text of its parent and one token more. It is not the last one asked for."""

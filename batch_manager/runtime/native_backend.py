@@ -230,6 +230,8 @@ class NativeBackend:
     def start(self, batch: ScheduledBatch) -> "NativeStep":
         """Launch a step; see seams.ModelBackend. A raise leaves pages written that the next run writes again, and
         nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
+        if batch.generation.num_drafts is not None or any(work.num_drafts for work in batch.context):
+            raise NotImplementedError("draft tokens are not verified by this backend yet")
         with on_device(self._device), torch.inference_mode(), self._threads():
             self._tables.update(batch)
             for operation in batch.new_operations(self._num_operations):

@@ -33,6 +33,7 @@ from ..decoding.position_ring import COLUMNS, PositionRing
 from ..errors import InternalError
 from ..handover import (
     END_ID,
+    NOT_FINISHED,
     AdapterLoad,
     BlockClear,
     BlockCopy,
@@ -164,17 +165,21 @@ class ScriptedBackend:
 
         output = self._decode(batch, layout, sums, failures)
         self._state["length"][layout.slots] = layout.starts + layout.counts
+        if batch.generation.num_drafts is not None:
+            self._state["length"][batch.generation.slots] = batch.generation.kv_lengths + 1
         self._state["sum"][layout.slots] = sums
         self._keep_tokens(output)
         self.num_steps += 1
         return output
 
     def _keep_tokens(self, output: StepOutput) -> None:
-        """The next step finds the tokens of sequences without beams; searches keep their own."""
+        """The next step finds the last tokens of sequences without beams; searches keep their own."""
         slots, tokens = output.slots, output.tokens
         if output.row_starts is not None:
             single = np.array([slot not in self._searches for slot in slots.tolist()], bool)
-            slots, tokens = slots[single], tokens[output.row_starts[:-1][single]]
+            slots, tokens = slots[single], tokens[output.row_starts[1:][single] - 1]
+            # Of a sequence with drafts all but the last of its tokens are in the cache.
+            self._state["length"][slots] += np.diff(output.row_starts)[single] - 1
         self._last_tokens.put(slots, self._state["length"][slots], tokens)
 
     def _carry_out(self, operation: DeviceOperation) -> None:
@@ -266,7 +271,8 @@ class ScriptedBackend:
             fed = self._last_tokens.at(generation_slots, kv_lengths)
         else:
             fed = self._searches.fed_tokens(batch.generation)
-        if not batch.context:
+        num_drafts = batch.generation.num_drafts
+        if not batch.context and num_drafts is None:
             slots, starts, positions, owners = generation_slots, kv_lengths, kv_lengths, None
             counts, tokens = np.ones(len(slots), np.int32), fed
             token_rows = table_rows
@@ -277,6 +283,10 @@ class ScriptedBackend:
             starts = np.concatenate([[work.start for work in batch.context], kv_lengths]).astype(np.int32)
             counts = np.ones(len(slots), np.int32)
             counts[: len(batch.context)] = [len(work.token_ids) for work in batch.context]
+            if num_drafts is not None:
+                counts[len(batch.context):] += num_drafts
+                after_fed = np.repeat(np.arange(1, len(fed) + 1), num_drafts)
+                fed = np.insert(fed, after_fed, batch.generation.draft_tokens)
             tokens = np.concatenate([*(work.token_ids for work in batch.context), fed])
             owners = np.repeat(np.arange(len(slots)), counts)
             positions = np.arange(len(tokens)) + (starts - np.cumsum(counts) + counts)[owners]
@@ -286,7 +296,8 @@ class ScriptedBackend:
 
     def _sums(self, batch: ScheduledBatch, step: "_Layout") -> np.ndarray:
         """Per sequence, the sum of the terms of what its last token sees, that token included."""
-        if self.verify or self.window is not None or batch.generation.beam_width > 1:
+        if (self.verify or self.window is not None or batch.generation.beam_width > 1
+                or batch.generation.num_drafts is not None):
             return self._read_back(step.table_rows, step.starts + step.counts)
         terms = self._terms(step.positions, step.tokens)
         if step.owners is not None:
@@ -351,6 +362,8 @@ class ScriptedBackend:
             self._follow_script(slots, lengths, tokens, failures)
         if self._post_processors:
             tokens = self._post_process(slots, tokens, failures)
+        if batch.generation.num_drafts is not None:
+            return self._accept_drafts(batch, step, slots, failures, context_logits)
 
         log_probs = None
         if self._extras_wanted:
@@ -364,6 +377,36 @@ class ScriptedBackend:
             columns = columns_with_beams(all_slots, slots, tokens, finish, log_probs, beam_steps)
         return StepOutput(batch.micro_batch_id, **columns, context_logits=context_logits,
                           generation_logits=generation_logits, failures=failures)
+
+    def _accept_drafts(self, batch: ScheduledBatch, step: "_Layout", slots: np.ndarray,
+                       failures: dict[int, RowFailure], context_logits: dict[int, np.ndarray]) -> StepOutput:
+        """Every row of the sequences with drafts is sampled; a draft is accepted while it is what its row sampled."""
+        rows = {slot: row for row, slot in enumerate(step.slots.tolist())}
+        drafts = batch.generation.draft_tokens.tolist()
+        num_drafts = dict(zip(batch.generation.slots.tolist(), batch.generation.num_drafts.tolist()))
+        accepted, log_probs, logits, finish = [], [], {}, []
+        for slot in slots.tolist():
+            row, count = rows[slot], num_drafts.get(slot, 0)
+            end = int(step.starts[row] + step.counts[row])
+            lengths = np.arange(end - count, end + 1)
+            words = self._words(self._read_back(np.full(count + 1, step.table_rows[row]), lengths),
+                                np.full(count + 1, self._state["draw"][slot]))
+            sampled, mine = self._next_tokens(words).tolist(), drafts[:count]
+            del drafts[:count]
+            kept = next((i for i, draft in enumerate(mine) if draft != sampled[i]), count) + 1
+            end_id = int(self._state["end_id"][slot])
+            if end_id in sampled[:kept]:
+                kept = sampled.index(end_id) + 1
+            finish.append(END_ID if sampled[kept - 1] == end_id else NOT_FINISHED)
+            accepted.append(sampled[:kept])
+            log_probs.append(np.where(self._state["log_probs"][slot], _log_probs(words[:kept]), np.float32(0)))
+            if self._state["generation_logits"][slot]:
+                logits[slot] = self._logits(np.array(sampled[:kept]))
+        starts = np.cumsum([0, *map(len, accepted)]).astype(np.int32)
+        return StepOutput(
+            batch.micro_batch_id, slots, np.array([token for tokens in accepted for token in tokens], np.int32),
+            np.array(finish, np.uint8), row_starts=starts, log_probs=np.concatenate(log_probs).astype(np.float32),
+            context_logits=context_logits, generation_logits=logits, failures=failures)
 
     def _search(self, slots: np.ndarray, sums: np.ndarray, lengths: np.ndarray) -> tuple[dict, dict]:
         """(slot -> its BeamStep, slot -> logits). The rows of a slot lie together."""

@@ -103,7 +103,8 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
         return None                                             # a step needs no more than a block for each token
     first_chunks = [request for request in contexts if not kv.owns(request)]
     free = kv.free_blocks + kv.blocks_freed_by(paused)
-    needed = kv.blocks_to_claim(first_chunks, generation, paused)
+    num_drafts = [request.draft_len for request in generation]
+    needed = kv.blocks_to_claim(first_chunks, generation, paused, num_drafts if any(num_drafts) else None)
     if needed > free:
         return f"the plan needs {needed} KV cache blocks and {free} are free after its pauses"
     return None

@@ -4,10 +4,11 @@ import pytest
 
 from batch_manager import SchedulerPolicy, TrtGptModelType
 from batch_manager.errors import OutOfResourceError
-from batch_manager.handover import RowFailure
+from batch_manager.handover import AdapterLoad, RowFailure
 from batch_manager.kv.peft_cache_manager import PeftCacheManager
 from batch_manager.names import ErrorCode
 from batch_manager.requests import admission
+from batch_manager.runtime.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.policies import make_scheduler
 
 
@@ -110,6 +111,28 @@ def test_what_was_claimed_is_given_back_when_the_next_has_too_little(make_world,
     assert world.client.final(4).error == ""
 
 
+class Loads(ScriptedBackend):
+    """A device that knows which adapter is in which of its pages, and looks at that in every step."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.adapters, self.num_loads, self.num_checked = {}, 0, 0
+
+    def _carry_out(self, operation):
+        super()._carry_out(operation)
+        if isinstance(operation, AdapterLoad):
+            self.num_loads += 1
+            self.adapters.update(dict.fromkeys(operation.page_ids, operation.task_id))
+
+    def check(self, world, batch):
+        pages = world.loop._resources.others[0]
+        for slot in batch.slots():
+            request = world.loop.kv.sequences.owners[slot]
+            assert [self.adapters[page] for page in pages.pages(request)] == [request.lora_task_id] * len(
+                pages.pages(request))
+            self.num_checked += bool(pages.pages(request))
+
+
 @pytest.mark.parametrize("policy", list(SchedulerPolicy))
 def test_adapter_pages_are_such_a_resource(make_world, new_request, monkeypatch, policy):
     """The accounting is there although no adapter can be loaded yet: requests for one are refused until then."""
@@ -120,7 +143,9 @@ def test_adapter_pages_are_such_a_resource(make_world, new_request, monkeypatch,
 
     monkeypatch.delitem(admission.NOT_BUILT, "lora_task_id")
     pages = PeftCacheManager(3, lambda task_id: 2 if task_id == 7 else 1)
-    world = make_world(policy=policy, parts={"scheduler": lambda limits, kv: make_scheduler(limits, kv, pages)})
+    backend = Loads(on_step=lambda batch: backend.check(world, batch))
+    world = make_world(policy=policy, backend=backend,
+                       parts={"scheduler": lambda limits, kv: make_scheduler(limits, kv, pages)})
     world.loop._resources.others = (pages,)
     world.client.pending = [new_request(i, [i + 1] * 3, 4 + i % 3, lora_task_id=task)
                             for i, task in enumerate([7, 7, 8, 9, 7, 10, 8])]
@@ -131,3 +156,4 @@ def test_adapter_pages_are_such_a_resource(make_world, new_request, monkeypatch,
         assert sum(pages.pages_of(task) for task in in_use) == 3 - pages.free_pages
     assert all(world.client.final(i).error == "" for i in (*range(7), 99))
     assert pages.free_pages == 3
+    assert backend.num_checked > 20 and backend.num_loads >= 4
