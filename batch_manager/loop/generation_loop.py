@@ -19,20 +19,20 @@ from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
 from ..scheduling.contract import check_plan, plain_plan
 from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
+from ..scheduling.starvation import StarvationCheck
 from ..seams import Clock, ModelBackend
+from ..stats.iteration_stats import StaticBatchStats
 from ..stats.trace import IterationTrace
 from .active_requests import ActiveRequests
 from .advance import Outcome, advance
 from .callbacks import GuardedCallbacks
 from .finals import Finals
-from .held_finals import HeldFinals
 from .intake import Intake
 from .iteration_record import IterationRecord, Totals
-from .overlooked import Overlooked
 from .reporter import Reporter
 from .resources import Resource, Resources
 from .responder import Responder
-from .static_batch import StaticBatch
+from .static_batch import HeldFinals, StaticBatch
 from .step_runner import StepRunner
 from .step_window import StepInFlight, StepWindow
 
@@ -71,15 +71,17 @@ class GenerationLoop:
         self.iteration = 0
         self.totals = Totals()
         self._responder = responder
-        self._resources = Resources(kv_cache_manager, limits.max_seq_len, static_batch, resources)
+        self._static_batch = static_batch
+        self._no_static_batch = None if static_batch is None else StaticBatchStats()
+        self._resources = Resources(kv_cache_manager, limits.max_seq_len, resources)
         self._runner = StepRunner(backend, self._resources.device_work, limits.vocab_size, clock, heartbeat)
         self.window = StepWindow(self._runner, self._resources, limits.window_depth, limits.runs_ahead)
         finals = Finals if static_batch is None else HeldFinals
         self.finals = finals(self.unanswered, self.active, intake, self._resources, responder, self.window)
-        self._overlooked = Overlooked(kv_cache_manager, limits)
+        self._starvation = StarvationCheck(kv_cache_manager, limits)
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(callbacks=callbacks, backend=backend, clock=clock,
-                                 max_requests=limits.max_num_sequences, trace=trace, static_batch=static_batch)
+                                 max_requests=limits.max_num_sequences, trace=trace)
         self._fork = Fork()
 
     def step(self, *, accept_new: bool) -> bool:
@@ -146,7 +148,7 @@ class GenerationLoop:
 
     def _fetch(self) -> IterationRecord:
         record = IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
-                                 self.clock.monotonic())
+                                 self.clock.monotonic(), static_batch=self._no_static_batch)
         for admitted in self.intake.fetch(self._room(), self.active.__contains__, self.failure):
             self.active.add(admitted.request)
             self._resources.admit(admitted)
@@ -177,7 +179,7 @@ class GenerationLoop:
             raise
         except BaseException as error:  # noqa: B036
             raise self._blamed("its plan cannot be read: that raised", error) from error
-        self._overlooked.look(self.scheduler, plan, active, blocked)
+        self._starvation.look(self.scheduler, plan, active, blocked)
         if not (plan.context_requests or plan.generation_requests or self.window):
             raise SchedulerContractError(
                 self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
@@ -200,6 +202,9 @@ class GenerationLoop:
                 batch = self._resources.claim(plan, record.number, record.micro_batch_id)
             except OutOfResourceError as error:
                 raise SchedulerContractError(self.scheduler, f"more than there is: {error}") from error
+            if self._static_batch is not None:
+                batch = self._static_batch.padded(batch, plan)
+                record.static_batch = self._static_batch.stats
             if batch.context:
                 record.chunks = [(request.request_id, work.start, len(work.token_ids))
                                  for request, work in zip(plan.context_requests, batch.context, strict=True)]
@@ -294,7 +299,8 @@ class GenerationLoop:
             self._send_record(record)
             if self._flush_stats_when_idle and self.is_empty:
                 self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
-                                                  self.clock.monotonic(), kv_cache=self.kv.usage()))
+                                                  self.clock.monotonic(), kv_cache=self.kv.usage(),
+                                                  static_batch=self._no_static_batch))
         return record.active_requests > 0 or record.had_refusals or bool(self.callbacks.fetched)
 
     def _send_record(self, record: IterationRecord) -> None:

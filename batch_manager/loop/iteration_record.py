@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from ..kv.kv_cache_manager import KvCacheUsage
 from ..scheduling.interfaces import SchedulerOutput
+from ..stats.iteration_stats import StaticBatchStats
 
 NO_PLAN = SchedulerOutput()
 
@@ -20,6 +21,7 @@ class IterationRecord:
     plan               what was carried out of it; empty where nothing was launched
     chunks             (request id, first position, tokens) of each context chunk
     kv_cache           None until the step was launched
+    static_batch       where batches are static, the one that ran, empty where none did; None: batching in flight
     generated_tokens   appended to requests
     had_refusals       items were refused
     arrived, finished  ids of the requests that were accepted, and of those that ended after they ran
@@ -32,6 +34,7 @@ class IterationRecord:
     plan: SchedulerOutput = NO_PLAN
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     kv_cache: KvCacheUsage | None = None
+    static_batch: StaticBatchStats | None = None
     generated_tokens: int = 0
     had_refusals: bool = False
     arrived: tuple[int, ...] = ()

@@ -4,25 +4,23 @@ from collections.abc import Callable
 from operator import index
 
 from ..seams import Clock, MemoryUsage, ModelBackend
-from ..stats.iteration_stats import IterationStats, StaticBatchStats
+from ..stats.iteration_stats import IterationStats
 from ..stats.stats_json import to_json
 from ..stats.trace import IterationTrace
 from .callbacks import GuardedCallbacks
 from .iteration_record import IterationRecord, Totals
-from .static_batch import StaticBatch
 
 
 class Reporter:
     """One record for every iteration that had an active request; none when idle."""
 
     def __init__(self, *, callbacks: GuardedCallbacks, backend: ModelBackend, clock: Clock, max_requests: int,
-                 trace: Callable[[IterationTrace], None] | None, static_batch: StaticBatch | None) -> None:
+                 trace: Callable[[IterationTrace], None] | None) -> None:
         self._callbacks = callbacks
         self._backend = backend
         self._clock = clock
         self._max_requests = max_requests
         self._trace = trace
-        self._static_batch = static_batch
 
     def trace(self, record: IterationRecord) -> None:
         if self._trace is None:
@@ -69,7 +67,7 @@ class Reporter:
             errors=unanswered.errors,
             callback_failures=callbacks.failures,
             dispatch=self._backend.info.dispatch,
-            static_batch=self._static_batch_of(record),
+            static_batch=record.static_batch,
         )
         callbacks.return_stats(to_json(stats))
 
@@ -84,9 +82,3 @@ class Reporter:
             self._callbacks.note_failure("memory_usage", error)
             return MemoryUsage()
         return MemoryUsage(gpu, cpu, pinned)
-
-    def _static_batch_of(self, record: IterationRecord) -> StaticBatchStats | None:
-        if self._static_batch is None:
-            return None
-        ran = record.plan.context_requests or record.plan.generation_requests
-        return self._static_batch.stats if ran else StaticBatchStats()

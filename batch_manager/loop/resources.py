@@ -23,7 +23,6 @@ from ..requests.prompt_table import PromptTable
 from ..scheduling.chunking import chunk_behind_reuse
 from ..scheduling.interfaces import SchedulerOutput
 from .device_work import DeviceWork
-from .static_batch import StaticBatch
 
 
 class Resource(Protocol):
@@ -51,13 +50,11 @@ class Resources:
     device_work   what all of this makes the device do before its next step
     """
 
-    def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int,
-                 static_batch: StaticBatch | None = None, others: Sequence[Resource] = ()) -> None:
+    def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int, others: Sequence[Resource] = ()) -> None:
         self.others = tuple(others)
         self.device_work = DeviceWork()
         self._kv = kv_cache_manager
         self._max_seq_len = max_seq_len
-        self._static_batch = static_batch
         self._setups: dict[int, SlotSetup] = {}
         self._prompt_tables: dict[int, PromptTable] = {}
 
@@ -108,12 +105,7 @@ class Resources:
                 generation = replace(
                     generation, num_drafts=np.array(num_drafts, np.int32),
                     draft_tokens=np.concatenate([np.array(request.draft_tokens, np.int32) for request in drafting]))
-        num_places = 0
-        if self._static_batch is not None:
-            if contexts:
-                self._static_batch.form(contexts)
-            num_places = self._static_batch.num_places
-        return ScheduledBatch(iteration, micro_batch_id, context, generation, num_places=num_places,
+        return ScheduledBatch(iteration, micro_batch_id, context, generation,
                               max_beam_width=self._kv.sequences.max_beam_width, **self.device_work.pending())
 
     def reject_drafts(self, requests: Sequence[LlmRequest], num_rejected: Sequence[int]) -> None:

@@ -1,9 +1,18 @@
-"""The static batch that runs: what is remembered of it while its members come to their ends."""
+"""Static batching (TrtGptModelType.V1) in the loop: the batch that runs, and finals that wait for its last member.
 
-from collections.abc import Sequence
+The scheduler of static batches is scheduling/static_batch.py, their padded layout runtime/layouts.py.
+"""
 
+from dataclasses import replace
+from typing import Any
+
+from ..errors import BatchManagerError
+from ..handover import ScheduledBatch
+from ..names import ErrorCode, FinishReason
 from ..requests.llm_request import LlmRequest
+from ..scheduling.interfaces import SchedulerOutput
 from ..stats.iteration_stats import StaticBatchStats
+from .finals import Finals
 
 
 class StaticBatch:
@@ -16,10 +25,43 @@ class StaticBatch:
         self._max_seq_len = max_seq_len
         self.stats = StaticBatchStats()
 
-    def form(self, members: Sequence[LlmRequest]) -> None:
-        self.stats = StaticBatchStats.of(members, self._max_seq_len)
+    def padded(self, batch: ScheduledBatch, plan: SchedulerOutput) -> ScheduledBatch:
+        """The batch with a row for each member in generation, those that are done included. Contexts form a new one."""
+        if plan.context_requests:
+            self.stats = StaticBatchStats.of(plan.context_requests, self._max_seq_len)
+        return replace(batch, num_places=self.stats.members)
 
-    @property
-    def num_places(self) -> int:
-        """Rows of the padded batch, those of members that are done included."""
-        return self.stats.members
+
+class HeldFinals(Finals):
+    """Finals that wait for the last member of the batch.
+
+    A request that came to its natural end stays among the active ones, with its blocks, and does not run any more. Its
+    final is sent when the last one that runs has ended, however it ended. A request that is stopped, fails or runs out
+    of time gets its final at once, and the batch goes on; if it had come to its natural end before, the final says that.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._held: dict[int, FinishReason] = {}
+
+    def end(self, request: LlmRequest, reason: FinishReason) -> None:
+        if reason.is_natural:
+            request.finish()
+            self._held[request.request_id] = reason
+        else:
+            super().end(request, self._held.pop(request.request_id, reason))
+
+    def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
+        if request.request_id in self._held:
+            super().end(request, self._held.pop(request.request_id))
+        else:
+            super().fail(request, code, message, clear_blocks=clear_blocks)
+
+    def send_held(self) -> None:
+        if self._held and not any(request.is_started for request in self._active):
+            for request in [request for request in self._active if request.request_id in self._held]:
+                super().end(request, self._held.pop(request.request_id))
+
+    def fail_everything(self, error: BatchManagerError) -> None:
+        self._held.clear()
+        super().fail_everything(error)

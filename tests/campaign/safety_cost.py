@@ -7,7 +7,7 @@ bf16 with random weights. All of it is processor time of one thread, which other
 
     check_totals        free + live == total                  step output    its rows, types and finish codes
     check_plan          the rules of a plan                   token ids      each below the size of the vocabulary
-    overlooked          requests that no plan takes up        finite         logits, row by row; flags: what came of it
+    starvation          requests that no plan takes up        finite         logits, row by row; flags: what came of it
     guards              around get, send, poll and stats: contain, time and count, and the heartbeat
     heartbeat           of the step                           watchdog       who looks at it
     ledger              bytes, deadlines and arrivals of requests, one of which comes and one goes in every iteration
@@ -65,7 +65,7 @@ def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
     return {
         "check_totals": [(generation_loop, "check_totals", nothing)],
         "check_plan": [(generation_loop, "check_plan", nothing)],
-        "overlooked": [(loop._overlooked, "look", nothing)],
+        "starvation": [(loop._starvation, "look", nothing)],
         "step output": [(runner._check, "checked", lambda batch, output, asked: output)],
         "token ids": [(runner._check, "_without_invalid_tokens", lambda output: output)],
         "guards": [(callbacks, "get", callbacks._get), (callbacks, "send", callbacks._send),

@@ -4,7 +4,7 @@ import pytest
 
 from tests.campaign.safety_cost import cost, finite_costs, ledger_cost, new_loop, replacements, without
 
-CHECKS = ["check_totals", "check_plan", "overlooked", "step output", "token ids", "guards", "heartbeat"]
+CHECKS = ["check_totals", "check_plan", "starvation", "step output", "token ids", "guards", "heartbeat"]
 
 
 def noting(calls: list, instead):

@@ -6,26 +6,27 @@ from ..config import Limits
 from ..errors import SchedulerContractError
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
-from ..scheduling.interfaces import RequestList, SchedulerOutput
+from .interfaces import RequestList, SchedulerOutput
 
 LOOK_EVERY = 50
 LOOKS = 200
 
 
-class Overlooked:
-    """Notices a scheduler that has forgotten a request.
+class StarvationCheck:
+    """Notices a scheduler that starves a started request.
 
-    A plan passes a request over when the request holds blocks, is not in flight, and is neither scheduled nor paused,
-    although a request behind it in the line is scheduled and the step had room for it too: a place, tokens, blocks, and
-    beams as wide as the others'. That is legal, micro-batches and favourites are made that way; LOOK_EVERY * LOOKS
-    times without an advance between them is not. One plan in LOOK_EVERY is looked at and counts for all.
+    A plan passes a request over when the request holds blocks, is not blocked by a step in flight, and is neither
+    scheduled nor paused, although a request after it in the line is scheduled and the step had room for it too: a
+    sequence, tokens, blocks, and beams as wide as the others'. That is legal: micro-batches and favourites are made that
+    way. LOOK_EVERY * LOOKS times without progress of the request are not. One plan in LOOK_EVERY is looked at and counts
+    for all.
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, limits: Limits) -> None:
         self._kv = kv_cache_manager
         self._limits = limits
         self._plans = 0
-        self._passed_over: dict[LlmRequest, tuple[int, int]] = {}    # where it stands, and how often it was since
+        self._passed_over: dict[LlmRequest, tuple[int, int]] = {}    # (progress, times passed over at that progress)
 
     def look(self, scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
              inflight_request_ids: Collection[int]) -> None:

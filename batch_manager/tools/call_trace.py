@@ -1,0 +1,124 @@
+"""What one plain generation step calls: Python functions of this package, in which files, in which order.
+
+    python -m batch_manager.tools.call_trace --model examples/models/austen-4m
+    python -m batch_manager.tools.call_trace --model FOLDER --list       every call, indented by depth
+
+Runs the loop without a thread on a CPU, with greedy requests that do not stream, until all of them generate. Then one
+iteration that neither needs a new KV cache block nor ends a request is traced with sys.setprofile. Counted are calls
+of functions that are defined in files of the package; comprehensions, generator expressions, lambdas and properties
+count like any other function, and so does every resumption of a generator.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..build import build_loop
+from ..config import Parts, TrtGptModelOptionalParams
+from ..names import SchedulerPolicy, TrtGptModelType
+from ..requests.inference_request import InferenceRequest
+from .workload import at_least
+
+PACKAGE = Path(__file__).resolve().parents[1]
+KERNELS = PACKAGE.parent / "triton_kernels"    # where they stand in a checkout
+
+
+@dataclass(slots=True)
+class Calls:
+    """The calls of one iteration.
+
+    calls      (depth, file, function), in order; the file relative to the package
+    entries    calls that came from another file
+    """
+
+    calls: list[tuple[int, str, str]] = field(default_factory=list)
+    entries: int = 0
+
+    @property
+    def files(self) -> Counter[str]:
+        """file -> calls of its functions"""
+        return Counter(file for _, file, _ in self.calls)
+
+
+class Profile:
+    """Notes what is called while it is active."""
+
+    def __init__(self) -> None:
+        self.found = Calls()
+        self._stack: list[str | None] = []
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._note)
+        return self.found
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            file = _file_of(frame.f_code.co_filename)
+            if file is not None:
+                callers = [caller for caller in self._stack if caller is not None]
+                self.found.entries += bool(callers) and callers[-1] != file
+                self.found.calls.append((len(callers), file, frame.f_code.co_qualname))
+            self._stack.append(file)
+        elif event == "return" and self._stack:
+            self._stack.pop()
+
+
+def _file_of(name: str) -> str | None:
+    """A path relative to the package, None for a file outside of it and for this one."""
+    path = Path(name)
+    if name == __file__:
+        return None
+    for parent, prefix in ((PACKAGE, ""), (KERNELS, "triton_kernels/")):
+        if parent in path.parents:
+            return prefix + path.relative_to(parent).as_posix()
+    return None
+
+
+def trace_one_step(model: str, batch: int, policy: SchedulerPolicy) -> Calls:
+    """The calls of one generation step of `batch` requests."""
+    requests = [InferenceRequest(number, {"input_ids": [1 + number, 2, 3], "request_output_len": 40})
+                for number in range(batch)]
+    records: list[str] = []
+    loop = build_loop(
+        model_path=model, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1, scheduler_policy=policy,
+        get_inference_requests_cb=lambda count: [requests.pop(0) for _ in range(min(count, len(requests)))],
+        send_response_cb=lambda *response: None, poll_stop_signal_cb=set, return_batch_manager_stats_cb=records.append,
+        optional_params=TrtGptModelOptionalParams(device="cpu", max_batch_size=batch), terminate_req_id=None,
+        exclude_input_in_output=True, parts=Parts())
+    for _ in range(4):
+        loop.step(accept_new=True)
+    with Profile() as calls:
+        loop.step(accept_new=True)
+    assert len(loop.active) == batch and all(request.is_generating for request in loop.active)
+    loop.backend.close()
+    return calls
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.call_trace", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, help="folder of a checkpoint")
+    add("--batch", type=at_least(1), default=4, help="requests (4)")
+    add("--list", action="store_true", help="print every call")
+    options = parser.parse_args(argv)
+    calls = trace_one_step(options.model, options.batch, SchedulerPolicy.GUARANTEED_NO_EVICT)
+    if options.list:
+        for depth, file, function in calls.calls:
+            print(f"{'  ' * depth}{file}: {function}")
+    for file, count in calls.files.most_common():
+        print(f"{count:>5}  {file}")
+    print(f"{len(calls.calls)} calls through {len(calls.files)} files, {calls.entries} of them from another file")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
