@@ -37,7 +37,7 @@ class HeldFinals(Finals):
 
     A request that came to its natural end stays among the active ones, with its blocks, and does not run any more. Its
     final is sent when the last one that runs has ended, however it ended. A request that is stopped, fails or runs out
-    of time gets its final at once, and the batch goes on; if it had come to its natural end before, the final says that.
+    of time gets its final at once, and the batch goes on; had it come to its natural end before, the final says that.
     """
 
     def __init__(self, *parts: Any) -> None:

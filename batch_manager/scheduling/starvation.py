@@ -17,9 +17,9 @@ class StarvationCheck:
 
     A plan passes a request over when the request holds blocks, is not blocked by a step in flight, and is neither
     scheduled nor paused, although a request after it in the line is scheduled and the step had room for it too: a
-    sequence, tokens, blocks, and beams as wide as the others'. That is legal: micro-batches and favourites are made that
-    way. LOOK_EVERY * LOOKS times without progress of the request are not. One plan in LOOK_EVERY is looked at and counts
-    for all.
+    sequence, tokens, blocks, and beams as wide as the others'. That is legal: micro-batches and favourites are made
+    that way. LOOK_EVERY * LOOKS times without progress of the request are not. One plan in LOOK_EVERY is looked at and
+    counts for all.
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, limits: Limits) -> None:
