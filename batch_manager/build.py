@@ -94,7 +94,6 @@ def build_loop(
             backend=backend,
             responder=Responder(callbacks, numpy_to_tensor, limits.vocab_size),
             clock=clock,
-            heartbeat=guard.heartbeat.beat,
             flush_stats_when_idle=optional_params.flush_stats_when_idle,
             trace=parts.trace,
             static_batch=StaticBatch(limits.max_seq_len) if static_batch else None)

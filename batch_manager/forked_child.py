@@ -32,17 +32,3 @@ def _note_process() -> None:
 
 
 os.register_at_fork(after_in_child=_note_process)
-
-
-class Fork:
-    """Knows whether this process is a copy of the one it was made in."""
-
-    __slots__ = ("_process_id",)
-
-    def __init__(self) -> None:
-        self._process_id = os.getpid()
-
-    def end_the_child(self, error: BaseException | None = None) -> None:
-        """In the copy: end it with the status that `error` stands for. In the original: nothing."""
-        if self._process_id != current_process_id:
-            end_this_process(error)

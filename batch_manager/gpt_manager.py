@@ -147,7 +147,9 @@ class GptManager:
         """How the worker is, from any thread, without waiting for it.
 
         state                  "RUNNING", "DRAINING", "FAILED" or "STOPPED"
-        activity               what the worker does now: "loop", "idle", "model step", or the callback it is inside
+        activity               what the worker does now: "loop", "idle", or the code it is inside that may hang: a
+                               callback ("get", "send", "poll", "stats", "trace"), "reading a request",
+                               "schedule_request", "model step", "memory_usage"
         seconds_in_activity    since when
         is_hanging             longer than hang_warning_s without a heartbeat, and not idle
         failure                text of the error that failed the engine, or ""

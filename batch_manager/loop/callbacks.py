@@ -120,10 +120,6 @@ class GuardedCallbacks:
         with self._in_stats:
             self._stats(record)
 
-    def note_failure(self, name: str, error: BaseException) -> None:
-        """Count and log what other foreign code raised, as what a callback raises."""
-        self.guard.note_failure(name, error)
-
 
 def _integers(signals: Any) -> set[int]:
     """What of it can be an id. Runs code of the user."""

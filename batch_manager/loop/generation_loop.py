@@ -6,13 +6,12 @@ from ..config import Limits
 from ..contained_log import log
 from ..errors import (
     BatchManagerError,
-    InternalError,
     OutOfResourceError,
     SchedulerContractError,
     type_name,
     where_raised,
 )
-from ..forked_child import Fork
+from ..guard import ForeignCodeError
 from ..handover import ScheduledBatch, StepOutput
 from ..kv.audit import check_totals
 from ..kv.kv_cache_manager import KvCacheManager
@@ -54,7 +53,6 @@ class GenerationLoop:
 
     def __init__(self, *, limits: Limits, callbacks: GuardedCallbacks, intake: Intake, scheduler: RequestScheduler,
                  kv_cache_manager: KvCacheManager, backend: ModelBackend, responder: Responder, clock: Clock,
-                 heartbeat: Callable[[str, float], None] = lambda activity, now: None,
                  flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
                  static_batch: StaticBatch | None = None,
                  resources: Sequence[Resource] = ()) -> None:
@@ -74,7 +72,7 @@ class GenerationLoop:
         self._static_batch = static_batch
         self._no_static_batch = None if static_batch is None else StaticBatchStats()
         self._resources = Resources(kv_cache_manager, limits.max_seq_len, resources)
-        self._runner = StepRunner(backend, self._resources.device_work, limits.vocab_size, clock, heartbeat)
+        self._runner = StepRunner(backend, self._resources.device_work, limits.vocab_size, callbacks.guard)
         self.window = StepWindow(self._runner, self._resources, limits.window_depth, limits.runs_ahead)
         finals = Finals if static_batch is None else HeldFinals
         self.finals = finals(self.unanswered, self.active, intake, self._resources, responder, self.window)
@@ -82,7 +80,7 @@ class GenerationLoop:
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(callbacks=callbacks, backend=backend, clock=clock,
                                  max_requests=limits.max_num_sequences, trace=trace)
-        self._fork = Fork()
+        self._in_scheduler = callbacks.guard.raising("schedule_request", passing=SchedulerContractError)
 
     def step(self, *, accept_new: bool) -> bool:
         """One turn of the loop. False when there was nothing to do."""
@@ -166,19 +164,17 @@ class GenerationLoop:
         active = self.active.in_order()
         blocked = self.window.blocked_request_ids()
         self.kv.inflight_request_ids = blocked
+        what = "schedule_request"
         try:
-            plan = self.scheduler.schedule_request(active, blocked)
-        except SchedulerContractError:
-            raise
-        except BaseException as error:  # noqa: B036  whatever it raises, it costs the active requests and no more
-            raise self._blamed("schedule_request raised", error) from error
-        try:
-            plan = plain_plan(plan, len(active))
-            check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits)
-        except (SchedulerContractError, InternalError):
-            raise
-        except BaseException as error:  # noqa: B036
-            raise self._blamed("its plan cannot be read: that raised", error) from error
+            with self._in_scheduler:
+                plan = self.scheduler.schedule_request(active, blocked)
+                what = "its plan cannot be read: that"
+                plan = plain_plan(plan, len(active))
+                check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits)
+        except ForeignCodeError as failure:    # it costs the active requests and no more
+            rule = f"{what} raised {type_name(failure.error)}"
+            log.error("the scheduler: %s\n%s", rule, where_raised(failure.error))
+            raise SchedulerContractError(self.scheduler, rule) from failure.error
         self._starvation.look(self.scheduler, plan, active, blocked)
         if not (plan.context_requests or plan.generation_requests or self.window):
             raise SchedulerContractError(
@@ -186,11 +182,6 @@ class GenerationLoop:
         if plan.paused_requests and self.window.holds_any(plan.paused_requests):
             return None    # what they yield may let others go, and is read first
         return plan
-
-    def _blamed(self, what: str, error: BaseException) -> SchedulerContractError:
-        self._fork.end_the_child(error)
-        log.error("the scheduler: %s %s\n%s", what, type_name(error), where_raised(error))
-        return SchedulerContractError(self.scheduler, f"{what} {type_name(error)}")
 
     def _claim(self, plan: SchedulerOutput | None, record: IterationRecord) -> ScheduledBatch | None:
         if plan is None:

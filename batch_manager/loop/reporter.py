@@ -21,6 +21,7 @@ class Reporter:
         self._clock = clock
         self._max_requests = max_requests
         self._trace = trace
+        self._in_trace, self._in_memory_usage = map(callbacks.guard.containing, ("trace", "memory_usage"))
 
     def trace(self, record: IterationRecord) -> None:
         if self._trace is None:
@@ -29,10 +30,8 @@ class Reporter:
         trace = IterationTrace(
             record.number, tuple(record.chunks), tuple(r.request_id for r in plan.generation_requests),
             tuple(r.request_id for r in plan.paused_requests), record.finished, record.arrived)
-        try:
+        with self._in_trace:
             self._trace(trace)
-        except BaseException as error:  # noqa: B036  as in a callback
-            self._callbacks.note_failure("trace", error)
 
     def report(self, record: IterationRecord, totals: Totals) -> None:
         callbacks, plan = self._callbacks, record.plan
@@ -73,12 +72,10 @@ class Reporter:
 
     def _memory_now(self) -> MemoryUsage:
         """Zeros from a backend that does not know: a number for people to look at costs no request."""
-        try:
+        with self._in_memory_usage:
             memory = self._backend.memory_usage()
             gpu, cpu, pinned = (index(number) for number in (memory.gpu, memory.cpu, memory.pinned))
             if not 0 <= min(gpu, cpu, pinned) <= max(gpu, cpu, pinned) < 2**63:
                 raise ValueError("no number of bytes")
-        except BaseException as error:
-            self._callbacks.note_failure("memory_usage", error)
-            return MemoryUsage()
-        return MemoryUsage(gpu, cpu, pinned)
+            return MemoryUsage(gpu, cpu, pinned)
+        return MemoryUsage()

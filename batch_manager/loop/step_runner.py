@@ -1,6 +1,5 @@
 """Runs a step, and narrows a failing one down to the sequences that cannot run even alone."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..contained_log import log
@@ -12,10 +11,10 @@ from ..errors import (
     type_name,
     where_raised,
 )
-from ..forked_child import Fork
+from ..guard import ForeignCodeError, Guard
 from ..handover import RowFailure, ScheduledBatch, StepOutput
 from ..names import ErrorCode
-from ..seams import Clock, ModelBackend, PendingStep
+from ..seams import ModelBackend, PendingStep
 from .device_work import DeviceWork
 from .step_output_check import Asked, StepOutputCheck, WrongOutputError
 
@@ -48,33 +47,22 @@ class StepRunner:
     num_failed_steps   launches that raised
     """
 
-    def __init__(self, backend: ModelBackend, device_work: DeviceWork, vocab_size: int, clock: Clock,
-                 heartbeat: Callable[[str, float], None] = lambda activity, now: None) -> None:
+    def __init__(self, backend: ModelBackend, device_work: DeviceWork, vocab_size: int, guard: Guard) -> None:
         self._backend = backend
         self._device_work = device_work
         self._vocab_size = vocab_size
         self._check = StepOutputCheck(vocab_size)
-        self._clock = clock
-        self._heartbeat = heartbeat
-        self._fork = Fork()
+        self._in_step = guard.raising("model step", passing=DeviceLostError)
         self.num_failed_steps = 0
-
-    def _beat(self, activity: str) -> None:
-        now = self._clock.monotonic()
-        self._fork.end_the_child()
-        self._heartbeat(activity, now)
 
     def start(self, batch: ScheduledBatch) -> RunningStep:
         """Launch a batch. One that cannot be launched fails when it is read. Raises DeviceLostError."""
-        self._beat("model step")
         step = RunningStep(batch, None, None, self._check.asked_by(batch))
         try:
-            step.pending = self._launch(batch)
-        except DeviceLostError:
-            raise
-        except BaseException as error:
-            self._fork.end_the_child(error)
-            step.error = error
+            with self._in_step:
+                step.pending = self._launch(batch)
+        except ForeignCodeError as failure:
+            step.error = failure.error
         return step
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
@@ -87,40 +75,31 @@ class StepRunner:
 
         Called once.
         """
-        output = None
         if step.error is None:
             try:
-                output = self._check.checked(step.batch, step.pending.finish(), step.asked)
-            except DeviceLostError:
-                raise
-            except BaseException as error:
-                self._fork.end_the_child(error)
-                step.error = error
-        if step.error is not None:
-            self.num_failed_steps += 1
-        self._beat("loop")
-        return output
+                with self._in_step:
+                    return self._check.checked(step.batch, step.pending.finish(), step.asked)
+            except ForeignCodeError as failure:
+                step.error = failure.error
+        self.num_failed_steps += 1
+        return None
 
     def run_again(self, batch: ScheduledBatch, asked: dict[int, Asked]) -> StepOutput:
         """Run a batch, and by halves what of it raises. Raises DeviceLostError."""
         try:
-            return self._run_again(batch, asked)
-        finally:
-            self._beat("loop")
+            with self._in_step:
+                return self._check.checked(batch, self._launch(batch).finish(), asked)
+        except ForeignCodeError as failure:
+            self.num_failed_steps += 1
+            return self.narrow_down(batch, asked, failure.error)
 
     def narrow_down(self, batch: ScheduledBatch, asked: dict[int, Asked], error: BaseException) -> StepOutput:
         """Run a batch that raised this error again, in halves. Raises DeviceLostError."""
-        try:
-            return self._narrow_down(batch, asked, error)
-        finally:
-            self._beat("loop")
-
-    def _narrow_down(self, batch: ScheduledBatch, asked: dict[int, Asked], error: BaseException) -> StepOutput:
         count = batch.num_sequences
         if count > 1:
             middle = count // 2
-            halves = [self._run_again(batch.take(range(middle)), asked),
-                      self._run_again(batch.take(range(middle, count)), asked)]
+            halves = [self.run_again(batch.take(range(middle)), asked),
+                      self.run_again(batch.take(range(middle, count)), asked)]
             return StepOutput.merge(halves, batch.micro_batch_id)
 
         fact = f": {error}" if type(error) is WrongOutputError else ""    # what others say may quote a prompt
@@ -130,17 +109,6 @@ class StepRunner:
         failure = RowFailure(code, f"the model step raised {type_name(error)} for this request alone; the others "
                                    "go on; see the log of the engine")
         return replace(StepOutput.merge([], batch.micro_batch_id), failures={slot: failure})
-
-    def _run_again(self, batch: ScheduledBatch, asked: dict[int, Asked]) -> StepOutput:
-        self._beat("model step")
-        try:
-            return self._check.checked(batch, self._launch(batch).finish(), asked)
-        except DeviceLostError:
-            raise
-        except BaseException as error:
-            self._fork.end_the_child(error)
-            self.num_failed_steps += 1
-            return self._narrow_down(batch, asked, error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ bf16 with random weights. All of it is processor time of one thread, which other
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
         "token ids": [(runner._check, "_without_invalid_tokens", lambda output: output)],
         "guards": [(callbacks, "get", callbacks._get), (callbacks, "send", callbacks._send),
                    (callbacks, "poll_stops", callbacks._poll), (callbacks, "return_stats", callbacks._stats)],
-        "heartbeat": [(runner, "_beat", nothing)],
+        "heartbeat": [(runner, "_in_step", nullcontext())],
     }
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from batch_manager.clock import SystemClock
 from batch_manager.errors import DeviceLostError, InternalError
+from batch_manager.guard import Guard
 from batch_manager.handover import (
     AdapterLoad,
     BlockClear,
@@ -240,7 +240,7 @@ def launched(runner, device_work):
 def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
     """It may concern a sequence of neither batch: slot 2 waits."""
     device, device_work = Launches(), DeviceWork()
-    runner = StepRunner(device, device_work, 100, SystemClock())
+    runner = StepRunner(device, device_work, 100, Guard())
     copy, clear, load, last = BlockCopy(3, 4, 2), BlockClear(5, 1), AdapterLoad(7, (1, 2)), BlockClear(6)
     for said, operation in ([(2, 0, 10), (0, 1, 11)], copy), ([(2, 0, 12)], clear):
         device_work.update_tables(table_updates(*said), [])
@@ -265,7 +265,7 @@ def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
 
 def test_what_is_pending_for_rows_in_which_a_sequence_starts_was_of_another():
     device, device_work = Launches(), DeviceWork()
-    runner = StepRunner(device, device_work, 100, SystemClock())
+    runner = StepRunner(device, device_work, 100, Guard())
     device_work.update_tables(table_updates((2, 0, 10), (2, 1, 11), (3, 0, 12)), [2, 3])
     launched(runner, device_work)
     device_work.update_tables(table_updates((2, 0, 13)), [2])

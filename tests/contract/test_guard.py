@@ -9,9 +9,10 @@ from collections import UserList
 
 import pytest
 
-from batch_manager import InferenceRequest
+from batch_manager import InferenceRequest, RequestScheduler, SchedulerOutput
 from batch_manager.contained_log import RateLimitedLog
 from batch_manager.guard import BETWEEN_BLOCKS, ForeignCodeError, Guard, Heartbeat
+from batch_manager.scheduling.policies import make_scheduler
 
 RAISED = [ValueError("secret"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError()]
 
@@ -135,6 +136,38 @@ def test_c18_a_process_that_is_forked_between_blocks_enters_none():
                 pass
         """)], capture_output=True, text=True, timeout=60)
     assert result.stdout.splitlines() == ["inside the parent"], result.stderr
+
+
+def test_c19_parts_run_in_blocks_that_name_them(make_world, new_request):
+    seen: list[tuple[str, str]] = []
+
+    def seeing(what, function):
+        def run(*arguments):
+            seen.append((what, world.loop.callbacks.guard.heartbeat.activity))
+            return function(*arguments)
+        return run
+
+    class Named(list):
+        def __iter__(self):
+            return seeing("plan", super().__iter__)()
+
+    class Mine(RequestScheduler):
+        def __init__(self, limits, kv_cache_manager):
+            self.whole = make_scheduler(limits, kv_cache_manager)
+
+        def schedule_request(self, *arguments):
+            plan = seeing("scheduler", self.whole.schedule_request)(*arguments)
+            return SchedulerOutput(Named(plan.context_requests), Named(plan.generation_requests))
+
+    world = make_world(parts={"scheduler": Mine, "trace": lambda trace: seeing("trace", len)(())})
+    backend = world.backend
+    backend.on_step = backend.on_finish = seeing("backend", lambda batch: None)
+    backend.memory_usage = seeing("memory_usage", backend.memory_usage)
+    world.client.pending = [new_request(1, [1], 3)]
+    world.run()
+    names = {"scheduler": "schedule_request", "plan": "schedule_request", "backend": "model step", "trace": "trace",
+             "memory_usage": "memory_usage"}
+    assert set(seen) == set(names.items())
 
 
 def test_c15_c19_a_request_is_read_in_a_block(make_world, new_request):
