@@ -1,7 +1,6 @@
 """Logits to tokens: stages, sampling, and what is reported about it."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,8 +10,9 @@ from ..sampling_config import PARAMETERS
 from ..triton_kernels import dispatch
 from .beam_draw import BeamRows, DrawnBeams, find_candidates, to_log_probs
 from .beam_search import BeamSearches
+from .drawn import Drawn
 from .history import TokenHistory
-from .logits_post_processors import LogitsPostProcessors, PostProcessed
+from .logits_post_processors import LogitsPostProcessors
 from .logits_return import generation_logits
 from .logits_rows import LogitsRows
 from .logits_stage import LogitsStage
@@ -23,33 +23,6 @@ from .stop import StopWords, finish_codes
 # What a token is sampled by: fields of SamplingConfig, under the names that `sample_token` has for them.
 SAMPLED_BY = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "random_seed": "seed"}
 TORCH_DTYPES = {np.float32: torch.float32, np.int32: torch.int32, np.int64: torch.int64}
-
-
-@dataclass(slots=True, eq=False)
-class Drawn:
-    """What a step drew, on the device.
-
-    tokens            [r] int32 or int64; meaningless where not finite
-    finish            [r] uint8
-    finite            [r] bool: False where no token can be drawn from a row's logits
-    log_probs         [r] float32, or None when nobody asked; 0 in the rows of those who did not
-    post_processed    the rows that users' functions changed; None when there are none
-    logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when nobody asked
-    beams             what was drawn for beams, of which the first four say nothing; None when there are none
-    rows              the rows that tokens were sampled for
-    emptied           [r] bool: not finite, but finite before the stages; None: no row has a stage
-    """
-
-    tokens: torch.Tensor
-    finish: torch.Tensor
-    finite: torch.Tensor
-    log_probs: torch.Tensor | None
-    post_processed: PostProcessed | None
-    logits_slots: list[int]
-    logits: torch.Tensor | None
-    beams: DrawnBeams | None = None
-    rows: LogitsRows | None = None
-    emptied: torch.Tensor | None = None
 
 
 class GptDecoder:
@@ -97,18 +70,20 @@ class GptDecoder:
             self.state.features[slot] |= features
         self.state.upload()
 
-    def draw(self, logits: torch.Tensor, rows: DrawRows, beam_rows: BeamRows | None = None) -> Drawn:
+    def draw(self, logits: torch.Tensor, rows: DrawRows) -> Drawn:
         """Sample from `logits` [r, vocab] float32, which post-processors and stages may change. Keeps nothing.
 
-        beam_rows   which of the rows belong to beams, if any
+        rows   whose they are; several that follow one another may be the beams of one sequence
         """
         of = self._rows(rows)
         returned = generation_logits(logits, of)        # a copy, before anything is done to them
         post_processed = self._post_processors.apply(logits, rows.slots) if self._post_processors else None
-        beams = None
-        if beam_rows is not None:
-            found = self._find_candidates(beam_rows.beam_logits(logits), beam_rows)
-            beams = DrawnBeams(beam_rows, self.searches, found)
+        slots, beams = rows.slots, None
+        if self.searches and any([slot in self.searches for slot in slots.tolist()]):
+            beam_rows = BeamRows.of(rows, self.searches, self.state.send)
+            slots = slots[np.flatnonzero(np.diff(slots, prepend=-1))]
+            beams = DrawnBeams(beam_rows, self.searches,
+                               self._find_candidates(beam_rows.beam_logits(logits), beam_rows))
             logits, of = beam_rows.single_logits(logits), self._rows(beam_rows.singles)
         if self._one_by_one and len(of) > 1 and of.features & (STAGES | SAMPLES | LOG_PROBS):
             tokens, finite, log_probs, emptied = self._sample_one_by_one(logits, of)
@@ -117,15 +92,15 @@ class GptDecoder:
         finish = finish_codes(tokens, of.column("end_id"))
         if of.features & STOP_WORDS:
             finish = self._stop_words.mark(finish, tokens, of)
-        return Drawn(tokens, finish, finite, log_probs, post_processed, *returned, beams, of, emptied)
+        return Drawn(slots, of, tokens, finish, finite, log_probs, emptied, post_processed, *returned, beams)
 
-    def keep(self, drawn: Drawn, rows: DrawRows) -> None:
+    def keep(self, drawn: Drawn) -> None:
         """The next step's input is what was sampled, and what is sampled next depends on it."""
         of = drawn.rows
         if of.features & HISTORY:
-            self.history.append(rows, of.having(HISTORY), drawn.tokens)
+            self.history.append(of, of.having(HISTORY), drawn.tokens)
         self._stages.keep(of, drawn.tokens)
-        self.state.keep_tokens(rows, drawn.tokens)
+        self.state.keep_tokens(of.draw_rows, drawn.tokens)
 
     def _rows(self, rows: DrawRows) -> LogitsRows:
         return LogitsRows(rows, self.state, self.history)

@@ -78,7 +78,7 @@ class SlotState:
 
     def __init__(self, num_slots: int, device: torch.device, send: Send | None = None) -> None:
         self.device = device
-        self._send = send or (lambda arrays: [torch.from_numpy(array).to(device) for array in arrays])
+        self.send = send or (lambda arrays: [torch.from_numpy(array).to(device) for array in arrays])
         self.features = np.zeros(max(num_slots, 1), np.int64)
         self.last_tokens = PositionRing(torch.zeros((self.capacity, COLUMNS_OF_RING), dtype=torch.int64, device=device))
         self._planes = {4: Plane(np.int32, self.capacity, device), 8: Plane(np.int64, self.capacity, device)}
@@ -137,7 +137,7 @@ class SlotState:
         """Bring what was written to the device."""
         if self._changed and self.device.type != "cpu":
             planes, slots = list(self._planes.values()), np.unique(self._changed)
-            there, *parts = self._send([slots.astype(np.int64), *(plane.host[:, slots] for plane in planes)])
+            there, *parts = self.send([slots.astype(np.int64), *(plane.host[:, slots] for plane in planes)])
             for plane, part in zip(planes, parts):
                 plane.there.index_copy_(1, there, part)
         self._changed.clear()

@@ -13,12 +13,9 @@ from ..attention.registry import make_attention
 from ..attention.windows import effective_windows
 from ..config import TrtGptModelOptionalParams
 from ..contained_log import log
-from ..decoding.beam_draw import BeamRows, DrawnBeams
 from ..decoding.decoder import GptDecoder
-from ..decoding.logits_post_processors import NO_TOKEN, PostProcessed
-from ..decoding.logits_return import logits_by_slot
+from ..decoding.drawn import NOT_FINITE, Drawn
 from ..decoding.logits_stage import LogitsStage
-from ..decoding.output_rows import columns_with_beams
 from ..errors import ConfigError, InsufficientMemoryError
 from ..handover import (
     AdapterLoad,
@@ -60,10 +57,6 @@ from .model_runner import CallResult, ModelRunner, join_rows
 from .thread_count import compute_threads, thread_count
 
 SLOT_BYTES = 64                    # of a slot's numbers on the host, at least; block tables take theirs when used
-
-NOT_FINITE = ("the model computed values that are not finite for this request; the others go on; compute in a dtype "
-              "with a larger range")
-
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
                          num_slots: int, max_beam_width: int = 1,
@@ -243,7 +236,7 @@ class NativeBackend:
                 fed_tokens = self._decoder.searches.fed_tokens(batch.generation)
             calls = [self._runner.run(call, self._decoder.state, fed_tokens)
                      for call in self._layout(batch, self._tables, self.info.tokens_per_block)]
-            return self._draw(batch, calls)
+            return self._sample(batch, calls)
 
     def _carry_out(self, operation: DeviceOperation) -> None:
         match operation:
@@ -292,125 +285,52 @@ class NativeBackend:
     def _threads(self) -> AbstractContextManager[None]:
         return compute_threads(self._device, self._num_threads, self._is_own_thread)
 
-    def _draw(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
+    def _sample(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
         """Logits, tokens, and their way back to the host."""
         rows = join_rows([call.rows for call in calls])
-        hidden = calls[0].hidden if len(calls) == 1 else torch.cat([call.hidden for call in calls])
-        back, logits_slots, post_processed, beams = {}, [], None, None
+        drawn, tensors = None, {}
         if batch.context:                                         # in the first call, whatever the layout
-            back["context_finite"] = calls[0].context_finite
+            tensors["context_finite"] = calls[0].context_finite
         if len(rows):
-            beam_rows = None
-            if self._has_beams(batch):
-                beam_rows = BeamRows.of(rows, self._decoder.searches, self._uploads.send)
-            drawn = self._decoder.draw(self._runner.logits(hidden), rows, beam_rows)
-            if beam_rows is not None:
-                rows, beams = beam_rows.singles, drawn.beams
-                back |= beams.tensors
-            back |= {"tokens": drawn.tokens, "finish": drawn.finish, "finite": drawn.finite}
-            if drawn.log_probs is not None:
-                back["log_probs"] = drawn.log_probs
-            if drawn.emptied is not None:
-                back["emptied"] = drawn.emptied
-            if drawn.logits is not None:
-                back["logits"], logits_slots = drawn.logits, drawn.logits_slots
-            if drawn.post_processed is not None:
-                post_processed = drawn.post_processed
-                back["model_finite"] = post_processed.model_finite
-            readback = Readback(self._device, back)
-            self._decoder.keep(drawn, rows)
-        else:
-            readback = Readback(self._device, back)
+            hidden = calls[0].hidden if len(calls) == 1 else torch.cat([call.hidden for call in calls])
+            drawn = self._decoder.draw(self._runner.logits(hidden), rows)
+            tensors |= drawn.tensors()
+        readback = Readback(self._device, tensors)
+        if drawn is not None:
+            self._decoder.keep(drawn)
         context_logits = {slot: logits for call in calls for slot, logits in call.context_logits.items()}
-        return NativeStep(batch, self._device, self.info.vocab_size, rows.slots, readback, context_logits, logits_slots,
-                          post_processed, beams)
-
-    def _has_beams(self, batch: ScheduledBatch) -> bool:
-        """Whether anybody who draws has beams."""
-        searches = self._decoder.searches
-        return batch.generation.beam_width > 1 or any(
-            work.is_last_chunk and work.slot in searches for work in batch.context)
+        return NativeStep(batch, self._device, self.info.vocab_size, drawn, readback, context_logits)
 
 
 class NativeStep:
     """A step that was launched.
 
-    slots   of the rows that drew one token each
-    beams   what the others drew; None: there are no others
+    drawn   what it sampled; None: no row yields a token
     """
 
-    def __init__(self, batch: ScheduledBatch, device: torch.device, vocab_size: int, slots: np.ndarray,
-                 readback: Readback, context_logits: dict[int, np.ndarray], logits_slots: list[int],
-                 post_processed: PostProcessed | None, beams: DrawnBeams | None) -> None:
+    def __init__(self, batch: ScheduledBatch, device: torch.device, vocab_size: int, drawn: Drawn | None,
+                 readback: Readback, context_logits: dict[int, np.ndarray]) -> None:
         self._batch, self._device, self._vocab_size = batch, device, vocab_size
-        self._slots, self._readback, self._beams = slots, readback, beams
-        self._context_logits, self._logits_slots = context_logits, logits_slots
-        self._post_processed = post_processed
+        self._drawn, self._readback, self._context_logits = drawn, readback, context_logits
 
     def finish(self) -> StepOutput:
         with on_device(self._device):
             arrays = self._readback.wait()
-        if "tokens" in arrays:
-            tokens = arrays["tokens"].astype(np.int32)
-            finish = arrays["finish"]
-        else:
-            tokens, finish = np.empty(0, np.int32), np.empty(0, np.uint8)
-        failures = self._failures(arrays, tokens)
-        columns = {"slots": self._slots, "tokens": tokens, "finish": finish, "log_probs": arrays.get("log_probs")}
-        if self._beams is not None:
-            last_chunks = [work.slot for work in self._batch.context if work.is_last_chunk]
-            slots = np.concatenate([np.array(last_chunks, np.int32), self._batch.generation.slots])
-            columns = columns_with_beams(slots, self._slots, tokens, finish, arrays.get("log_probs"),
-                                         self._beams.finish(arrays, failures))
-        return StepOutput(
-            self._batch.micro_batch_id, **columns, context_logits=self._context_logits,
-            generation_logits=logits_by_slot(self._logits_slots, arrays.get("logits", ())), failures=failures)
-
-    def _failures(self, arrays: dict[str, np.ndarray], tokens: np.ndarray) -> dict[int, RowFailure]:
         failures = {}
-        outside = (tokens < 0) | (tokens >= self._vocab_size)
-        for row in np.nonzero(outside)[0].tolist():
-            failures[int(self._slots[row])] = RowFailure(
-                ErrorCode.INVALID_TOKEN,
-                f"a token was chosen that is not in the vocabulary; ids are below {self._vocab_size:,}")
-        not_finite, emptied = self._slots_without_a_token(arrays)
-        if self._post_processed is not None:
-            failures |= self._post_processed.failures
-            # Where the model's own logits were finite, it is the user's function that left nothing to draw from. Where
-            # they were not, nothing it does makes the row good: what is in the cache is not.
-            slots, model_finite = self._post_processed.slots, arrays["model_finite"]
-            for slot in not_finite.intersection(slots[model_finite].tolist()):
-                not_finite.discard(slot)
-                failures.setdefault(slot, RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_TOKEN))
-            not_finite.update(slots[~model_finite].tolist())
-        for slot in emptied:
-            failures.setdefault(slot, RowFailure(
-                ErrorCode.NON_FINITE_LOGITS, "embedding_bias, Parts.stages, penalties and bans of this request leave "
-                f"none of the {self._vocab_size:,} tokens of the vocabulary; one must keep a finite logit; ban less"))
-        for slot in not_finite.union(self._contexts_not_finite(arrays)):
-            failures[slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
+        if self._batch.context and not arrays["context_finite"].all():
+            failures = self._contexts_not_finite(arrays["context_finite"])
+        if self._drawn is None:
+            none = np.empty(0, np.int32)
+            return StepOutput(self._batch.micro_batch_id, none, none, np.empty(0, np.uint8),
+                              context_logits=self._context_logits, failures=failures)
+        return StepOutput(self._batch.micro_batch_id, **self._drawn.output(arrays, failures, self._vocab_size),
+                          context_logits=self._context_logits)
+
+    def _contexts_not_finite(self, finite: np.ndarray) -> dict[int, RowFailure]:
+        """finite   [context tokens] bool"""
+        failures, stop = {}, 0
+        for work in self._batch.context:
+            start, stop = stop, stop + len(work.token_ids)
+            if not finite[start:stop].all():
+                failures[work.slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
         return failures
-
-    def _slots_without_a_token(self, arrays: dict[str, np.ndarray]) -> tuple[set[int], set[int]]:
-        """The slots whose logits were not finite before the stages, and those for which the stages left no token."""
-        not_finite, emptied = set(), set()
-        if "finite" in arrays and not arrays["finite"].all():
-            without = ~arrays["finite"]
-            if "emptied" in arrays:
-                emptied.update(self._slots[arrays["emptied"]].tolist())
-                without &= ~arrays["emptied"]
-            not_finite.update(self._slots[without].tolist())
-        if self._beams is not None:
-            not_finite.update(self._beams.slots[~arrays["beam_finite"]].tolist())
-            emptied.update(self._beams.slots_without_a_text(arrays))
-        return not_finite, emptied - not_finite
-
-    def _contexts_not_finite(self, arrays: dict[str, np.ndarray]) -> list[int]:
-        slots = []
-        if "context_finite" in arrays and not arrays["context_finite"].all():
-            stop = 0
-            for work in self._batch.context:
-                start, stop = stop, stop + len(work.token_ids)
-                if not arrays["context_finite"][start:stop].all():
-                    slots.append(work.slot)
-        return slots

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from batch_manager.decoding.beam_draw import BeamRows
 from batch_manager.decoding.logits_stage import LogitsStage
 from batch_manager.decoding.slots import DrawRows
 from batch_manager.handover import LENGTH, SlotSetup
@@ -50,13 +49,12 @@ class Engine:
         for _ in range(times):                             # a step that is run again
             logits = torch.stack([logits_of((*self.prompts[slot], *text))
                                   for slot in going for text in self.texts[slot]])
-            beam_rows = BeamRows.of(rows, self.decoder.searches, upload)
-            drawn = self.decoder.draw(logits, rows, beam_rows)
+            drawn = self.decoder.draw(logits, rows)
             arrays = {name: tensor.numpy() for name, tensor in drawn.beams.tensors.items()}
             failed = drawn.beams.slots_without_a_text(arrays)
             outputs = drawn.beams.finish(arrays, failed)
-            self.decoder.keep(drawn, beam_rows.singles)
-        for slot, token in zip(beam_rows.singles.slots.tolist(), drawn.tokens.tolist()):
+            self.decoder.keep(drawn)
+        for slot, token in zip(drawn.rows.slots.tolist(), drawn.tokens.tolist()):
             self.texts[slot] = [(*self.texts[slot][0], token)]
         for slot, output in outputs.items():
             self.texts[slot] = [(*self.texts[slot][parent], token)

@@ -82,19 +82,19 @@ def test_a_step_is_fed_the_same_tokens_when_it_runs_again(decoder_with, rows_of)
     state_of = decoder_with(SlotSetup(), SlotSetup())
     rows = rows_of([1, 0], [4, 9])
     first = state_of.draw(torch.eye(10)[[5, 6]], rows)
-    state_of.keep(first, rows)
+    state_of.keep(first)
     for _ in range(2):
         fed = state_of.state.fed_tokens(rows.device_slots, rows.device_positions)
         assert fed.tolist() == [5, 6]
         following = rows_of([1, 0], [5, 10])
-        state_of.keep(state_of.draw(torch.eye(10)[[7, 8]], following), following)
+        state_of.keep(state_of.draw(torch.eye(10)[[7, 8]], following))
     assert state_of.state.fed_tokens(following.device_slots, following.device_positions).tolist() == [7, 8]
 
 
 def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with, rows_of):
     decoder = decoder_with(SlotSetup(end_id=3), SlotSetup(end_id=4))
     rows = rows_of([0, 1], [1, 1])
-    decoder.keep(decoder.draw(torch.eye(10)[[3, 4]], rows), rows)
+    decoder.keep(decoder.draw(torch.eye(10)[[3, 4]], rows))
     decoder.set_up([(2, SlotSetup(end_id=5))])
     assert decoder.state.capacity == 4
     of = LogitsRows(rows_of([0, 1, 2], [0] * 3), decoder.state, decoder.history)

@@ -189,7 +189,7 @@ class Writer:
             for _ in range(1 + twice):
                 logits = torch.stack([self.logits[member, len(tokens[member])] for member in members])
                 drawn = decoder.draw(logits, rows)
-                decoder.keep(drawn, rows)
+                decoder.keep(drawn)
             assert drawn.finite.all()
             for row, member in enumerate(members):
                 tokens[member].append(int(drawn.tokens[row]))
@@ -236,7 +236,7 @@ def test_what_a_slot_had_before_is_gone(decoder_with, rows_of):
 def test_without_features_nothing_is_kept_and_no_stage_is_run(decoder_with, rows_of):
     decoder = decoder_with(SlotSetup(SamplingConfig(top_p=0.5), end_id=3), SlotSetup())
     rows = rows_of([0, 1], [5, 6])
-    decoder.keep(decoder.draw(random_logits(2), rows), rows)
+    decoder.keep(decoder.draw(random_logits(2), rows))
     assert decoder.history.tokens.numel() == 0
     assert not LogitsRows(rows, decoder.state, decoder.history).features & STAGES
 
@@ -249,7 +249,7 @@ def test_a_history_grows_with_its_sequences_and_their_number(decoder_with, rows_
         rows = rows_of([0], [position])
         drawn = decoder.draw(torch.arange(VOCAB, 0, -1.0)[None], rows)
         assert drawn.tokens.tolist() == [position]
-        decoder.keep(drawn, rows)
+        decoder.keep(drawn)
     drawn = decoder.draw(torch.arange(VOCAB, 0, -1.0).repeat(2, 1), rows_of([9, 0], [1, 50]))
     assert drawn.tokens.tolist() == [1, 50]
 

@@ -16,6 +16,7 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
+from batch_manager.loop.step_output_check import StepOutputCheck
 from batch_manager.names import ErrorCode
 from batch_manager.runtime import layouts, native_backend
 from batch_manager.runtime.native_backend import build_native_backend
@@ -279,7 +280,10 @@ def test_a_token_outside_the_vocabulary_fails_its_row(backend):
         return drawn
 
     backend._decoder.draw = draw_too_large
-    failures = run(backend, rows=[(0, 3), (1, 2)]).failures
+    output = run(backend, rows=[(0, 3), (1, 2)])
+    assert output.failures == {}, "that is for the check of every backend's output to say"
+    batch = ScheduledBatch(2, generation=GenerationWork(np.array([0, 1], np.int32), np.array([3, 2], np.int32)))
+    failures = StepOutputCheck(VOCAB).checked(batch, output, {}).failures
     assert {slot: failure.code for slot, failure in failures.items()} == {1: ErrorCode.INVALID_TOKEN}
 
 
