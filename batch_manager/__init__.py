@@ -1,8 +1,9 @@
 """A callback-driven in-flight batch manager for GPT-style language models.
 
-Public are the names below, the programs in `batch_manager.tools` and the adapters in `batch_manager.extras`; other
-modules may change at any time. The names are served lazily, so that importing one folder of the package does not import
-the others (torch in particular). Inside the package nobody imports from here.
+Public are the names below, the programs in `batch_manager.tools`, the adapters in `batch_manager.extras`, and
+`batch_manager.testing` for tests of your own parts; other modules may change at any time. The names are served lazily,
+so that importing one folder of the package does not import the others (torch in particular). Inside the package nobody
+imports from here.
 """
 
 from importlib import import_module
@@ -62,6 +63,10 @@ _PUBLIC = {
     "SlotSetup": "handover",
     "SamplingConfig": "sampling_config",
     "BlockTableUpdates": "handover",
+    "BlockCopy": "handover",
+    "BlockClear": "handover",
+    "AdapterLoad": "handover",
+    "Hypothesis": "handover",
     "StepOutput": "handover",
     "RowFailure": "handover",
 
@@ -115,9 +120,13 @@ if TYPE_CHECKING:
     )
     from .gpt_manager import GptManager
     from .handover import (
+        AdapterLoad,
+        BlockClear,
+        BlockCopy,
         BlockTableUpdates,
         ContextWork,
         GenerationWork,
+        Hypothesis,
         RowFailure,
         ScheduledBatch,
         SlotSetup,

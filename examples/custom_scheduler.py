@@ -24,7 +24,7 @@ from batch_manager import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing import ScriptedBackend
 from batch_manager.tools.visualize import render_text
 
 LAST = 1000    # the request with this id asks the worker to finish the others and end

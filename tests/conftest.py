@@ -28,7 +28,7 @@ from batch_manager import (
 )
 from batch_manager.build import build_loop
 from batch_manager.kv.audit import audit
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 SECONDS_UNTIL_A_TEST_GIVES_UP = 60.0
 

@@ -36,8 +36,8 @@ from ..handover import ScheduledBatch, StepOutput
 from ..loop.generation_loop import GenerationLoop
 from ..names import TrtGptModelType
 from ..requests.inference_request import InferenceRequest
-from ..runtime.scripted_backend import ScriptedBackend
 from ..seams import PendingStep
+from ..testing.scripted_backend import ScriptedBackend
 from .benchmark import POLICIES
 from .workload import at_least
 

@@ -22,8 +22,8 @@ from ..config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ..errors import BatchManagerError, ConfigError
 from ..names import ContextChunkingPolicy, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
-from ..runtime.scripted_backend import ScriptedBackend
 from ..stats.trace import IterationTrace, Trace, read_trace, write_trace
+from ..testing.scripted_backend import ScriptedBackend
 
 LEGEND = "C12 context, 12 tokens   G generation, 1 token   P paused   . waiting   * ended in this iteration"
 SHORTEST_FOLD = 3

@@ -10,7 +10,7 @@ import pytest
 from batch_manager import GptManager, KvCacheConfig, Parts, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 from batch_manager.config import LONGEST_WAIT_S, MAX_POSITION, MAX_THREADS, ContextChunkingPolicy
 from batch_manager.errors import ConfigError
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 NO_COUNT = ("1", 1.0, True, [1], nan)
 NO_FLAG = (0, 1, "True", [], 1.0)

@@ -19,7 +19,7 @@ from batch_manager import (
 from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockCopy, RowFailure
 from batch_manager.names import ErrorCode
-from batch_manager.runtime.scripted_backend import ScriptedBackend, expected_candidates
+from batch_manager.testing.scripted_backend import ScriptedBackend, expected_candidates
 from batch_manager.scheduling.interfaces import SchedulerOutput
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from batch_manager import ConfigError, GptManager, ManagerClosedError, Parts, SchedulerPolicy, TrtGptModelType
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 
 def slow(seconds):

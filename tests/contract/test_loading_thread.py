@@ -8,7 +8,7 @@ import pytest
 from batch_manager import GptManager, Parts, SchedulerPolicy, TrtGptModelType, interpreter_exit, loading_thread
 from batch_manager.errors import ManagerClosedError
 from batch_manager.loading_thread import Loading, check_interruption, in_a_thread_of_its_own
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from batch_manager.handover import Hypothesis, RowFailure
 from batch_manager.names import ErrorCode
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 PROMPTS = {i: [10 + i] * (2 + i) for i in range(6)}
 ODD = 3

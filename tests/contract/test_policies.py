@@ -136,7 +136,7 @@ def test_a_stream_may_be_paused_at_any_length(make_world, new_request, reuse):
 def test_contexts_come_before_generation_and_chunks_but_the_last_are_whole_blocks(
         make_world, new_request, policy, chunking):
     batches = []
-    from batch_manager.runtime.scripted_backend import ScriptedBackend
+    from batch_manager.testing.scripted_backend import ScriptedBackend
     world = make_world(policy=policy, backend=ScriptedBackend(num_blocks=40, tokens_per_block=4,
                                                               on_step=lambda batch: batches.append(batch)),
                        enable_chunked_context=True, context_chunking_policy=chunking, max_num_tokens=14)

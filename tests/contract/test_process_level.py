@@ -10,7 +10,7 @@ import pytest
 PREAMBLE = """
     import os, signal, sys, threading, time
     from batch_manager import *
-    from batch_manager.runtime.scripted_backend import ScriptedBackend
+    from batch_manager.testing.scripted_backend import ScriptedBackend
 
     def slow(batch):
         time.sleep(0.005)

@@ -10,7 +10,7 @@ import pytest
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.handover import BlockCopy, RowFailure
 from batch_manager.names import ErrorCode
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.stats.trace import Trace
 
 REUSE = KvCacheConfig(enable_block_reuse=True)

@@ -14,7 +14,7 @@ from batch_manager import ConfigError, FinishReason, KvCacheConfig, SchedulerPol
 from batch_manager.handover import RowFailure
 from batch_manager.names import ErrorCode
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.policies import make_scheduler
 from batch_manager.stats.iteration_stats import StaticBatchStats
 from batch_manager.stats.trace import Trace

@@ -10,7 +10,7 @@ import pytest
 
 tokenizers = pytest.importorskip("tokenizers")
 
-from batch_manager.runtime.scripted_backend import ScriptedBackend  # noqa: E402
+from batch_manager.testing.scripted_backend import ScriptedBackend  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = REPOSITORY / "examples" / "quickstart.py"
@@ -202,7 +202,7 @@ def test_control_characters_are_for_terminals_that_want_them(quickstart, tokeniz
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo-terminals")
 def test_on_a_terminal_the_cursor_comes_back_and_the_screen_is_not_cleared(quickstart):
     code = ("import sys; sys.path.insert(0, sys.argv.pop(1)); import quickstart\n"
-            "from batch_manager.runtime.scripted_backend import ScriptedBackend\n"
+            "from batch_manager.testing.scripted_backend import ScriptedBackend\n"
             "sys.exit(quickstart.main(['--max-new-tokens', '5'], {'backend': lambda: ScriptedBackend(\n"
             "    vocab_size=4096, tokens_per_block=16, num_slots=256)}))")
     main_end, program_end = os.openpty()

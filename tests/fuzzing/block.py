@@ -19,7 +19,7 @@ import numpy as np
 from batch_manager import InferenceRequest, InvalidRequestError, Parts, TrtGptModelOptionalParams
 from batch_manager.build import build_loop
 from batch_manager.kv.audit import audit
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.conftest import VirtualClock
 
 from .answers import Outcome, check_items

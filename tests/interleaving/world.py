@@ -22,7 +22,7 @@ from batch_manager import (
     interpreter_exit,
 )
 from batch_manager.gpt_manager import SECONDS_TO_STOP_AFTER_A_TIMEOUT
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.simulation.history import Closed, Handed, HistoryChecker, Other, Polled, Sent, scripted_oracle
 
 from .doubles import Event, Thread, Threading

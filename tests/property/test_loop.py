@@ -12,7 +12,7 @@ import pytest
 from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.handover import RowFailure
 from batch_manager.names import ErrorCode, FinishReason
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutput
 from batch_manager.scheduling.policies import make_scheduler
 
@@ -99,7 +99,8 @@ class Stream:
         reuse = draw.random() < 0.8
         host_blocks = draw.choice([0, 0, 1, 3, 20]) if reuse and not has_sink and not self.is_static else 0
         backend = ScriptedBackend(
-            is_asynchronous=draw.random() < 0.6, vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN, num_blocks=worst + draw.choice([0, 1, 2, 5, 20, 80]),
+            is_asynchronous=draw.random() < 0.6, vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN,
+            num_blocks=worst + draw.choice([0, 1, 2, 5, 20, 80]),
             tokens_per_block=size, num_slots=2, window=window, sink=sink,
             **({"host_blocks": host_blocks} if host_blocks else {}),
             **{draw.choice(["on_step", "on_finish"]): self._fault})

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from batch_manager.handover import GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.kv.kv_cache_manager import KvCacheManager
+from batch_manager.loop.device_work import DeviceWork
+from batch_manager.loop.step_output_check import StepOutputCheck
 from batch_manager.loop.step_runner import StepRunner
 
 from .bugs import BUSY, TIGHT, Bug
@@ -17,17 +19,19 @@ WORDY = {**BUSY, "words": 1.0}
 
 
 def a_part_without_generation_keeps_its_beams(patch) -> None:
-    part = ScheduledBatch.part
+    take = ScheduledBatch.take
 
-    def with_width(self, start, stop):
-        batch = part(self, start, stop)
+    def with_width(self, indices):
+        batch = take(self, indices)
         slots, lengths = batch.generation.slots, batch.generation.kv_lengths
         return replace(batch, generation=GenerationWork(slots, lengths, self.generation.beam_width))
-    patch.setattr(ScheduledBatch, "part", with_width)
+    patch.setattr(ScheduledBatch, "take", with_width)
 
 
 def nobody_looks_at_the_tokens_of_beams(patch) -> None:
-    patch.setattr(StepRunner, "_has_invalid_tokens", lambda self, beams: False)
+    without_invalid_tokens = StepOutputCheck._without_invalid_tokens
+    patch.setattr(StepOutputCheck, "_without_invalid_tokens", lambda self, output: (
+        without_invalid_tokens(self, output) if output.row_starts is None else output))
 
 
 def the_copies_of_parting_beams_are_lost(patch) -> None:
@@ -47,17 +51,20 @@ def the_history_ends_with_the_prompt(patch) -> None:
 
 
 def a_step_that_is_run_again_repeats_what_it_said_of_the_tables(patch) -> None:
-    finish = StepRunner.finish
-    patch.setattr(StepRunner, "finish", lambda self, step, later=(): finish(self, step))
+    attached_to = DeviceWork.attached_to
+
+    def with_all(self, batch):
+        updates = batch.block_table_updates.then(self._updates)
+        return replace(attached_to(self, batch), block_table_updates=updates)
+    patch.setattr(DeviceWork, "attached_to", with_all)
 
 
 def what_a_step_that_could_not_be_launched_said_of_the_tables_is_lost(patch) -> None:
-    launch = StepRunner._launch
-
-    def without_what_is_untold(self, batch):
-        self._untold = None
-        return launch(self, batch)
-    patch.setattr(StepRunner, "_launch", without_what_is_untold)
+    def said_once(self, batch):
+        batch = self._device_work.attached_to(batch)
+        self._device_work.launched()
+        return self._backend.start(batch)
+    patch.setattr(StepRunner, "_launch", said_once)
 
 
 BEAM_BUGS = [

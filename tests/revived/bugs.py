@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from batch_manager.decoding.position_ring import PositionRing
 from batch_manager.guard import ContainingBlock
 from batch_manager.kv import prefix_cache
 from batch_manager.kv.block_pool import BlockPool, OutOfBlocksError
@@ -23,6 +24,7 @@ from batch_manager.kv.prefix_index import PrefixIndex, PrefixNode
 from batch_manager.kv.reservations import Reservations
 from batch_manager.kv.sequence_table import SequenceTable
 from batch_manager.loop.active_requests import ActiveRequests
+from batch_manager.loop.advance import Outcome
 from batch_manager.loop.callbacks import GuardedCallbacks
 from batch_manager.loop.fetched_items import FetchedItems
 from batch_manager.loop.finals import Finals
@@ -31,15 +33,17 @@ from batch_manager.loop.intake import Intake
 from batch_manager.loop.resources import Resources
 from batch_manager.loop.step_output_check import StepOutputCheck
 from batch_manager.loop.step_runner import StepRunner
+from batch_manager.loop.step_window import StepWindow
 from batch_manager.names import ContextChunkingPolicy, FinishReason, SchedulerPolicy, TrtGptModelType
 from batch_manager.requests import admission
 from batch_manager.requests.admission import Admission
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.capacity import MaxUtilizationScheduler
 
 IN_FLIGHT = {"model_type": TrtGptModelType.InflightFusedBatching}
 TIGHT = {**IN_FLIGHT, "policy": SchedulerPolicy.MAX_UTILIZATION, "chunking": None, "overlap": False,
+         "run_ahead": False, "is_asynchronous": False,
          "tokens_per_block": 2, "num_blocks": 24, "max_seq_len": 40, "max_batch_size": 8, "max_num_tokens": 64,
          "max_num_sequences": 8}
 NO_EVICT = {**TIGHT, "policy": SchedulerPolicy.GUARANTEED_NO_EVICT}
@@ -47,6 +51,8 @@ BUSY = {"arrival": 0.3, "burst": 3, "prompt": 12, "output": 20, "prioritised": 0
 STREAMING = {**BUSY, "streams": 1.0}
 STOPPING = {**BUSY, "stops": 0.2}
 REUSING = {**TIGHT, "reuse": True}
+OVERLAPPING = {**TIGHT, "overlap": True}
+RUNNING_AHEAD = {**TIGHT, "run_ahead": True, "is_asynchronous": True}
 ALIKE = {**BUSY, "shares_prefix": 0.9, "salted": 0.5}
 
 
@@ -111,9 +117,9 @@ def a_counter_is_kept_beside_the_books(patch) -> None:
 def a_failed_claim_keeps_what_it_took(patch) -> None:
     claim = KvCacheManager.claim
 
-    def one_after_the_other(self, first_chunks, generation):
+    def one_after_the_other(self, first_chunks, generation, *drafts):
         try:
-            return claim(self, first_chunks, generation)
+            return claim(self, first_chunks, generation, *drafts)
         except OutOfBlocksError:
             for request in first_chunks[:1]:                     # the first of them had its blocks already
                 wanted = -(-request.prompt_len // self.tokens_per_block)
@@ -191,14 +197,14 @@ def a_paused_request_resumes_one_token_early(patch) -> None:
 
 
 def a_paused_request_goes_to_the_back(patch) -> None:
-    launch = GenerationLoop._launch
+    claim = GenerationLoop._claim
 
-    def to_the_back(self, plan):
-        for request in plan.paused_requests:
+    def to_the_back(self, plan, record):
+        for request in plan.paused_requests if plan is not None else ():
             self.active._ordered.remove(request)
             self.active._ordered.append(request)
-        return launch(self, plan)
-    patch.setattr(GenerationLoop, "_launch", to_the_back)
+        return claim(self, plan, record)
+    patch.setattr(GenerationLoop, "_claim", to_the_back)
 
 
 def nothing_is_set_aside_for_what_follows(patch) -> None:
@@ -302,8 +308,8 @@ def a_stop_on_the_last_token_ends_it_twice(patch) -> None:
 def only_the_first_of_a_batch_is_told(patch) -> None:
     narrow_down = StepRunner._narrow_down
 
-    def first_only(self, batch, error):
-        output = narrow_down(self, batch, error)
+    def first_only(self, batch, asked, error):
+        output = narrow_down(self, batch, asked, error)
         for slot in list(output.failures)[1:]:
             del output.failures[slot]
         return output
@@ -373,17 +379,16 @@ def a_block_can_be_found_before_it_is_computed(patch) -> None:
 
 
 def an_index_buffer_is_as_large_as_the_pool(patch) -> None:
-    start = ScriptedBackend.start
+    set_up = ScriptedBackend._set_up                             # the tables are those of the step then
 
     def packing(self, batch):
-        self._tables.update(batch)
         buffer, used = np.empty(self.info.num_blocks, np.int32), 0
         for slot in batch.slots():
             mapped = int(self._tables.mapped[slot])
             buffer[np.arange(used, used + mapped)] = self._tables.rows[slot, :mapped]
             used += mapped
-        return start(self, batch)
-    patch.setattr(ScriptedBackend, "start", packing)
+        return set_up(self, batch)
+    patch.setattr(ScriptedBackend, "_set_up", packing)
 
 
 def the_hash_decides_and_has_four_bits(patch) -> None:
@@ -412,10 +417,10 @@ def refusals_are_lost_with_the_engine(patch) -> None:
 
 def refusals_come_after_the_finals_of_a_broken_plan(patch) -> None:
     def late(self, error):
-        while self._window:
-            self._window.popleft().step.finish()
         for request in self.active.in_order():
             self.finals.fail(request, error.code, str(error))
+        self.window.drop_all()
+        return Outcome()
     patch.setattr(GenerationLoop, "_answer_all_active", late)
 
 
@@ -444,8 +449,46 @@ def an_item_is_taken_before_there_is_a_place_for_it(patch) -> None:
     patch.setattr(FetchedItems, "read_next", read_next)
 
 
-def a_stopped_request_is_not_waited_for(patch) -> None:
-    patch.setattr(GenerationLoop, "_failed_in_flight", lambda self, request: False)
+def what_a_step_in_flight_writes_is_not_cleared(patch) -> None:
+    patch.setattr(Resources, "_clear_unread", lambda self, request: None)
+
+
+def a_step_is_run_again_with_who_has_ended(patch) -> None:
+    def run_again(self, flight):
+        return self._runner.narrow_down(flight.batch, flight.step.asked, flight.step.error)
+    patch.setattr(StepWindow, "_run_again", run_again)
+
+
+def what_ran_on_a_failed_step_stands(patch) -> None:
+    patch.setattr(StepWindow, "_take_back", lambda self, failed: None)
+
+
+def what_ran_on_a_failed_step_keeps_its_place(patch) -> None:
+    patch.setattr(Resources, "unclaim", lambda self, batch, requests, void: None)
+
+
+def beams_run_ahead(patch) -> None:
+    init = LlmRequest.__init__
+
+    def free(self, *given, **options):
+        init(self, *given, **options)
+        self.in_lockstep = False
+    patch.setattr(LlmRequest, "__init__", free)
+
+
+def a_device_keeps_one_token_of_a_slot(patch) -> None:
+    patch.setattr(PositionRing, "at", lambda self, slots, positions: self.values[slots, positions * 0])
+    patch.setattr(PositionRing, "put",
+                  lambda self, slots, positions, values: self.values.__setitem__((slots, positions * 0), values))
+
+
+def a_slot_is_what_its_new_owner_asked_for(patch) -> None:
+    """Rows are judged by what the owner of the slot asked for when they are read, not when they were launched."""
+    checked = StepOutputCheck.checked
+
+    def late(self, batch, output, asked):
+        return checked(self, batch, output, {slot: self._asked[slot] for slot in batch.slots() if slot in self._asked})
+    patch.setattr(StepOutputCheck, "checked", late)
 
 
 def the_first_in_line_pauses_itself(patch) -> None:
@@ -470,7 +513,7 @@ def an_abort_keeps_the_blocks(patch) -> None:
 
 
 def nobody_looks_at_what_a_step_returned(patch) -> None:
-    patch.setattr(StepOutputCheck, "checked", lambda self, batch, output: output)
+    patch.setattr(StepOutputCheck, "checked", lambda self, batch, output, asked: output)
 
 
 BUGS = [
@@ -528,10 +571,25 @@ BUGS = [
         refusals_come_after_the_finals_of_a_broken_plan, faults=("allocator.fails_once", "get.duplicate")),
     Bug("an abort keeps the blocks", "found here", an_abort_keeps_the_blocks,
         {**TIGHT, "endings": ((40, "life.shutdown"), (200, "drain"))}, {**BUSY, "arrival": 0.5}),
-    Bug("a stopped request's step in flight is not waited for", "found here", a_stopped_request_is_not_waited_for,
-        {**TIGHT, "overlap": True}, STOPPING, ("model.raises_once", "model.nan_in_row", "stop.all")),
+    Bug("what a stopped request's step in flight writes is not cleared", "found here",
+        what_a_step_in_flight_writes_is_not_cleared, OVERLAPPING, STOPPING,
+        ("model.raises_once", "model.nan_in_row", "stop.all")),
+    Bug("what a discarded row writes is not cleared", "of its kind", what_a_step_in_flight_writes_is_not_cleared,
+        RUNNING_AHEAD, STOPPING, ("model.nan_in_row", "stop.all")),
+    Bug("a step is run again with who has ended", "of its kind", a_step_is_run_again_with_who_has_ended,
+        OVERLAPPING, STOPPING, ("model.raises_once", "stop.all")),
+    Bug("what ran on a failed step stands", "of its kind", what_ran_on_a_failed_step_stands, RUNNING_AHEAD, BUSY,
+        ("model.raises_once",)),
+    Bug("what ran on a failed step keeps its place", "of its kind", what_ran_on_a_failed_step_keeps_its_place,
+        RUNNING_AHEAD, BUSY, ("model.raises_once",)),
+    Bug("beams run ahead", "of its kind", beams_run_ahead, {**RUNNING_AHEAD, "max_beam_width": 3, "num_blocks": 60},
+        {**BUSY, "streams": 0.0, "beams": 0.6}),
+    Bug("a device keeps one token of a slot", "of its kind", a_device_keeps_one_token_of_a_slot, RUNNING_AHEAD, BUSY,
+        ("model.raises_once",)),
+    Bug("a slot is what its new owner asked for", "of its kind", a_slot_is_what_its_new_owner_asked_for,
+        RUNNING_AHEAD, {**STOPPING, "asks_more": 0.5}),
     Bug("the first in line pauses itself", "found here", the_first_in_line_pauses_itself,
-        {**TIGHT, "overlap": True, "num_blocks": 20, "max_batch_size": 2, "max_num_sequences": 4},
+        {**RUNNING_AHEAD, "num_blocks": 20, "max_batch_size": 4, "max_num_sequences": 4},
         {**BUSY, "prompt": 30, "output": 12}),
     Bug("a window saves blocks for who may be paused", "found here", a_window_saves_blocks_for_who_may_be_paused,
         {**TIGHT, "window": 4, "num_blocks": 6}, {**BUSY, "prompt": 4, "output": 30, "prioritised": 0.5}),

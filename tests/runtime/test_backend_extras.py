@@ -80,7 +80,8 @@ def test_functions_get_logits_on_the_engines_device_and_what_they_return_is_draw
     assert seen == [(70, device, (1, 1, VOCAB)), ([71, 72], device, (2, 1, 1, VOCAB))] and output.failures == {}
     for row, (slot, prompt) in enumerate(prompts.items()):
         logits = logits_of(checkpoint, prompt)[-1]
-        np.testing.assert_allclose(output.generation_logits[slot], logits[None], atol=1e-3 if device == "cuda" else 1e-4)
+        atol = 1e-3 if device == "cuda" else 1e-4
+        np.testing.assert_allclose(output.generation_logits[slot], logits[None], atol=atol)
         changed = logits.copy()
         if slot == 0:
             changed[::2] = -np.inf
@@ -157,7 +158,8 @@ def test_virtual_tokens_in_one_chunk_of_several_and_in_one_sequence_of_several(c
     tolerance = 1e-3 if backend._device.type == "cuda" else 1e-4
     np.testing.assert_allclose(first.generation_logits[1], logits_of(checkpoint, [20, 21])[-1:], atol=tolerance)
     np.testing.assert_allclose(second.generation_logits[0], logits_of(checkpoint, long, tables[0])[-1:], atol=tolerance)
-    np.testing.assert_allclose(second.generation_logits[2], logits_of(checkpoint, short, tables[1])[-1:], atol=tolerance)
+    np.testing.assert_allclose(second.generation_logits[2], logits_of(checkpoint, short, tables[1])[-1:],
+                               atol=tolerance)
     continued = [20, 21, int(first.tokens[0])]
     np.testing.assert_allclose(second.generation_logits[1], logits_of(checkpoint, continued)[-1:], atol=tolerance)
 

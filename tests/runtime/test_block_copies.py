@@ -103,7 +103,8 @@ def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
     carry_out(backend, BlockCopy(1, 0, SIZE, to_host=True), BlockCopy(2, 1, SIZE, to_host=True), BlockCopy(3, 9, 4))
     alone = [first, *(start(0, 20 + i, [1, 2, 3]) for i in range(3))]
     back = BlockCopy(0, 7, SIZE, from_host=True), BlockCopy(1, 8, SIZE, from_host=True)
-    moved = [start(1, 19, [7, 8, 9], prompt[19:], (BlockClear(1), BlockClear(2), BlockClear(3), *back)), *(start(1, 20 + i, [7, 8, 9]) for i in range(3))]
+    operations = BlockClear(1), BlockClear(2), BlockClear(3), *back
+    moved = [start(1, 19, [7, 8, 9], prompt[19:], operations), *(start(1, 20 + i, [7, 8, 9]) for i in range(3))]
     assert moved == alone
 
 

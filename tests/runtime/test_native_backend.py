@@ -257,7 +257,8 @@ def test_a_value_that_is_not_finite_in_one_sequences_blocks_fails_exactly_its_ro
     assert {slot: failure.code for slot, failure in broken.failures.items()} == {1: ErrorCode.NON_FINITE_LOGITS}
     assert broken.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
     clears = tuple(map(BlockClear, blocks_of(1)))
-    backend.start(dataclasses.replace(step(rows=[(0, 9)]), operations=clears, first_operation=backend._num_operations)).finish()
+    backend.start(dataclasses.replace(
+        step(rows=[(0, 9)]), operations=clears, first_operation=backend._num_operations)).finish()
     assert not backend._pool[blocks_of(1)].any() and backend._pool[blocks_of(0)].any()
     assert run(backend, [(1, prompts[1], 0, True, GREEDY)]).failures == {}
 

@@ -90,7 +90,7 @@ def test_the_arrays_have_the_documented_types():
     whole = ScheduledBatch(iteration=0, context=(context(0, [1, 2], 0, True, SlotSetup()),),
                            generation=generation([(1, 1)]), block_table_updates=updates({0: [1], 1: [0]}))
     tables.update(whole)
-    for batch in (whole, whole.take(range(1, 2)), whole.take(range(0, 1))):
+    for batch in (whole, whole.take(range(1, 2)), whole.take(range(1))):
         step = pack(batch, tables, 8)
         assert {name: getattr(step, name).dtype.name for name in (
             "token_ids", "positions", "pool_slots", "slots", "query_starts", "kv_lengths", "block_tables",

@@ -17,7 +17,7 @@ from batch_manager.handover import (
 )
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 
 VOCAB, SIZE, BLOCKS, SLOTS, MAX_LENGTH = 160, 8, 30, 6, 56

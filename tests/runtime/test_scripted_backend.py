@@ -18,7 +18,7 @@ from batch_manager.handover import (
     SlotSetup,
 )
 from batch_manager.names import ErrorCode
-from batch_manager.runtime.scripted_backend import ScriptedBackend, expected_draws
+from batch_manager.testing.scripted_backend import ScriptedBackend, expected_draws
 from batch_manager.sampling_config import SamplingConfig
 
 GREEDY = SlotSetup()
@@ -197,7 +197,8 @@ def test_a_planted_non_finite_row_poisons_its_blocks_until_they_are_cleared():
     assert list(run(backend, [context(2, [9])], tables={2: [4]}, iteration=1).failures) == [2]
     clear = ScheduledBatch(1, operations=(BlockClear(4, 2), BlockClear(4)))
     backend.start(replace(clear, operations=clear.operations[:1])).finish()
-    assert list(run(backend, [context(2, [9])], tables={2: [4]}, iteration=1).failures) == [2], "its first token is left"
+    output = run(backend, [context(2, [9])], tables={2: [4]}, iteration=1)
+    assert list(output.failures) == [2], "its first token is left"
     backend.start(clear).finish()
     assert run(backend, [context(2, [9])], tables={2: [4]}, iteration=1).failures == {}
 
@@ -226,7 +227,7 @@ def test_slots_and_tables_grow_when_larger_ones_arrive():
 
 
 def test_it_is_imported_and_runs_without_torch():
-    code = ("import sys; from batch_manager.runtime.scripted_backend import ScriptedBackend; "
+    code = ("import sys; from batch_manager.testing.scripted_backend import ScriptedBackend; "
             "ScriptedBackend(); assert 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -18,7 +18,7 @@ from batch_manager.errors import DeviceLostError
 from batch_manager.handover import LENGTH, BlockCopy, RowFailure, ScheduledBatch, StepOutput
 from batch_manager.names import ErrorCode
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.runtime.scripted_backend import UNWRITTEN, ScriptedBackend
+from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend
 
 from .drawing import Drawing
 from .faults import Faults, Place

@@ -13,7 +13,7 @@ import numpy as np
 
 from batch_manager.handover import END_ID, NOT_FINISHED, STOP_WORDS, ScheduledBatch, SlotSetup, StepOutput
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.runtime.scripted_backend import POSITION_FACTOR, WORD, _mix
+from batch_manager.testing.scripted_backend import POSITION_FACTOR, WORD, _mix
 
 HELD_AMONG = 4
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")

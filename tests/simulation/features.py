@@ -6,7 +6,7 @@ from batch_manager.build import build_loop
 from batch_manager.config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
 from batch_manager.names import SchedulerPolicy, TrtGptModelType
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 # feature -> what asks for it: options of KvCacheConfig, and of a scripted backend that can do it
 PROBES: dict[str, tuple[dict, dict]] = {

@@ -16,7 +16,7 @@ from batch_manager import (
 )
 from batch_manager.errors import ErrorCode
 from batch_manager.handover import RowFailure, ScheduledBatch
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 STEP_S = 0.02
 VOCAB = 23

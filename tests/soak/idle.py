@@ -9,7 +9,7 @@ from statistics import median, quantiles
 from threading import Event
 
 from batch_manager import GptManager, InferenceRequest, Parts, SchedulerPolicy, TrtGptModelType
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 IDLE_S = 4.0
 PICKUPS = 200

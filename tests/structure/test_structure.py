@@ -56,7 +56,8 @@ FLOORS: dict[str, list[str]] = {
     "loading_thread": ["one_shot_event", "errors", "names", "interpreter_exit"],
     "worker": ["one_shot_event", *GROUND, *HOST, "interpreter_exit"],
     "gpt_manager": ["clock", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker"],
-    "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager"],
+    "testing": [*GROUND, *HOST, "decoding", "attention", "runtime", "build"],
+    "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager", "testing"],
     "extras": [*GROUND, "triton_kernels"],
     "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager"],
 }
@@ -71,6 +72,7 @@ OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),
     "weights": {"numpy", "torch", "safetensors"},
     "build": {"numpy", "torch"},
+    "testing": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers"},
     "extras": {"numpy", "torch", "llguidance"},
 }
@@ -100,7 +102,7 @@ BROAD_EXCEPTS = {
     "batch_manager/loop/callbacks.py": (1, "a stop signal that is no integer, inside a block"),
     "batch_manager/loop/generation_loop.py": (1, "giving back at the end must not cost the finals"),
     "batch_manager/decoding/logits_post_processors.py": (1, "the text of an error of the user's"),
-    "batch_manager/runtime/scripted_backend.py": (1, "a planted fault, kept until the step is waited for"),
+    "batch_manager/testing/scripted_backend.py": (1, "a planted fault, kept until the step is waited for"),
 }
 
 ALLOWED_ENVIRONMENT = {
@@ -266,11 +268,7 @@ def test_nobody_inside_uses_the_front_door():
 
 
 # Where a user imports from, besides batch_manager itself.
-PUBLIC_MODULES = ("batch_manager.extras.", "batch_manager.tools.")
-# (file, module) that is not among them -> why it is imported all the same
-INTERNAL_IMPORTS = {
-    ("examples/custom_scheduler.py", "batch_manager.runtime.scripted_backend"): "no scripted model is public yet",
-}
+PUBLIC_MODULES = ("batch_manager.extras.", "batch_manager.tools.", "batch_manager.testing")
 
 
 def imported_by_users() -> Iterator[tuple[str, str, list[str]]]:
@@ -291,12 +289,11 @@ def imported_by_users() -> Iterator[tuple[str, str, list[str]]]:
 def test_examples_import_public_names_only():
     imports = list(imported_by_users())
     wrong = [f"{where} imports {module}; give the name a place in batch_manager/__init__.py"
-             for where, module, _ in imports if (where, module) not in INTERNAL_IMPORTS
-             and not (module == "batch_manager" or module.startswith(PUBLIC_MODULES))]
+             for where, module, _ in imports
+             if not (module == "batch_manager" or module.startswith(PUBLIC_MODULES))]
     wrong += [f"{where} imports {name}, which is not public" for where, module, names in imports
               if module == "batch_manager" for name in names if name not in batch_manager.__all__]
     assert not wrong, report(wrong)
-    assert set(INTERNAL_IMPORTS) <= {(where, module) for where, module, _ in imports}, "one is needed no more"
 
 
 def test_every_public_name_is_there_for_people_and_for_type_checkers():
@@ -336,7 +333,7 @@ def test_triton_is_imported_by_kernel_files_alone():
     ["batch_manager.requests.admission", "batch_manager.requests.response"],
     ["batch_manager.kv.kv_cache_manager"],
     ["batch_manager.scheduling.policies"],
-    ["batch_manager.runtime.scripted_backend"],
+    ["batch_manager.testing.scripted_backend"],
     ["batch_manager.gpt_manager", "batch_manager.build"],
     ["batch_manager"],
 ], ids=lambda modules: modules[0])

@@ -31,7 +31,7 @@ from batch_manager.errors import DeviceLostError, ManagerClosedError
 from batch_manager.gpt_manager import GptManager
 from batch_manager.names import SchedulerPolicy, TrtGptModelType
 from batch_manager.requests.inference_request import InferenceRequest
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 SECONDS, LONGEST = 5.0, 40.0
 SECONDS_OF = {"a_hundred_thousand_requests_in_one_get": 20.0}    # two seconds of a processor where it has one to itself

@@ -17,7 +17,7 @@ from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.kv.audit import audit
 from batch_manager.names import ErrorCode, SchedulerPolicy, TrtGptModelType
 from batch_manager.requests.inference_request import InferenceRequest
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.worker import run_worker
 from tests.simulation.history import Closed, Handed, HistoryChecker, Other, Polled, Sent, scripted_oracle
 from tests.simulation.virtual import VirtualClock, virtual_control

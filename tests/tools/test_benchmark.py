@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batch_manager import Parts
-from batch_manager.runtime.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools import benchmark as tool
 from batch_manager.tools.benchmark import BenchmarkError, benchmark, parse_options, warm_up_requests
 from batch_manager.tools.workload import Lengths, make_workload

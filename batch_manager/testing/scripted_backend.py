@@ -44,8 +44,8 @@ from ..handover import (
     StepOutput,
 )
 from ..names import ErrorCode
+from ..runtime.block_tables import BlockTables, generation_rows
 from ..seams import BackendInfo, MemoryUsage
-from .block_tables import BlockTables, generation_rows
 
 if TYPE_CHECKING:
     from ..decoding.logits_post_processors import LogitsPostProcessors
