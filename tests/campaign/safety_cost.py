@@ -9,7 +9,7 @@ bf16 with random weights. All of it is processor time of one thread, which other
     check_plan          the rules of a plan                   token ids      each below the size of the vocabulary
     starvation          requests that no plan takes up        finite         logits, row by row; flags: what came of it
     guards              around get, send, poll and stats: contain, time and count, and the heartbeat
-    heartbeat           of the step                           watchdog       who looks at it
+    heartbeat           block of the step                     watchdog       who looks at it
     ledger              bytes, deadlines and arrivals of requests, one of which comes and one goes in every iteration
 """
 
