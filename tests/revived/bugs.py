@@ -306,14 +306,14 @@ def a_stop_on_the_last_token_ends_it_twice(patch) -> None:
 
 
 def only_the_first_of_a_batch_is_told(patch) -> None:
-    narrow_down = StepRunner._narrow_down
+    narrow_down = StepRunner.narrow_down
 
     def first_only(self, batch, asked, error):
         output = narrow_down(self, batch, asked, error)
         for slot in list(output.failures)[1:]:
             del output.failures[slot]
         return output
-    patch.setattr(StepRunner, "_narrow_down", first_only)
+    patch.setattr(StepRunner, "narrow_down", first_only)
 
 
 def blocks_are_given_on_as_they_are(patch) -> None:

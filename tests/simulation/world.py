@@ -495,15 +495,15 @@ class World:
         """I19, I21: claims that fail on order, and what they leave behind."""
         claim = kv.claim
 
-        def watched(first_chunks, generation):
-            needed = kv.blocks_to_claim(first_chunks, generation)
+        def watched(first_chunks, generation, num_drafts=None):
+            needed = kv.blocks_to_claim(first_chunks, generation, num_drafts=num_drafts)
             if kv.free_blocks == 0 and kv.pool.extra_owners:
                 self.faults.hit("allocator.full_of_shared")
             stolen = self._steal(kv, needed)
             before = (kv.free_blocks, kv.pool.extra_owners, kv.sequences.num_mentions(),
                       kv.sequences.kv_lengths.tolist())
             try:
-                return claim(first_chunks, generation)
+                return claim(first_chunks, generation, num_drafts)
             except OutOfBlocksError as error:
                 self.check(bool(stolen), f"I21: an allocation failed: {error}")
                 after = (kv.free_blocks, kv.pool.extra_owners, kv.sequences.num_mentions(),

@@ -88,7 +88,6 @@ POINTS: dict[str, Point] = {point.name: point for point in [
     Point("take blocks", _before(lambda run: run.loop.kv.pool, "take"), (OutOfBlocksError, Planted)),
     Point("publish", _before(KV, "publish_context")),
     Point("release", _before(KV, "release")),
-    Point("refresh", _before(KV, "refresh")),
     Point("scheduler", _before(lambda run: run.loop.scheduler, "schedule_request"), (Planted, SystemExit)),
 
     Point("admission", _before(lambda run: run.loop.intake._admission, "admit"), (Planted, SystemExit)),
