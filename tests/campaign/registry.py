@@ -50,6 +50,7 @@ SUITES: dict[str, str] = {
     "T14": "tests.campaign.coverage",
     "T14-mutants": "tests.campaign.mutants",
     "T16": "tests.campaign.safety_cost",
+    "T17": "tests.campaign.run_ahead",
 }
 
 

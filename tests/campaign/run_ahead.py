@@ -1,0 +1,238 @@
+"""T17: the same requests in an engine that runs ahead and in one that does not, bit by bit.
+
+    python -m tests.campaign.run_ahead SEED             one seed again, every difference with what led to it
+
+A pair is what one request got from both: all tensors of all its responses, in order. A seed draws a world: an engine
+over the scripted model or over a small checkpoint with random weights (there with `deterministic`), and requests with
+any features. It runs once in lockstep and twice ahead, over a device that is late: once undisturbed, and once with
+steps that fail after the next one was launched. Some requests are asked to stop. Of a request that is cut
+short, by a stop or by a fault of its own, what it got is the beginning of what it got in lockstep; that counts as no
+pair. A run in which no step was launched ahead counts none at all.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")     # threads that wait sleep: on busy cores spinning takes minutes
+
+import logging
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter, deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from batch_manager.names import FinishReason
+from tests.deterministic.differential import FAMILIES
+from tests.run_ahead.engines import Ahead, Response, Run, run_ahead, run_in_lockstep
+from tests.run_ahead.late_backend import Faults
+from tests.run_ahead.worlds import FEATURES, SCRIPTED, World, draw_world
+
+from .registry import Options, Summary
+
+ENOUGH = {"Q": 300, "F": 10_000, "C": 100_000}                    # pairs
+PAIRS_OF_A_FEATURE = {"Q": 0, "F": 100, "C": 1_000}
+SHARE_OF_A_KIND = 0.25                                            # of the pairs: native ones, scripted ones
+SEEDS_A_PORTION = 6
+COUNTS = ("pairs", "native", "scripted", "beginnings", "tokens", "discarded", "steps", "ahead", "pauses", "void",
+          "failed steps")
+CODES_OF_FAULTS = ("[MODEL_ERROR]", "[NON_FINITE_LOGITS]")
+WORLD_FEATURES = (SCRIPTED, *FAMILIES, "max utilization", "no evict", "split", "fused", "chunks in order",
+                  "chunks alike", "reuse", "host blocks", "window", "sinks", "greedy",
+                  *dict.fromkeys(FEATURES.values()))
+
+
+def draw_runs(world: World) -> list[Ahead]:
+    """The runs ahead of a world."""
+    draw = Random(f"runs ahead {world.seed}")
+
+    def new(fault_rate: float, stops: dict[int, int]) -> Ahead:
+        return Ahead(draw.getrandbits(32), fault_rate, draw.choice([0.0, 0.0, 0.5, 1.0]), stops,
+                     own_queue=world.is_scripted and draw.random() < 0.5)
+
+    stops = {request_id: ask.arrival + draw.randint(0, 25) for request_id, ask in world.asks.items()
+             if draw.random() < 0.08}
+    return [new(0.0, draw.choice([{}, stops])), new(draw.choice([0.05, 0.15, 0.3, 0.5]), stops)]
+
+
+def run_seed(seed: int, parent: Path, family: str | None = None) -> tuple[Counter, list[str]]:
+    """Counts, and what differed. family: None: the seed draws it"""
+    world, counts, found = draw_world(seed, family), Counter(worlds=1), []
+
+    def note(what: str) -> None:
+        counts["different"] += 1
+        found.append(f"seed {seed} (python -m tests.campaign.run_ahead {seed}): {what}")
+
+    try:
+        lockstep = run_in_lockstep(world, parent)
+    except Exception as error:
+        note(f"in lockstep: {where(error)}; {world}")
+        return counts, found
+    for ahead in draw_runs(world):
+        try:
+            run, faults = run_ahead(world, parent, ahead)
+        except Exception as error:
+            note(f"{where(error)}; {ahead}; {world}")
+            continue
+        if not run.counts["ahead"]:
+            counts["runs that were never ahead"] += 1
+            continue
+        differences = compare(world, ahead, lockstep, run, faults, counts)
+        counts.update({name: run.counts[name] for name in
+                       ("steps", "ahead", "pauses", "void", "discarded", "failed steps")})
+        if differences:
+            note(f"{differences}; {ahead}; {world}")
+    return counts, found
+
+
+def where(error: Exception) -> str:
+    """The last places of an exception, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    return f"{type(error).__name__}: {error} at " + " < ".join(
+        f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+
+
+def compare(world: World, ahead: Ahead, lockstep: Run, run: Run, faults: Faults, counts: Counter) -> list[str]:
+    """What differs. The pairs are counted."""
+    differences, failed, cut, early, kind = [], 0, 0, 0, "scripted" if world.is_scripted else "native"
+    for request_id, ask in world.asks.items():
+        expected, got = lockstep.responses[request_id], run.responses[request_id]
+        if len(expected) == len(got) and all(map(Response.same, expected, got)):
+            if not expected[-1].error:                            # else it was refused
+                counts.update(pairs=1, **{kind: 1}, tokens=sum(map(num_tokens, got)))
+                counts.update(("of", feature) for feature in (*world.features(), *ask.features))
+                reason = FinishReason(int(got[-1].tensors["finish_reason"][0, 0]))
+                counts["end", reason.name] += 1
+                early += ask.beam_width * (reason is not FinishReason.LENGTH)
+            continue
+        last = got[-1]
+        if last.error.startswith(CODES_OF_FAULTS):
+            failed += 1
+            got = got[:-1]
+        elif not (request_id in ahead.stops and not last.error
+                  and last.tensors["finish_reason"][0, 0] == FinishReason.CANCELLED):
+            differences.append(f"request {request_id} ({', '.join(ask.features)}): {how(expected, got)}")
+            continue
+        cut += ask.beam_width
+        if ask.beam_width == 1 and not expected[-1].error and not is_beginning(got, expected, world.vocab):
+            differences.append(f"request {request_id} ({', '.join(ask.features)}) is cut short: {how(expected, got)}")
+        counts["beginnings"] += 1
+    if failed > faults.alone:
+        differences.append(f"{failed} requests failed, of which faults explain {faults.alone}")
+    if run.counts["discarded"] > early + cut + run.counts["void"]:
+        differences.append(f"{run.counts['discarded']} tokens were discarded; {early} sequences ended early, {cut} "
+                           f"were cut short and {run.counts['void']} rows were void")
+    if run.counts["failed steps"] and not ahead.fault_rate:
+        differences.append(f"{run.counts['failed steps']} steps failed, and none was to")
+    if not cut and not any(ask.beam_width > 1 for ask in world.asks.values()) and (
+            lockstep.counts["generated"] != run.counts["generated"]):
+        differences.append(f"the statistics count {run.counts['generated']} tokens, "
+                           f"{lockstep.counts['generated']} in lockstep")
+    return differences
+
+
+def num_tokens(response: Response) -> int:
+    return 0 if response.error else int(response.tensors["sequence_length"].sum())
+
+
+def how(expected: list[Response], got: list[Response]) -> str:
+    """Where two lists of responses begin to differ."""
+    for number, (one, other) in enumerate(zip(expected, got)):
+        if not one.same(other):
+            names = [name for name in one.tensors if name in other.tensors and (
+                one.tensors[name].shape, one.tensors[name].tobytes()) != (
+                other.tensors[name].shape, other.tensors[name].tobytes())]
+            if one.error or other.error:
+                return f"response {number} says {other.error!r}, {one.error!r} in lockstep"
+            ids = [response.tensors["output_ids"].ravel().tolist() for response in (other, one)]
+            return f"response {number} differs in {names}: tokens {ids[0]}, {ids[1]} in lockstep"
+    return f"{len(got)} responses, {len(expected)} in lockstep"
+
+
+def is_beginning(got: list[Response], expected: list[Response], vocab: int) -> bool:
+    """Whether tokens, log-probs and logits of the responses begin those of the others, bit by bit. One beam."""
+    return all(joined(expected, name, width).startswith(joined(got, name, width)) for name, width in (
+        ("output_ids", 1), ("output_log_probs", 1), ("generation_logits", vocab)))
+
+
+def joined(responses: list[Response], name: str, width: int) -> bytes:
+    """A tensor of all responses; nothing where it was not asked for."""
+    return b"".join(np.ascontiguousarray(response.tensors[name]).tobytes() for response in responses
+                    if not response.error and response.tensors[name].shape[-1] % width == 0)
+
+
+def portion(first_seed: int, count: int) -> tuple[Counter, list[str]]:
+    logging.getLogger("batch_manager").setLevel(logging.CRITICAL)    # planted faults are logged
+    total, failures = Counter(), []
+    with tempfile.TemporaryDirectory() as parent:
+        for seed in range(first_seed, first_seed + count):
+            counts, found = run_seed(seed, Path(parent))
+            total += counts
+            failures += found
+    return total, failures
+
+
+def run(options: Options) -> Summary:
+    deadline = None if options.seconds is None else time.monotonic() + options.seconds
+    total, failures, running, next_seed = Counter(), [], deque[Future](), options.first_seed
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        while True:
+            late = deadline is not None and time.monotonic() > deadline
+            while len(running) < 2 * options.jobs and not (late or is_enough(total, options.tier)):
+                running.append(pool.submit(portion, next_seed, SEEDS_A_PORTION))
+                next_seed += SEEDS_A_PORTION
+            if not running:
+                break
+            counts, found = running.popleft().result()
+            total += counts
+            failures += found
+    return Summary(summary_line(total, options.first_seed, next_seed - 1), failures, short(total, options.tier),
+                   ran_on(total))
+
+
+def summary_line(total: Counter, first_seed: int, last_seed: int) -> str:
+    return (f"T17: seeds {first_seed}..{last_seed}: {total['pairs']:,} pairs ({total['native']:,} over checkpoints, "
+            f"{total['scripted']:,} scripted) and {total['beginnings']:,} requests cut short, {total['tokens']:,} "
+            f"tokens, {total['discarded']:,} discarded; {total['ahead']:,} of {total['steps']:,} steps launched ahead, "
+            f"{total['failed steps']:,} failed steps, {total['void']:,} void rows, {total['pauses']:,} pauses; "
+            f"{total['runs that were never ahead']:,} runs were never ahead; {total['different']:,} different")
+
+
+def ran_on(total: Counter) -> list[str]:
+    of = [f"{total['of', name]:,} {name}" for name in WORLD_FEATURES]
+    ends = [f"{count:,} {key[1]}" for key, count in sorted(
+        item for item in total.items() if isinstance(item[0], tuple) and item[0][0] == "end")]
+    return [f"pairs with: {', '.join(of)}", f"ends: {', '.join(ends)}"]
+
+
+def is_enough(total: Counter, tier: str) -> bool:
+    return total["pairs"] >= ENOUGH[tier] and min(total["native"], total["scripted"]) >= (
+        SHARE_OF_A_KIND * ENOUGH[tier])
+
+
+def short(total: Counter, tier: str) -> list[str]:
+    lines = []
+    if not is_enough(total, tier):
+        lines.append(f"{total['pairs']:,} of {ENOUGH[tier]:,} pairs, {total['native']:,} of them over checkpoints")
+    wanted = PAIRS_OF_A_FEATURE[tier]
+    return lines + [f"{name}: {total['of', name]} of {wanted} pairs" for name in WORLD_FEATURES
+                    if total["of", name] < wanted]
+
+
+def main() -> int:
+    logging.getLogger("batch_manager").setLevel(logging.CRITICAL)
+    seed = int(sys.argv[1])
+    with tempfile.TemporaryDirectory() as parent:
+        counts, found = run_seed(seed, Path(parent))
+    print(*found, summary_line(counts, seed, seed), *ran_on(counts), sep="\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

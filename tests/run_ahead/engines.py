@@ -1,0 +1,224 @@
+"""One engine of a world, in lockstep or ahead, without a thread; what each request got, and where the run has been."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from batch_manager import KvCacheConfig, Parts, TrtGptModelOptionalParams, TrtGptModelType
+from batch_manager.build import build_loop
+from batch_manager.clock import SystemClock
+from batch_manager.handover import RowFailure, ScheduledBatch
+from batch_manager.kv.audit import audit
+from batch_manager.runtime import layouts
+from batch_manager.runtime.block_tables import generation_rows
+from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.deterministic.differential import make_checkpoint
+
+from .late_backend import NOT_DRAWN, NOT_READ, NOT_RUN, TWICE, Faults, LateBackend
+from .worlds import WIDEST, World, shift_batched
+
+MOST_ITERATIONS = 4_000
+HOST_BLOCK_BYTES = 1 << 16              # no block of a small model is larger
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    tensors: dict[str, np.ndarray]
+    is_final: bool
+    error: str
+
+    def same(self, other: "Response") -> bool:
+        """Bit by bit."""
+        return (self.is_final, self.error) == (other.is_final, other.error) and self.tensors.keys() == (
+            other.tensors.keys()) and all(
+            (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+            for mine, theirs in zip(self.tensors.values(), other.tensors.values(), strict=True))
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a world in one engine.
+
+    responses   by request id, in order
+    counts      steps, ahead, failed steps, pauses, void, discarded, generated
+    """
+
+    responses: dict[int, list[Response]]
+    counts: Counter = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """How the engine that runs ahead differs from the one in lockstep.
+
+    stops       request id -> iteration from which it is asked to stop
+    own_queue   the scripted backend is late by itself
+    """
+
+    seed: int
+    fault_rate: float = 0.0
+    eagerness: float = 0.0
+    stops: Mapping[int, int] = field(default_factory=dict)
+    own_queue: bool = False
+
+
+def make_backend(world: World, parent: Path, **options):
+    """A new backend, as the world says. options: of a scripted one"""
+    if world.is_scripted:
+        return ScriptedBackend(
+            vocab_size=world.vocab, max_seq_len=world.max_seq_len, num_blocks=world.num_blocks, key=world.seed,
+            tokens_per_block=world.tokens_per_block, num_slots=world.max_batch_size, window=world.window,
+            sink=world.sinks, host_blocks=world.host_blocks, **options)
+    kv = KvCacheConfig(
+        tokens_per_block=world.tokens_per_block, max_tokens=world.num_blocks * world.tokens_per_block,
+        max_attention_window=world.window, sink_token_length=world.sinks, enable_block_reuse=world.reuse,
+        host_cache_size=world.host_blocks * HOST_BLOCK_BYTES)
+    params = TrtGptModelOptionalParams(
+        dtype=world.dtype, device="cpu", deterministic=True, num_threads=1, max_batch_size=world.max_batch_size,
+        max_seq_len=world.max_seq_len, kv_cache_config=kv)
+    layout = layouts.split if world.model_type is TrtGptModelType.InflightBatching else layouts.fused
+    return build_native_backend(make_checkpoint(world.family, parent), params, layout=layout,
+                                num_slots=world.max_batch_size, max_beam_width=WIDEST)
+
+
+def make_late_backend(world: World, parent: Path, ahead: Ahead, faults: Faults):
+    """A backend that is late, with steps that fail at every place where they may."""
+    if not world.is_scripted:
+        inner = make_backend(world, parent)
+        fail_inside(inner, "_layout", inner._runner, "logits", faults)
+        return LateBackend(inner, faults, partial(poison, inner), ahead.eagerness, ahead.seed)
+
+    def on_finish(batch: ScheduledBatch) -> dict[int, RowFailure]:
+        faults.strike(batch, (NOT_READ, TWICE))
+        return faults.failures(batch)
+
+    inner = make_backend(world, parent, is_asynchronous=ahead.own_queue, on_finish=on_finish)
+    fail_inside(inner, "_lay_out", inner, "_decode", faults)
+    return inner if ahead.own_queue else LateBackend(inner, faults, partial(poison, inner), ahead.eagerness, ahead.seed)
+
+
+def fail_inside(backend, lays_out: str, drawer: object, draws: str, faults: Faults) -> None:
+    """Let steps fail before anything is written to the KV cache, and before anything is made of what was computed. The
+    block tables and the operations of the batch are done by then.
+
+    lays_out   name of the method of the backend that is called first, with the batch
+    draws      name of the method of `drawer` that is called when the model has run
+    """
+    lay_out, draw, running = getattr(backend, lays_out), getattr(drawer, draws), []
+
+    def failing_layout(batch, *given):
+        running[:] = [batch]
+        faults.strike(batch, (NOT_RUN,))
+        return lay_out(batch, *given)
+
+    def failing_draw(*given):
+        faults.strike(running[0], (NOT_DRAWN,))
+        return draw(*given)
+
+    setattr(backend, lays_out, failing_layout)
+    setattr(drawer, draws, failing_draw)
+
+
+def poison(backend, batch: ScheduledBatch, slots: list[int]) -> None:
+    """Make what the step of a native backend wrote for these slots not finite."""
+    spans = [(work.slot * batch.max_beam_width, range(work.start, work.start + len(work.token_ids)))
+             for work in batch.context if work.slot in slots]
+    spans += [(row, [length]) for slot, length, row in zip(*map(np.ndarray.tolist, generation_rows(batch)))
+              if slot in slots]
+    size = backend.info.tokens_per_block
+    for row, positions in spans:
+        for position in positions:
+            backend._pool[backend._tables.rows[row, position // size], :, :, :, position % size] = np.nan
+
+
+def run_in_lockstep(world: World, parent: Path) -> Run:
+    return drive(world, make_backend(world, parent), run_ahead=False, stops={})
+
+
+def run_ahead(world: World, parent: Path, ahead: Ahead) -> tuple[Run, Faults]:
+    faults = Faults(ahead.seed, ahead.fault_rate)
+    backend = make_late_backend(world, parent, ahead, faults)
+    run = drive(world, backend, run_ahead=True, stops=ahead.stops, faults=faults)
+    return run, faults
+
+
+def drive(world: World, backend, *, run_ahead: bool, stops: Mapping[int, int],
+          faults: Faults | None = None) -> Run:
+    """Raises AssertionError, or what the loop raises."""
+    run = Run({request_id: [] for request_id in world.asks})
+    waiting = sorted(world.asks, key=lambda request_id: world.asks[request_id].arrival)
+    iteration, open_ids = 0, set(world.asks)
+
+    def get(max_num_requests: int) -> list:
+        count = sum(world.asks[request_id].arrival <= iteration for request_id in waiting)
+        count = count if max_num_requests < 0 else min(count, max_num_requests)
+        due, waiting[:count] = waiting[:count], []
+        return [world.asks[request_id].request(request_id) for request_id in due]
+
+    def send(request_id, tensors, final_response, error_message) -> None:
+        assert request_id in open_ids, f"request {request_id} gets a response after its final one"
+        run.responses[request_id].append(Response(
+            {tensor.name: np.asarray(tensor.tensor) for tensor in tensors}, final_response, error_message))
+        if final_response:
+            open_ids.discard(request_id)
+
+    def note(record: str) -> None:
+        stats = json.loads(record)
+        run.counts["pauses"] += stats["Paused Requests"]
+        run.counts["generated"] += stats["Generated Tokens"]
+        run.counts["failed steps"] = stats["Failed Steps"]
+
+    loop = build_loop(
+        model_path=None, model_type=world.model_type, max_beam_width=WIDEST, scheduler_policy=world.policy,
+        get_inference_requests_cb=get, send_response_cb=send,
+        poll_stop_signal_cb=lambda: {request_id for request_id, at in stops.items() if at <= iteration},
+        return_batch_manager_stats_cb=note, optional_params=world.params(run_ahead), terminate_req_id=None,
+        exclude_input_in_output=True,
+        parts=Parts(backend=backend, clock=SystemClock(), logits_post_processor_batched=shift_batched))
+    assert loop.limits.runs_ahead == run_ahead
+    watch(loop, run.counts, faults)
+    try:
+        while open_ids or not loop.is_empty:
+            loop.step(accept_new=True)
+            iteration += 1
+            assert loop.failure is None, loop.failure
+            assert iteration < MOST_ITERATIONS, f"after {iteration:,} iterations {sorted(open_ids)} are not answered"
+        loop.step(accept_new=True)                                # what is in flight is nobody's: it is dropped
+        audit(loop.kv)
+        assert not loop.window and loop.kv.used_blocks == 0, f"{loop.kv.used_blocks} blocks are held at the end"
+    finally:
+        backend.close()
+    run.counts["discarded"] = loop.window.num_discarded_tokens
+    return run
+
+
+def watch(loop, counts: Counter, faults: Faults | None) -> None:
+    """Count launches, those with another step in flight, and rows that are taken back; say which rows are of requests
+    that have ended."""
+    window = loop.window
+    launch, take_back, read = window.launch, window._take_back, window.read
+
+    def watched_launch(batch, requests) -> None:
+        counts["steps"] += 1
+        counts["ahead"] += len(window) > 0
+        launch(batch, requests)
+
+    def watched_take_back(failed) -> None:
+        before = sum(len(flight.void) for flight in window._steps)
+        take_back(failed)
+        counts["void"] += sum(len(flight.void) for flight in window._steps) - before
+
+    def watched_read():
+        flight = window._steps[0]
+        if faults is not None:
+            faults.ended = flight.batch.iteration, [slot for slot, request in zip(flight.batch.slots(), flight.requests)
+                                                    if request.is_finished]
+        return read()
+
+    window.launch, window._take_back, window.read = watched_launch, watched_take_back, watched_read

@@ -1,0 +1,148 @@
+"""A backend that is late, and steps that fail when they run: after the next one was launched."""
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from batch_manager.handover import RowFailure, ScheduledBatch, StepOutput
+from batch_manager.names import ErrorCode
+
+NOT_LAUNCHED, NOT_RUN, NOT_DRAWN = "not launched", "not run", "not drawn"
+NOT_READ, TWICE, ONE_ROW = "not read", "twice", "one row"
+DISCARDED_ROW = "discarded row"
+KINDS = (NOT_LAUNCHED, NOT_RUN, NOT_RUN, NOT_RUN, NOT_DRAWN, NOT_READ, TWICE, ONE_ROW)    # to draw from
+
+
+class PlantedError(Exception):
+    """What a step raises that is to fail."""
+
+
+@dataclass(slots=True)
+class Order:
+    """What is to go wrong with the step of one iteration, and how often still."""
+
+    kind: str
+    times: int
+    row: float = 0.0
+
+
+class Faults:
+    """Decides once for each iteration whether its step fails, and how.
+
+    Rows whose requests have ended since the launch are spoilt now and then: nobody may notice.
+
+    rate     probability that a step fails
+    counts   how often each kind has struck
+    alone    steps of one sequence that raised, and rows that were spoilt: each may cost a request its life, and
+             nothing else may
+    ended    (iteration, the slots of its step whose requests have ended) of the step that is being read
+    """
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self._draw, self._rate = Random(seed), rate
+        self._orders: dict[int, Order | None] = {}
+        self.counts: Counter[str] = Counter()
+        self.alone = 0
+        self.ended: tuple[int, list[int]] = -1, []
+
+    def strike(self, batch: ScheduledBatch, kinds: tuple[str, ...]) -> None:
+        """Raise PlantedError if the step is to fail here. kinds: those that happen here."""
+        order = self._order(batch)
+        if order is None or order.kind not in kinds or not order.times:
+            return
+        order.times -= 1
+        self.counts[order.kind] += 1
+        self.alone += batch.num_sequences == 1
+        raise PlantedError(order.kind)
+
+    def failures(self, batch: ScheduledBatch) -> dict[int, RowFailure]:
+        """The rows of the step that are to fail; each once. What they write to the KV cache is to be not finite."""
+        order, slots = self._order(batch), batch.slots()
+        spoilt = []
+        if order is not None and order.kind == ONE_ROW and order.times:
+            order.times -= 1
+            self.counts[order.kind] += 1
+            self.alone += 1
+            spoilt.append(slots[int(order.row * len(slots))])
+        iteration, ended = self.ended
+        if self._rate and iteration == batch.iteration and ended:
+            if self._draw.random() < 0.5:
+                spoilt += [slot for slot in ended if slot in slots]
+                self.counts[DISCARDED_ROW] += len(ended)
+            self.ended = -1, []
+        return {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted") for slot in spoilt}
+
+    def _order(self, batch: ScheduledBatch) -> Order | None:
+        """None of a step alone but now and then: it would end the request."""
+        if not self._rate:
+            return None
+        if batch.iteration not in self._orders:
+            strikes = self._draw.random() < self._rate
+            kind, row, rarely = self._draw.choice(KINDS), self._draw.random(), self._draw.random() < 0.1
+            spares = (kind == ONE_ROW or batch.num_sequences == 1) and not rarely
+            self._orders[batch.iteration] = (
+                Order(kind, 1 + (kind == TWICE), row) if strikes and not spares else None)
+        return self._orders[batch.iteration]
+
+
+class LateBackend:
+    """A backend whose steps run, in the order of their launches, when one of them is waited for, or a little before.
+
+    inner       runs each step whole when it is its turn. It has to strike NOT_RUN and NOT_DRAWN itself, once the block
+                tables and the operations of the batch are done: a step that was launched repeats neither
+    poison      (batch, slots) makes what the step wrote for these slots not finite
+    eagerness   probability, at each launch, that the device has come to the end of its queue by then
+    """
+
+    def __init__(self, inner, faults: Faults, poison: Callable[[ScheduledBatch, list[int]], None], eagerness: float,
+                 seed: int) -> None:
+        self.inner, self.faults, self._poison = inner, faults, poison
+        self.info = dataclasses.replace(inner.info, is_asynchronous=True)
+        self.memory_usage, self.close = inner.memory_usage, inner.close
+        self._eagerness, self._draw = eagerness, Random(seed)
+        self._queue: deque[LateStep] = deque()
+
+    def start(self, batch: ScheduledBatch) -> "LateStep":
+        self.faults.strike(batch, (NOT_LAUNCHED,))
+        step = LateStep(batch, self.run_up_to)
+        self._queue.append(step)
+        if self._draw.random() < self._eagerness:
+            self.run_up_to(step)
+            if step.error is not None and self._draw.random() < 0.5:
+                raise step.error                                  # a launch that has done some of it
+        return step
+
+    def run_up_to(self, step: "LateStep") -> None:
+        """Run what was launched before this step, and the step."""
+        while step in self._queue:
+            first = self._queue.popleft()
+            try:
+                first.output = self._run(first.batch)
+            except Exception as error:
+                first.error = error
+
+    def _run(self, batch: ScheduledBatch) -> StepOutput:
+        output = self.inner.start(batch).finish()
+        self.faults.strike(batch, (NOT_READ, TWICE))
+        failures = self.faults.failures(batch)
+        if not failures:
+            return output
+        self._poison(batch, list(failures))
+        return dataclasses.replace(output, failures={**output.failures, **failures})
+
+
+class LateStep:
+    """A step that was launched: its output, or what it raised, once it ran."""
+
+    def __init__(self, batch: ScheduledBatch, run_up_to: Callable[["LateStep"], None]) -> None:
+        self.batch, self._run_up_to = batch, run_up_to
+        self.output: StepOutput | None = None
+        self.error: Exception | None = None
+
+    def finish(self) -> StepOutput:
+        self._run_up_to(self)
+        if self.error is not None:
+            raise self.error
+        return self.output
