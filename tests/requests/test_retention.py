@@ -10,6 +10,11 @@ from batch_manager.kv.retention import priorities_of_blocks
 NAN = float("nan")
 
 
+def a_name(value):
+    """Of a parameter; the same in every process."""
+    return value if isinstance(value, str) else type(value).__name__
+
+
 @pytest.mark.parametrize("ranges, more, message", [
     ([(0, 4, 101)], (), "priority is 101; it must be an integer in 0..100"),
     ([(0, 4, -1)], (), "priority is -1"),
@@ -36,7 +41,7 @@ def test_a_retention_that_means_nothing_is_refused(ranges, more, message):
         KvCacheRetentionConfig([TokenRangeRetentionConfig(*one) for one in ranges], *more)
 
 
-@pytest.mark.parametrize("ranges", [{}, "ranges", 3, None, iter(()), [(0, 4, 50)], [None]], ids=repr)
+@pytest.mark.parametrize("ranges", [{}, "ranges", 3, None, iter(()), [(0, 4, 50)], [None]], ids=a_name)
 def test_ranges_are_a_list_of_ranges(ranges):
     with pytest.raises(InvalidRequestError, match="token_range_retention_configs"):
         KvCacheRetentionConfig(ranges)
@@ -83,7 +88,7 @@ class Endless:
     (changed(KvCacheRetentionConfig(), token_range_retention_configs=Endless()), "is of type Endless"),
     (KvCacheRetentionConfig([changed(TokenRangeRetentionConfig(0, 4, 50), token_end=-7)]), "token_end is -7"),
     (KvCacheRetentionConfig([changed(TokenRangeRetentionConfig(0, 4, 50), priority=True)]), "priority is True"),
-], ids=repr)
+], ids=a_name)
 def test_admission_refuses_what_is_wrong_whoever_made_it(refusal, given, message):
     text = refusal(InferenceRequest(7, {"input_ids": [1], "request_output_len": 1}, kv_cache_retention_config=given))
     assert message in text and text.startswith("[INVALID_REQUEST] request 7: ") and text.count("; ") == 2
