@@ -1,6 +1,7 @@
 """One iteration: fetch, schedule, claim, start, finish, advance, respond, poll, report.
 
-Owns     the order of an iteration, the table of active requests, the ledger of finals, the guard around callbacks
+Owns     the order of an iteration, the table of active requests, the ledger of unanswered items, the callbacks in their
+         guarded blocks
 Not      threads (gpt_manager, worker), the arithmetic of a policy (scheduling), blocks (kv), anything a model computes
 Yours    a new resource a request must hold goes through resources.py; generation_loop.py stays the sentence above
 """

@@ -74,9 +74,9 @@ class Finals:
             self._responder.send_refusal(text, error.code)
 
     def fail_everything(self, error: BatchManagerError) -> None:
-        """Answer everybody who is owed an answer: refusals with their own text, living requests with this error.
+        """Answer every unanswered item: refusals with their own text, living requests with this error.
 
-        Goes by what is owed alone, and touches no pool and no device: any other book may be what broke. What raises in
+        Goes by `UnansweredItems` alone, and touches no pool and no device: any other state may be what broke. What raises in
         here leaves the rest for the next call.
         """
         self.answer_refusals()

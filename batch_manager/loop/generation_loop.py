@@ -105,7 +105,7 @@ class GenerationLoop:
 
     @property
     def is_empty(self) -> bool:
-        """Nobody is owed an answer and nothing that was handed over is unread."""
+        """Every item has had its final response, and nothing that was fetched is unread."""
         return not (self.unanswered or self.callbacks.fetched)
 
     def answer_the_rest(self, error: BatchManagerError) -> None:
