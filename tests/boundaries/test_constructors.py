@@ -71,6 +71,7 @@ PART_OPTIONS = {
     "clock": ((None,), (5, "clock", object())),
     "trace": ((None, print), (5, "file.json")),
     "logits_post_processor_batched": ((None, print), (5, "batched")),
+    "stages": ((None, [], (), lambda num_slots, device: []), (5, "stages", {}, object())),
 }
 
 

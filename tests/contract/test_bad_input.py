@@ -106,13 +106,16 @@ def test_a_prompt_that_no_step_can_hold_is_refused_unless_it_may_be_chunked(make
         assert world.client.final(1).code == code
 
 
-def test_a_streamed_request_that_could_not_go_on_after_a_pause_is_refused(make_world, new_request):
-    world = make_world(max_num_tokens=16, policy=SchedulerPolicy.MAX_UTILIZATION)
-    world.client.pending = [new_request(1, [1] * 10, 8, streaming=True), new_request(2, [1] * 10, 8),
-                            new_request(3, [1] * 10, 7, streaming=True)]
+def test_a_streamed_request_that_outgrows_a_step_is_not_refused_and_goes_on_after_a_pause(make_world, new_request):
+    """In whole blocks, although prompts are not computed in chunks."""
+    world = make_world(max_num_tokens=16, policy=SchedulerPolicy.MAX_UTILIZATION,
+                       backend={"num_blocks": 9, "tokens_per_block": 4})
+    world.client.pending = [new_request(i, [i] * 10, 14, streaming=i != 2) for i in (1, 2, 3)]
     world.run()
-    assert world.client.final(1).code == "INVALID_REQUEST" and "max_num_tokens" in world.client.final(1).error
-    assert world.client.final(2).error == world.client.final(3).error == ""
+    for i in (1, 3):
+        assert world.client.streamed(i) == world.expected([i] * 10, 14)
+    assert world.client.final(2).tokens() == [2] * 10 + world.expected([2] * 10, 14)
+    assert json.loads(world.client.stats[-1])["Recomputed Tokens"] > 16
 
 
 def test_c8_the_refusal_of_a_request_too_large_for_the_pool_says_the_numbers_under_both_policies(

@@ -19,8 +19,8 @@ from batch_manager import (
 from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockCopy, RowFailure
 from batch_manager.names import ErrorCode
-from batch_manager.testing.scripted_backend import ScriptedBackend, expected_candidates
 from batch_manager.scheduling.interfaces import SchedulerOutput
+from batch_manager.testing.scripted_backend import ScriptedBackend, expected_candidates
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1

@@ -67,12 +67,12 @@ def test_every_name_order_and_default_of_the_constructor_and_its_options():
         "poll_stop_signal_cb": None, "return_batch_manager_stats_cb": None,
         "optional_params": TrtGptModelOptionalParams(), "terminate_req_id": None, "max_draft_tokens": None,
         "exclude_input_in_output": False, "parts": Parts(), "trt_engine_path": None}
-    assert str(inspect.signature(KvCacheConfig)).count("=") == 7
+    assert str(inspect.signature(KvCacheConfig)).count("=") == 8
     assert KvCacheConfig() == KvCacheConfig(
         max_tokens=None, max_attention_window=None, sink_token_length=0, free_gpu_memory_fraction=0.9,
-        enable_block_reuse=False, tokens_per_block=64, host_cache_size=0)
+        enable_block_reuse=False, tokens_per_block=64, host_cache_size=0, enable_partial_reuse=True)
     documented = {
-        "enable_trt_overlap": False, "enable_chunked_context": False, "normalize_log_probs": True,
+        "enable_trt_overlap": False, "run_ahead": None, "enable_chunked_context": False, "normalize_log_probs": True,
         "max_batch_size": 256, "max_num_tokens": 8192, "max_seq_len": None, "device": None, "dtype": "auto",
         "load_format": "auto", "gather_context_logits": True, "gather_generation_logits": True,
         "max_num_sequences": None,
@@ -80,7 +80,8 @@ def test_every_name_order_and_default_of_the_constructor_and_its_options():
         "cuda_graphs": None, "kv_cache_config": KvCacheConfig()}
     assert {name: getattr(TrtGptModelOptionalParams(), name) for name in documented} == documented
     assert list(inspect.signature(InferenceRequest).parameters) == [
-        "request_id", "tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s", "cache_salt"]
+        "request_id", "tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s", "cache_salt",
+        "kv_cache_retention_config"]
     assert str(inspect.signature(GptManager.shutdown)).startswith("(self, drain: bool = True, timeout: float | None = ")
 
 

@@ -8,8 +8,8 @@ import pytest
 from batch_manager import SchedulerPolicy
 from batch_manager.handover import BlockClear, RowFailure
 from batch_manager.names import ErrorCode
-from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.stats.trace import Trace
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 POLICIES = list(SchedulerPolicy)
 

@@ -8,8 +8,8 @@ from batch_manager.handover import AdapterLoad, RowFailure
 from batch_manager.kv.peft_cache_manager import PeftCacheManager
 from batch_manager.names import ErrorCode
 from batch_manager.requests import admission
-from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.policies import make_scheduler
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 
 class Licences:

@@ -10,8 +10,8 @@ import pytest
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.handover import BlockCopy, RowFailure
 from batch_manager.names import ErrorCode
-from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.stats.trace import Trace
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 REUSE = KvCacheConfig(enable_block_reuse=True)
 POLICIES = list(SchedulerPolicy)

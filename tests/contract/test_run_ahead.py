@@ -20,9 +20,9 @@ from batch_manager import (
 from batch_manager.errors import DeviceLostError
 from batch_manager.handover import RowFailure
 from batch_manager.names import ErrorCode, FinishReason
-from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.policies import make_scheduler
 from batch_manager.stats.trace import Trace
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 REUSE = KvCacheConfig(enable_block_reuse=True)

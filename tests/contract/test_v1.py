@@ -14,10 +14,10 @@ from batch_manager import ConfigError, FinishReason, KvCacheConfig, SchedulerPol
 from batch_manager.handover import RowFailure
 from batch_manager.names import ErrorCode
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.policies import make_scheduler
 from batch_manager.stats.iteration_stats import StaticBatchStats
 from batch_manager.stats.trace import Trace
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 V1, FUSED = TrtGptModelType.V1, TrtGptModelType.InflightFusedBatching
 IN_FLIGHT_ONLY = {"Generation Requests", "Paused Requests", "MicroBatch ID"}

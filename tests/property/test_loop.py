@@ -12,9 +12,9 @@ import pytest
 from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.handover import RowFailure
 from batch_manager.names import ErrorCode, FinishReason
-from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutput
 from batch_manager.scheduling.policies import make_scheduler
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 VOCAB = 97
 MAX_SEQ_LEN = 96

@@ -38,8 +38,8 @@ from batch_manager.names import ContextChunkingPolicy, FinishReason, SchedulerPo
 from batch_manager.requests import admission
 from batch_manager.requests.admission import Admission
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.scheduling.capacity import MaxUtilizationScheduler
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 IN_FLIGHT = {"model_type": TrtGptModelType.InflightFusedBatching}
 TIGHT = {**IN_FLIGHT, "policy": SchedulerPolicy.MAX_UTILIZATION, "chunking": None, "overlap": False,

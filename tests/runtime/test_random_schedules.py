@@ -17,8 +17,8 @@ from batch_manager.handover import (
 )
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
-from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.sampling_config import PARAMETERS, SamplingConfig
+from batch_manager.testing.scripted_backend import ScriptedBackend
 
 VOCAB, SIZE, BLOCKS, SLOTS, MAX_LENGTH = 160, 8, 30, 6, 56
 

@@ -18,8 +18,8 @@ from batch_manager.handover import (
     SlotSetup,
 )
 from batch_manager.names import ErrorCode
-from batch_manager.testing.scripted_backend import ScriptedBackend, expected_draws
 from batch_manager.sampling_config import SamplingConfig
+from batch_manager.testing.scripted_backend import ScriptedBackend, expected_draws
 
 GREEDY = SlotSetup()
 
