@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from batch_manager.triton_kernels.cpu.fixed_pieces import ELEMENTS, agreeing_sizes, elementwise, in_pieces, row_by_row
 from torch.nn import functional
+
+from batch_manager.triton_kernels.cpu.fixed_pieces import ELEMENTS, agreeing_sizes, elementwise, in_pieces, row_by_row
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 11, 12, 16, 40, 63, 64, 65, 200])

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from batch_manager.triton_kernels.cpu import deterministic_linear
 
 from batch_manager.errors import ConfigError
 from batch_manager.layers.context import LayerContext
@@ -12,6 +11,7 @@ from batch_manager.layers.embedding import Head
 from batch_manager.layers.linear import Linear
 from batch_manager.layers.mlp import GatedMlp, Mlp
 from batch_manager.layers.norm import LayerNorm, RmsNorm
+from batch_manager.triton_kernels.cpu import deterministic_linear
 from batch_manager.weights.source import DummyWeights
 
 CPU = torch.device("cpu")

@@ -21,9 +21,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("llguidance")
 tokenizers = pytest.importorskip("tokenizers")
 
-from batch_manager.triton_kernels.reference.token_bitmask import token_bitmask  # noqa: E402
-
 from batch_manager.extras.guided_decoding import GuidedDecoding, forbid  # noqa: E402  it imports torch
+from batch_manager.triton_kernels.reference.token_bitmask import token_bitmask  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 VOCAB, END = 4096, 1
