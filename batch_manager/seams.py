@@ -86,7 +86,8 @@ class ModelBackend(Protocol):
         steps run in the order of their launches, and read what the ones before them left on the device.
 
         Before the step, the batch's block table updates are applied and those of its operations are carried out, in
-        order, that were not carried out for a batch before (`ScheduledBatch.new_operations`).
+        order, that were not carried out for a batch before (`ScheduledBatch.new_operations`). Where `start` returns,
+        that will have happened even if the step fails: it is not said again. Where `start` raises, it is.
 
         Raises whatever the step raises (torch's out-of-memory errors and MemoryError are told apart from others), and
         DeviceLostError when nothing can run any more. So does `finish`. After a raise, running the batch or a part of

@@ -76,8 +76,8 @@ class Finals:
     def fail_everything(self, error: BatchManagerError) -> None:
         """Answer every unanswered item: refusals with their own text, living requests with this error.
 
-        Goes by `UnansweredItems` alone, and touches no pool and no device: any other state may be what broke. What raises
-        in here leaves the rest for the next call.
+        Goes by `UnansweredItems` alone, and touches no pool and no device: any other state may be what broke. If this
+        raises, the rest is left for the next call.
         """
         self.answer_refusals()
         self._ended += [request.request_id for request in self._active]
