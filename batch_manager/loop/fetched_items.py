@@ -20,7 +20,9 @@ class FetchedItems:
     does not read waits for the next. Of anything else, generators above all, only what is read within the first
     iteration was ever handed over.
 
-    No item is lost whatever is raised, wherever; unanswered.py says how.
+    No item is lost whatever is raised, wherever; unanswered.py says how. A block of `in_get` that reads holds one call
+    and prepares it outside: an exception of another thread that struck between two calls inside would count as one of
+    the value's own, which ends the reading.
 
     in_get     the guarded block of the get callback and of what it returned, which runs code of the user too
     back_off   holds after a failure of either
@@ -58,10 +60,11 @@ class FetchedItems:
         while self._returned:
             oldest = self._returned[0]
             if self._begin(oldest) and not oldest.is_used_up:
-                oldest.num_read += 1
+                next_item = islice(oldest.iterator[0], 1)
                 with self.in_get:
-                    self._undecided.extend(islice(oldest.iterator[0], 1))
+                    self._undecided.extend(next_item)
                 if self._undecided:
+                    oldest.num_read += 1
                     return True
             del self._returned[0]
         return False
@@ -78,15 +81,16 @@ class FetchedItems:
             if returned.value and returned.is_sized and not (returned.is_copied or returned.size_at_end):
                 if not hasattr(type(returned.value[0]), "__len__"):
                     returned.num_read = 0    # its length hint says what is left
+                size = map(length_hint, returned.value)
                 with self.in_get:
-                    returned.size_at_end.extend(map(length_hint, returned.value))
+                    returned.size_at_end.extend(size)
 
     def _begin(self, returned: "_Returned") -> bool:
         """Whether there may be something to read. Begins to iterate, unless that was done."""
         if not returned.iterator and not returned.is_nothing:
-            value = returned.value
+            iterator = map(iter, map(tuple, returned.value) if returned.is_copied else returned.value)
             with self.in_get:
-                returned.iterator.extend(map(iter, map(tuple, value) if returned.is_copied else value))
+                returned.iterator.extend(iterator)
         return bool(returned.iterator)
 
 

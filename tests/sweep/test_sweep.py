@@ -40,6 +40,16 @@ def test_an_exception_anywhere_costs_nobody_an_answer(name):
     assert wrong == []
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython looks for exceptions elsewhere from here on")
+@pytest.mark.parametrize("name", ["mixed", "generator"])
+def test_no_place_where_items_move_costs_anybody_an_answer(name):
+    """All places of these files, where the test above takes a sample of all."""
+    files = ("callbacks.py", "fetched_items.py", "guard.py", "unanswered.py")
+    _, tried, wrong = sweep_places(name, lambda place, frame: frame.f_code.co_filename.endswith(files))
+    assert tried > 500
+    assert wrong == []
+
+
 def test_every_way_a_process_can_end():
     result = subprocess.run([sys.executable, "-m", "tests.sweep.processes", "all"], capture_output=True, text=True,
                             timeout=300)
