@@ -17,11 +17,11 @@ from .kv.kv_cache_manager import KvCacheManager
 from .loop.callbacks import GuardedCallbacks
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
-from .loop.responder import Responder
 from .loop.static_batch import StaticBatch
 from .names import SchedulerPolicy, TrtGptModelType
 from .parts import checked_attention, checked_stages, chosen_scheduler, custom_backend
 from .requests.admission import Admission
+from .responses.deliveries import Deliveries
 from .scheduling.static_batch import make_static_batch_scheduler
 from .seams import BackendInfo, Clock, ModelBackend
 
@@ -92,7 +92,7 @@ def build_loop(
                        else chosen_scheduler(parts.scheduler, limits, kv_cache_manager)),
             kv_cache_manager=kv_cache_manager,
             backend=backend,
-            responder=Responder(callbacks, numpy_to_tensor, limits.vocab_size),
+            deliveries=Deliveries(numpy_to_tensor, limits.vocab_size),
             clock=clock,
             flush_stats_when_idle=optional_params.flush_stats_when_idle,
             trace=parts.trace,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from ..handover import END_ID, NOT_FINISHED, RowFailure, ScheduledBatch, StepOutput
 from ..names import FinishReason, LlmRequestState
 from ..requests.llm_request import LlmRequest
-from .resources import Resources
-from .responder import Responder
+from ..responses.deliveries import Deliveries
+from ..steps.resources import Resources
 
 COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
@@ -31,8 +31,8 @@ class Outcome:
 
 
 def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest], void: Collection[LlmRequest],
-            responder: Responder, resources: Resources) -> Outcome:
-    """Append tokens, note what of the contexts was read, hand what was asked for to the responder, let beams go on with
+            deliveries: Deliveries, resources: Resources) -> Outcome:
+    """Append tokens, note what of the contexts was read, keep what was asked for, let beams go on with
     their parents' blocks, and publish what others may use.
 
     requests   of the batch, in its order, as they were when it was launched: one that has ended since is passed over,
@@ -43,8 +43,8 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
     outcome = Outcome()
     failures = output.failures
     if batch.context:
-        _read_contexts(batch, output, requests, void, responder, resources)
-    listeners, tokens, starts = responder.listeners, output.tokens.tolist(), output.row_starts
+        _read_contexts(batch, output, requests, void, deliveries, resources)
+    listeners, tokens, starts = deliveries.listeners, output.tokens.tolist(), output.row_starts
     drawing = _requests_of_rows(batch, output, requests)
     if starts is None and batch.generation.num_drafts is None and not (
             listeners or failures or void or output.finish.any()
@@ -69,7 +69,7 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
         if request in failed:
             continue
         if request.beam_width > 1:
-            reason = _advance_beams(request, output, slice(start, stop), outcome, responder, resources)
+            reason = _advance_beams(request, output, slice(start, stop), outcome, deliveries, resources)
             if reason is not None:
                 outcome.ended.append((request, reason))
             continue
@@ -80,7 +80,7 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
             stop -= 1
         has_all = request.add_token(tokens[start]) if stop - start == 1 else request.add_tokens(tokens[start:stop])
         outcome.generated_tokens += stop - start
-        streams = stop > start and request.request_id in listeners and responder.note_tokens(
+        streams = stop > start and request.request_id in listeners and deliveries.note_tokens(
             request, output, start, stop)
         if has_all or finish != NOT_FINISHED:
             outcome.ended.append((request, FinishReason(finish) if finish else FinishReason.LENGTH))
@@ -107,7 +107,7 @@ def _reject_drafts(batch: ScheduledBatch, starts: Sequence[int], drawing: Sequen
         resources.reject_drafts(list(rejected), list(rejected.values()))
 
 
-def _advance_beams(request: LlmRequest, output: StepOutput, row: slice, outcome: Outcome, responder: Responder,
+def _advance_beams(request: LlmRequest, output: StepOutput, row: slice, outcome: Outcome, deliveries: Deliveries,
                    resources: Resources) -> FinishReason | None:
     """Let the beams of a request go on, or replace them by the results of its search. Why it has ended, or None."""
     slot = request.seq_slot
@@ -116,23 +116,23 @@ def _advance_beams(request: LlmRequest, output: StepOutput, row: slice, outcome:
         parents, tokens = output.parents[row].tolist(), output.tokens[row].tolist()
         resources.follow(request, parents)
         request.add_to_beams(parents, tokens)
-        responder.note_beams(request, parents, output.log_probs[row], logits)
+        deliveries.note_beams(request, parents, output.log_probs[row], logits)
         outcome.generated_tokens += request.beam_width
         return None
-    responder.note_hypotheses(request, hypotheses, logits)
+    deliveries.note_hypotheses(request, hypotheses, logits)
     request.set_beams([hypothesis.tokens.tolist() for hypothesis in hypotheses])
     outcome.generated_tokens += len(hypotheses)
     return FinishReason(hypotheses[0].finish)
 
 
 def _read_contexts(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest],
-                   void: Collection[LlmRequest], responder: Responder, resources: Resources) -> None:
+                   void: Collection[LlmRequest], deliveries: Deliveries, resources: Resources) -> None:
     read = [(work, request) for work, request in zip(batch.context, requests)
             if request.state is not COMPLETE and request not in void and work.slot not in output.failures]
     for work, request in read:
         request.read_context(work.start + len(work.token_ids))
         if work.slot in output.context_logits:
-            responder.note_context_logits(request, work.start, output.context_logits[work.slot])
+            deliveries.note_context_logits(request, work.start, output.context_logits[work.slot])
     resources.publish([request for _, request in read])
 
 

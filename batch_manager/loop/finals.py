@@ -1,16 +1,16 @@
-"""The end of a request: off every book first, then one final response. Finals are sent from here alone."""
+"""The end of a request: it gives everything back, then it gets one final response. Finals are sent from here alone."""
 
 from ..contained_log import log
 from ..errors import BatchManagerError, error_text
 from ..names import ErrorCode, FinishReason
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
+from ..responses.deliveries import Deliveries, Delivery
+from ..steps.resources import Resources
+from ..steps.window import StepWindow
 from .active_requests import ActiveRequests
+from .callbacks import GuardedCallbacks
 from .intake import Intake
-from .resources import Resources
-from .responder import Delivery, Responder
-from .step_window import StepWindow
-from .unanswered import UnansweredItems
 
 
 class Finals:
@@ -20,13 +20,14 @@ class Finals:
     errors         error finals by code
     """
 
-    def __init__(self, unanswered: UnansweredItems, active: ActiveRequests, intake: Intake, resources: Resources,
-                 responder: Responder, window: StepWindow) -> None:
-        self._unanswered = unanswered
+    def __init__(self, callbacks: GuardedCallbacks, active: ActiveRequests, intake: Intake, resources: Resources,
+                 deliveries: Deliveries, window: StepWindow) -> None:
+        self._callbacks = callbacks
+        self._unanswered = callbacks.unanswered
         self._active = active
         self._intake = intake
         self._resources = resources
-        self._responder = responder
+        self._deliveries = deliveries
         self._window = window
         self._ended: list[int] = []
 
@@ -40,8 +41,8 @@ class Finals:
 
     def end(self, request: LlmRequest, reason: FinishReason) -> None:
         """A request that ran ends well: its final carries what it has not been told yet."""
-        delivery = self._off_the_books(request, keep_computed=True)
-        self._responder.send_final(request, delivery, reason)
+        delivery = self._take_out(request, keep_computed=True)
+        self._send_final(request, delivery, reason)
 
     def send_held(self) -> None:
         """Send what was held back and no longer need be. Here nothing is: a request that is done is told at once."""
@@ -51,14 +52,14 @@ class Finals:
 
         clear_blocks   a step left something in its blocks that the next owner must not read
         """
-        self._off_the_books(request, keep_computed=False, clear_blocks=clear_blocks)
+        self._take_out(request, keep_computed=False, clear_blocks=clear_blocks)
         self._send_error(request.request_id, code, error_text(code, f"request {request.request_id}: {message}"))
 
     def end_waiting(self, admitted: Admitted, reason: FinishReason) -> None:
         """A request that never ran ends well, with no tokens."""
         self._intake.forget(admitted.request.request_id)
-        self._responder.admit(admitted)
-        self._responder.send_final(admitted.request, self._responder.forget(admitted.request.request_id), reason)
+        self._deliveries.admit(admitted)
+        self._send_final(admitted.request, self._deliveries.forget(admitted.request.request_id), reason)
 
     def fail_waiting(self, admitted: Admitted, code: ErrorCode, message: str) -> None:
         request_id = admitted.request.request_id
@@ -71,7 +72,7 @@ class Finals:
         while refusals:
             error, text = refusals[0].error, refusals[0].error.response_text()
             log.info("request %d was refused: %s", refusals[0].request_id, text)
-            self._responder.send_refusal(text, error.code)
+            self._callbacks.send_refusal(text, error.code)
 
     def fail_everything(self, error: BatchManagerError) -> None:
         """Answer every unanswered item: refusals with their own text, living requests with this error.
@@ -83,7 +84,7 @@ class Finals:
         self._ended += [request.request_id for request in self._active]
         self._active.clear()
         self._intake.clear()
-        self._responder.clear()
+        self._deliveries.clear()
         text = error.response_text()
         for request_id in list(self._unanswered.alive):
             self._send_error(request_id, error.code, text)
@@ -93,15 +94,18 @@ class Finals:
         ended, self._ended = tuple(self._ended), []
         return ended
 
-    def _off_the_books(self, request: LlmRequest, *, keep_computed: bool, clear_blocks: bool = False) -> Delivery:
+    def _take_out(self, request: LlmRequest, *, keep_computed: bool, clear_blocks: bool = False) -> Delivery:
         request.finish()
         self._resources.release(request, keep_computed=keep_computed, clear_blocks=clear_blocks,
                                 is_in_flight=self._window.holds(request))
         self._active.remove(request)
         self._intake.forget(request.request_id)
         self._ended.append(request.request_id)
-        return self._responder.forget(request.request_id)
+        return self._deliveries.forget(request.request_id)
+
+    def _send_final(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> None:
+        self._callbacks.send_final(request.request_id, self._deliveries.response(request, delivery, reason))
 
     def _send_error(self, request_id: int, code: ErrorCode, text: str) -> None:
         log.info("request %d ended: %s", request_id, text)
-        self._responder.send_error(request_id, text, code)
+        self._callbacks.send_final(request_id, [], text, code)

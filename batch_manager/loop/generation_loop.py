@@ -16,12 +16,16 @@ from ..handover import ScheduledBatch, StepOutput
 from ..kv.audit import check_totals
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
+from ..responses.deliveries import Deliveries
 from ..scheduling.contract import check_plan, plain_plan
 from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
 from ..scheduling.starvation import StarvationCheck
 from ..seams import Clock, ModelBackend
 from ..stats.iteration_stats import StaticBatchStats
 from ..stats.trace import IterationTrace
+from ..steps.resources import Resource, Resources
+from ..steps.runner import StepRunner
+from ..steps.window import StepInFlight, StepWindow
 from .active_requests import ActiveRequests
 from .advance import Outcome, advance
 from .callbacks import GuardedCallbacks
@@ -29,11 +33,7 @@ from .finals import Finals
 from .intake import Intake
 from .iteration_record import IterationRecord, Totals
 from .reporter import Reporter
-from .resources import Resource, Resources
-from .responder import Responder
 from .static_batch import HeldFinals, StaticBatch
-from .step_runner import StepRunner
-from .step_window import StepInFlight, StepWindow
 
 FinishedStep = tuple[StepInFlight, StepOutput]
 
@@ -42,7 +42,7 @@ class GenerationLoop:
     """Runs iterations. One thread calls it; nothing here knows which.
 
     Up to `limits.window_depth` steps are in flight. In one iteration the next step is launched before the oldest one is
-    read; step_window.py says which requests it may have in common with those in flight.
+    read; steps/window.py says which requests it may have in common with those in flight.
 
     What a failure costs is decided by where it is caught: one sequence (StepRunner), the active requests (a scheduler
     that broke its contract), or everything (`fail`, called by whoever runs the loop when `step` raises).
@@ -52,7 +52,7 @@ class GenerationLoop:
     """
 
     def __init__(self, *, limits: Limits, callbacks: GuardedCallbacks, intake: Intake, scheduler: RequestScheduler,
-                 kv_cache_manager: KvCacheManager, backend: ModelBackend, responder: Responder, clock: Clock,
+                 kv_cache_manager: KvCacheManager, backend: ModelBackend, deliveries: Deliveries, clock: Clock,
                  flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
                  static_batch: StaticBatch | None = None,
                  resources: Sequence[Resource] = ()) -> None:
@@ -68,14 +68,14 @@ class GenerationLoop:
         self.failure: BatchManagerError | None = None
         self.iteration = 0
         self.totals = Totals()
-        self._responder = responder
+        self.deliveries = deliveries
         self._static_batch = static_batch
         self._no_static_batch = None if static_batch is None else StaticBatchStats()
         self._resources = Resources(kv_cache_manager, limits.max_seq_len, resources)
         self._runner = StepRunner(backend, self._resources.device_work, limits.vocab_size, callbacks.guard)
         self.window = StepWindow(self._runner, self._resources, limits.window_depth, limits.runs_ahead)
         finals = Finals if static_batch is None else HeldFinals
-        self.finals = finals(self.unanswered, self.active, intake, self._resources, responder, self.window)
+        self.finals = finals(callbacks, self.active, intake, self._resources, deliveries, self.window)
         self._starvation = StarvationCheck(kv_cache_manager, limits)
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(callbacks=callbacks, backend=backend, clock=clock,
@@ -150,7 +150,7 @@ class GenerationLoop:
         for admitted in self.intake.fetch(self._room(), self.active.__contains__, self.failure):
             self.active.add(admitted.request)
             self._resources.admit(admitted)
-            self._responder.admit(admitted)
+            self.deliveries.admit(admitted)
         record.had_refusals = bool(self.unanswered.refusals)
         record.active_requests = len(self.active)
         return record
@@ -226,7 +226,7 @@ class GenerationLoop:
         if finished is None:
             return Outcome()
         flight, output = finished
-        outcome = advance(flight.batch, output, flight.requests, flight.void, self._responder, self._resources)
+        outcome = advance(flight.batch, output, flight.requests, flight.void, self.deliveries, self._resources)
         record.generated_tokens = outcome.generated_tokens
         self.window.num_discarded_tokens += outcome.discarded_tokens
         return outcome
@@ -240,7 +240,7 @@ class GenerationLoop:
         for request, reason in outcome.ended:
             self.finals.end(request, reason)
         for request in outcome.to_send:
-            self._responder.send_new_tokens(request)
+            self.callbacks.send(request.request_id, self.deliveries.new_tokens(request))
         self._expire()
         self.finals.send_held()
 

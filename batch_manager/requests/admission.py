@@ -41,7 +41,7 @@ from .inference_request import (
 from .llm_request import LlmRequest
 from .prompt_table import PromptTable
 from .reading import MAX_WORD_LIST_SIZE, Bound, Given, floats, ids, integers, look, scalar, words
-from .response import ResponseOptions
+from .response_options import ResponseOptions
 from .retention import KvCacheRetentionConfig, copied_retention
 
 # What is documented and checked but does not run yet, and what it would be. A value other than the neutral one is

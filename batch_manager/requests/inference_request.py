@@ -14,11 +14,25 @@ from ..sampling_config import PARAMETERS, UINT64_MAX, shown
 from .retention import KvCacheRetentionConfig
 
 
+class UniformArray:
+    """An array of one value, made when somebody reads it."""
+
+    __slots__ = ("_shape", "_dtype", "_value")
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, value: float = 0) -> None:
+        self._shape, self._dtype, self._value = shape, dtype, value
+
+    def make(self) -> np.ndarray:
+        """A new array with each call."""
+        return np.full(self._shape, self._value, self._dtype)
+
+
 class NamedTensor:
     """A tensor of a response and its name.
 
-    A response has seven of them and most receivers read one or two, so the tensor is made of its array when it is first
-    read (`to_tensor`; None: the array is the tensor).
+    A response has seven of them and most receivers read one or two, so the array is made when it is first read where
+    its values are known without it (UniformArray), and the tensor is made of the array when it is first read
+    (`to_tensor`; None: the array is the tensor). Array and tensor share their memory.
     """
 
     __slots__ = ("name", "_array", "_to_tensor", "_tensor")
@@ -30,9 +44,16 @@ class NamedTensor:
         self._tensor = None
 
     @property
+    def array(self) -> Any:
+        """The NumPy array, for whoever needs no tensor."""
+        if type(self._array) is UniformArray:
+            self._array = self._array.make()
+        return self._array
+
+    @property
     def tensor(self) -> Any:
         if self._tensor is None:
-            self._tensor = self._array if self._to_tensor is None else self._to_tensor(self._array)
+            self._tensor = self.array if self._to_tensor is None else self._to_tensor(self.array)
         return self._tensor
 
     def __repr__(self) -> str:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
+from batch_manager.attention.interface import LayerAttention, PackedStep
 from batch_manager.triton_kernels.reference.paged_attention_context import paged_attention_context
 from batch_manager.triton_kernels.reference.paged_attention_decode import paged_attention_decode
 from batch_manager.triton_kernels.reference.rope_kv_append import rope_kv_append
-
-from batch_manager.attention.interface import LayerAttention, PackedStep
 
 
 @dataclass(frozen=True)

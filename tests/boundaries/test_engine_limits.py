@@ -212,6 +212,6 @@ def test_nothing_that_was_made_waits_to_be_taken(make_world, new_request):
     for produced in range(1, 40):
         world.step()
         assert len(world.client.responses[1]) == produced
-        delivery = world.loop._responder._deliveries[1]
+        delivery = world.loop.deliveries._deliveries[1]
         assert not (delivery.log_probs or delivery.generation_logits) and delivery.num_sent == produced
     world.run()

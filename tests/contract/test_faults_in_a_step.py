@@ -15,9 +15,9 @@ from batch_manager.handover import (
     ScheduledBatch,
     StepOutput,
 )
-from batch_manager.loop.device_work import MOST_PENDING_OPERATIONS, DeviceWork
-from batch_manager.loop.step_runner import StepRunner
 from batch_manager.names import ErrorCode
+from batch_manager.steps.device_work import MOST_PENDING_OPERATIONS, DeviceWork
+from batch_manager.steps.runner import StepRunner
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 PROMPTS = {i: [10 + i] * (2 + i) for i in range(7)}

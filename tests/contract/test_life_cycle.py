@@ -368,7 +368,7 @@ def test_ten_thousand_tiny_requests_leave_nothing_behind(make_manager, new_clien
                            flush_stats_when_idle=True)
     client.wait_for_finals(*range(total))
     assert manager._loop.kv.used_blocks == 0 and manager.num_active_requests == 0
-    assert len(manager._loop._responder) == 0
+    assert len(manager._loop.deliveries) == 0
     assert manager.shutdown()
     assert json.loads(client.stats[-1])["Used KV cache blocks"] == 0
     assert all(len(client.finals(i)) == 1 and not client.final(i).error for i in range(total))

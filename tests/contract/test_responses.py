@@ -157,5 +157,5 @@ def test_a_response_holds_rows_of_its_own_only(make_world, new_request):
     world = make_world(backend={"vocab_size": 50})
     world.client.pending = [new_request(i, [i], 5, return_generation_logits=True) for i in (1, 2)]
     world.step(2)
-    kept = [row for delivery in world.loop._responder.listeners.values() for row in delivery.generation_logits]
+    kept = [row for delivery in world.loop.deliveries.listeners.values() for row in delivery.generation_logits]
     assert len(kept) == 4 and all(row.nbytes == (row if row.base is None else row.base).nbytes for row in kept)

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+
 from batch_manager.triton_kernels import dispatch
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from batch_manager.triton_kernels.context_work_list import context_tile_rows, context_work_list
 
 B = 16                                  # tokens per block in these tests, unless they say otherwise

@@ -6,7 +6,7 @@ from batch_manager.handover import SlotSetup
 from batch_manager.names import LlmRequestState, SchedulerPolicy
 from batch_manager.requests.admission import NOT_BUILT, NOT_WITH_BEAMS, usable_id
 from batch_manager.requests.inference_request import TENSORS, Content, InferenceRequest, Shape
-from batch_manager.requests.response import ResponseOptions
+from batch_manager.requests.response_options import ResponseOptions
 from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 
 VOCAB = 100

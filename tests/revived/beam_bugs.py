@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from batch_manager.handover import GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.kv.kv_cache_manager import KvCacheManager
-from batch_manager.loop.device_work import DeviceWork
-from batch_manager.loop.step_output_check import StepOutputCheck
-from batch_manager.loop.step_runner import StepRunner
+from batch_manager.steps.device_work import DeviceWork
+from batch_manager.steps.output_check import StepOutputCheck
+from batch_manager.steps.runner import StepRunner
 
 from .bugs import BUSY, TIGHT, Bug
 

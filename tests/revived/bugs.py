@@ -30,15 +30,15 @@ from batch_manager.loop.fetched_items import FetchedItems
 from batch_manager.loop.finals import Finals
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.loop.intake import Intake
-from batch_manager.loop.resources import Resources
-from batch_manager.loop.step_output_check import StepOutputCheck
-from batch_manager.loop.step_runner import StepRunner
-from batch_manager.loop.step_window import StepWindow
 from batch_manager.names import ContextChunkingPolicy, FinishReason, SchedulerPolicy, TrtGptModelType
 from batch_manager.requests import admission
 from batch_manager.requests.admission import Admission
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.scheduling.capacity import MaxUtilizationScheduler
+from batch_manager.steps.output_check import StepOutputCheck
+from batch_manager.steps.resources import Resources
+from batch_manager.steps.runner import StepRunner
+from batch_manager.steps.window import StepWindow
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 IN_FLIGHT = {"model_type": TrtGptModelType.InflightFusedBatching}
@@ -288,7 +288,7 @@ def a_stop_is_remembered(patch) -> None:
 def a_stop_on_the_last_token_ends_it_twice(patch) -> None:
     end, poll = Finals.end, GenerationLoop._poll_stops
     patch.setattr(Finals, "end", lambda self, request, reason, **options: (
-        setattr(self, "just_ended", (request, self._responder._deliveries[request.request_id])),
+        setattr(self, "just_ended", (request, self._deliveries._deliveries[request.request_id])),
         end(self, request, reason, **options)))
 
     def poll_again(self):
@@ -296,7 +296,7 @@ def a_stop_on_the_last_token_ends_it_twice(patch) -> None:
         last = getattr(self.finals, "just_ended", None)
         self.finals.just_ended = None
         if last is not None and last[0].request_id in stops and last[0].request_id not in self.active:
-            self._responder.send_final(*last, FinishReason.CANCELLED)
+            self.finals._send_final(*last, FinishReason.CANCELLED)
         self.callbacks.poll_stops, once = lambda: stops, self.callbacks.poll_stops
         try:
             poll(self)
@@ -346,9 +346,9 @@ def values_are_checked_and_read_again_later(patch) -> None:
 
 def the_final_comes_before_the_blocks_are_free(patch) -> None:
     def end(self, request, reason, **options):
-        delivery = self._responder._deliveries[request.request_id]
-        self._responder.send_final(request, delivery, reason)
-        self._off_the_books(request)
+        delivery = self._deliveries._deliveries[request.request_id]
+        self._send_final(request, delivery, reason)
+        self._take_out(request)
     patch.setattr(Finals, "end", end)
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from batch_manager.decoding.position_ring import PositionRing
 from batch_manager.loop import advance, generation_loop
-from batch_manager.loop.resources import Resources
-from batch_manager.loop.step_output_check import StepOutputCheck
 from batch_manager.requests.llm_request import LlmRequest
+from batch_manager.steps.output_check import StepOutputCheck
+from batch_manager.steps.resources import Resources
 from tests.campaign.run_ahead import ENOUGH, compare, draw_runs, how, run_seed
 from tests.run_ahead.engines import run_ahead, run_in_lockstep
 from tests.run_ahead.worlds import draw_world

@@ -16,11 +16,11 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
-from batch_manager.loop.step_output_check import StepOutputCheck
 from batch_manager.names import ErrorCode
 from batch_manager.runtime import layouts, native_backend
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
+from batch_manager.steps.output_check import StepOutputCheck
 
 VOCAB, SIZE, BLOCKS, PER_SEQUENCE = 160, 8, 40, 8
 GREEDY = SlotSetup()

@@ -15,7 +15,7 @@ import orjson
 
 from batch_manager.names import FinishReason
 from batch_manager.requests.inference_request import InferenceRequest
-from batch_manager.requests.response import RESPONSE_TENSORS
+from batch_manager.responses.tensors import RESPONSE_TENSORS
 
 from .faults import Place
 from .history import Handed, Other, Polled, Sent

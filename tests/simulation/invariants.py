@@ -84,7 +84,7 @@ def leftovers(world: "World") -> Iterator[str]:
         yield f"C23: {intake._bytes_in_flight} bytes are said to be in flight"
     if not intake._deadlines.keys() <= alive:
         yield "C23: the deadline of somebody who has ended is kept"
-    if len(loop._responder) != len(active) or len(loop._resources._setups) != len(active):
+    if len(loop.deliveries) != len(active) or len(loop._resources._setups) != len(active):
         yield "C23: deliveries or setups are kept for somebody who has ended"
     slots = [request.seq_slot for request in active]
     if len(set(slots)) != len(slots) or len(slots) + len(active._free_slots) != active._num_slots:

@@ -61,14 +61,14 @@ def test_neither_the_hash_seed_nor_torch_plays_a_part():
 
 
 def test_a_failing_seed_says_what_is_wrong_how_to_see_it_again_and_draws_it(monkeypatch):
-    off_the_books = Finals._off_the_books
+    take_out = Finals._take_out
 
     def forgets_the_slot(self, request, **options):
-        delivery = off_the_books(self, request, **options)
+        delivery = take_out(self, request, **options)
         self._active._free_slots.pop()
         return delivery
 
-    monkeypatch.setattr(Finals, "_off_the_books", forgets_the_slot)
+    monkeypatch.setattr(Finals, "_take_out", forgets_the_slot)
     seed, result = next((seed, result) for seed in range(10) if (result := simulate(seed)).violations)
     text = report(result)
     assert "C23: slots do not add up" in text

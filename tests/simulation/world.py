@@ -138,7 +138,7 @@ class World:
             terminate_req_id=TERMINATE_ID, exclude_input_in_output=swarm.exclude_input,
             parts=Parts(backend=self.device, clock=self.clock, trace=self._note_trace),
             heartbeat=self.control.heartbeat)
-        loop._responder._to_tensor = None                        # arrays will do: torch need not be imported
+        loop.deliveries._to_tensor = None                        # arrays will do: torch need not be imported
         loop.scheduler = WatchedScheduler(self, loop.scheduler)
         self._watch_claims(loop.kv)
         self._watch_window(loop.window)

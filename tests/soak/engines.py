@@ -130,5 +130,5 @@ def make_manager(engine: Engine, callbacks: Any, clock: HurriedClock, rng: Rando
             max_batch_size=8, idle_poll_interval_s=IDLE_POLL_INTERVAL_S, flush_stats_when_idle=True,
             **engine.options),
         parts=Parts(backend=backend, clock=clock))
-    manager._loop._responder._to_tensor = None          # arrays will do: torch need not be imported
+    manager._loop.deliveries._to_tensor = None          # arrays will do: torch need not be imported
     return manager

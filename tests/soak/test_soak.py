@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from batch_manager.kv.kv_cache_manager import KvCacheManager
-from batch_manager.loop.responder import Responder
+from batch_manager.loop.finals import Finals
+from batch_manager.responses.deliveries import Deliveries
 from tests.campaign.registry import Options, suite
 
 from . import idle
@@ -44,13 +45,13 @@ def test_a_short_soak_of_each_engine_finds_nothing():
 
 
 def keep_deliveries(monkeypatch):
-    forget, numbers = Responder.forget, count()
+    forget, numbers = Deliveries.forget, count()
 
     def hoarding(self, request_id):
         delivery = forget(self, request_id)
         self._deliveries[-1 - next(numbers)] = delivery
         return delivery
-    monkeypatch.setattr(Responder, "forget", hoarding)
+    monkeypatch.setattr(Deliveries, "forget", hoarding)
 
 
 def keep_in_a_list_of_the_class(monkeypatch):
@@ -72,9 +73,9 @@ def test_a_planted_leak_is_seen(leak, says, monkeypatch):
 
 
 def test_a_final_that_is_not_sent_is_seen(monkeypatch):
-    send_error = Responder.send_error
-    monkeypatch.setattr(Responder, "send_error", lambda self, request_id, text: None if request_id % 2 == 0
-                        else send_error(self, request_id, text))
+    send_error = Finals._send_error
+    monkeypatch.setattr(Finals, "_send_error", lambda self, request_id, *rest: None if request_id % 2 == 0
+                        else send_error(self, request_id, *rest))
     monkeypatch.setitem(soak.__globals__, "SECONDS_UNTIL_A_ROUND_IS_GIVEN_UP", 3.0)
     wrong = "\n".join(judge(samples_of(items=200, items_a_round=100), OBJECTS_ONLY).wrong)
     assert "I1 " in wrong and "the round was not over" in wrong

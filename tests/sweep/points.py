@@ -91,7 +91,7 @@ POINTS: dict[str, Point] = {point.name: point for point in [
     Point("scheduler", _before(lambda run: run.loop.scheduler, "schedule_request"), (Planted, SystemExit)),
 
     Point("admission", _before(lambda run: run.loop.intake._admission, "admit"), (Planted, SystemExit)),
-    Point("response", _before(lambda run: run.loop._responder, "_build")),
+    Point("response", _before(lambda run: run.loop.deliveries, "response")),
     Point("note of pending device work", _before(lambda run: run.loop._resources.device_work, "update_tables")),
     Point("take back", _before(lambda run: run.loop._resources, "unclaim")),
     Point("trace", _before(lambda run: run.loop.reporter, "trace")),

@@ -133,7 +133,7 @@ class Run:
                 kv_cache_config=KvCacheConfig(**scenario.kv), **{"max_batch_size": 4, "max_num_tokens": 24,
                                                                  **scenario.options}),
             heartbeat=self.control.heartbeat)
-        self.loop._responder._to_tensor = None                    # arrays will do: torch need not be imported
+        self.loop.deliveries._to_tensor = None                    # arrays will do: torch need not be imported
 
     def start(self) -> None:
         before, LOG.level = LOG.level, logging.CRITICAL + 1
@@ -154,7 +154,7 @@ class Run:
         if loop.failure is None and not self.control.aborting:
             try:
                 audit(loop.kv)
-                if loop.kv.used_blocks or len(loop.active) or len(loop.intake) or len(loop._responder):
+                if loop.kv.used_blocks or len(loop.active) or len(loop.intake) or len(loop.deliveries):
                     found.append("I17: somebody holds something at the end")
             except Exception as error:
                 found.append(f"I9: {error}")

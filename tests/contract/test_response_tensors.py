@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from batch_manager.names import FinishReason
-from batch_manager.requests.response import RESPONSE_TENSORS, ResponseOptions, build_response
+from batch_manager.requests.response_options import ResponseOptions
+from batch_manager.responses.tensors import RESPONSE_TENSORS, build_response
 
 ASK_ALL = dict(return_log_probs=True, return_context_logits=True, return_generation_logits=True)
 

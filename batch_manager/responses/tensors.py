@@ -33,31 +33,19 @@ from typing import Any
 import numpy as np
 from numpy import empty, zeros
 
-from .inference_request import NamedTensor
+from ..names import FinishReason
+from ..requests.inference_request import NamedTensor, UniformArray
+from ..requests.response_options import ResponseOptions
 
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
+# What most responses hold, made into arrays where somebody reads them.
+ZERO, NO_GENERATION_LOGITS = UniformArray((1, 1, 1), FLOAT32), UniformArray((1, 1, 1, 1), FLOAT32)
+ONE, ZERO_ROW = UniformArray((1, 1), INT32, 1), UniformArray((1, 1), FLOAT32)
+FINISH_REASONS = {int(reason): UniformArray((1, 1), INT32, int(reason)) for reason in FinishReason}
+
 RESPONSE_TENSORS = ("output_ids", "sequence_length", "context_logits", "generation_logits", "output_log_probs",
                     "cum_log_probs", "finish_reason")
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseOptions:
-    """What a request wants to hear, and until when.
-
-    is_streaming     a response for each new token
-    exclude_input    output_ids of a response that is not streamed leaves the prompt out
-    deadline_s       seconds from admission; None: no deadline
-    pad_id           what fills the rows of output_ids behind shorter beams
-    """
-
-    is_streaming: bool = False
-    exclude_input: bool = False
-    return_log_probs: bool = False
-    return_context_logits: bool = False
-    return_generation_logits: bool = False
-    deadline_s: float | None = None
-    pad_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,53 +92,40 @@ def build_response(
     What the options do not ask for is not sent, even if it is given. Everything that is sent is a copy.
     """
     num_new = len(generated)
-    if options.is_streaming or options.exclude_input:
-        length = num_new
-    else:
-        length = len(prompt) + num_new
-
-    # Every response of a streaming request comes through here, so the common case costs one small array each and no
-    # conversion of lists.
+    length = num_new if options.is_streaming or options.exclude_input else len(prompt) + num_new
     output_ids = empty((1, 1, length), INT32)
-    if length == 1 == num_new:
+    if length == 1 == num_new:    # much faster than an assignment from a list, and each streamed token comes here
         output_ids.fill(generated[0])
     elif length:
-        if length > num_new:
-            output_ids[0, 0, : length - num_new] = prompt
-        output_ids[0, 0, length - num_new :] = generated
-    sequence_length = empty((1, 1), INT32)
-    sequence_length.fill(length)
-    finish = zeros((1, 1), INT32)
-    if finish_reason:
-        finish.fill(finish_reason)
+        output_ids[0, 0, :length - num_new] = prompt if length > num_new else ()
+        output_ids[0, 0, length - num_new:] = generated
+    sequence_length = ONE if length == 1 else UniformArray((1, 1), INT32, length)
 
-    output_log_probs, cum_log_probs = zeros((1, 1, num_new), FLOAT32), zeros((1, 1), FLOAT32)
-    if options.return_log_probs and num_new:
-        assert log_probs is not None and len(log_probs) == num_new
-        output_log_probs[0, 0] = log_probs
+    log_prob_row, cum_log_probs = ZERO if num_new == 1 else UniformArray((1, 1, num_new), FLOAT32), ZERO_ROW
     if options.return_log_probs:
-        cum_log_probs.fill(cum_log_prob if cum_log_prob is not None else _sum(log_probs))
+        if num_new:
+            assert log_probs is not None and len(log_probs) == num_new
+            log_prob_row = np.array(log_probs, FLOAT32)[None, None]
+        cum_log_probs = UniformArray((1, 1), FLOAT32, _sum(log_probs) if cum_log_prob is None else cum_log_prob)
 
-    if context_logits is None or not options.return_context_logits:
-        context = zeros((1, 1, 1), FLOAT32)
-    elif isinstance(context_logits, np.ndarray):
-        context = np.array(context_logits[None], FLOAT32)
-    else:
-        context = np.concatenate(context_logits, dtype=FLOAT32)[None]
-    if generation_logits is None or not options.return_generation_logits:
-        generation = zeros((1, 1, 1, 1), FLOAT32)
-    else:
+    context = generation = None
+    if options.return_context_logits and context_logits is not None:
+        if isinstance(context_logits, np.ndarray):
+            context = np.array(context_logits[None], FLOAT32)
+        else:
+            context = np.concatenate(context_logits, dtype=FLOAT32)[None]
+    if options.return_generation_logits and generation_logits is not None:
         assert len(generation_logits) == num_new
         generation = np.array(generation_logits, FLOAT32)[None, None]
 
     return [
         NamedTensor("output_ids", output_ids, to_tensor),
         NamedTensor("sequence_length", sequence_length, to_tensor),
-        NamedTensor("context_logits", context, to_tensor),
-        NamedTensor("generation_logits", generation, to_tensor),
-        NamedTensor("output_log_probs", output_log_probs, to_tensor),
+        NamedTensor("context_logits", ZERO if context is None else context, to_tensor),
+        NamedTensor("generation_logits", NO_GENERATION_LOGITS if generation is None else generation, to_tensor),
+        NamedTensor("output_log_probs", log_prob_row, to_tensor),
         NamedTensor("cum_log_probs", cum_log_probs, to_tensor),
-        NamedTensor("finish_reason", finish, to_tensor),
+        NamedTensor("finish_reason", FINISH_REASONS[finish_reason], to_tensor),
     ]
 
 

@@ -8,7 +8,7 @@ from ..handover import ScheduledBatch, StepOutput
 from ..names import LlmRequestState
 from ..requests.llm_request import LlmRequest
 from .resources import Resources
-from .step_runner import RunningStep, StepRunner
+from .runner import RunningStep, StepRunner
 
 LAST_TOKEN = LlmRequestState.GENERATION_TO_COMPLETE
 COMPLETE = LlmRequestState.GENERATION_COMPLETE

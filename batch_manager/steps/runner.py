@@ -16,7 +16,7 @@ from ..handover import RowFailure, ScheduledBatch, StepOutput
 from ..names import ErrorCode
 from ..seams import ModelBackend, PendingStep
 from .device_work import DeviceWork
-from .step_output_check import Asked, StepOutputCheck, WrongOutputError
+from .output_check import Asked, StepOutputCheck, WrongOutputError
 
 
 @dataclass(slots=True)

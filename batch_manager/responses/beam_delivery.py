@@ -7,7 +7,7 @@ import numpy as np
 from ..handover import Hypothesis
 from ..names import FinishReason
 from ..requests.llm_request import LlmRequest
-from ..requests.response import BeamText
+from .tensors import BeamText
 
 NO_TEXT = -np.inf
 

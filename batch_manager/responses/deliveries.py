@@ -1,4 +1,4 @@
-"""What each request has not been told yet, and the final response exactly once."""
+"""What each living request has not been told yet."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..handover import Hypothesis, StepOutput
-from ..names import ErrorCode, FinishReason
-from ..requests.admission import Admitted, ResponseOptions
+from ..names import FinishReason
+from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
-from ..requests.response import build_beam_response, build_response
+from ..requests.response_options import ResponseOptions
 from .beam_delivery import BeamDelivery
-from .callbacks import GuardedCallbacks
+from .tensors import build_beam_response, build_response
 
 
 @dataclass(slots=True)
@@ -39,19 +39,16 @@ class Delivery:
     beams: BeamDelivery | None = None
 
 
-class Responder:
-    """Keeps what was promised to each living request and sends it.
+class Deliveries:
+    """Keeps what each living request is still to be told, and builds its responses. It sends nothing.
 
     vocab_size   columns of the logits that are returned
+    to_tensor    makes the outgoing tensor of a NumPy array
     listeners    deliveries of the requests that take something from every token: those that stream, or asked for more
                  than tokens
-
-    A final response is sent after `forget` was called for the request: whoever ends a request frees everything first.
     """
 
-    def __init__(self, callbacks: GuardedCallbacks, to_tensor: Callable[[np.ndarray], object],
-                 vocab_size: int) -> None:
-        self._callbacks = callbacks
+    def __init__(self, to_tensor: Callable[[np.ndarray], object], vocab_size: int) -> None:
         self._to_tensor = to_tensor
         self._no_rows = np.empty((0, vocab_size), np.float32)
         self._deliveries: dict[int, Delivery] = {}
@@ -110,14 +107,15 @@ class Responder:
         """Keep what belongs to the final outputs of a request, which has the live ones still."""
         self._deliveries[request.request_id].beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
 
-    def send_new_tokens(self, request: LlmRequest) -> None:
+    def new_tokens(self, request: LlmRequest) -> list:
+        """The streamed response of the tokens that no response had yet. From here on they count as sent."""
         delivery = self._deliveries[request.request_id]
-        tensors = self._build(request, delivery, FinishReason.NOT_FINISHED)
+        tensors = self.response(request, delivery, FinishReason.NOT_FINISHED)
         delivery.num_sent = request.total_generated_tokens
-        self._callbacks.send(request.request_id, tensors)
+        return tensors
 
     def forget(self, request_id: int) -> Delivery | None:
-        """Take the request off the books; what it has not been told yet is returned for the final."""
+        """The request has ended; what it has not been told yet is returned, for its final."""
         self.listeners.pop(request_id, None)
         return self._deliveries.pop(request_id, None)
 
@@ -126,16 +124,8 @@ class Responder:
         self._deliveries.clear()
         self.listeners.clear()
 
-    def send_final(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> None:
-        self._callbacks.send_final(request.request_id, self._build(request, delivery, reason))
-
-    def send_error(self, request_id: int, text: str, code: ErrorCode) -> None:
-        self._callbacks.send_final(request_id, [], text, code)
-
-    def send_refusal(self, text: str, code: ErrorCode) -> None:
-        self._callbacks.send_refusal(text, code)
-
-    def _build(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list:
+    def response(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list:
+        """The tensors of a response with all that the request has not been told yet."""
         options, tokens, prompt_len = delivery.options, request.tokens[0], request.orig_prompt_len
         if delivery.is_plain:
             if options.is_streaming:

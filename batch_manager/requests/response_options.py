@@ -1,0 +1,22 @@
+"""What a request wants to be sent."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """Which responses and tensors a request gets, and until when.
+
+    is_streaming     a response for each new token
+    exclude_input    output_ids of a response that is not streamed leaves the prompt out
+    deadline_s       seconds from admission; None: no deadline
+    pad_id           what fills the rows of output_ids after shorter beams
+    """
+
+    is_streaming: bool = False
+    exclude_input: bool = False
+    return_log_probs: bool = False
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+    deadline_s: float | None = None
+    pad_id: int = 0
