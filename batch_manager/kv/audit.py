@@ -17,8 +17,9 @@ def check_totals(kv_cache_manager: KvCacheManager) -> None:
 
     Raises InternalError.
     """
-    free, total = kv_cache_manager.free_blocks, kv_cache_manager.num_blocks
-    live = kv_cache_manager.sequences.num_mentions() - kv_cache_manager.pool.extra_owners
+    pool = kv_cache_manager.pool
+    free, total = pool.num_free, pool.num_blocks
+    live = kv_cache_manager.sequences.num_mentions() - pool.extra_owners
     if free + live != total:
         raise InternalError(f"{free} blocks are free and {live} are held", f"{total} in all")
 

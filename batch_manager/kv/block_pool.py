@@ -23,12 +23,14 @@ class BlockPool:
     extra_owners   owners beyond the first, over all blocks
     findable       blocks whose content a prefix cache can find; it says so when one that is free no longer is
     num_cached     those of them that are free
+    has_timed_priorities   somebody has set a priority that ends with time
     """
 
     def __init__(self, num_blocks: int, now: Callable[[], float] = lambda: 0.0) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
         self._free = EvictionOrder(range(num_blocks), now)
+        self.has_timed_priorities = False
         self.extra_owners = 0
         self.findable: Collection[int] = ()
         self.num_cached = 0
@@ -64,12 +66,12 @@ class BlockPool:
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
         """For a block with an owner. The duration counts from when it has none any more; None: for ever."""
+        self.has_timed_priorities = self.has_timed_priorities or duration is not None
         self._free.set_priority(block_id, priority, duration)
 
     def end_timed_priorities(self) -> None:
         """Free blocks whose priority has run out go to the end of the default priority."""
-        if self._free.has_deadlines:
-            self._free.refresh()
+        self._free.refresh()
 
     def take(self, count: int) -> list[int]:
         """`count` blocks from the front of the free order, or none at all.

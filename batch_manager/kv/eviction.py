@@ -99,13 +99,10 @@ class EvictionOrder:
         else:
             self._durations[block_id] = duration
 
-    @property
-    def has_deadlines(self) -> bool:
-        """Whether `refresh` may find anything to do."""
-        return bool(self._deadline_heap)
-
     def refresh(self) -> None:
         """Blocks whose priority has run out go to the end of the default priority."""
+        if not self._deadline_heap:
+            return
         now = self._now()
         while self._deadline_heap and self._deadline_heap[0][0][0] <= now:
             deadline, block_id = heappop(self._deadline_heap)

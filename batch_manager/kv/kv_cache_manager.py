@@ -80,6 +80,7 @@ class KvCacheManager:
         self.max_seq_len = max_seq_len
         self.window = AttentionWindow(window or max_seq_len, max_seq_len, tokens_per_block, sink_token_length,
                                       temporary_attention_window, unread_steps, max_draft_len)
+        self._slides = self.window.slides
         self.inflight_request_ids: Collection[int] = frozenset()
         self.pool = BlockPool(num_blocks, now)
         self.sequences = SequenceTable(tokens_per_block, max_beam_width)
@@ -145,7 +146,7 @@ class KvCacheManager:
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
         """Those of the requests, which all hold blocks, that give some back when they claim room for one more token."""
-        if not self.window.slides or not requests:
+        if not self._slides or not requests:
             return []
         slots = self.sequences.slots_of(requests)
         leaving = self.window.num_dropped(self.sequences.kv_lengths[slots] + 1) > self.sequences.dropped[slots]
@@ -231,24 +232,26 @@ class KvCacheManager:
         too many drafts; nothing was changed then.
         """
         sequences = self.sequences
-        sequences.check_slots_are_free(first_chunks)
+        if first_chunks:
+            sequences.check_slots_are_free(first_chunks)
         slots = sequences.slots_of(generation)
         lengths = sequences.kv_lengths[slots]
         if num_drafts is None:
             grown, counts, growing = lengths + 1, None, sequences.crossing(slots)
-            growing_blocks = sequences.num_beams(growing)
+            growing_blocks = sequences.num_beams(growing) if len(growing) else 0
         else:
             grown, counts, growing = self._with_drafts(generation, slots, lengths, num_drafts)
             growing_blocks = int((counts * sequences.beam_widths[growing]).sum())
 
-        self.pool.end_timed_priorities()
+        if self.pool.has_timed_priorities:
+            self.pool.end_timed_priorities()
         changed = list(self._reordered)
         if first_chunks:
             changed += self._start(first_chunks, growing_blocks)
         if growing_blocks:
             changed.append(self._grow(growing, growing_blocks, counts))
         sequences.kv_lengths[slots] = grown
-        if self.window.slides:
+        if self._slides:
             self._leave_window(slots, lengths + 1)
 
         updates = NO_UPDATES

@@ -34,7 +34,8 @@ class GuardedCallbacks:
 
     guard        of the engine
     unanswered   items that still need a final response
-    fetched      what get returned and no iteration has read yet
+    fetched      calls get, and holds what it returned and no iteration has read yet
+    wants_stats  there is a callback for them
     """
 
     def __init__(
@@ -45,17 +46,13 @@ class GuardedCallbacks:
         return_stats: ReturnBatchManagerStatsCallback | None,
         guard: Guard,
     ) -> None:
-        self._get, self._send, self._poll, self._stats = (
-            get_inference_requests, send_response, poll_stop_signal, return_stats)
+        self._send, self._poll, self._stats = send_response, poll_stop_signal, return_stats
         self._in_send, self._in_poll, self._in_stats = map(guard.containing, ("send", "poll", "stats"))
+        self.wants_stats = return_stats is not None
         self.guard = guard
         self.unanswered = UnansweredItems()
-        self.fetched = FetchedItems(guard, self.unanswered.undecided)
+        self.fetched = FetchedItems(get_inference_requests, guard, self.unanswered.undecided)
         guard.failures.update({"get": 0, "send": 0, "poll": 0, "stats": 0})
-
-    @property
-    def wants_stats(self) -> bool:
-        return self._stats is not None
 
     @property
     def failures(self) -> dict[str, int]:
@@ -69,10 +66,6 @@ class GuardedCallbacks:
             seconds += block.seconds
             block.seconds = 0.0
         return seconds
-
-    def get(self, max_num_requests: int) -> None:
-        """Ask for requests, unless the back-off after a failure still holds, or items of an earlier call are unread."""
-        self.fetched.ask(self._get, max_num_requests)
 
     def send(self, request_id: int, tensors: list) -> None:
         """One response of several, not the last."""

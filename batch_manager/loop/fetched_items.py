@@ -28,8 +28,11 @@ class FetchedItems:
     back_off   holds after a failure of either
     """
 
-    def __init__(self, guard: Guard, undecided: list[Any]) -> None:
-        """undecided   receives each item that is read"""
+    def __init__(self, get: Callable[[int], Any], guard: Guard, undecided: list[Any]) -> None:
+        """get         the callback
+        undecided   receives each item that is read
+        """
+        self._get = get
         self.back_off = BackOff(guard)
         self.in_get = guard.containing("get", on_failure=self.back_off.grow)
         self._undecided = undecided
@@ -39,20 +42,21 @@ class FetchedItems:
         """Something was returned that may not have been read to its end."""
         return bool(self._returned)
 
-    def ask(self, get: Callable[[int], Any], max_num_requests: int) -> None:
+    def ask(self, max_num_requests: int) -> None:
         """Call get, unless the back-off after a failure still holds.
 
         While items of an earlier call are unread it does not ask: they would pile up without a bound.
         """
-        if self._returned or not self.back_off.is_over:
+        back_off = self.back_off
+        if self._returned or (back_off.seconds and not back_off.is_over):
             return
         returned = _Returned()
         self._returned.append(returned)
         with self.in_get:
-            returned.value.extend(map(get, (max_num_requests,)))
+            returned.value.extend(map(self._get, (max_num_requests,)))
         if returned.value:
-            self.back_off.reset()
-        if not self._begin(returned):
+            back_off.seconds = 0.0
+        if returned.is_nothing or not self._begin(returned):
             self._returned.pop()
 
     def read_next(self) -> bool:
@@ -137,24 +141,20 @@ class _Returned:
 class BackOff:
     """How long get is not called after a failure: 1 ms, doubled by each further failure up to 100 ms.
 
+    seconds   of the back-off that was begun last; 0: there was no failure since a call that returned
     ends_at   when it is over, in seconds of the clock
     """
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._seconds = 0.0
+        self.seconds = 0.0
         self.ends_at = 0.0
 
     def grow(self) -> None:
-        self._seconds = min(max(2 * self._seconds, FIRST_BACK_OFF_S), LONGEST_BACK_OFF_S)
-        self.ends_at = self._guard.monotonic() + self._seconds
-
-    def reset(self) -> None:
-        self._seconds = 0.0
+        self.seconds = min(max(2 * self.seconds, FIRST_BACK_OFF_S), LONGEST_BACK_OFF_S)
+        self.ends_at = self._guard.monotonic() + self.seconds
 
     @property
     def is_over(self) -> bool:
-        if not self._seconds:
-            return True
         seconds_left = self.ends_at - self._guard.monotonic()
         return not 0 < seconds_left <= LONGEST_BACK_OFF_S    # more: the clock was set back

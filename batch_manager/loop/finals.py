@@ -17,6 +17,7 @@ class Finals:
     """Ends requests. When a final callback runs, the request's blocks, slot and id are free already.
 
     num_sent       final responses so far, refusals included
+    ended          ids of requests that ran and ended since `take_ended` was called
     errors         error finals by code
     """
 
@@ -29,7 +30,7 @@ class Finals:
         self._resources = resources
         self._deliveries = deliveries
         self._window = window
-        self._ended: list[int] = []
+        self.ended: list[int] = []
 
     @property
     def num_sent(self) -> int:
@@ -81,7 +82,7 @@ class Finals:
         raises, the rest is left for the next call.
         """
         self.answer_refusals()
-        self._ended += [request.request_id for request in self._active]
+        self.ended += [request.request_id for request in self._active]
         self._active.clear()
         self._intake.clear()
         self._deliveries.clear()
@@ -90,8 +91,8 @@ class Finals:
             self._send_error(request_id, error.code, text)
 
     def take_ended(self) -> tuple[int, ...]:
-        """Ids of requests that ran and ended since the last call."""
-        ended, self._ended = tuple(self._ended), []
+        """Ids of requests that ran and ended since the last call of this."""
+        ended, self.ended = tuple(self.ended), []
         return ended
 
     def _take_out(self, request: LlmRequest, *, keep_computed: bool, clear_blocks: bool = False) -> Delivery:
@@ -100,7 +101,7 @@ class Finals:
                                 is_in_flight=self._window.holds(request))
         self._active.remove(request)
         self._intake.forget(request.request_id)
-        self._ended.append(request.request_id)
+        self.ended.append(request.request_id)
         return self._deliveries.forget(request.request_id)
 
     def _send_final(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> None:

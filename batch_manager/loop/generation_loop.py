@@ -84,13 +84,14 @@ class GenerationLoop:
 
     def step(self, *, accept_new: bool) -> bool:
         """One turn of the loop. False when there was nothing to do."""
+        room = self._room()
         if accept_new:
-            self.intake.ask(self._room())
+            self.intake.ask(room)
         if self.is_empty:    # kept short: an idle worker comes here two hundred times a second
             self.window.drop_all()
             self.callbacks.poll_stops()
             return False
-        record = self._fetch()
+        record = self._fetch(room)
         try:
             plan = self._schedule(record)
             batch = self._claim(plan, record)
@@ -106,7 +107,8 @@ class GenerationLoop:
     @property
     def is_empty(self) -> bool:
         """Every item has had its final response, and nothing that was fetched is unread."""
-        return not (self.unanswered or self.callbacks.fetched)
+        items = self.unanswered
+        return not (items.alive or items.refusals or items.undecided or self.callbacks.fetched)
 
     def answer_the_rest(self, error: BatchManagerError) -> None:
         """One final with this error for everything alive and everything handed over. Afterwards the loop is empty.
@@ -144,10 +146,10 @@ class GenerationLoop:
         limits = self.limits
         return None if limits.unbounded_sequences else max(limits.max_num_sequences - len(self.active), 0)
 
-    def _fetch(self) -> IterationRecord:
+    def _fetch(self, room: int | None) -> IterationRecord:
         record = IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
                                  self.clock.monotonic(), static_batch=self._no_static_batch)
-        for admitted in self.intake.fetch(self._room(), self.active.__contains__, self.failure):
+        for admitted in self.intake.fetch(room, self.active.__contains__, self.failure):
             self.active.add(admitted.request)
             self._resources.admit(admitted)
             self.deliveries.admit(admitted)
@@ -175,8 +177,10 @@ class GenerationLoop:
             rule = f"{what} raised {type_name(failure.error)}"
             log.error("the scheduler: %s\n%s", rule, where_raised(failure.error))
             raise SchedulerContractError(self.scheduler, rule) from failure.error
-        self._starvation.look(self.scheduler, plan, active, blocked)
-        if not (plan.context_requests or plan.generation_requests or self.window):
+        num_scheduled = len(plan.context_requests) + len(plan.generation_requests)
+        if num_scheduled < len(active):
+            self._starvation.look(self.scheduler, plan, active, blocked)
+        if not (num_scheduled or self.window):
             raise SchedulerContractError(
                 self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
         if plan.paused_requests and self.window.holds_any(plan.paused_requests):
@@ -186,7 +190,8 @@ class GenerationLoop:
     def _claim(self, plan: SchedulerOutput | None, record: IterationRecord) -> ScheduledBatch | None:
         if plan is None:
             return None
-        self.totals.recomputed_tokens += self._resources.pause(plan.paused_requests)
+        if plan.paused_requests:
+            self.totals.recomputed_tokens += self._resources.pause(plan.paused_requests)
         batch = None
         if plan.context_requests or plan.generation_requests:
             try:
@@ -215,9 +220,9 @@ class GenerationLoop:
         batch   what this iteration launched
         """
         window = self.window
-        if not window:
-            return None
-        if batch is not None and not window.is_full and not (
+        if window.is_full:
+            return window.read()
+        if not window or batch is not None and not (
                 window.runs_ahead and len(window.blocked_request_ids()) >= len(self.active)):
             return None
         return window.read()
@@ -226,7 +231,7 @@ class GenerationLoop:
         if finished is None:
             return Outcome()
         flight, output = finished
-        outcome = advance(flight.batch, output, flight.requests, flight.void, self.deliveries, self._resources)
+        outcome = advance(flight.step.batch, output, flight.requests, flight.void, self.deliveries, self._resources)
         record.generated_tokens = outcome.generated_tokens
         self.window.num_discarded_tokens += outcome.discarded_tokens
         return outcome
@@ -234,7 +239,8 @@ class GenerationLoop:
     # respond
 
     def _respond(self, outcome: Outcome) -> None:
-        self.finals.answer_refusals()
+        if self.unanswered.refusals:
+            self.finals.answer_refusals()
         for request, failure in outcome.failed:
             self.finals.fail(request, failure.code, failure.message, clear_blocks=True)
         for request, reason in outcome.ended:
@@ -247,6 +253,8 @@ class GenerationLoop:
     def _expire(self) -> None:
         """End what has passed its deadline: with its tokens where it has some, with an error where it has none."""
         expired = self.intake.expired()
+        if not expired:
+            return
         for admitted in self.intake.withdraw(expired.keys()):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
         for request in [self.active.get(request_id) for request_id in sorted(expired) if request_id in self.active]:
@@ -282,11 +290,15 @@ class GenerationLoop:
         """Close the iteration. Whether it did anything. Nothing is reported for one without an active request."""
         if self.failure is None:
             check_totals(self.kv)
-        record.finished, record.arrived = self.finals.take_ended(), self.intake.take_arrived()
+        if self.finals.ended:
+            record.finished = self.finals.take_ended()
+        if self.intake.arrived:
+            record.arrived = self.intake.take_arrived()
         if record.active_requests:
             if record.kv_cache is None:    # nothing was launched
                 record.kv_cache = self.kv.usage()
-            self.reporter.trace(record)
+            if self.reporter.wants_trace:
+                self.reporter.trace(record)
             self._send_record(record)
             if self._flush_stats_when_idle and self.is_empty:
                 self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
@@ -301,6 +313,6 @@ class GenerationLoop:
         totals.queued_requests = len(self.intake)
         totals.failed_steps = self._runner.num_failed_steps
         totals.clamped_requests = self.intake.num_warnings
-        totals.unaddressable_items = self.intake.unaddressable
+        totals.unaddressable_items = self.unanswered.num_unaddressable
         self.reporter.report(record, totals)
         self.iteration += 1

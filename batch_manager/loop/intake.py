@@ -41,6 +41,7 @@ class Intake:
     Items come from `GuardedCallbacks.fetched`; `GuardedCallbacks.unanswered` lists them until their final response.
 
     num_accepted, num_refused, unaddressable   items decided since construction
+    arrived         ids accepted since `take_arrived` was called
     num_warnings    accepted requests that were changed on the way in (an output length cut to what fits)
     """
 
@@ -61,7 +62,7 @@ class Intake:
         self._bytes_of: dict[int, int] = {}
         self._bytes_in_flight = 0
         self._deadlines: dict[int, tuple[float, float]] = {}     # when it passes, and deadline_s as the request has it
-        self._arrived: list[int] = []
+        self.arrived: list[int] = []
         self.is_terminating = False
         self.num_warnings = 0
 
@@ -96,7 +97,7 @@ class Intake:
         room   places among the active requests, None: unbounded
         """
         if not self.is_terminating:
-            self._callbacks.get(-1 if room is None else max(room - len(self._queue), 0))
+            self._callbacks.fetched.ask(-1 if room is None else max(room - len(self._queue), 0))
 
     def fetch(self, room: int | None, is_active: Callable[[int], bool],
               failure: BatchManagerError | None = None) -> list[Admitted]:
@@ -107,6 +108,9 @@ class Intake:
         failure      when given, every item is refused with it
         Returns the requests that become active now.
         """
+        unanswered, fetched = self._unanswered, self._callbacks.fetched
+        if not (self._queue or unanswered.undecided or fetched):
+            return []
         entering = self._from_queue(room)
         if room is not None:
             room -= len(entering)
@@ -115,7 +119,6 @@ class Intake:
         def is_alive(request_id: int) -> bool:
             return request_id in entering_ids or request_id in self._queued_ids or is_active(request_id)
 
-        unanswered, fetched = self._unanswered, self._callbacks.fetched
         for _ in range(self._at_most):
             if not (unanswered.undecided or fetched.read_next()):
                 break
@@ -184,7 +187,7 @@ class Intake:
 
     def _note_accepted(self, admitted: Admitted) -> None:
         request_id = admitted.request.request_id
-        self._arrived.append(request_id)
+        self.arrived.append(request_id)
         self._bytes_of[request_id] = admitted.num_bytes
         self._bytes_in_flight += admitted.num_bytes
         if admitted.response.deadline_s is not None:
@@ -210,8 +213,8 @@ class Intake:
         return admitted
 
     def take_arrived(self) -> tuple[int, ...]:
-        """Ids accepted since the last call."""
-        arrived, self._arrived = tuple(self._arrived), []
+        """Ids accepted since the last call of this."""
+        arrived, self.arrived = tuple(self.arrived), []
         return arrived
 
     def withdraw(self, request_ids: Set[int]) -> list[Admitted]:

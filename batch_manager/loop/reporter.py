@@ -12,7 +12,10 @@ from .iteration_record import IterationRecord, Totals
 
 
 class Reporter:
-    """One record for every iteration that had an active request; none when idle."""
+    """One record for every iteration that had an active request; none when idle.
+
+    wants_trace   there is a callable that takes traces
+    """
 
     def __init__(self, *, callbacks: GuardedCallbacks, backend: ModelBackend, clock: Clock, max_requests: int,
                  trace: Callable[[IterationTrace], None] | None) -> None:
@@ -21,11 +24,11 @@ class Reporter:
         self._clock = clock
         self._max_requests = max_requests
         self._trace = trace
+        self.wants_trace = trace is not None
         self._in_trace, self._in_memory_usage = map(callbacks.guard.containing, ("trace", "memory_usage"))
 
     def trace(self, record: IterationRecord) -> None:
-        if self._trace is None:
-            return
+        """Only where `wants_trace`."""
         plan = record.plan
         trace = IterationTrace(
             record.number, tuple(record.chunks), tuple(r.request_id for r in plan.generation_requests),
@@ -51,7 +54,7 @@ class Reporter:
             context_requests=contexts,
             generation_requests=generations,
             paused_requests=len(plan.paused_requests),
-            context_tokens=sum(size for _, _, size in record.chunks),
+            context_tokens=sum([size for _, _, size in record.chunks]) if record.chunks else 0,
             generated_tokens=record.generated_tokens,
             recomputed_tokens=totals.recomputed_tokens,
             discarded_tokens=totals.discarded_tokens,
@@ -64,7 +67,7 @@ class Reporter:
             clamped_requests=totals.clamped_requests,
             unaddressable_items=totals.unaddressable_items,
             errors=unanswered.errors,
-            callback_failures=callbacks.failures,
+            callback_failures=callbacks.guard.failures,
             dispatch=self._backend.info.dispatch,
             static_batch=record.static_batch,
         )
@@ -74,7 +77,7 @@ class Reporter:
         """Zeros from a backend that does not know: a number for people to look at costs no request."""
         with self._in_memory_usage:
             memory = self._backend.memory_usage()
-            gpu, cpu, pinned = (index(number) for number in (memory.gpu, memory.cpu, memory.pinned))
+            gpu, cpu, pinned = map(index, (memory.gpu, memory.cpu, memory.pinned))
             if not 0 <= min(gpu, cpu, pinned) <= max(gpu, cpu, pinned) < 2**63:
                 raise ValueError("no number of bytes")
             return MemoryUsage(gpu, cpu, pinned)

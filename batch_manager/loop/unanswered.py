@@ -59,9 +59,6 @@ class UnansweredItems:
         self.num_sent = 0
         self.errors: dict[ErrorCode, int] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.alive or self.refusals or self.undecided)
-
     # What becomes of the undecided item. Nothing is called before the last line of each: see above.
 
     def accept(self, request_id: int) -> None:

@@ -126,8 +126,10 @@ class StepOutputCheck:
                 and output.failures == output.hypotheses == output.generation_logits == output.context_logits == {})
 
     def _without_invalid_tokens(self, output: StepOutput) -> StepOutput:
-        slots = [slot for slot, hypotheses in output.hypotheses.items()
-                 if any(len(self._invalid(hypothesis.tokens)) for hypothesis in hypotheses)]
+        slots = []
+        if output.hypotheses:
+            slots = [slot for slot, hypotheses in output.hypotheses.items()
+                     if any(len(self._invalid(hypothesis.tokens)) for hypothesis in hypotheses)]
         invalid = self._invalid(output.tokens)
         if len(invalid):
             rows = invalid
@@ -209,7 +211,7 @@ class StepOutputCheck:
 
 def _slots_of_rows(batch: ScheduledBatch) -> np.ndarray:
     """[r]: one for each context that ends in this step, then one for each generating sequence, in batch order."""
-    last_chunks = [work.slot for work in batch.context if work.is_last_chunk]
+    last_chunks = [work.slot for work in batch.context if work.is_last_chunk] if batch.context else ()
     if not last_chunks:
         return batch.generation.slots
     return np.concatenate([np.array(last_chunks, np.int32), batch.generation.slots])

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
 from ..handover import (
     NO_GENERATION,
+    NO_UPDATES,
     BlockClear,
     ContextWork,
     DeviceOperation,
@@ -23,6 +25,8 @@ from ..requests.prompt_table import PromptTable
 from ..scheduling.chunking import chunk_behind_reuse
 from ..scheduling.interfaces import SchedulerOutput
 from .device_work import DeviceWork
+
+DRAFT_LEN = attrgetter("draft_len")
 
 
 class Resource(Protocol):
@@ -88,7 +92,7 @@ class Resources:
         """
         contexts = plan.context_requests
         first_chunks = [request for request in contexts if request.is_first_context_chunk] if contexts else contexts
-        drafting = [request for request in plan.generation_requests if request.draft_len]
+        drafting = any(map(DRAFT_LEN, plan.generation_requests))
         num_drafts = [request.draft_len for request in plan.generation_requests] if drafting else None
         claimed = self._claim_all(first_chunks, plan.generation_requests, num_drafts)
         context: tuple[ContextWork, ...] = ()
@@ -104,7 +108,8 @@ class Resources:
             if drafting:
                 generation = replace(
                     generation, num_drafts=np.array(num_drafts, np.int32),
-                    draft_tokens=np.concatenate([np.array(request.draft_tokens, np.int32) for request in drafting]))
+                    draft_tokens=np.concatenate([np.array(request.draft_tokens, np.int32)
+                                                 for request in plan.generation_requests]))
         return ScheduledBatch(iteration, micro_batch_id, context, generation,
                               max_beam_width=self._kv.sequences.max_beam_width, **self.device_work.pending())
 
@@ -158,9 +163,10 @@ class Resources:
                 for request in first_chunks:
                     resource.release(request)
             raise
-        width = self._kv.sequences.max_beam_width
-        self.device_work.update_tables(blocks.table_updates, [
-            request.seq_slot * width + beam for request in first_chunks for beam in range(width)])
+        if blocks.table_updates is not NO_UPDATES:    # a first chunk has some
+            width = self._kv.sequences.max_beam_width
+            self.device_work.update_tables(blocks.table_updates, [
+                request.seq_slot * width + beam for request in first_chunks for beam in range(width)])
         if operations or blocks.copies:
             self.device_work.add([*operations, *blocks.copies])
         return blocks

@@ -26,7 +26,7 @@ class Steps:
 
 def hand_over_at_once(world, requests):
     """All of them from one call of get, however many were asked for."""
-    world.loop.callbacks._get = lambda most: [requests.pop(0) for _ in range(len(requests))]
+    world.loop.callbacks.fetched._get = lambda most: [requests.pop(0) for _ in range(len(requests))]
 
 
 @POLICIES

@@ -68,7 +68,7 @@ def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
         "starvation": [(loop._starvation, "look", nothing)],
         "step output": [(runner._check, "checked", lambda batch, output, asked: output)],
         "token ids": [(runner._check, "_without_invalid_tokens", lambda output: output)],
-        "guards": [(callbacks, "get", callbacks._get), (callbacks, "send", callbacks._send),
+        "guards": [(callbacks.fetched, "ask", callbacks.fetched._get), (callbacks, "send", callbacks._send),
                    (callbacks, "poll_stops", callbacks._poll), (callbacks, "return_stats", callbacks._stats)],
         "heartbeat": [(runner, "_in_step", nullcontext())],
     }

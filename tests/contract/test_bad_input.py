@@ -146,6 +146,6 @@ def test_c20_bounds_hold_by_default_and_beyond_them_a_request_is_refused_at_once
     assert world.client.final(1).code == "INVALID_REQUEST" and "bytes" in world.client.final(1).error
 
     world = make_world(max_batch_size=1, max_queued_tokens=10)
-    world.loop.callbacks._get = lambda n: [new_request(i, [1] * 6, 2) for i in range(3)] if n else []
+    world.loop.callbacks.fetched._get = lambda n: [new_request(i, [1] * 6, 2) for i in range(3)] if n else []
     world.step()
     assert world.client.final(2).code == "QUEUE_FULL" and "max_queued_tokens" in world.client.final(2).error

@@ -100,13 +100,13 @@ def test_c1_c15_a_timestamp_that_is_no_text_is_the_systems(make_world, new_reque
 
 def test_c15_a_clock_that_is_set_back_does_not_keep_get_from_being_called(make_world, new_request):
     world = make_world()
-    get = world.loop.callbacks._get
+    get = world.loop.callbacks.fetched._get
 
     def raises_once(count):
-        world.loop.callbacks._get = get
+        world.loop.callbacks.fetched._get = get
         raise RuntimeError
 
-    world.loop.callbacks._get = raises_once
+    world.loop.callbacks.fetched._get = raises_once
     world.step()
     world.clock.now -= 900.0
     world.client.pending = [new_request(1, [1], 2)]

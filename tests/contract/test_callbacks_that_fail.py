@@ -25,7 +25,7 @@ def test_c15_a_raising_get_counts_as_empty_and_is_asked_again_after_a_back_off(m
         world.client.events.append("get")
         raise error
 
-    world.loop.callbacks._get = raising
+    world.loop.callbacks.fetched._get = raising
     world.client.events.clear()
     world.step(3)
     assert world.client.events.count("get") == 1, "no time has passed, so the back-off still holds"
@@ -50,7 +50,7 @@ def test_c15_items_an_iterator_gave_before_it_raised_stand(make_world, new_reque
         raise error
 
     sources = [breaks_midway()]
-    world.loop.callbacks._get = lambda n: sources.pop() if sources else []
+    world.loop.callbacks.fetched._get = lambda n: sources.pop() if sources else []
     world.run()
     assert world.client.final(1).error == world.client.final(2).error == ""
     assert world.loop.callbacks.failures["get"] == 1
@@ -60,7 +60,7 @@ def test_c15_items_an_iterator_gave_before_it_raised_stand(make_world, new_reque
 def test_c15_what_is_not_iterable_counts_as_a_failure_and_none_as_nothing(make_world, junk):
     world = make_world()
     returned = [None, junk]
-    world.loop.callbacks._get = lambda n: returned.pop(0)
+    world.loop.callbacks.fetched._get = lambda n: returned.pop(0)
     world.step()
     assert world.loop.callbacks.failures["get"] == 0
     world.step()
@@ -202,7 +202,8 @@ def test_c15_c21_an_exception_of_an_odd_class_costs_no_more_than_another(make_wo
         world.loop.callbacks.guard.monotonic = reliable(SimpleNamespace(monotonic=raising)).monotonic
     elif place in ("get", "send", "poll", "stats"):
         world.step()
-        setattr(world.loop.callbacks, f"_{place}", raising)
+        owner = world.loop.callbacks.fetched if place == "get" else world.loop.callbacks
+        setattr(owner, f"_{place}", raising)
     for _ in range(8):
         world.step()
     assert raised and world.loop.failure is None
@@ -229,7 +230,7 @@ def test_c6_one_signal_that_cannot_be_read_does_not_hide_the_others(make_world, 
 def test_c2_c20_what_one_iteration_does_not_read_waits_for_the_next(make_world, new_request, form):
     world = make_world(max_admissions_per_iteration=3, max_num_sequences=-1)
     sources = [form([new_request(i, [1], 1) for i in range(10)])]
-    world.loop.callbacks._get = lambda count: sources.pop() if sources else []
+    world.loop.callbacks.fetched._get = lambda count: sources.pop() if sources else []
     world.run()
     assert all(world.client.final(i).error == "" for i in range(10))
 
@@ -242,7 +243,7 @@ def test_c2_a_list_that_its_owner_empties_and_returns_again_loses_nothing(make_w
         handed_over[:] = [new_request(i, [1], 1) for i in islice(ids, 10)]
         return handed_over
 
-    world.loop.callbacks._get = get
+    world.loop.callbacks.fetched._get = get
     world.run()
     assert all(world.client.final(i).error == "" for i in range(20))
 
@@ -268,7 +269,7 @@ def test_c14_the_end_comes_although_what_was_handed_over_grows(make_world, new_r
         given = items if reading == "a list that grows" else iter(items)
         world.client.on_send = lambda request_id, response: items.append(new_request(len(items), [1], 9))
     sources = [given]
-    world.loop.callbacks._get = lambda count: sources.pop() if sources else []
+    world.loop.callbacks.fetched._get = lambda count: sources.pop() if sources else []
     world.step()
     world.loop.answer_the_rest(ManagerClosedError("the end"))
     assert world.loop.is_empty
@@ -314,7 +315,7 @@ def test_c20_get_is_not_asked_for_more_while_what_it_gave_is_unread(make_world, 
         calls.append(count)
         return [new_request(i, [1], 1) for i in islice(ids, 10)]
 
-    world.loop.callbacks._get = get
+    world.loop.callbacks.fetched._get = get
     world.step(40)
     assert 40 / 5 <= len(calls) <= 40 / 3, "ten are read in four iterations"
     assert len(world.client.responses) == 10 * len(calls)

@@ -218,11 +218,11 @@ def test_c19_foreign_code_runs_in_a_block_that_names_it(make_world, new_request)
     world = make_world(max_admissions_per_iteration=1, max_num_sequences=-1)
     items = Items([new_request(i, [1], 3, streaming=True) for i in (1, 2, 3)])
     callbacks = world.loop.callbacks
-    callbacks._get = lambda n: (see("get"), items)[1] if n else []
+    callbacks.fetched._get = lambda n: (see("get"), items)[1] if n else []
     callbacks._send = lambda *response: see("send")
     callbacks._poll = lambda: (see("poll"), Stops([Stop(), object()]))[1]
     callbacks._stats = lambda record: see("stats")
-    callbacks.fetched.ask(callbacks._get, 3)
+    callbacks.fetched.ask(3)
     world.step(2)
     world.loop.callbacks.fetched.stop_growing()
     world.step(1)

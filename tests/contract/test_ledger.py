@@ -59,7 +59,7 @@ def test_c3_the_same_object_handed_over_twice_runs_once(make_world, new_request)
 
 def test_c3_a_waiting_request_is_alive_too(make_world, new_request):
     world = make_world(max_batch_size=1)
-    world.loop.callbacks._get = lambda n: world.client.pending.pop() if world.client.pending else []
+    world.loop.callbacks.fetched._get = lambda n: world.client.pending.pop() if world.client.pending else []
     world.client.pending = [[new_request(1, [4], 2), new_request(2, [5], 2), new_request(2, [6], 2)]]
     world.run()
     assert [response.code for response in world.client.responses[2]] == ["DUPLICATE_REQUEST_ID", ""]
@@ -129,7 +129,7 @@ def test_c6_a_natural_end_in_the_iteration_of_the_stop_wins(make_world, new_requ
 
 def test_c6_a_request_that_waits_can_be_stopped(make_world, new_request):
     world = make_world(max_batch_size=1)
-    world.loop.callbacks._get = lambda n: [new_request(1, [4], 9), new_request(2, [5, 6], 9)] if n else []
+    world.loop.callbacks.fetched._get = lambda n: [new_request(1, [4], 9), new_request(2, [5, 6], 9)] if n else []
     world.step()
     world.client.stops = {2}
     world.step()

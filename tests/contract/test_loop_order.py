@@ -62,7 +62,7 @@ def test_the_free_room_follows_max_num_sequences_and_is_minus_one_when_unbounded
 def test_what_exceeds_the_room_waits_in_order_and_beyond_the_bound_is_refused_queue_full(make_world, new_request):
     world = make_world(max_batch_size=1, max_queued_requests=2)
     items = [new_request(i, [1], 1) for i in range(5)]
-    world.loop.callbacks._get = lambda n: [items.pop(0) for _ in range(len(items))]
+    world.loop.callbacks.fetched._get = lambda n: [items.pop(0) for _ in range(len(items))]
     world.run()
     order = [event for event in world.client.events if event.startswith("send")]
     assert [world.client.final(i).code for i in range(5)] == ["", "", "", "QUEUE_FULL", "QUEUE_FULL"]
@@ -125,7 +125,7 @@ def test_a_higher_priority_goes_first_and_equal_ones_in_order_of_arrival(make_wo
 def test_at_most_4096_items_are_looked_at_in_one_iteration_and_none_is_lost(make_world, new_request):
     world = make_world(max_batch_size=64, max_queued_requests=10)
     items = [new_request(i, [1], 1) for i in range(10_000)]
-    world.loop.callbacks._get = lambda n: [items.pop(0) for _ in range(len(items))]
+    world.loop.callbacks.fetched._get = lambda n: [items.pop(0) for _ in range(len(items))]
     world.step()
     assert world.loop.intake.num_accepted + world.loop.intake.num_refused == 4096
     world.run()
@@ -136,7 +136,7 @@ def test_at_most_4096_items_are_looked_at_in_one_iteration_and_none_is_lost(make
 @pytest.mark.parametrize("empty", [list, tuple, set, lambda: iter(()), lambda: None])
 def test_an_answer_without_items_is_nothing_to_do_whatever_its_type(make_world, empty):
     world = make_world()
-    world.loop.callbacks._get = lambda n: empty()
+    world.loop.callbacks.fetched._get = lambda n: empty()
     assert not world.step()
     assert world.loop.is_empty
 
@@ -151,6 +151,6 @@ def test_an_endless_generator_is_cut_at_the_cap(make_world, new_request):
             number += 1
 
     sources = [endless()]
-    world.loop.callbacks._get = lambda n: sources.pop() if sources else []
+    world.loop.callbacks.fetched._get = lambda n: sources.pop() if sources else []
     world.run()
     assert sorted(world.client.responses) == list(range(50))

@@ -454,14 +454,14 @@ def test_the_core_neither_loads_code_nor_starts_programs_nor_opens_connections()
 
 def test_a_users_callback_is_called_in_a_guarded_block():
     """What runs inside one, tests/contract/test_guard.py looks at."""
-    (source,) = [source for source in CORE if source.where == "batch_manager/loop/callbacks.py"]
-    mentions = [node for node in source.walk() if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    files = ["batch_manager/loop/callbacks.py", "batch_manager/loop/fetched_items.py"]
+    nodes = [node for source in CORE if source.where in files for node in source.walk()]
+    mentions = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
                 and ast.unparse(node) in ("self._get", "self._send", "self._poll", "self._stats")]
-    allowed = {id(inner) for node in source.walk() if isinstance(node, ast.With)
-               and ast.unparse(node.items[0].context_expr).startswith("self._in_") for inner in ast.walk(node)}
-    allowed |= {id(node.left) for node in source.walk() if isinstance(node, ast.Compare)}
-    allowed |= {id(node.args[0]) for node in source.walk() if isinstance(node, ast.Call)
-                and ast.unparse(node.func) == "self.fetched.ask"}
+    allowed = {id(inner) for node in nodes if isinstance(node, ast.With)
+               and ast.unparse(node.items[0].context_expr).startswith(("self._in_", "self.in_get"))
+               for inner in ast.walk(node)}
+    allowed |= {id(node.left) for node in nodes if isinstance(node, ast.Compare)}
     assert [ast.unparse(node) for node in mentions if id(node) not in allowed] == []
     assert len({ast.unparse(node) for node in mentions}) == 4
 
