@@ -25,6 +25,7 @@ class PeftCacheManager:
         self._users: Counter[int] = Counter()
         self._idle: OrderedDict[int, None] = OrderedDict()         # least recently used first
         self._holders: dict[LlmRequest, int] = {}
+        self._num_loads = self._num_evictions = 0
 
     @property
     def free_pages(self) -> int:
@@ -71,12 +72,21 @@ class PeftCacheManager:
                 del self._users[task_id]
                 self._idle[task_id] = None
 
+    def figures(self) -> dict[str, int]:
+        """What statistics say; loads and evictions are counted since construction."""
+        free = self.free_pages
+        return {"LoRA Device Pages": self.max_device_pages, "Free LoRA Device Pages": free,
+                "Used LoRA Device Pages": self.max_device_pages - free, "LoRA Adapters On Device": len(self._pages),
+                "LoRA Loads": self._num_loads, "LoRA Evictions": self._num_evictions}
+
     def _load(self, task_id: int) -> list[int]:
         count = self.pages_of(task_id)
         while len(self._free) < count:
             oldest, _ = self._idle.popitem(last=False)
             self._free += reversed(self._pages.pop(oldest))
+            self._num_evictions += 1
         self._pages[task_id] = [self._free.pop() for _ in range(count)]
+        self._num_loads += 1
         return self._pages[task_id]
 
     def faults(self) -> Iterator[str]:

@@ -313,6 +313,8 @@ class GenerationLoop:
         totals.queued_requests = len(self.intake)
         totals.failed_steps = self._runner.num_failed_steps
         totals.clamped_requests = self.intake.num_warnings
+        if self._resources.others:
+            record.figures = self._resources.figures()
         totals.unaddressable_items = self.unanswered.num_unaddressable
         self.reporter.report(record, totals)
         self.iteration += 1

@@ -24,6 +24,7 @@ class IterationRecord:
     static_batch       where batches are static, the one that ran, empty where none did; None: batching in flight
     generated_tokens   appended to requests
     had_refusals       items were refused
+    figures            name of a statistic -> value, of what requests hold besides KV cache blocks
     arrived, finished  ids of the requests that were accepted, and of those that ended after they ran
     """
 
@@ -37,6 +38,7 @@ class IterationRecord:
     static_batch: StaticBatchStats | None = None
     generated_tokens: int = 0
     had_refusals: bool = False
+    figures: dict[str, int] = field(default_factory=dict)
     arrived: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
 

@@ -69,6 +69,7 @@ class Reporter:
             errors=unanswered.errors,
             callback_failures=callbacks.guard.failures,
             dispatch=self._backend.info.dispatch,
+            figures=record.figures,
             static_batch=record.static_batch,
         )
         callbacks.return_stats(to_json(stats))

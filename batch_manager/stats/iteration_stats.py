@@ -55,6 +55,7 @@ class IterationStats:
     finals                  final responses since construction
     errors                  error finals by code, since construction
     callback_failures       callback name -> calls that raised, since construction
+    figures                 name in the record -> value, of what requests hold besides KV cache blocks
     static_batch            where batches are static, the one that ran, empty when none did; None: batching in flight
     """
 
@@ -84,4 +85,5 @@ class IterationStats:
     errors: dict[ErrorCode, int] = field(default_factory=dict)
     callback_failures: dict[str, int] = field(default_factory=dict)
     dispatch: str = "torch"
+    figures: dict[str, int] = field(default_factory=dict)
     static_batch: StaticBatchStats | None = None

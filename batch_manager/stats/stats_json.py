@@ -68,4 +68,5 @@ def to_json(stats: IterationStats) -> str:
         record[f"Errors {code.value}"] = count
     for name, count in stats.callback_failures.items():
         record[f"Failed {name} Callbacks"] = count
+    record |= stats.figures
     return orjson.dumps(record, option=orjson.OPT_SORT_KEYS).decode()

@@ -1,6 +1,6 @@
 """What a request must hold to run: KV cache blocks, and what the device knows of its slot."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Protocol
@@ -44,6 +44,10 @@ class Resource(Protocol):
 
     def release(self, request: LlmRequest) -> None:
         """Give back what the request holds."""
+        ...
+
+    def figures(self) -> Mapping[str, int]:
+        """What statistics say of it now, by the names they are to have. The same names each time."""
         ...
 
 
@@ -112,6 +116,13 @@ class Resources:
                                                  for request in plan.generation_requests]))
         return ScheduledBatch(iteration, micro_batch_id, context, generation,
                               max_beam_width=self._kv.sequences.max_beam_width, **self.device_work.pending())
+
+    def figures(self) -> dict[str, int]:
+        """What statistics say of all that requests hold besides blocks."""
+        figures: dict[str, int] = {}
+        for resource in self.others:
+            figures.update(resource.figures())
+        return figures
 
     def reject_drafts(self, requests: Sequence[LlmRequest], num_rejected: Sequence[int]) -> None:
         """Give back what was claimed for drafts that were not accepted. num_rejected: of each request"""

@@ -1,5 +1,7 @@
 """What a request holds besides blocks: claimed with them, all or nothing, and given back once, however it ends."""
 
+import json
+
 import pytest
 
 from batch_manager import SchedulerPolicy, TrtGptModelType
@@ -29,6 +31,9 @@ class Licences:
     def release(self, request):
         self.holders.remove(request.request_id)                    # a KeyError when it holds none
         self.log.append(("release", self.name, request.request_id))
+
+    def figures(self):
+        return {f"Licences Of {self.name}": self.pieces, f"Used Licences Of {self.name}": len(self.holders)}
 
 
 def licensed(make_world, pieces=(100, 100), **options):
@@ -90,6 +95,23 @@ def test_a_pause_gives_them_back_and_the_next_start_claims_them_again(make_world
     pauses = {i: sum(what == "claim" and name == "a" and j == i for what, name, j in world.log) for i in range(3)}
     assert pauses[0] == 1 and max(pauses.values()) > 1
     assert_each_was_given_back(world, pauses)
+
+
+def test_statistics_say_what_each_resource_says_of_itself(make_world, new_request):
+    world = licensed(make_world, pieces=(100, 50))
+    world.client.pending = [new_request(1, [1], 4), new_request(2, [1], 2)]
+    world.run()
+    used = [(record["Used Licences Of a"], record["Used Licences Of b"], record["Licences Of b"])
+            for record in map(json.loads, world.client.stats)]
+    assert used[0] == (2, 2, 50) and (1, 1, 50) in used and used[-1] == (0, 0, 50)
+    assert "Licences Of a" not in make_plain_record(make_world, new_request)
+
+
+def make_plain_record(make_world, new_request):
+    world = make_world()
+    world.client.pending = [new_request(1, [1], 2)]
+    world.run()
+    return json.loads(world.client.stats[-1])
 
 
 def test_what_was_claimed_is_given_back_when_the_next_has_too_little(make_world, new_request):
@@ -157,3 +179,7 @@ def test_adapter_pages_are_such_a_resource(make_world, new_request, monkeypatch,
     assert all(world.client.final(i).error == "" for i in (*range(7), 99))
     assert pages.free_pages == 3
     assert backend.num_checked > 20 and backend.num_loads >= 4
+    last = json.loads(world.client.stats[-1])
+    assert last["LoRA Loads"] == backend.num_loads > last["LoRA Evictions"] > 0
+    assert last["LoRA Device Pages"] == 3
+    assert max(json.loads(record)["Used LoRA Device Pages"] for record in world.client.stats) == 3

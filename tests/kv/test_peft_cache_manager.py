@@ -24,6 +24,9 @@ def test_an_adapter_is_loaded_once_and_stays_until_others_need_its_room(peft, ma
     peft.release(second)
     assert peft.free_pages == 6
     assert peft.claim([make_request(3, 4, lora_task_id=2)]) == [], "it was still there"
+    peft.claim([make_request(4, 4, lora_task_id=4)])
+    assert peft.figures() == {"LoRA Device Pages": 6, "Free LoRA Device Pages": 0, "Used LoRA Device Pages": 6,
+                              "LoRA Adapters On Device": 2, "LoRA Loads": 2, "LoRA Evictions": 0}
 
 
 def test_a_claim_that_does_not_fit_changes_nothing(peft, make_request):
