@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..triton_kernels.cpu.rope_kv_append import StepRows, pool_rows
+from ..triton_kernels.cpu.rope_kv_append import StepRows, packed, pool_rows
 from .interface import HeadLayout, PackedStep, RotaryTable
 from .windows import blocks_seen
 
@@ -94,6 +94,7 @@ class TorchPagedAttention:
         pages = kv_pool.view(-1, block * head_size)
         self.pages_per_layer = 2 * kv_heads
         self.pages_per_block = num_layers * self.pages_per_layer
+        self._pages_of_a_block = np.arange(self.pages_per_layer).reshape(2, 1, kv_heads, 1)
         self.layer_pages = [pages[layer * self.pages_per_layer :] for layer in range(num_layers)]
         self.layer_pools = kv_pool.unbind(1)
         self.layer_rows = [pool_rows(layer_pool) for layer_pool in self.layer_pools]
@@ -105,9 +106,11 @@ class TorchPagedAttention:
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None) -> torch.Tensor:
+        rows = packed(query, key, value)
         if rotary is not None:
-            query, key = self._step_rows.rotate(query, key, rotary.cos, rotary.sin)
-        self._step_rows.append(self.layer_rows[layer], key, value)
+            self._step_rows.rotate(rows[:, : -self.kv_heads], rotary.cos, rotary.sin)
+        self.layer_rows[layer].index_put_((self._step_rows.places,), rows[:, self.heads :])
+        query, key, value = rows.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 1)
 
         contexts, groups = self._plans[self.attention[layer].window]
         if not contexts and len(groups) == 1:
@@ -163,8 +166,10 @@ class TorchPagedAttention:
         contexts = [self._plan_context(step, index, window) for index in range(step.num_contexts)]
 
         lengths = step.kv_lengths[step.num_contexts :].astype(np.int64)
-        seen = blocks_seen(lengths - 1, lengths, self.block, window, self.sink)
-        num_blocks = seen[-1]
+        seen, num_blocks = None, -(-lengths // self.block)
+        if window:
+            seen = blocks_seen(lengths - 1, lengths, self.block, window, self.sink)
+            num_blocks = seen[-1]
         order = np.argsort(num_blocks, kind="stable")[::-1]
         groups, start, padded = [], 0, 0
         for end in range(1, len(order) + 1):
@@ -207,30 +212,32 @@ class TorchPagedAttention:
         return _Tile(slice(row, end), 0, slice(stop), behind)
 
     def _plan_group(self, step, members, lengths, seen, window):
-        lengths = lengths[members, None]
-        sinks, skipped, count = (array[members, None] for array in seen)
-        place = np.arange(count.max())
-        column = place + skipped * (place >= sinks)
+        """seen   `blocks_seen` of all generating sequences; None without a window: each sees all its blocks"""
+        lengths, indices = lengths[members, None], step.num_contexts + members
+        last = (lengths - 1) // self.block
+        if seen is None:
+            column = np.arange(last.max() + 1)[None]
+        else:
+            sinks, skipped, count = (array[members, None] for array in seen)
+            place = np.arange(count.max())
+            column = place + skipped * (place >= sinks)
         # Padding repeats the sequence's own last block: whatever a neighbour's block holds must not come near.
-        own = np.minimum(column, (lengths - 1) // self.block)
-        blocks = step.block_tables[(step.num_contexts + members)[:, None], own].astype(np.int64)
+        blocks = step.block_tables[indices[:, None], np.minimum(column, last)].astype(np.int64)
 
-        key_position = (column[:, :, None] * self.block + np.arange(self.block)).reshape(len(members), -1)
+        key_position = (column[:, :, None] * self.block + np.arange(self.block)).reshape(len(column), -1)
         visible = key_position < lengths
         if window:
             visible &= (key_position >= lengths - window) | (key_position < self.sink)
         mask = np.where(visible, np.float32(0), np.float32(-np.inf)).repeat(self.kv_heads, axis=0)[:, None]
 
-        rows = step.num_context_tokens + members
+        rows = step.query_starts[indices].astype(np.int64)
         whole = len(rows) == rows[-1] - rows[0] + 1
         return _Group(slice(int(rows[0]), int(rows[-1]) + 1) if whole else self._upload(rows),
                       self._pages(blocks).view(-1), self._upload(mask).to(self.dtype))
 
     def _pages(self, blocks):
         """[n, m] block ids -> page numbers of layer 0, [2, n, kv_heads, m] in one row."""
-        key_or_value = np.arange(2)[:, None, None, None] * self.kv_heads
-        head = np.arange(self.kv_heads)[:, None]
-        pages = blocks[:, None] * self.pages_per_block + key_or_value + head
+        pages = blocks[:, None] * self.pages_per_block + self._pages_of_a_block
         return self._upload(pages.reshape(1, -1))
 
     def _upload(self, array):

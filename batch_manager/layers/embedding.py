@@ -42,11 +42,11 @@ class Head:
             form = make_weight_form(tied_to.weight, None, context)
             if not form.shares_weight:
                 weights.count_copy(tied_to.weight.nbytes)
-        self._multiply, self.softcap = form.multiply, softcap
+        self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap
         in_pieces = context.deterministic and context.device.type == "cpu"       # a vector loop's tail rounds otherwise
         self._tanh = partial(elementwise, torch.tanh) if in_pieces else torch.tanh
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [r, size] -> [r, rows] float32."""
-        logits = self._multiply(hidden).float()
+        logits = self._multiply(hidden, *self._multiply_arguments).float()
         return logits if self.softcap is None else self._tanh(logits.div_(self.softcap)).mul_(self.softcap)

@@ -40,15 +40,16 @@ class Linear:
             weight = weights.stacked([(f"{name}.weight", (size, in_size)) for name, size in stored])
         biases = weights.stacked([(f"{name}.bias", (size,)) for name, size in stored]) if bias else None
         form = make_weight_form(weight, biases, context)
-        self._multiply, self._add_product = form.multiply, form.add_product
+        self._multiply, self._multiply_arguments = form.multiply, form.multiply_arguments
+        self._add_product, self._add_arguments = form.add_product, form.add_arguments
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> a new tensor [T, out]."""
-        return self._multiply(x)
+        return self._multiply(x, *self._multiply_arguments)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + x W^T + b, the sum rounded once (with a deterministic context the product before it too).
 
         May overwrite `residual`. Faster than adding the result of a call.
         """
-        return self._add_product(residual, x)
+        return self._add_product(x, residual, *self._add_arguments)

@@ -1,10 +1,12 @@
 """Forms of a matrix that a layer multiplies rows with: what is stored, and how the device multiplies with it.
 
-A form has `multiply(x)`, x [T, in] -> x W^T + b [T, out], and `add_product(residual, x)` -> residual + x W^T + b, which
-may overwrite `residual`. It knows nothing of splits and adapters: those are the layer's.
+A layer calls the operations of its form itself, so that nothing stands between the layer and the device's library. A
+form knows nothing of splits and adapters: those are the layer's.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -15,85 +17,71 @@ from ..triton_kernels.cpu.deterministic_linear import NoAgreeingSizeError
 from .context import LayerContext
 
 
-class WeightForm(Protocol):
-    """One matrix W [out, in] and its bias [out], or None. `shares_weight`: it holds the tensor it was made from."""
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """One matrix W [out, in] and its bias b [out], or None, as two operations and what these are always given.
 
+    multiply        multiply(x, *multiply_arguments) -> x W^T + b in a new tensor; x [T, in]
+    add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b, the sum rounded once where the
+                    form can. May overwrite `residual`
+    shares_weight   the form holds the tensor it was made from
+    """
+
+    multiply: Callable[..., torch.Tensor]
+    multiply_arguments: tuple[Any, ...]
+    add_product: Callable[..., torch.Tensor]
+    add_arguments: tuple[Any, ...]
     shares_weight: bool
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + b in a new tensor."""
-        ...
-
-    def add_product(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + x W^T + b, the sum rounded once where the form can. May overwrite `residual`."""
-        ...
 
 
 def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: LayerContext) -> WeightForm:
     """The form that the device multiplies fastest with, among those that keep what `context` asks for."""
     on_triton = dispatch.use_triton(context.device)
     if context.deterministic:
-        return RowWeight(weight if on_triton else _packed(weight), bias)     # the kernel takes it plain
+        return _row_by_row(weight if on_triton else _packed(weight), bias)     # the kernel takes it plain
     packed = _packed(weight)
-    return PlainWeight(weight, bias) if packed is weight else PackedWeight(packed, bias)
+    return _plain(weight, bias) if packed is weight else _in_one_dnn(packed, bias)
 
 
-class PlainWeight:
+def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
     """The matrix as it is; torch's products."""
-
-    shares_weight = True
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self._weight, self._bias)
-
-    def add_product(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if self._bias is not None:
-            residual.add_(self._bias)
-        return residual.addmm_(x, self._weight.t())
+    return WeightForm(functional.linear, (weight, bias), _add_plain_product, (weight.t(), bias), shares_weight=True)
 
 
-class PackedWeight:
+def _add_plain_product(x: torch.Tensor, residual: torch.Tensor, transposed: torch.Tensor,
+                       bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is not None:
+        residual.add_(bias)
+    return residual.addmm_(x, transposed)
+
+
+def _in_one_dnn(packed: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
     """The matrix packed for oneDNN, 1.5 to 2.4 times as fast on a CPU as multiplying with the plain one."""
-
-    shares_weight = False
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-        # The overloads themselves: looking them up again takes a tenth of a small product's time.
-        self._product = torch.ops.mkldnn._linear_pointwise.default
-        self._sum = torch.ops.mkldnn._linear_pointwise.binary
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self._weight, self._bias, "none", [], "")
-
-    def add_product(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._sum(x, residual, self._weight, self._bias, "add")
+    # The overloads themselves: looking them up again takes a tenth of a small product's time.
+    product = torch.ops.mkldnn._linear_pointwise
+    return WeightForm(product.default, (packed, bias, "none", [], ""), product.binary, (packed, bias, "add"),
+                      shares_weight=False)
 
 
-class RowWeight:
+def _row_by_row(weight: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
     """A plain or packed matrix, in products whose bits, row by row, depend on that row alone.
 
     The product is rounded before it is added to a residual.
     """
+    kernel = dispatch.kernel("deterministic_linear", weight.device)
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-        self._kernel = dispatch.kernel("deterministic_linear", weight.device)
-        self.shares_weight = not weight.is_mkldnn
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(x: torch.Tensor) -> torch.Tensor:
         try:
-            return self._kernel(x, self._weight, self._bias)
+            return kernel(x, weight, bias)
         except NoAgreeingSizeError as fault:
             raise ConfigError(f"deterministic was asked for, and on this machine {fault}",
                               "the same bits wherever a row stands",
                               "try another dtype or num_threads, or leave deterministic out") from fault
 
-    def add_product(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual.add_(self.multiply(x))
+    def add_product(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual.add_(multiply(x))
+
+    return WeightForm(multiply, (), add_product, (), shares_weight=not weight.is_mkldnn)
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
