@@ -28,7 +28,7 @@ class MinLength(LogitsStage):
         return setup.sampling.min_length > 0 and setup.end_id >= 0
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
-        min_length, end_id, prompt_length = (self._state.host(name)[rows.slots] for name in self.reads)
+        min_length, end_id, prompt_length = (self._state.host[name][rows.slots] for name in self.reads)
         too_short = np.nonzero(active & (rows.positions - prompt_length < min_length))[0]
         if len(too_short):
             end_ids = torch.from_numpy(end_id[too_short].astype(np.int64))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from ..handover import SlotSetup
+from ..handover import END_ID, NOT_FINISHED, SlotSetup
 from ..sampling_config import PARAMETERS
 from ..triton_kernels import dispatch
 from .beam_draw import BeamRows, DrawnBeams, find_candidates, to_log_probs
@@ -16,13 +16,26 @@ from .logits_post_processors import LogitsPostProcessors
 from .logits_return import generation_logits
 from .logits_rows import LogitsRows
 from .logits_stage import LogitsStage
-from .slots import HISTORY, LOG_PROBS, SAMPLES, STAGES, STOP_WORDS, DrawRows, Send, SlotState
+from .slots import (
+    BEAMS,
+    GENERATION_LOGITS,
+    HISTORY,
+    LOG_PROBS,
+    POST_PROCESSED,
+    SAMPLES,
+    STAGES,
+    STOP_WORDS,
+    DrawRows,
+    Send,
+    SlotState,
+)
 from .stages import Stages, default_stages
-from .stop import StopWords, finish_codes
+from .stop import StopWords
 
 # What a token is sampled by: fields of SamplingConfig, under the names that `sample_token` has for them.
 SAMPLED_BY = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "random_seed": "seed"}
 TORCH_DTYPES = {np.float32: torch.float32, np.int32: torch.int32, np.int64: torch.int64}
+assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is one of the two
 
 
 class GptDecoder:
@@ -75,38 +88,38 @@ class GptDecoder:
 
         rows   whose they are; several that follow one another may be the beams of one sequence
         """
-        of = self._rows(rows)
-        returned = generation_logits(logits, of)        # a copy, before anything is done to them
-        post_processed = self._post_processors.apply(logits, rows.slots) if self._post_processors else None
-        slots, beams = rows.slots, None
-        if self.searches and any([slot in self.searches for slot in slots.tolist()]):
+        of = LogitsRows(rows, self.state, self.history)
+        slots, asked, returned, post_processed, beams = rows.slots, [], None, None, None
+        if of.features & GENERATION_LOGITS:             # a copy, before anything is done to them
+            asked, returned = generation_logits(logits, of)
+        if of.features & POST_PROCESSED:
+            post_processed = self._post_processors.apply(logits, slots)
+        if of.features & BEAMS:
             beam_rows = BeamRows.of(rows, self.searches, self.state.send)
             slots = slots[np.flatnonzero(np.diff(slots, prepend=-1))]
             beams = DrawnBeams(beam_rows, self.searches,
                                self._find_candidates(beam_rows.beam_logits(logits), beam_rows))
-            logits, of = beam_rows.single_logits(logits), self._rows(beam_rows.singles)
+            logits, of = beam_rows.single_logits(logits), LogitsRows(beam_rows.singles, self.state, self.history)
         if self._one_by_one and len(of) > 1 and of.features & (STAGES | SAMPLES | LOG_PROBS):
             tokens, finite, log_probs, emptied = self._sample_one_by_one(logits, of)
         else:
             tokens, finite, log_probs, emptied = self._stage_and_sample(logits, of)
-        finish = finish_codes(tokens, of.column("end_id"))
+        finish = (tokens == of.column("end_id")).view(torch.uint8)          # an end id of -1 is no token's
         if of.features & STOP_WORDS:
             finish = self._stop_words.mark(finish, tokens, of)
-        return Drawn(slots, of, tokens, finish, finite, log_probs, emptied, post_processed, *returned, beams)
+        return Drawn(slots, of, tokens, finish, finite, log_probs, emptied, post_processed, asked, returned, beams)
 
     def keep(self, drawn: Drawn) -> None:
         """The next step's input is what was sampled, and what is sampled next depends on it."""
         of = drawn.rows
         if of.features & HISTORY:
             self.history.append(of, of.having(HISTORY), drawn.tokens)
-        self._stages.keep(of, drawn.tokens)
-        self.state.keep_tokens(of.draw_rows, drawn.tokens)
-
-    def _rows(self, rows: DrawRows) -> LogitsRows:
-        return LogitsRows(rows, self.state, self.history)
+        if of.features & STAGES:
+            self._stages.keep(of, drawn.tokens)
+        self.state.last_tokens.put(of.device_slots, of.device_positions, drawn.tokens.long())
 
     def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:
-        of, finite = self._rows(rows.beams), None
+        of, finite = LogitsRows(rows.beams, self.state, self.history), None
         temperature = of.column("temperature")
         if rows.is_changed.any():
             for group, texts in rows.texts:
@@ -120,11 +133,13 @@ class GptDecoder:
         return *found, drawable if finite is None else finite.where(rows.device_is_changed, drawable)
 
     def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows):
-        # Whether the stages left nothing to sample, or what they were given had nothing, shows before them only.
-        given = self._given_finite(logits, rows) if self._stages.changes(rows) else None
-        self._stages.apply(logits, rows)
+        given = None
+        if rows.features & STAGES:
+            # Whether the stages left nothing to sample, or what they were given had nothing, shows before them only.
+            given = self._given_finite(logits, rows) if self._stages.changes(rows) else None
+            self._stages.apply(logits, rows)
         if not rows.features & (SAMPLES | LOG_PROBS):
-            tokens, _, finite = self._sample_token(logits, **self._greedy(len(rows)))
+            tokens, _, finite = self._sample_token(logits, **self._greedy(len(logits)))
             log_probs = None
         else:
             wants_log_prob = rows.having(LOG_PROBS)

@@ -65,14 +65,17 @@ class Drawn:
         failures   slots whose rows are unusable already; others are added
         The searches of beams go on from here.
         """
-        failures = self._failures(arrays, vocab_size) | failures
+        if not arrays["finite"].all() or self.post_processed is not None or self.beams is not None:
+            failures = self._failures(arrays, vocab_size) | failures
         tokens, finish, log_probs = arrays["tokens"].astype(np.int32), arrays["finish"], arrays.get("log_probs")
         columns = {"slots": self.slots, "tokens": tokens, "finish": finish, "log_probs": log_probs}
         if self.beams is not None:
             columns = columns_with_beams(self.slots, self.rows.slots, tokens, finish, log_probs,
                                          self.beams.finish(arrays, failures))
-        return columns | {"generation_logits": logits_by_slot(self.logits_slots, arrays.get("logits", ())),
-                          "failures": failures}
+        if self.logits_slots:
+            columns["generation_logits"] = logits_by_slot(self.logits_slots, arrays["logits"])
+        columns["failures"] = failures
+        return columns
 
     def _failures(self, arrays: Mapping[str, np.ndarray], vocab_size: int) -> dict[int, RowFailure]:
         not_finite, emptied = self._slots_without_a_token(arrays)

@@ -1,6 +1,6 @@
 """Logits that go back to whoever asked for them: as the model gave them, before any stage, float32 on the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,15 +20,13 @@ def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torc
     return logits.numpy()
 
 
-def generation_logits(logits: torch.Tensor, rows: LogitsRows) -> tuple[list[int], torch.Tensor | None]:
-    """(slots that asked, copies of their rows [q, vocab]); the rows are None when nobody did."""
-    if not rows.features & GENERATION_LOGITS:
-        return [], None
+def generation_logits(logits: torch.Tensor, rows: LogitsRows) -> tuple[list[int], torch.Tensor]:
+    """(slots that asked, copies of their rows [q, vocab])."""
     asked = np.nonzero(rows.having(GENERATION_LOGITS))[0]
     return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]
 
 
-def logits_by_slot(slots: list[int], logits: np.ndarray | Sequence) -> dict[int, np.ndarray]:
+def logits_by_slot(slots: list[int], logits: np.ndarray) -> dict[int, np.ndarray]:
     """slot -> its rows of `logits` [q, vocab]. Those of one slot lie together."""
     by_slot, start = {}, 0
     while start < len(slots):

@@ -47,7 +47,7 @@ class LogitsRows:
     def column_as_set_up(self, name: str) -> torch.Tensor:
         """The same, whatever has replaced it in this step."""
         if self._state.device.type == "cpu":
-            return torch.from_numpy(self._state.host(name)[self.slots])
+            return torch.from_numpy(self._state.host[name][self.slots])
         plane, index, is_float = self._state.place(name)
         block = self._gathered.get(plane)
         if block is None:                               # all columns in one launch

@@ -14,8 +14,8 @@ from .position_ring import PositionRing
 # Bits of `SlotState.features`. The lowest ones are the stages', in their order.
 MAX_STAGES = 32
 STAGES = (1 << MAX_STAGES) - 1
-SAMPLES, LOG_PROBS, CONTEXT_LOGITS, GENERATION_LOGITS, HISTORY, STOP_WORDS = (
-    1 << bit for bit in range(MAX_STAGES, MAX_STAGES + 6))
+SAMPLES, LOG_PROBS, CONTEXT_LOGITS, GENERATION_LOGITS, HISTORY, STOP_WORDS, BEAMS, POST_PROCESSED = (
+    1 << bit for bit in range(MAX_STAGES, MAX_STAGES + 8))
 
 # Columns that are no parameter of sampling: of the setup itself.
 SETUP_COLUMNS = ("end_id", "prompt_length", "return_log_probs")
@@ -67,7 +67,8 @@ class SlotState:
 
     features      [slots] int64 on the host: the bits above, for decisions that must not wait for the device
     last_tokens   int64 on the device: the tokens sampled last, by position. A step reads the one before the position
-                  that it samples and writes that
+                  that it samples, and the decoder's `keep` writes that
+    host          column -> [slots] on the host, a view of its plane
 
     Columns are parameters of SamplingConfig under their names, SETUP_COLUMNS, and what parts of decoding add for
     themselves. What is written on the host reaches the device with `upload`: one copy, however many columns and slots.
@@ -85,6 +86,7 @@ class SlotState:
         self._places: dict[str, tuple[Plane, int, np.dtype]] = {}
         self._neutral: dict[str, int] = {}             # of the columns that parts have added for themselves
         self._changed: list[int] = []                   # slots whose columns the device does not have yet
+        self.host: dict[str, np.ndarray] = {}
         self.add_columns([*SETUP_COLUMNS, "temperature", "top_k", "top_p"])
 
     @property
@@ -106,6 +108,7 @@ class SlotState:
             plane.resize(len(plane.host) + 1, self.capacity)
             if neutral is not None:
                 self._neutral[name] = neutral
+        self._look_at_planes()
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
         """A sequence takes the slot. Doing so again is harmless."""
@@ -116,21 +119,22 @@ class SlotState:
                 value = PARAMETERS[name].stored(getattr(setup.sampling, name))
             else:
                 value = self._neutral[name] if name in self._neutral else getattr(setup, name)
-            self.host(name)[slot] = value
+            self.host[name][slot] = value
         self.features[slot] = (LOG_PROBS * setup.return_log_probs + CONTEXT_LOGITS * setup.return_context_logits
-                               + GENERATION_LOGITS * setup.return_generation_logits)
+                               + GENERATION_LOGITS * setup.return_generation_logits + BEAMS * setup.has_beams
+                               + POST_PROCESSED * (setup.logits_post_processor is not None))
         self.features[slot] |= SAMPLES * self._is_sampled(slot)
         self._changed.append(slot)
 
     def _is_sampled(self, slot: int) -> bool:
         """As float32 has the numbers: what rounds to 0 there is 0 everywhere."""
-        temperature, top_k, top_p = (self.host(name)[slot] for name in ("temperature", "top_k", "top_p"))
+        temperature, top_k, top_p = (self.host[name][slot] for name in ("temperature", "top_k", "top_p"))
         return temperature != 0 and top_k != 1 and bool(top_k != 0 or top_p != 0)
 
     def put(self, slot: int, **values: int) -> None:
         """Write columns of a slot."""
         for name, value in values.items():
-            self.host(name)[slot] = value
+            self.host[name][slot] = value
         self._changed.append(slot)
 
     def upload(self) -> None:
@@ -142,11 +146,6 @@ class SlotState:
                 plane.there.index_copy_(1, there, part)
         self._changed.clear()
 
-    def host(self, name: str) -> np.ndarray:
-        """[slots]: a column on the host."""
-        plane, index, dtype = self._places[name]
-        return plane.host[index].view(dtype)
-
     def place(self, name: str) -> tuple[Plane, int, bool]:
         """(the plane of a column, its index there, whether its numbers are floats)."""
         plane, index, dtype = self._places[name]
@@ -156,13 +155,9 @@ class SlotState:
         """[n] bool: which of the sequences in these slots have a feature."""
         return (self.features[slots] & feature) != 0
 
-    def fed_tokens(self, device_slots: torch.Tensor, device_positions: torch.Tensor) -> torch.Tensor:
-        """[g] int64: the tokens that stand at these positions, sampled by the step before."""
-        return self.last_tokens.at(device_slots, device_positions)
-
-    def keep_tokens(self, rows: DrawRows, tokens: torch.Tensor) -> None:
-        """Store what was sampled: the next step's input."""
-        self.last_tokens.put(rows.device_slots, rows.device_positions, tokens.long())
+    def _look_at_planes(self) -> None:
+        """Where the columns are once a plane is another array."""
+        self.host = {name: plane.host[index].view(dtype) for name, (plane, index, dtype) in self._places.items()}
 
     def _grow(self, num_slots: int) -> None:
         capacity, before = max(2 * self.capacity, num_slots), self.capacity
@@ -170,6 +165,7 @@ class SlotState:
         self.features[:before] = features
         for plane in self._planes.values():
             plane.resize(len(plane.host), capacity)
+        self._look_at_planes()
         last_tokens = torch.zeros((capacity, COLUMNS_OF_RING), dtype=torch.int64, device=self.device)
         last_tokens[:before] = self.last_tokens.values
         self.last_tokens.values = last_tokens

@@ -34,7 +34,7 @@ from .bias import EmbeddingBias
 from .logits_rows import LogitsRows
 from .logits_stage import LogitsStage
 from .penalties import TokenPenalties
-from .slots import MAX_STAGES, STAGES, SlotState
+from .slots import MAX_STAGES, SlotState
 from .top_p_decay import TopPDecay
 
 
@@ -80,10 +80,9 @@ class Stages:
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows) -> None:
         """Change `logits` [r, vocab] float32 in place."""
-        if rows.features & STAGES:
-            for bit, stage in self._by_bit:
-                if rows.features & bit:
-                    stage.apply(logits, rows, rows.having(bit))
+        for bit, stage in self._by_bit:
+            if rows.features & bit:
+                stage.apply(logits, rows, rows.having(bit))
 
     def keep(self, rows: LogitsRows, sampled: torch.Tensor) -> None:
         """Tokens that were sampled are those of their sequences from now on. sampled [r]"""

@@ -1,18 +1,12 @@
-"""Whether a token ends its sequence. Lengths are counted by the host."""
+"""Whether a token ends its sequence by a stop word. End ids are the decoder's; lengths are counted by the host."""
 
 import torch
 
-from ..handover import END_ID, NOT_FINISHED, STOP_WORDS, SlotSetup
+from ..handover import NOT_FINISHED, STOP_WORDS, SlotSetup
 from ..triton_kernels import dispatch
 from .logits_rows import LogitsRows
 from .slots import SlotState
 from .word_lists import WordLists, has_longer_words
-
-
-def finish_codes(tokens: torch.Tensor, end_ids: torch.Tensor) -> torch.Tensor:
-    """FinishReason of each row, [r] uint8. An end id of -1 is no token's."""
-    assert (NOT_FINISHED, END_ID) == (0, 1)             # so a bool is one of the two
-    return (tokens == end_ids).view(torch.uint8)
 
 
 class StopWords:

@@ -40,7 +40,7 @@ class TopPDecay(LogitsStage):
             self._reserve()
             generated = setup.history[setup.prompt_length :]
             self._current.put(slot, len(setup.history), float(
-                top_p_behind(generated, *(self._state.host(name)[slot] for name in self.reads))))
+                top_p_behind(generated, *(self._state.host[name][slot] for name in self.reads))))
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
         self._reserve()

@@ -43,7 +43,7 @@ class WordLists:
 
     def longest_list(self, rows: LogitsRows) -> int:
         """The most words that a row has."""
-        return int(self._state.host(self._count)[rows.slots].max())
+        return int(self._state.host[self._count][rows.slots].max())
 
     def _store(self, slot: int) -> int:
         """Put a slot's list on the heap. Returns where."""

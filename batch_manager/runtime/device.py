@@ -104,18 +104,14 @@ class Uploads:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._shares_memory = device, device.type == "cpu"
+        self._device, self._shares_memory, self.pinned_bytes = device, device.type == "cpu", 0
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event] | None] = [None] * UPLOAD_BUFFERS
         self._next = 0
-
-    @property
-    def pinned_bytes(self) -> int:
-        return sum(buffer[0].nbytes for buffer in self._buffers if buffer is not None)
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """The arrays as tensors on the device. On a CPU they share the arrays' memory."""
         if self._shares_memory:
-            return [torch.from_numpy(array) for array in arrays]
+            return list(map(torch.from_numpy, arrays))
 
         starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
         buffer, copied = self._free_buffer(starts[-1])
@@ -137,6 +133,7 @@ class Uploads:
                 return held
         size = max(1 << 16, 2 * num_bytes)
         self._buffers[index] = (pinned((size,), torch.uint8), torch.cuda.Event())
+        self.pinned_bytes += size - (0 if held is None else held[0].nbytes)
         return self._buffers[index]
 
 
@@ -144,7 +141,7 @@ class Readback:
     """Tensors on their way from the device to the host."""
 
     def __init__(self, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
-        self._done: torch.cuda.Event | None = None
+        self._device, self._done = device, None
         if device.type == "cpu":
             self._host = tensors
             return
@@ -156,9 +153,10 @@ class Readback:
         self._done.record(torch.cuda.current_stream(device))
 
     def wait(self) -> dict[str, np.ndarray]:
-        """The arrays, once the device has produced them. Other Python threads run meanwhile."""
+        """The arrays, once the device has produced them. Other Python threads run meanwhile. Raises as `on_device`."""
         if self._done is not None:
-            self._done.synchronize()
+            with on_device(self._device):
+                self._done.synchronize()
         return {name: tensor.numpy() for name, tensor in self._host.items()}
 
 

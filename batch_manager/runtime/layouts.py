@@ -37,7 +37,8 @@ Layout = Callable[[ScheduledBatch, BlockTables, int], list[ModelCall]]
 
 def fused(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
     """One call."""
-    return [ModelCall(pack(batch, tables, tokens_per_block), embeddings=virtual_embeddings(batch))]
+    embeddings = virtual_embeddings(batch.context) if batch.context else None
+    return [ModelCall(pack(batch, tables, tokens_per_block), embeddings=embeddings)]
 
 
 def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:

@@ -43,25 +43,30 @@ class ModelRunner:
         fed_tokens   [g] int32, of the generation rows if there are any; None: they are the ones that `state` drew last
         """
         step, padding = call.step, call.padding
-        drawing = np.searchsorted(step.query_starts, step.logits_rows, side="right") - 1
-        slots, drawn_at = step.slots[drawing], step.kv_lengths[drawing]
-        all_token_ids = step.token_ids.astype(np.int64)
-        num_context_tokens, generates = step.num_context_tokens, step.num_tokens > step.num_context_tokens
+        num_context_tokens = step.num_context_tokens if step.num_contexts else 0
+        generates = len(step.slots) > step.num_contexts
+        slots, drawn_at = step.slots, step.kv_lengths
+        arrays = [step.token_ids.astype(np.int64), step.positions.astype(np.int64), slots.astype(np.int64),
+                  drawn_at.astype(np.int64)]
         if generates and fed_tokens is not None:
-            all_token_ids[num_context_tokens:] = fed_tokens
-        arrays = [all_token_ids, step.positions.astype(np.int64), step.logits_rows,
-                  step.slots.astype(np.int64), slots.astype(np.int64), drawn_at.astype(np.int64)]
+            arrays[0][num_context_tokens:] = fed_tokens
+        if step.num_contexts:                              # those draw a token whose last chunk this is
+            drawing = np.searchsorted(step.query_starts, step.logits_rows, side="right") - 1
+            slots, drawn_at = slots[drawing], drawn_at[drawing]
+            arrays += [step.logits_rows, slots.astype(np.int64), drawn_at.astype(np.int64)]
         if call.embeddings is not None:
             virtual = np.nonzero(step.token_ids >= self._vocab_size)[0]
             arrays[0][virtual] = 0                                 # an id to look up; what is found is replaced
             arrays += [virtual, call.embeddings]
         if padding is not None:
             arrays.append(padding.rows)
-        token_ids, positions, logits_rows, all_slots, device_slots, device_drawn_at, *more = self._uploads.send(arrays)
+        token_ids, positions, device_slots, device_drawn_at, *more = self._uploads.send(arrays)
 
         if generates and fed_tokens is None:
-            token_ids[num_context_tokens:] = state.fed_tokens(
-                all_slots[step.num_contexts :], positions[num_context_tokens:])
+            token_ids[num_context_tokens:] = state.last_tokens.at(
+                device_slots[step.num_contexts :], positions[num_context_tokens:])
+        if step.num_contexts:
+            logits_rows, device_slots, device_drawn_at, *more = more
 
         self._attention.plan(step)
         hidden = self._model.embed(token_ids)
@@ -72,14 +77,14 @@ class ModelRunner:
             hidden = self._model.forward(hidden, positions, self._attention)
         else:
             hidden = forward_padded(self._model, hidden, positions, self._attention, more[0], padding.num_rows)
-        # A value that is not finite leaves its row's sum not finite.
-        finite = hidden[:num_context_tokens].sum(1, dtype=torch.float32).isfinite() if step.num_contexts else None
-        return CallResult(
-            hidden=hidden if len(logits_rows) == len(hidden) else hidden[logits_rows],
-            rows=DrawRows(slots, drawn_at, device_slots, device_drawn_at),
-            context_finite=finite,
-            context_logits=self._context_logits(step, hidden, state),
-        )
+        finite, returned_logits = None, {}
+        if step.num_contexts:
+            # A value that is not finite leaves its row's sum not finite.
+            finite = hidden[:num_context_tokens].sum(1, dtype=torch.float32).isfinite()
+            returned_logits = self._context_logits(step, hidden, state)
+            if len(logits_rows) < len(hidden):
+                hidden = hidden[logits_rows]
+        return CallResult(hidden, DrawRows(slots, drawn_at, device_slots, device_drawn_at), finite, returned_logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[r, hidden size] -> [r, vocab] float32."""

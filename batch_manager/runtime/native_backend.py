@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import torch
@@ -203,7 +203,7 @@ class NativeBackend:
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."),
             attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
             host_blocks=len(host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True)
-        self._device, self._num_threads, self._is_own_thread = device, num_threads, is_own_thread
+        self._device = device
         self._pinned_bytes = sum(block.nbytes for block in host_pool)
         self._host_bytes = 0
         if device.type == "cpu":
@@ -217,20 +217,23 @@ class NativeBackend:
             self._decoder = GptDecoder(num_slots, device, own_stages, deterministic=loaded.deterministic,
                                        send=self._uploads.send)
         if loaded.deterministic and num_threads is None:
-            self._num_threads = thread_count()                        # on others the bits might be others
+            num_threads = thread_count()                              # on others the bits might be others
+        self._threads = partial(compute_threads, device, num_threads, is_own_thread)
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep":
         """Launch a step; see seams.ModelBackend. A raise leaves pages written that the next run writes again, and
         nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
-        if batch.generation.num_drafts is not None or any(work.num_drafts for work in batch.context):
+        if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):
             raise NotImplementedError("draft tokens are not verified by this backend yet")
         with on_device(self._device), torch.inference_mode(), self._threads():
             self._tables.update(batch)
-            for operation in batch.new_operations(self._num_operations):
-                self._carry_out(operation)
-                self._num_operations += 1
-            self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
+            if batch.operations:
+                for operation in batch.new_operations(self._num_operations):
+                    self._carry_out(operation)
+                    self._num_operations += 1
+            if batch.context:
+                self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
             fed_tokens = None
             if batch.generation.beam_width > 1:
                 fed_tokens = self._decoder.searches.fed_tokens(batch.generation)
@@ -282,24 +285,22 @@ class NativeBackend:
         with on_device(self._device), torch.inference_mode():
             clear_block(self._pool, 0)
 
-    def _threads(self) -> AbstractContextManager[None]:
-        return compute_threads(self._device, self._num_threads, self._is_own_thread)
-
     def _sample(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
         """Logits, tokens, and their way back to the host."""
-        rows = join_rows([call.rows for call in calls])
+        first = calls[0]                                          # the contexts are in it, whatever the layout
+        rows, hidden = first.rows, first.hidden
+        if len(calls) > 1:
+            rows, hidden = join_rows([call.rows for call in calls]), torch.cat([call.hidden for call in calls])
         drawn, tensors = None, {}
-        if batch.context:                                         # in the first call, whatever the layout
-            tensors["context_finite"] = calls[0].context_finite
-        if len(rows):
-            hidden = calls[0].hidden if len(calls) == 1 else torch.cat([call.hidden for call in calls])
+        if batch.context:
+            tensors["context_finite"] = first.context_finite
+        if len(rows.slots):
             drawn = self._decoder.draw(self._runner.logits(hidden), rows)
             tensors |= drawn.tensors()
         readback = Readback(self._device, tensors)
         if drawn is not None:
             self._decoder.keep(drawn)
-        context_logits = {slot: logits for call in calls for slot, logits in call.context_logits.items()}
-        return NativeStep(batch, self._device, self.info.vocab_size, drawn, readback, context_logits)
+        return NativeStep(batch, self.info.vocab_size, drawn, readback, first.context_logits)
 
 
 class NativeStep:
@@ -308,14 +309,13 @@ class NativeStep:
     drawn   what it sampled; None: no row yields a token
     """
 
-    def __init__(self, batch: ScheduledBatch, device: torch.device, vocab_size: int, drawn: Drawn | None,
-                 readback: Readback, context_logits: dict[int, np.ndarray]) -> None:
-        self._batch, self._device, self._vocab_size = batch, device, vocab_size
+    def __init__(self, batch: ScheduledBatch, vocab_size: int, drawn: Drawn | None, readback: Readback,
+                 context_logits: dict[int, np.ndarray]) -> None:
+        self._batch, self._vocab_size = batch, vocab_size
         self._drawn, self._readback, self._context_logits = drawn, readback, context_logits
 
     def finish(self) -> StepOutput:
-        with on_device(self._device):
-            arrays = self._readback.wait()
+        arrays = self._readback.wait()
         failures = {}
         if self._batch.context and not arrays["context_finite"].all():
             failures = self._contexts_not_finite(arrays["context_finite"])

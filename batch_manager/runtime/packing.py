@@ -94,9 +94,9 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
     )
 
 
-def virtual_embeddings(batch: ScheduledBatch) -> np.ndarray | None:
-    """[v, hidden size]: the embeddings of the batch's virtual tokens, in packed order; None where there are none."""
-    given = [work.embeddings for work in batch.context if work.embeddings is not None]
+def virtual_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | None:
+    """[v, hidden size]: the embeddings of the contexts' virtual tokens, in packed order; None where there are none."""
+    given = [work.embeddings for work in context if work.embeddings is not None]
     return np.concatenate(given) if given else None
 
 

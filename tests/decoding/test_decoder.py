@@ -84,11 +84,11 @@ def test_a_step_is_fed_the_same_tokens_when_it_runs_again(decoder_with, rows_of)
     first = state_of.draw(torch.eye(10)[[5, 6]], rows)
     state_of.keep(first)
     for _ in range(2):
-        fed = state_of.state.fed_tokens(rows.device_slots, rows.device_positions)
+        fed = state_of.state.last_tokens.at(rows.device_slots, rows.device_positions)
         assert fed.tolist() == [5, 6]
         following = rows_of([1, 0], [5, 10])
         state_of.keep(state_of.draw(torch.eye(10)[[7, 8]], following))
-    assert state_of.state.fed_tokens(following.device_slots, following.device_positions).tolist() == [7, 8]
+    assert state_of.state.last_tokens.at(following.device_slots, following.device_positions).tolist() == [7, 8]
 
 
 def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with, rows_of):
@@ -99,7 +99,7 @@ def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with, rows_of):
     assert decoder.state.capacity == 4
     of = LogitsRows(rows_of([0, 1, 2], [0] * 3), decoder.state, decoder.history)
     assert of.column("end_id").tolist() == [3, 4, 5]
-    assert decoder.state.fed_tokens(rows.device_slots, rows.device_positions).tolist() == [3, 4]
+    assert decoder.state.last_tokens.at(rows.device_slots, rows.device_positions).tolist() == [3, 4]
 
 
 class BanOneToken:
