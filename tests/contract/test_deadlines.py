@@ -16,7 +16,8 @@ def test_a_deadline_that_passes_after_the_first_token_ends_with_the_tokens_so_fa
 
 def test_a_deadline_that_passes_before_the_first_token_is_an_error(make_world, new_request):
     world = make_world(max_batch_size=1)
-    world.client.pending = [new_request(1, [4], 9), new_request(2, [5], 9, deadline_s=1.0)]
+    items = [new_request(1, [4], 9), new_request(2, [5], 9, deadline_s=1.0)]
+    world.loop.callbacks.fetched._get = lambda n: items if n else []
     world.step()
     world.clock.now += 1.5
     world.step()
