@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batch_manager.kv.kv_cache_manager import KvCacheManager
-from batch_manager.loop.finals import Finals
+from batch_manager.loop.callbacks import GuardedCallbacks
 from batch_manager.responses.deliveries import Deliveries
 from tests.campaign.registry import Options, suite
 
@@ -73,9 +73,14 @@ def test_a_planted_leak_is_seen(leak, says, monkeypatch):
 
 
 def test_a_final_that_is_not_sent_is_seen(monkeypatch):
-    send_error = Finals._send_error
-    monkeypatch.setattr(Finals, "_send_error", lambda self, request_id, *rest: None if request_id % 2 == 0
-                        else send_error(self, request_id, *rest))
+    send_last = GuardedCallbacks._send_last
+
+    def forgetful(self, listed, key, request_id, tensors, error_message, code):
+        if code is not None and request_id % 2 == 0:
+            del listed[key]
+        else:
+            send_last(self, listed, key, request_id, tensors, error_message, code)
+    monkeypatch.setattr(GuardedCallbacks, "_send_last", forgetful)
     monkeypatch.setitem(soak.__globals__, "SECONDS_UNTIL_A_ROUND_IS_GIVEN_UP", 3.0)
     wrong = "\n".join(judge(samples_of(items=200, items_a_round=100), OBJECTS_ONLY).wrong)
     assert "I1 " in wrong and "the round was not over" in wrong

@@ -21,6 +21,7 @@ from types import CodeType, FrameType
 
 import batch_manager
 from batch_manager import forked_child
+from batch_manager.requests.inference_request import NamedTensor, UniformArray
 
 from .scenarios import SCENARIOS, Run
 
@@ -30,6 +31,10 @@ ELSEWHERE = (os.path.join(PACKAGE, "runtime"),)
 
 
 PLACES_BEFORE_IT_BEGINS = 1    # the worker is not in its `try` yet, and has called nobody
+
+
+# What the send callback of a run calls: an exception there is the callback's own.
+READ_IN_CALLBACKS = {NamedTensor.tensor.fget.__code__, NamedTensor.array.fget.__code__, UniformArray.make.__code__}
 
 
 class Injected(BaseException):
@@ -57,7 +62,7 @@ class Tracer:
         self._at_place = at_place
 
     def __call__(self, frame: FrameType, event: str, _: object):
-        if event != "call" or not _is_ours(frame.f_code.co_filename) or frame.f_back.f_code is Run.send.__code__:
+        if event != "call" or not _is_ours(frame.f_code.co_filename) or frame.f_code in READ_IN_CALLBACKS:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._reach(frame)

@@ -128,7 +128,8 @@ class Run:
         self.loop = build_loop(
             model_path=None, **engine, get_inference_requests_cb=self.get, send_response_cb=self.send,
             poll_stop_signal_cb=self.poll, return_batch_manager_stats_cb=self.stats, terminate_req_id=None,
-            exclude_input_in_output=False, parts=Parts(backend=self.backend, clock=self.clock),
+            exclude_input_in_output=False,
+            parts=Parts(backend=self.backend, clock=self.clock, trace=lambda trace: None),
             optional_params=TrtGptModelOptionalParams(
                 kv_cache_config=KvCacheConfig(**scenario.kv), **{"max_batch_size": 4, "max_num_tokens": 24,
                                                                  **scenario.options}),
