@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from functools import partial
 
 from .contained_log import RateLimitedLog
 from .errors import is_a, type_name
@@ -16,10 +17,7 @@ class SystemClock:
     """Time of this machine."""
 
     monotonic = staticmethod(time.monotonic)
-
-    @staticmethod
-    def timestamp() -> str:
-        return time.strftime("%m-%d-%Y %H:%M:%S")
+    timestamp = staticmethod(partial(time.strftime, "%m-%d-%Y %H:%M:%S"))
 
 
 class ReliableClock:

@@ -1,6 +1,6 @@
 """Whether the books agree: every block is free or owned, and every owner knows its blocks.
 
-The cheap check runs after every iteration, the thorough one in tests and when the engine is idle.
+The cheap check, KvCacheManager.check_totals, runs after every iteration; this one in tests and when the engine is idle.
 """
 
 from collections import Counter
@@ -11,19 +11,6 @@ from .block_needs import ceil_div
 from .kv_cache_manager import KvCacheManager
 
 
-def check_totals(kv_cache_manager: KvCacheManager) -> None:
-    """free + live == total, with the live blocks counted over the sequences: each as often as tables name it, less
-    what the pool knows of as shared.
-
-    Raises InternalError.
-    """
-    pool = kv_cache_manager.pool
-    free, total = pool.num_free, pool.num_blocks
-    live = kv_cache_manager.sequences.num_mentions() - pool.extra_owners
-    if free + live != total:
-        raise InternalError(f"{free} blocks are free and {live} are held", f"{total} in all")
-
-
 def audit(kv_cache_manager: KvCacheManager) -> None:
     """Everything: the pool in itself, the sequences in themselves, and one against the other.
 
@@ -32,7 +19,7 @@ def audit(kv_cache_manager: KvCacheManager) -> None:
     faults = [*kv_cache_manager.pool.faults(), *kv_cache_manager.sequences.faults(), *_disagreements(kv_cache_manager)]
     if faults:
         raise InternalError("the KV cache's books do not agree: " + "; ".join(faults))
-    check_totals(kv_cache_manager)
+    kv_cache_manager.check_totals()
 
 
 def _disagreements(kv: KvCacheManager) -> Iterator[str]:

@@ -20,6 +20,7 @@ class BlockPool:
     was given back together is handed out together, so that the blocks of one prompt are consecutive while the pool is
     not torn.
 
+    free           blocks without an owner, in the order they will be handed out
     extra_owners   owners beyond the first, over all blocks
     findable       blocks whose content a prefix cache can find; it says so when one that is free no longer is
     num_cached     those of them that are free
@@ -29,16 +30,12 @@ class BlockPool:
     def __init__(self, num_blocks: int, now: Callable[[], float] = lambda: 0.0) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
-        self._free = EvictionOrder(range(num_blocks), now)
+        self.free = EvictionOrder(range(num_blocks), now)
         self.has_timed_priorities = False
         self.extra_owners = 0
         self.findable: Collection[int] = ()
         self.num_cached = 0
         self._owners = [0] * num_blocks
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     @property
     def num_live(self) -> int:
@@ -47,31 +44,31 @@ class BlockPool:
 
     def free_order(self) -> list[int]:
         """The free blocks, the next one to be handed out first."""
-        return list(self._free)
+        return list(self.free)
 
     def owners(self, block_id: int) -> int:
         return self._owners[block_id]
 
     def first_free(self) -> int | None:
         """The block that would be handed out next."""
-        return self._free.first()
+        return self.free.first()
 
     def priority(self, block_id: int) -> int:
         """How long what is in the block should be kept, 0..100."""
-        return self._free.priority(block_id)
+        return self.free.priority(block_id)
 
     def is_offloadable(self, block_id: int) -> bool:
         """Whether what is in the block is worth a copy when the block is handed out."""
-        return self._free.is_offloadable(block_id)
+        return self.free.is_offloadable(block_id)
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
         """For a block with an owner. The duration counts from when it has none any more; None: for ever."""
         self.has_timed_priorities = self.has_timed_priorities or duration is not None
-        self._free.set_priority(block_id, priority, duration)
+        self.free.set_priority(block_id, priority, duration)
 
     def end_timed_priorities(self) -> None:
         """Free blocks whose priority has run out go to the end of the default priority."""
-        self._free.refresh()
+        self.free.refresh()
 
     def take(self, count: int) -> list[int]:
         """`count` blocks from the front of the free order, or none at all.
@@ -79,9 +76,9 @@ class BlockPool:
         Raises OutOfBlocksError.
         """
         owners = self._owners
-        if count > len(self._free):
-            raise OutOfBlocksError(count, len(self._free))
-        taken = self._free.popitem(count)
+        if count > len(self.free):
+            raise OutOfBlocksError(count, len(self.free))
+        taken = self.free.popitem(count)
         for block_id in taken:
             owners[block_id] = 1
         if self.findable:
@@ -93,7 +90,7 @@ class BlockPool:
         if self._owners[block_id]:
             self.extra_owners += 1
         else:
-            self._free.remove(block_id)
+            self.free.remove(block_id)
             self.num_cached -= block_id in self.findable
         self._owners[block_id] += 1
 
@@ -112,17 +109,17 @@ class BlockPool:
         for block_id in block_ids:
             owners[block_id] -= 1
             if owners[block_id] == 0:
-                self._free.append(block_id, front)
+                self.free.append(block_id, front)
                 self.num_cached += block_id in self.findable
             else:
                 self.extra_owners -= 1
 
     def faults(self) -> Iterable[str]:
         """What is wrong with the pool, in words."""
-        free = list(self._free)
+        free = list(self.free)
         for block_id, owners in enumerate(self._owners):
-            if owners < 0 or (owners == 0) != (block_id in self._free):
-                yield f"block {block_id} has {owners} owners and is {'' if block_id in self._free else 'not '}free"
+            if owners < 0 or (owners == 0) != (block_id in self.free):
+                yield f"block {block_id} has {owners} owners and is {'' if block_id in self.free else 'not '}free"
         if any(not 0 <= block_id < self.num_blocks for block_id in free) or len(set(free)) != len(free):
             yield "the free order names a block that does not exist, or one twice"
         cached = sum(block_id in self.findable for block_id in free)

@@ -48,8 +48,8 @@ def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmR
     unit = sequences.tokens_per_block
     counts = [blocks_of_prompt(request.prompt_len, unit, request.beam_width) for request in first_chunks]
     wanted = sum(counts)
-    if wanted + taken_elsewhere > pool.num_free:
-        raise OutOfBlocksError(wanted + taken_elsewhere, pool.num_free)
+    if wanted + taken_elsewhere > len(pool.free):
+        raise OutOfBlocksError(wanted + taken_elsewhere, len(pool.free))
     taken = iter(pool.take(wanted))
     changed = []
     for request, count in zip(first_chunks, counts, strict=True):
@@ -65,8 +65,8 @@ def start_with_reuse(cache: PrefixCache, sequences: SequenceTable, first_chunks:
                      taken_elsewhere: int) -> list[Entries]:
     """The same with what is cached of the prompts. `sequences.reused_tokens` says how much that was."""
     claim = PrefixClaim(cache, first_chunks, taken_elsewhere)
-    if claim.needed > cache.pool.num_free:
-        raise OutOfBlocksError(claim.needed, cache.pool.num_free)
+    if claim.needed > len(cache.pool.free):
+        raise OutOfBlocksError(claim.needed, len(cache.pool.free))
     changed = []
     for request, begun in zip(first_chunks, claim.start(), strict=True):
         changed.append(sequences.add(request, begun.block_ids, _last_blocks(request, cache.tokens_per_block),
@@ -166,7 +166,7 @@ class PrefixClaim:
             self._pool.set_priority(block_id, self._cache.host.priority(node.host_id))
             self._cache.copies.append(BlockCopy(node.host_id, block_id, num_tokens, from_host=True))
             return block_id
-        if not self._cache.is_owned(node) and (not node.children or self._pool.num_free == 1):
+        if not self._cache.is_owned(node) and (not node.children or len(self._pool.free) == 1):
             self._left -= 1
             return self._cache.take_over(node)
         self._pool.share(source)

@@ -101,12 +101,12 @@ class KvCacheManager:
     @property
     def free_blocks(self) -> int:
         """Blocks that no sequence holds, cached ones included."""
-        return self.pool.num_free
+        return len(self.pool.free)
 
     @property
     def used_blocks(self) -> int:
         """Blocks that sequences hold."""
-        return self.pool.num_blocks - self.pool.num_free
+        return self.pool.num_blocks - len(self.pool.free)
 
     @property
     def enable_block_reuse(self) -> bool:
@@ -115,12 +115,23 @@ class KvCacheManager:
     def usage(self) -> KvCacheUsage:
         """Everything statistics say of the pool."""
         pool, cache = self.pool, self.cache
-        free, cached = pool.num_free, pool.num_cached
+        free, cached = len(pool.free), pool.num_cached
         if cache is None:
             return KvCacheUsage(pool.num_blocks, free, pool.num_blocks - free, 0, self.tokens_per_block)
         return KvCacheUsage(pool.num_blocks, free - cached, pool.num_blocks - free, cached, self.tokens_per_block,
                             cache.reused_blocks, cache.evicted_blocks, cache.host.num_blocks,
                             cache.host.num_blocks - cache.host.num_free)
+
+    def check_totals(self) -> None:
+        """free + live == total, with the live blocks counted over the sequences: each as often as tables name it, less
+        what the pool knows of as shared. audit.py looks at everything.
+
+        Raises InternalError.
+        """
+        pool = self.pool
+        free, live = len(pool.free), self.sequences.num_mentions() - pool.extra_owners
+        if free + live != pool.num_blocks:
+            raise InternalError(f"{free} blocks are free and {live} are held", f"{pool.num_blocks} in all")
 
     def owns(self, request: LlmRequest) -> bool:
         """Whether the request holds blocks."""

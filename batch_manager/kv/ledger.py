@@ -37,7 +37,7 @@ class KvLedger:
         self._cache = cache
         self._reservations = reservations
         self._inflight_request_ids = inflight_request_ids
-        self.available_blocks: int = pool.num_free
+        self.available_blocks: int = len(pool.free)
         self._refunded: Counter[int] = Counter()
         self._shared: set[PrefixNode] = set()
         self._kept: set[int] | None = None

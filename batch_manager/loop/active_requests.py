@@ -10,19 +10,21 @@ class ActiveRequests:
 
     Order: by priority, larger first; inside one priority by arrival. A paused request keeps its place.
     Slots are the smallest free numbers, so that tables indexed by slot stay as small as the number of requests.
+
+    in_order   the requests in that order; only this class changes it
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, LlmRequest] = {}
-        self._ordered: list[LlmRequest] = []
+        self.in_order: list[LlmRequest] = []
         self._num_slots = 0
         self._free_slots: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._ordered)
+        return len(self.in_order)
 
     def __iter__(self) -> Iterator[LlmRequest]:
-        return iter(self._ordered)
+        return iter(self.in_order)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._by_id
@@ -30,17 +32,13 @@ class ActiveRequests:
     def get(self, request_id: int) -> LlmRequest | None:
         return self._by_id.get(request_id)
 
-    def in_order(self) -> list[LlmRequest]:
-        """A list the caller may keep or change."""
-        return self._ordered.copy()
-
     def add(self, request: LlmRequest) -> None:
         """Take a request in behind all of at least its priority, and give it a slot."""
         assert request.request_id not in self._by_id
-        place = len(self._ordered)
-        while place and self._ordered[place - 1].priority < request.priority:
+        place = len(self.in_order)
+        while place and self.in_order[place - 1].priority < request.priority:
             place -= 1
-        self._ordered.insert(place, request)
+        self.in_order.insert(place, request)
         self._by_id[request.request_id] = request
         if self._free_slots:
             request.seq_slot = self._free_slots.pop()
@@ -51,11 +49,11 @@ class ActiveRequests:
     def remove(self, request: LlmRequest) -> None:
         """Let a request go; its id and its slot are free at once."""
         del self._by_id[request.request_id]
-        self._ordered.remove(request)
+        self.in_order.remove(request)
         self._free_slots.append(request.seq_slot)
 
     def clear(self) -> None:
         """Let everybody go, in whatever state this is."""
         self._by_id.clear()
-        self._ordered.clear()
+        self.in_order.clear()
         self._free_slots = list(range(self._num_slots))

@@ -17,6 +17,7 @@ class Finals:
     """Ends requests. When a final callback runs, the request's blocks, slot and id are free already.
 
     num_sent       final responses so far, refusals included
+    held           request id -> why it ended, of requests whose final waits; always empty here
     ended          ids of requests that ran and ended since `take_ended` was called
     errors         error finals by code
     """
@@ -31,6 +32,7 @@ class Finals:
         self._deliveries = deliveries
         self._window = window
         self.ended: list[int] = []
+        self.held: dict[int, FinishReason] = {}
 
     @property
     def num_sent(self) -> int:
@@ -46,7 +48,7 @@ class Finals:
         self._send_final(request, delivery, reason)
 
     def send_held(self) -> None:
-        """Send what was held back and no longer need be. Here nothing is: a request that is done is told at once."""
+        """Send what was held back and no longer need be."""
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
         """A request that ran ends with an error.

@@ -13,7 +13,6 @@ from ..errors import (
 )
 from ..guard import ForeignCodeError
 from ..handover import ScheduledBatch, StepOutput
-from ..kv.audit import check_totals
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
 from ..responses.deliveries import Deliveries
@@ -144,7 +143,7 @@ class GenerationLoop:
     def _room(self) -> int | None:
         """Places among the active requests, None: unbounded."""
         limits = self.limits
-        return None if limits.unbounded_sequences else max(limits.max_num_sequences - len(self.active), 0)
+        return None if limits.unbounded_sequences else max(limits.max_num_sequences - len(self.active.in_order), 0)
 
     def _fetch(self, room: int | None) -> IterationRecord:
         record = IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
@@ -154,7 +153,7 @@ class GenerationLoop:
             self._resources.admit(admitted)
             self.deliveries.admit(admitted)
         record.had_refusals = bool(self.unanswered.refusals)
-        record.active_requests = len(self.active)
+        record.active_requests = len(self.active.in_order)
         return record
 
     # schedule, claim, start
@@ -163,7 +162,7 @@ class GenerationLoop:
         """A plan that keeps all rules; None where nothing can be planned before a step in flight was read."""
         if not record.active_requests or self.window.must_be_read:
             return None
-        active = self.active.in_order()
+        active = list(self.active.in_order)
         blocked = self.window.blocked_request_ids()
         self.kv.inflight_request_ids = blocked
         what = "schedule_request"
@@ -248,7 +247,8 @@ class GenerationLoop:
         for request in outcome.to_send:
             self.callbacks.send(request.request_id, self.deliveries.new_tokens(request))
         self._expire()
-        self.finals.send_held()
+        if self.finals.held:
+            self.finals.send_held()
 
     def _expire(self) -> None:
         """End what has passed its deadline: with its tokens where it has some, with an error where it has none."""
@@ -266,7 +266,7 @@ class GenerationLoop:
     def _answer_all_active(self, error: SchedulerContractError) -> Outcome:
         """A scheduler that broke a rule has no plan to go on with. Steps in flight are dropped."""
         self.finals.answer_refusals()
-        for request in self.active.in_order():
+        for request in list(self.active.in_order):
             self.finals.fail(request, error.code, str(error))
         self.window.drop_all()
         return Outcome()
@@ -282,14 +282,15 @@ class GenerationLoop:
             self.finals.end_waiting(admitted, FinishReason.CANCELLED)
         for request in [request for request in self.active if request.request_id in stops]:
             self.finals.end(request, FinishReason.CANCELLED)
-        self.finals.send_held()
+        if self.finals.held:
+            self.finals.send_held()
 
     # report
 
     def _report(self, record: IterationRecord) -> bool:
         """Close the iteration. Whether it did anything. Nothing is reported for one without an active request."""
         if self.failure is None:
-            check_totals(self.kv)
+            self.kv.check_totals()
         if self.finals.ended:
             record.finished = self.finals.take_ended()
         if self.intake.arrived:

@@ -4,7 +4,6 @@ The scheduler of static batches is scheduling/static_batch.py, their padded layo
 """
 
 from dataclasses import replace
-from typing import Any
 
 from ..errors import BatchManagerError
 from ..handover import ScheduledBatch
@@ -40,28 +39,24 @@ class HeldFinals(Finals):
     of time gets its final at once, and the batch goes on; had it come to its natural end before, the final says that.
     """
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._held: dict[int, FinishReason] = {}
-
     def end(self, request: LlmRequest, reason: FinishReason) -> None:
         if reason.is_natural:
             request.finish()
-            self._held[request.request_id] = reason
+            self.held[request.request_id] = reason
         else:
-            super().end(request, self._held.pop(request.request_id, reason))
+            super().end(request, self.held.pop(request.request_id, reason))
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
-        if request.request_id in self._held:
-            super().end(request, self._held.pop(request.request_id))
+        if request.request_id in self.held:
+            super().end(request, self.held.pop(request.request_id))
         else:
             super().fail(request, code, message, clear_blocks=clear_blocks)
 
     def send_held(self) -> None:
-        if self._held and not any(request.is_started for request in self._active):
-            for request in [request for request in self._active if request.request_id in self._held]:
-                super().end(request, self._held.pop(request.request_id))
+        if not any(request.is_started for request in self._active):
+            for request in [request for request in self._active if request.request_id in self.held]:
+                super().end(request, self.held.pop(request.request_id))
 
     def fail_everything(self, error: BatchManagerError) -> None:
-        self._held.clear()
+        self.held.clear()
         super().fail_everything(error)

@@ -18,6 +18,7 @@ from ..decoding.drawn import NOT_FINITE, Drawn
 from ..decoding.logits_stage import LogitsStage
 from ..errors import ConfigError, InsufficientMemoryError
 from ..handover import (
+    NO_UPDATES,
     AdapterLoad,
     BlockClear,
     BlockCopy,
@@ -227,7 +228,8 @@ class NativeBackend:
         if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):
             raise NotImplementedError("draft tokens are not verified by this backend yet")
         with on_device(self._device), torch.inference_mode(), self._threads():
-            self._tables.update(batch)
+            if batch.context or batch.block_table_updates is not NO_UPDATES:
+                self._tables.update(batch)
             if batch.operations:
                 for operation in batch.new_operations(self._num_operations):
                     self._carry_out(operation)

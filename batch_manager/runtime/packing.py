@@ -102,7 +102,10 @@ def virtual_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | None:
 
 def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
     """One token per row: nothing to repeat, nothing to concatenate."""
-    slots, positions, table_rows = generation_rows(batch)
+    slots = table_rows = batch.generation.slots
+    positions = batch.generation.kv_lengths
+    if batch.max_beam_width > 1:
+        slots, positions, table_rows = generation_rows(batch)
     kv_lengths = positions + np.int32(1)
     max_blocks = _check(table_rows, kv_lengths, tables, tokens_per_block)
     return PackedStep(

@@ -16,9 +16,12 @@ class DeviceWork:
 
     A launch that raises may have done all of it, a part, or nothing. Block table updates may be applied twice. The
     operations are numbered, so that a device does each of them once (`ScheduledBatch.new_operations`).
+
+    has_pending   something was added since a launch succeeded
     """
 
     def __init__(self) -> None:
+        self.has_pending = False
         self._updates = NO_UPDATES
         self._operations: list[DeviceOperation] = []
         self._first_operation = 0
@@ -29,6 +32,7 @@ class DeviceWork:
         Raises InternalError when a device has not been launched for so long that the list has no bound.
         """
         self._operations += operations
+        self.has_pending = True
         if len(self._operations) > MOST_PENDING_OPERATIONS:
             raise InternalError(f"{len(self._operations):,} operations on KV cache blocks wait for a step that can be "
                                 "launched", "a launch now and then that does not raise",
@@ -45,6 +49,7 @@ class DeviceWork:
                 pending = pending.where(~np.isin(pending.slots, started_rows))
             updates = pending.then(updates)
         self._updates = updates
+        self.has_pending = True
 
     def attached_to(self, batch: ScheduledBatch) -> ScheduledBatch:
         """The batch as it is to be launched now: for the first time, or again, whole or in part.
@@ -63,13 +68,9 @@ class DeviceWork:
         return replace(batch, block_table_updates=updates, operations=tuple(self._operations),
                        first_operation=self._first_operation)
 
-    def pending(self) -> dict[str, object]:
-        """The fields of a ScheduledBatch that hold what is pending."""
-        return {"block_table_updates": self._updates, "operations": tuple(self._operations),
-                "first_operation": self._first_operation}
-
     def launched(self) -> None:
         """A batch with all that was pending was launched."""
+        self.has_pending = False
         self._updates = NO_UPDATES
         if self._operations:
             self._first_operation += len(self._operations)

@@ -115,7 +115,7 @@ class Resources:
                     draft_tokens=np.concatenate([np.array(request.draft_tokens, np.int32)
                                                  for request in plan.generation_requests]))
         return ScheduledBatch(iteration, micro_batch_id, context, generation,
-                              max_beam_width=self._kv.sequences.max_beam_width, **self.device_work.pending())
+                              max_beam_width=self._kv.sequences.max_beam_width)
 
     def figures(self) -> dict[str, int]:
         """What statistics say of all that requests hold besides blocks."""

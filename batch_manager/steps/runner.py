@@ -57,6 +57,8 @@ class StepRunner:
 
     def start(self, batch: ScheduledBatch) -> RunningStep:
         """Launch a batch. One that cannot be launched fails when it is read. Raises DeviceLostError."""
+        if self._device_work.has_pending:
+            batch = self._device_work.attached_to(batch)
         step = RunningStep(batch, None, None, self._check.asked_by(batch))
         try:
             with self._in_step:
@@ -66,8 +68,9 @@ class StepRunner:
         return step
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
-        pending = self._backend.start(self._device_work.attached_to(batch))
-        self._device_work.launched()
+        pending = self._backend.start(batch)
+        if self._device_work.has_pending:
+            self._device_work.launched()
         return pending
 
     def read(self, step: RunningStep) -> StepOutput | None:
@@ -86,6 +89,7 @@ class StepRunner:
 
     def run_again(self, batch: ScheduledBatch, asked: dict[int, Asked]) -> StepOutput:
         """Run a batch, and by halves what of it raises. Raises DeviceLostError."""
+        batch = self._device_work.attached_to(batch)
         try:
             with self._in_step:
                 return self._check.checked(batch, self._launch(batch).finish(), asked)

@@ -64,7 +64,7 @@ class EngineHarness:
     @property
     def active_requests(self) -> list[LlmRequest]:
         """The requests being worked on, in the order a scheduler sees them."""
-        return self._loop.active.in_order()
+        return list(self._loop.active.in_order)
 
     def step(self, iterations: int = 1) -> bool:
         """Run so many iterations. Whether the last one had anything to do.

@@ -7,10 +7,12 @@ bf16 with random weights. All of it is processor time of one thread, which other
 
     check_totals        free + live == total                  step output    its rows, types and finish codes
     check_plan          the rules of a plan                   token ids      each below the size of the vocabulary
-    starvation          requests that no plan takes up        finite         logits, row by row; flags: what came of it
+    finite              logits, row by row; flags: what came of it
     guards              around get, send, poll and stats: contain, time and count, and the heartbeat
     heartbeat           block of the step                     watchdog       who looks at it
     ledger              bytes, deadlines and arrivals of requests, one of which comes and one goes in every iteration
+
+The starvation check is not among them: it looks only at a plan that leaves an active request out.
 """
 
 import json
@@ -63,9 +65,8 @@ def replacements(loop: GenerationLoop) -> dict[str, list[Replacement]]:
     """check -> what to put in its place."""
     callbacks, runner = loop.callbacks, loop._runner
     return {
-        "check_totals": [(generation_loop, "check_totals", nothing)],
+        "check_totals": [(loop.kv, "check_totals", nothing)],
         "check_plan": [(generation_loop, "check_plan", nothing)],
-        "starvation": [(loop._starvation, "look", nothing)],
         "step output": [(runner._check, "checked", lambda batch, output, asked: output)],
         "token ids": [(runner._check, "_without_invalid_tokens", lambda output: output)],
         "guards": [(callbacks.fetched, "ask", callbacks.fetched._get), (callbacks, "send", callbacks._send),
@@ -160,7 +161,7 @@ def ledger_cost(pairs: int) -> Cost:
         intake._note_accepted(admitted)
         intake.forget(10**6)
         del unanswered.alive[10**6]
-        intake._arrived.clear()
+        intake.arrived.clear()
 
     return Cost.of([timed(come_and_go) for _ in range(pairs)], [timed(nothing) for _ in range(pairs)])
 

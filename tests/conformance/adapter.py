@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from batch_manager.errors import InternalError, InvalidRequestError
-from batch_manager.kv.audit import audit, check_totals
+from batch_manager.kv.audit import audit
 from batch_manager.kv.block_pool import BlockPool, OutOfBlocksError
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.kv.peft_cache_manager import PeftCacheManager
@@ -325,7 +325,7 @@ def step(engine: Engine) -> dict:
     kv, active = engine.kv, [request.request_id for request in engine.active]
     num_micro_batches = (engine.config.get("micro_batch") or {}).get("num_micro_batches", 1)
     engine.in_flight = engine.in_flight[max(len(engine.in_flight) - num_micro_batches + 1, 0):]
-    plan = engine.scheduler.schedule_request(engine.active.in_order(), frozenset().union(*engine.in_flight))
+    plan = engine.scheduler.schedule_request(list(engine.active.in_order), frozenset().union(*engine.in_flight))
     engine.in_flight.append({request.request_id for request in plan.context_requests + plan.generation_requests})
 
     for request in plan.paused_requests:
@@ -366,7 +366,7 @@ def step(engine: Engine) -> dict:
             kv.release(request, computed_tokens=request.num_tokens)
         engine.active.remove(request)
     if kv is not None:
-        check_totals(kv)
+        kv.check_totals()
         if not engine.active:
             audit(kv)
     return {
@@ -548,7 +548,7 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
     for op in ops:
         match op["op"]:
             case "count":
-                result = {"free_blocks": pool.num_free}
+                result = {"free_blocks": len(pool.free)}
             case "peek":
                 named[op["as"]] = pool.first_free()
                 result = {"block": named[op["as"]], "offloadable": pool.is_offloadable(named[op["as"]])}
@@ -557,13 +557,13 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
                 pool.share(block_id)
                 if op.get("priority") is not None:
                     pool.set_priority(block_id, op["priority"], seconds(op.get("duration", op.get("duration_ms"))))
-                result = {"free_blocks": pool.num_free}
+                result = {"free_blocks": len(pool.free)}
             case "claim_next":
                 pool.take(op["count"])
-                result = {"free_blocks": pool.num_free}
+                result = {"free_blocks": len(pool.free)}
             case "release":
                 pool.give_back([named[op["block"]]], front=op.get("front", op.get("to_front", False)))
-                result = {"free_blocks": pool.num_free}
+                result = {"free_blocks": len(pool.free)}
             case "advance_time":
                 clock.milliseconds += op["ms"]
                 result = {}
@@ -572,7 +572,7 @@ def eviction_ops(config: dict, ops: list[dict]) -> dict:
                 result = {}
             case "refresh":
                 pool.end_timed_priorities()
-                result = {"free_blocks": pool.num_free,
+                result = {"free_blocks": len(pool.free),
                           "priorities": {name: pool.priority(block_id) for name, block_id in named.items()}}
         results.append(result)
     return {"results": results}

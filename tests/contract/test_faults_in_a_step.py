@@ -228,13 +228,13 @@ def table_updates(*entries):
     return BlockTableUpdates(*np.array(entries, np.int32).T)
 
 
-def launched(runner, device_work):
-    """What a batch of slots 0 and 1 comes to with what is pending now."""
+def launched(runner):
+    """What a batch of slots 0 and 1 comes to. What is pending now goes with it."""
     both = np.array([0, 1], np.int32)
-    batch = ScheduledBatch(1, generation=GenerationWork(both, both + 5), **device_work.pending())
+    batch = ScheduledBatch(1, generation=GenerationWork(both, both + 5))
     step = runner.start(batch)
     output = runner.read(step)
-    return runner.narrow_down(batch, step.asked, step.error) if output is None else output
+    return runner.narrow_down(step.batch, step.asked, step.error) if output is None else output
 
 
 def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
@@ -245,7 +245,7 @@ def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
     for said, operation in ([(2, 0, 10), (0, 1, 11)], copy), ([(2, 0, 12)], clear):
         device_work.update_tables(table_updates(*said), [])
         device_work.add([operation])
-        assert set(launched(runner, device_work).failures) == {0, 1}
+        assert set(launched(runner).failures) == {0, 1}
     assert len(device.told) == 2 * 3                              # whole, and each half
     assert device.told[:3] == [[(0, 1, 11), (2, 0, 10)]] * 3
     assert device.told[3:] == [[(0, 1, 11), (2, 0, 12)]] * 3, "each entry once, as it was said last"
@@ -257,20 +257,20 @@ def test_c21_the_next_launch_says_what_those_that_raised_had_to_say():
             ([(1, 1, 14)], last, [(1, 1, 14)], (3, last))]:
         device_work.update_tables(table_updates(*said), [])
         device_work.add([operation])
-        assert not launched(runner, device_work).failures
+        assert not launched(runner).failures
         assert device.told[-1] == expected and device.operations[-1] == numbered
-    launched(runner, device_work)
-    assert device.told[-1] == [] and device.operations[-1] == (4,)
+    launched(runner)
+    assert device.told[-1] == [] and device.operations[-1][1:] == ()
 
 
 def test_what_is_pending_for_rows_in_which_a_sequence_starts_was_of_another():
     device, device_work = Launches(), DeviceWork()
     runner = StepRunner(device, device_work, 100, Guard())
     device_work.update_tables(table_updates((2, 0, 10), (2, 1, 11), (3, 0, 12)), [2, 3])
-    launched(runner, device_work)
+    launched(runner)
     device_work.update_tables(table_updates((2, 0, 13)), [2])
     device.is_mended = True
-    launched(runner, device_work)
+    launched(runner)
     assert device.told[-1] == [(2, 0, 13), (3, 0, 12)]
 
 

@@ -223,7 +223,7 @@ def test_c11_a_broken_pool_is_a_bug_of_ours_and_fails_the_engine(make_manager, n
     manager = make_manager(client)
     while manager.num_active_requests < 3:
         pass
-    manager._loop.kv.pool._free.popitem()
+    manager._loop.kv.pool.free.popitem()
     client.wait_for_finals(0, 1, 2)
     assert {client.final(i).code for i in range(3)} == {"ENGINE_FAILED"}
     assert isinstance(manager._loop.failure, InternalError)

@@ -3,7 +3,7 @@
 import pytest
 
 from batch_manager.errors import InternalError
-from batch_manager.kv.audit import audit, check_totals
+from batch_manager.kv.audit import audit
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 
 
@@ -32,15 +32,15 @@ def a_promise_that_was_not_made(kv):
 
 
 def a_block_free_and_owned(kv):
-    kv.pool._free.append(kv.block_ids(kv.sequences.owners[0])[0])
+    kv.pool.free.append(kv.block_ids(kv.sequences.owners[0])[0])
 
 
 def a_block_nowhere(kv):
-    kv.pool._free.popitem()
+    kv.pool.free.popitem()
 
 
 def a_free_block_that_does_not_exist(kv):
-    kv.pool._free.append(77)
+    kv.pool.free.append(77)
 
 
 DAMAGES = [a_row_without_its_owner, move_to_another_slot, one_block_in_two_tables, a_block_that_does_not_exist,
@@ -61,7 +61,7 @@ def test_the_audit_finds(damage, make_request):
 def test_the_cheap_check_finds_a_block_that_is_gone(make_request):
     kv = KvCacheManager(10, 4, 100)
     kv.claim([make_request(0, 9)], [])
-    check_totals(kv)
+    kv.check_totals()
     a_block_nowhere(kv)
     with pytest.raises(InternalError, match="6 blocks are free and 3 are held; 10 in all"):
-        check_totals(kv)
+        kv.check_totals()

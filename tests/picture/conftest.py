@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from batch_manager.config import Limits
-from batch_manager.kv.audit import audit, check_totals
+from batch_manager.kv.audit import audit
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.loop.active_requests import ActiveRequests
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy
@@ -65,7 +65,7 @@ class Play:
         for request, arrival in zip(self.all, self.arrivals, strict=True):
             if arrival == len(self.rows):
                 self.active.add(request)
-        active = self.active.in_order()
+        active = list(self.active.in_order)
         plan = self.plans.schedule_request(active, frozenset())
         check_plan(self.plans, plan, active, frozenset(), self.kv, self.limits)
         assert not active or plan.context_requests or plan.generation_requests, "nothing runs"
@@ -89,7 +89,7 @@ class Play:
             self.add_token(request)
 
         self.rows.append(row)
-        check_totals(self.kv)
+        self.kv.check_totals()
         return plan
 
     def add_token(self, request: LlmRequest) -> None:

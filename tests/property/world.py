@@ -94,7 +94,7 @@ class World:
             self.look()
             self.iteration += 1
             if self.iteration > self.most_iterations:
-                raise Wrong(f"after {self.iteration} iterations these are not done: {self.active.in_order()}")
+                raise Wrong(f"after {self.iteration} iterations these are not done: {list(self.active.in_order)}")
         if self.kv.free_blocks != self.kv.num_blocks:
             raise Wrong("blocks did not come home")
         if self.peft is not None and self.peft.free_pages != self.peft.max_device_pages:
@@ -116,7 +116,7 @@ class World:
     # One iteration.
 
     def step(self) -> None:
-        active = self.active.in_order()
+        active = list(self.active.in_order)
         if not active:
             if self.window:                                     # its requests were all stopped
                 self.finish_oldest()
@@ -350,7 +350,7 @@ class World:
             self.end(request, good=True)
 
     def stop_some(self) -> None:
-        for request in self.active.in_order():
+        for request in list(self.active.in_order):
             stops_at = self.plan_of(request).stops_at
             if stops_at is not None and stops_at <= self.iteration:
                 self.counts["stops"] += 1

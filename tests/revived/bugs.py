@@ -74,7 +74,7 @@ def same_block_twice_in_one_release(patch) -> None:
         for block_id in block_ids:
             self._owners[block_id] -= 1
             if self._owners[block_id] == 0:
-                self._free.append(block_id, front)
+                self.free.append(block_id, front)
 
     def release(self, request, *args):
         if self.owns(request):
@@ -111,7 +111,7 @@ def a_counter_is_kept_beside_the_books(patch) -> None:
         return counted(self, wanted)
     patch.setattr(EvictionOrder, "append", counting)
     patch.setattr(EvictionOrder, "popitem", taking)
-    patch.setattr(BlockPool, "num_free", property(lambda self: getattr(self._free, "_counted", self.num_blocks)))
+    patch.setattr(EvictionOrder, "__len__", lambda self: getattr(self, "_counted", len(self._default)))
 
 
 def a_failed_claim_keeps_what_it_took(patch) -> None:
@@ -417,7 +417,7 @@ def refusals_are_lost_with_the_engine(patch) -> None:
 
 def refusals_come_after_the_finals_of_a_broken_plan(patch) -> None:
     def late(self, error):
-        for request in self.active.in_order():
+        for request in list(self.active.in_order):
             self.finals.fail(request, error.code, str(error))
         self.window.drop_all()
         return Outcome()

@@ -36,7 +36,7 @@ def run_audited(game, each_step=lambda line, plan: None):
     step = game.step
 
     def audited_step():
-        line = [*game.active.in_order(), *(request for request, arrival in zip(game.all, game.arrivals, strict=True)
+        line = [*game.active.in_order, *(request for request, arrival in zip(game.all, game.arrivals, strict=True)
                                            if arrival == len(game.rows))]
         plan = step()
         audit(game.kv)
@@ -83,7 +83,7 @@ def test_under_max_utilization_nobody_is_paused_ahead_of_a_request_that_runs(pla
     game = play(requests, policy=SchedulerPolicy.MAX_UTILIZATION, **options)
 
     def pauses_come_from_the_end(line, plan):
-        order = game.active.in_order()
+        order = list(game.active.in_order)
         running = [*plan.context_requests, *plan.generation_requests]
         runs = [order.index(request) for request in running if request in order]
         pauses = [order.index(request) for request in plan.paused_requests]

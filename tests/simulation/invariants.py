@@ -97,7 +97,7 @@ def leftovers(world: "World") -> Iterator[str]:
 def index(world: "World") -> Iterator[str]:
     """I12, I14 and I15: what can be found by its prefix is what stands in the block."""
     cache, device = world.loop.kv.cache, world.device
-    if world.loop._resources.device_work.pending()["operations"]:    # content is on its way
+    if world.loop._resources.device_work._operations:    # content is on its way
         return
     device.run_all()
     size, owners = device.info.tokens_per_block, world.loop.kv.pool._owners

@@ -18,7 +18,7 @@ class NotingBlock:
         pass
 
 
-CHECKS = ["check_totals", "check_plan", "starvation", "step output", "token ids", "guards", "heartbeat"]
+CHECKS = ["check_totals", "check_plan", "step output", "token ids", "guards", "heartbeat"]
 
 
 def noting(calls: list, instead):

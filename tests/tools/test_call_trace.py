@@ -1,0 +1,25 @@
+"""The way of one plain generation step through the package stays short."""
+
+from pathlib import Path
+
+from batch_manager import SchedulerPolicy
+from batch_manager.tools.call_trace import main, trace_one_step
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
+
+
+def test_a_plain_generation_step_makes_at_most_240_calls_through_40_files():
+    calls = trace_one_step(str(MODEL), 4, SchedulerPolicy.GUARANTEED_NO_EVICT)
+    assert 100 < len(calls.calls) <= 240
+    assert 20 < len(calls.files) <= 40
+    names = [function for _, _, function in calls.calls]
+    for one_of_each_tower in ("GenerationLoop.step", "NativeBackend.start", "KvCacheManager.claim", "Linear.__call__"):
+        assert one_of_each_tower in names
+
+
+def test_the_program_lists_the_calls_and_counts_them(capsys):
+    assert main(["--model", str(MODEL), "--batch", "2", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "loop/generation_loop.py: GenerationLoop.step"
+    listed = [line for line in lines if ": " in line]
+    assert lines[-1].startswith(f"{len(listed)} calls through ")
