@@ -1,6 +1,6 @@
 """What a layer is built for, beside the weights it takes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ class LayerContext:
     deterministic   a row's bits depend on that row alone, whatever else is in the step
 
     The ports are three independent things of one class, `Linear` (with `Embedding` and `Head`, which split the
-    vocabulary). None is the plain case. What is not built in this version is refused by name.
+    vocabulary). None is the plain case. A layer that a port concerns and that has no way to serve it refuses it by name
+    (`refuse`); in this version each of these layers does.
 
     split           how layers are divided among processes. `Linear(split=...)` says along which side a map divides; the
                     port says how many processes there are, which one this is, and sums or gathers what they computed
@@ -33,9 +34,13 @@ class LayerContext:
     weight_form: Any = None
     adapters: Any = None
 
-    def __post_init__(self) -> None:
-        for port in fields(self)[3:]:
-            value = getattr(self, port.name)
+    def refuse(self, layer: str, *ports: str) -> None:
+        """Raise ConfigError when one of these ports is set, which this layer cannot serve.
+
+        layer   its class and name
+        """
+        for port in ports:
+            value = getattr(self, port)
             if value is not None:
-                raise ConfigError(f"LayerContext.{port.name} is {value!r}", "None: it is not built in this version",
-                                  f"leave {port.name} out")
+                raise ConfigError(f"LayerContext.{port} is {value!r} and {layer} is to be made with it",
+                                  "None: it is not built in this version", f"leave {port} out")

@@ -16,6 +16,7 @@ class Embedding:
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
                  scale: float | None = None) -> None:
+        context.refuse(f"Embedding {name}", "split")
         self.name = name
         self.weight = weights.tensor(name, (rows, size))
         self._scale = None if scale is None else torch.tensor(scale, dtype=context.dtype, device=context.device)
@@ -35,6 +36,7 @@ class Head:
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
                  tied_to: Embedding | None = None, softcap: float | None = None) -> None:
+        context.refuse(f"Head {name}", "split")
         if tied_to is None:
             form = make_weight_form(weights.tensor(name, (rows, size)), None, context)
         else:

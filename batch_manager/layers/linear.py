@@ -30,6 +30,7 @@ class Linear:
         if split not in (None, "columns", "rows"):
             raise ConfigError(f"Linear(split={split!r}) of {names[0]}", "'columns', 'rows' or None",
                               "correct the model's class")
+        context.refuse(f"Linear {names[0]}", "split", "adapters")
         self.names, self.split = tuple(names), split
         rows = sizes if len(names) == len(sizes) else [sum(sizes)]
         stored = list(zip(names, rows, strict=True))

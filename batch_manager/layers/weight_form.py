@@ -36,6 +36,7 @@ class WeightForm:
 
 def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: LayerContext) -> WeightForm:
     """The form that the device multiplies fastest with, among those that keep what `context` asks for."""
+    context.refuse("a matrix", "weight_form")
     on_triton = dispatch.use_triton(context.device)
     if context.deterministic:
         return _row_by_row(weight if on_triton else _packed(weight), bias)     # the kernel takes it plain
