@@ -24,7 +24,11 @@ class PackedStep:
     block_tables   [n, m] int32   block ids in order, m the longest table of the step. Entries past a sequence's own,
                    and of blocks it gave back because they left its window, are -1 or name anybody's: not to be read
     num_contexts   c
-    logits_rows    [r] int64   packed index of the last token of each sequence that yields a token, in batch order
+    logits_rows    [r] int64   packed indices of the tokens after which one is sampled, in batch order: the last one of
+                   each sequence that yields a token; where it has draft tokens, these and the one before them
+    num_verifying  the last so many of the contexts are sequences that generate and have draft tokens, or stand among
+                   such: their first token is 0 as a generation row's is, the others are the drafts. An attention need
+                   not know
     """
 
     token_ids: np.ndarray
@@ -36,6 +40,7 @@ class PackedStep:
     block_tables: np.ndarray
     num_contexts: int
     logits_rows: np.ndarray
+    num_verifying: int = 0
 
     @property
     def num_tokens(self) -> int:

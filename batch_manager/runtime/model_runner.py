@@ -40,11 +40,13 @@ class ModelRunner:
     def run(self, call: ModelCall, state: SlotState, fed_tokens: np.ndarray | None = None) -> CallResult:
         """Changes nothing but the pages that the step's tokens belong to.
 
-        fed_tokens   [g] int32, of the generation rows if there are any; None: they are the ones that `state` drew last
+        fed_tokens   [g] int32, the first tokens of the sequences that generate, if there are any; None: they are the
+                     ones that `state` drew last
         """
         step, padding = call.step, call.padding
-        num_context_tokens = step.num_context_tokens if step.num_contexts else 0
-        generates = len(step.slots) > step.num_contexts
+        num_contexts = step.num_contexts - step.num_verifying
+        num_context_tokens = int(step.query_starts[num_contexts]) if num_contexts else 0
+        generates = len(step.slots) > num_contexts
         slots, drawn_at = step.slots, step.kv_lengths
         arrays = [step.token_ids.astype(np.int64), step.positions.astype(np.int64), slots.astype(np.int64),
                   drawn_at.astype(np.int64)]
@@ -52,8 +54,10 @@ class ModelRunner:
             arrays[0][num_context_tokens:] = fed_tokens
         if step.num_contexts:                              # those draw a token whose last chunk this is
             drawing = np.searchsorted(step.query_starts, step.logits_rows, side="right") - 1
-            slots, drawn_at = slots[drawing], drawn_at[drawing]
+            slots, drawn_at = slots[drawing], step.positions[step.logits_rows] + np.int32(1)
             arrays += [step.logits_rows, slots.astype(np.int64), drawn_at.astype(np.int64)]
+        if step.num_verifying:
+            arrays.append(step.query_starts[num_contexts:-1].astype(np.int64))
         if call.embeddings is not None:
             virtual = np.nonzero(step.token_ids >= self._vocab_size)[0]
             arrays[0][virtual] = 0                                 # an id to look up; what is found is replaced
@@ -62,11 +66,14 @@ class ModelRunner:
             arrays.append(padding.rows)
         token_ids, positions, device_slots, device_drawn_at, *more = self._uploads.send(arrays)
 
-        if generates and fed_tokens is None:
-            token_ids[num_context_tokens:] = state.last_tokens.at(
-                device_slots[step.num_contexts :], positions[num_context_tokens:])
+        generating_slots = device_slots[num_contexts:]
         if step.num_contexts:
             logits_rows, device_slots, device_drawn_at, *more = more
+        if step.num_verifying:
+            first_rows, *more = more
+            token_ids[first_rows] = state.last_tokens.at(generating_slots, positions[first_rows])
+        elif generates and fed_tokens is None:
+            token_ids[num_context_tokens:] = state.last_tokens.at(generating_slots, positions[num_context_tokens:])
 
         self._attention.plan(step)
         hidden = self._model.embed(token_ids)
@@ -78,20 +85,21 @@ class ModelRunner:
         else:
             hidden = forward_padded(self._model, hidden, positions, self._attention, more[0], padding.num_rows)
         finite, returned_logits = None, {}
-        if step.num_contexts:
+        if num_contexts:
             # A value that is not finite leaves its row's sum not finite.
             finite = hidden[:num_context_tokens].sum(1, dtype=torch.float32).isfinite()
-            returned_logits = self._context_logits(step, hidden, state)
-            if len(logits_rows) < len(hidden):
-                hidden = hidden[logits_rows]
+            returned_logits = self._context_logits(step, num_contexts, hidden, state)
+        if step.num_contexts and len(logits_rows) < len(hidden):
+            hidden = hidden[logits_rows]
         return CallResult(hidden, DrawRows(slots, drawn_at, device_slots, device_drawn_at), finite, returned_logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[r, hidden size] -> [r, vocab] float32."""
         return self._model.logits(hidden)
 
-    def _context_logits(self, step: PackedStep, hidden: torch.Tensor, state: SlotState) -> dict[int, np.ndarray]:
-        slots = step.slots[: step.num_contexts]
+    def _context_logits(self, step: PackedStep, num_contexts: int, hidden: torch.Tensor,
+                        state: SlotState) -> dict[int, np.ndarray]:
+        slots = step.slots[:num_contexts]
         return {int(slots[row]): context_logits(
                     self._model.logits, hidden[step.query_starts[row] : step.query_starts[row + 1]], self._vocab_size)
                 for row in np.nonzero(state.having(CONTEXT_LOGITS, slots))[0].tolist()}

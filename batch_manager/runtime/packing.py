@@ -44,19 +44,18 @@ def padding(step: PackedStep, num_places: int) -> Padding | None:
 
 def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
     """Where every token of the batch belongs; each beam is packed as a sequence. `tables` must have been updated with
-    the batch.
+    the batch. Where a generating sequence has draft tokens, all of them are packed as chunks of 1 + drafts tokens.
 
     Raises   AssertionError where a token has no block. The blocks of tokens written before may be gone.
     """
-    if not batch.context:
+    context, num_drafts = batch.context, batch.generation.num_drafts
+    if not context and num_drafts is None:
         return _pack_generation(batch, tables, tokens_per_block)
 
-    context = batch.context
     generation_slots, generation_starts, generation_table_rows = generation_rows(batch)
     context_lengths = np.array([len(work.token_ids) for work in context], np.int32)
     num_contexts, num_sequences = len(context), len(context) + len(generation_slots)
     num_context_tokens = int(context_lengths.sum())
-    num_tokens = num_context_tokens + len(generation_slots)
 
     slots = np.empty(num_sequences, np.int32)
     slots[:num_contexts] = [work.slot for work in context]
@@ -71,12 +70,20 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
 
     query_lengths = np.ones(num_sequences, np.int32)
     query_lengths[:num_contexts] = context_lengths
+    if num_drafts is not None:
+        query_lengths[num_contexts:] += num_drafts
     query_starts = np.zeros(num_sequences + 1, np.int32)
     np.cumsum(query_lengths, out=query_starts[1:])
     kv_lengths = starts + query_lengths
 
+    num_tokens = int(query_starts[-1])
     token_ids = np.zeros(num_tokens, np.int32)
-    np.concatenate([work.token_ids for work in context], out=token_ids[:num_context_tokens], casting="same_kind")
+    if context:
+        np.concatenate([work.token_ids for work in context], out=token_ids[:num_context_tokens], casting="same_kind")
+    if num_drafts is not None:
+        is_draft = np.ones(num_tokens, bool)
+        is_draft[:num_context_tokens] = is_draft[query_starts[num_contexts:-1]] = False
+        token_ids[is_draft] = batch.generation.draft_tokens
     positions = np.arange(num_tokens, dtype=np.int32)
     positions += np.repeat(starts - query_starts[:-1], query_lengths)
 
@@ -89,8 +96,9 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
         query_starts=query_starts,
         kv_lengths=kv_lengths,
         block_tables=tables.rows[table_rows, :max_blocks],
-        num_contexts=num_contexts,
-        logits_rows=_logits_rows(context, query_starts),
+        num_contexts=num_contexts if num_drafts is None else num_sequences,
+        logits_rows=_logits_rows(context, num_drafts, query_starts),
+        num_verifying=0 if num_drafts is None else len(generation_slots),
     )
 
 
@@ -130,11 +138,15 @@ def _pool_slots(tables: BlockTables, table_rows: np.ndarray, positions: np.ndarr
     return pool_slots
 
 
-def _logits_rows(context: tuple[ContextWork, ...], query_starts: np.ndarray) -> np.ndarray:
-    """The last token of each sequence that yields one: generation rows and contexts whose last chunk this is."""
-    yields = np.ones(len(query_starts) - 1, bool)
-    yields[: len(context)] = [work.is_last_chunk for work in context]
-    return query_starts[1:][yields].astype(np.int64) - 1
+def _logits_rows(context: tuple[ContextWork, ...], num_drafts: np.ndarray | None,
+                 query_starts: np.ndarray) -> np.ndarray:
+    """The last 1 + drafts tokens of generating sequences and of contexts whose last chunk this is."""
+    counts, ends = np.ones(len(query_starts) - 1, np.int64), query_starts[1:].astype(np.int64)
+    counts[:len(context)] = [work.is_last_chunk * (1 + work.num_drafts) for work in context]
+    if num_drafts is not None:
+        counts[len(context):] += num_drafts
+    first_rows, last_counts = ends - counts, np.cumsum(counts)
+    return np.arange(int(last_counts[-1])) + np.repeat(first_rows - (last_counts - counts), counts)
 
 
 def _check(table_rows: np.ndarray, kv_lengths: np.ndarray, tables: BlockTables, tokens_per_block: int) -> int:

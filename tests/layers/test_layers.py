@@ -144,7 +144,8 @@ def test_a_rotary_table_of_a_part_of_a_head():
     torch.testing.assert_close((rotary.cos, rotary.sin), (angles.cos(), angles.sin()), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind, arguments", [(Linear, (["a.b"], 8, [8])), (Embedding, ("e", 9, 8)), (Head, ("h", 9, 8))])
+@pytest.mark.parametrize("kind, arguments", [
+    (Linear, (["a.b"], 8, [8])), (Embedding, ("e", 9, 8)), (Head, ("h", 9, 8))])
 @pytest.mark.parametrize("port", ["split", "weight_form", "adapters"])
 def test_a_port_that_is_not_built_is_refused_by_the_layers_it_concerns(kind, arguments, port):
     assert getattr(LayerContext(device=CPU, dtype=torch.float32), port) is None

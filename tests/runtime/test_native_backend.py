@@ -483,3 +483,32 @@ def _check_on_a_gpu(checkpoint, layout, setups):
     assert results[0].tokens == results[1].tokens
     for slot in (0, 1):
         np.testing.assert_allclose(results[0].log_probs[slot], results[1].log_probs[slot], atol=1e-3)
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_the_rows_of_draft_tokens_are_those_of_the_same_tokens_one_by_one(checkpoint, drafts):
+    """The input side of drafts: how they are packed, fed and read. Nothing accepts them yet."""
+    backend = build(checkpoint)
+    prompts = prompts_of(7, 5)
+    expected = [reference(checkpoint, prompt, drafts + 2)[0] for prompt in prompts]
+    for slot, prompt in enumerate(prompts):
+        driver = Driver(backend)
+        driver.run([(slot, prompt, 0, True, SlotSetup())])
+        assert driver.tokens[slot] == expected[slot][:1]
+    wrong = (expected[1][1] + 1) % VOCAB
+    batch = ScheduledBatch(iteration=1, generation=GenerationWork(
+        np.array([0, 1], np.int32), np.array([7, 5], np.int32), num_drafts=np.array([drafts, 1], np.int32),
+        draft_tokens=np.array([*expected[0][1:drafts + 1], wrong], np.int32)))
+    with pytest.raises(NotImplementedError, match="draft tokens are not verified"):
+        backend.start(batch)
+
+    with torch.inference_mode():
+        (call,) = layouts.fused(batch, backend._tables, SIZE)
+        result = backend._runner.run(call, backend._decoder.state)
+        tokens = backend._runner.logits(result.hidden).argmax(-1).tolist()
+    assert tokens[:drafts + 1] == expected[0][1:]
+    assert tokens[drafts + 1] == expected[1][1], "what precedes the wrong draft is not touched by it"
+    assert result.rows.slots.tolist() == [0] * (drafts + 1) + [1] * 2
+    assert result.rows.positions.tolist() == [*range(8, 8 + drafts + 1), 6, 7]
+    assert result.context_finite is None and result.context_logits == {}
+    backend.close()

@@ -48,6 +48,33 @@ def test_two_contexts_and_two_generation_rows_by_hand():
     assert (step.num_tokens, step.num_context_tokens) == (9, 7)
 
 
+def test_draft_tokens_by_hand():
+    """Slot 5 ends its prompt with two drafts, slot 7 has two drafts, slot 0 none."""
+    tables = BlockTables(8, 4)
+    batch = ScheduledBatch(
+        iteration=0,
+        context=(ContextWork(5, np.array([11, 12, 13, 14], np.int32), 0, True, SlotSetup(), num_drafts=2),
+                 context(2, [21, 22], 4, False)),
+        generation=GenerationWork(np.array([7, 0], np.int32), np.array([6, 3], np.int32),
+                                  num_drafts=np.array([2, 0], np.int32), draft_tokens=np.array([71, 72], np.int32)),
+        block_table_updates=updates({5: [9], 2: [3, 8], 7: [1, 2, 6], 0: [4]}))
+    tables.update(batch)
+    step = pack(batch, tables, 4)
+
+    assert step.token_ids.tolist() == [11, 12, 13, 14, 21, 22, 0, 71, 72, 0]
+    assert step.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 3]
+    assert step.pool_slots.tolist() == [36, 37, 38, 39, 32, 33, 10, 11, 24, 19]
+    assert step.slots.tolist() == [5, 2, 7, 0]
+    assert step.query_starts.tolist() == [0, 4, 6, 9, 10]
+    assert step.kv_lengths.tolist() == [4, 6, 9, 4]
+    assert (step.num_contexts, step.num_verifying) == (4, 2), "chunks for an attention, each of 1 + drafts tokens"
+    assert step.logits_rows.tolist() == [1, 2, 3, 6, 7, 8, 9]
+
+    alone = pack(batch.take(range(2, 4)), tables, 4)
+    assert alone.token_ids.tolist() == [0, 71, 72, 0] and alone.logits_rows.tolist() == [0, 1, 2, 3]
+    assert (alone.num_contexts, alone.num_verifying) == (2, 2)
+
+
 def test_beams_by_hand():
     """Three rows of the tables for a slot; slot 2 has a context, slots 1 and 0 two beams each."""
     tables = BlockTables(1, 1)
