@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..errors import InternalError, OutOfResourceError
-from .eviction import EvictionOrder
+from .eviction import DEFAULT_PRIORITY, EvictionOrder
 
 
 class OutOfBlocksError(OutOfResourceError):
@@ -24,6 +24,7 @@ class BlockPool:
     extra_owners   owners beyond the first, over all blocks
     findable       blocks whose content a prefix cache can find; it says so when one that is free no longer is
     num_cached     those of them that are free
+    has_priorities         somebody has set another priority than the default
     has_timed_priorities   somebody has set a priority that ends with time
     """
 
@@ -31,7 +32,7 @@ class BlockPool:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
         self.free = EvictionOrder(range(num_blocks), now)
-        self.has_timed_priorities = False
+        self.has_priorities = self.has_timed_priorities = False
         self.extra_owners = 0
         self.findable: Collection[int] = ()
         self.num_cached = 0
@@ -63,12 +64,25 @@ class BlockPool:
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
         """For a block with an owner. The duration counts from when it has none any more; None: for ever."""
+        self.has_priorities = self.has_priorities or priority != DEFAULT_PRIORITY
         self.has_timed_priorities = self.has_timed_priorities or duration is not None
         self.free.set_priority(block_id, priority, duration)
 
     def end_timed_priorities(self) -> None:
         """Free blocks whose priority has run out go to the end of the default priority."""
         self.free.refresh()
+
+    def note_contents_lost(self, block_ids: Iterable[int]) -> None:
+        """Nobody can find what is in these blocks any more. The free ones among them that were to be kept for longer
+        than others, or less long, go first of the default priority, the lowest number before all."""
+        free = [block_id for block_id in block_ids if not self._owners[block_id]]
+        self.num_cached -= len(free)
+        if self.has_priorities:
+            for block_id in sorted(free, reverse=True):
+                if self.free.priority(block_id) != DEFAULT_PRIORITY:
+                    self.free.remove(block_id)
+                    self.free.set_priority(block_id, DEFAULT_PRIORITY)
+                    self.free.append(block_id, front=True)
 
     def take(self, count: int) -> list[int]:
         """`count` blocks from the front of the free order, or none at all.

@@ -13,6 +13,7 @@ from . import block_needs, claims
 from .block_pool import BlockPool
 from .claims import Claim
 from .estimates import Estimates
+from .eviction import DEFAULT_PRIORITY
 from .ledger import KvLedger
 from .prefix_cache import PrefixCache
 from .prefix_index import DIGEST_BITS
@@ -287,16 +288,20 @@ class KvCacheManager:
             tokens = min(request.prompt_len, computed_tokens) - 1
             self.cache.publish(request, self.sequences.table(request)[0].tolist(), tokens, with_rest=False)
 
-    def release(self, request: LlmRequest, computed_tokens: int = 0) -> None:
+    def release(self, request: LlmRequest, computed_tokens: int = 0, is_worthless: bool = False) -> None:
         """Give back everything the request holds; nothing happens when it holds nothing.
 
         computed_tokens   with one beam, so many tokens of the request but for the last are left for other prompts
+        is_worthless      a step may have left anything in its blocks: their retention priorities end here
         """
         if self.cache is not None:
             tokens = min(request.num_tokens, computed_tokens, self.kv_length(request) + 1) - 1
             if tokens > 0 and request.beam_width == 1:
                 self.cache.publish(request, self.sequences.table(request)[0].tolist(), tokens, with_rest=True)
             self.cache.forget_request(request)
+            if is_worthless and request.retention is not None:
+                for block_id in self.own_blocks(request):
+                    self.pool.set_priority(block_id, DEFAULT_PRIORITY)
         if self.owns(request):
             for beam in range(request.beam_width):
                 # What follows in a prompt is of use only as long as what comes before is there: it goes first. Where

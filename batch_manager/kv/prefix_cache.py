@@ -60,6 +60,11 @@ class PrefixCache:
             return None
         return self._keys_of(request, matched + 1)[matched].digest
 
+    def will_publish_more(self, request: LlmRequest) -> bool:
+        """Whether that block can be found once the prompt is computed. The block of the last token cannot, while the
+        request runs."""
+        return len(self.matched(request)) < (request.prompt_len - 1) // self.tokens_per_block
+
     def similar(self, request: LlmRequest, matched: Sequence[PrefixNode]) -> tuple[PrefixNode | None, int]:
         """The block that has the most of the tokens behind the matched ones, and how many of them."""
         parent = matched[-1] if matched else self.index.root(_domain(request))
@@ -132,6 +137,9 @@ class PrefixCache:
 
         Raises OutOfBlocksError.
         """
+        if count > 1 and self.pool.has_priorities and count <= len(self.pool.free):
+            # What one of them takes along of others' contents may put these first.
+            return [block_id for _ in range(count) for block_id in self.take(1)]
         taken = self.pool.take(count)
         for block_id in taken:
             node = self.index.of_block(block_id)
@@ -166,11 +174,10 @@ class PrefixCache:
     def _lose(self, node: PrefixNode) -> int:
         """Content and all that follows it cannot be found any more. Returns how many blocks that were."""
         gone = self.index.remove(node)
+        self.pool.note_contents_lost([below.block_id for below in gone if below.host_id is None])
         for below in gone:
             if below.host_id is not None:
                 self.host.drop(below.host_id)
-            else:
-                self.pool.num_cached -= not self.pool.owners(below.block_id)
             below.block_id = below.host_id = None
         return len(gone)
 

@@ -7,7 +7,8 @@ from .interfaces import RequestList
 
 class DuplicateDelay:
     """For one scheduling pass. A context is known by its prompt up to the first full block that is not cached: the
-    second one with the same is held back until it is. What was computed is cached when its step was read.
+    second one with the same is held back until it is. What was computed is cached when its step was read. Nobody waits
+    for a block that computing the prompt does not make findable.
 
     requests   those that may be computing, whether they can run in this pass or not
     """
@@ -28,4 +29,8 @@ class DuplicateDelay:
 
     def _is_computed_by_another(self, request: LlmRequest) -> bool:
         key = self._cache.first_new_key(request)
-        return key is not None and self._computed_by.setdefault(key, request) is not request
+        if key is None:
+            return False
+        if key not in self._computed_by and self._cache.will_publish_more(request):
+            self._computed_by[key] = request
+        return self._computed_by.get(key, request) is not request

@@ -227,7 +227,7 @@ class Resources:
         elif is_in_flight:
             self._clear_unread(request)
         computed_tokens = self._computed_tokens(request) if keep_computed and not clear_blocks else 0
-        self._give_back(request, computed_tokens)
+        self._give_back(request, computed_tokens, is_worthless=clear_blocks)
         self._setups.pop(request.request_id, None)
         self._prompt_tables.pop(request.request_id, None)
 
@@ -245,11 +245,11 @@ class Resources:
         self.device_work.add([BlockClear(block_id, first_token)
                               for block_id, first_token in self._kv.blocks_of_span(request, start, end)])
 
-    def _give_back(self, request: LlmRequest, computed_tokens: int) -> None:
+    def _give_back(self, request: LlmRequest, computed_tokens: int, is_worthless: bool = False) -> None:
         if self._kv.owns(request):    # a request that holds blocks holds all the rest, and one that does not, nothing
             for resource in reversed(self.others):
                 resource.release(request)
-        self._kv.release(request, computed_tokens)
+        self._kv.release(request, computed_tokens, is_worthless)
 
     def _computed_tokens(self, request: LlmRequest) -> int:
         """Leading tokens of which all is in the cache, 0 when steps have added none to what was found there."""

@@ -185,3 +185,30 @@ def test_the_beginning_of_a_block_is_used_again_unless_that_is_switched_off(make
     found(world, prompt)
     assert found(world, [*prompt[:10], 7, 8, 9]) == expected
     assert found(world, prompt) == (13 if partial else 12)
+
+
+def test_a_block_whose_content_is_lost_is_not_kept_for_its_priority(make_small_world, found):
+    """The prompt's block goes first and takes along the way to the generated ones, which were to be kept."""
+    world = make_small_world()
+    found(world, FIRST[:4], keep(1, decode_retention_priority=100), count=18)      # a block of the prompt, 4 more
+    for start in range(400, 1000, 100):
+        found(world, list(range(start, start + 9)))
+    assert found(world, SECOND) == 0 and found(world, SECOND) == 8
+    assert {world.loop.kv.pool.free.priority(block_id) for block_id in range(BLOCKS)} == {35}
+
+
+def test_what_a_failed_request_leaves_is_not_kept_for_its_priority(make_world, new_request, found):
+    def fails(batch):
+        if world.asked == 1 and batch.iteration == 2:
+            raise RuntimeError("planted")
+
+    world = make_world(backend={"num_blocks": BLOCKS, "tokens_per_block": SIZE, "on_step": fails},
+                       kv_cache_config=REUSE)
+    request = new_request(1, FIRST, 6)
+    request.kv_cache_retention_config = keep(100, decode_retention_priority=100)
+    world.asked, world.client.pending = 1, [request]
+    world.run()
+    assert world.client.final(1).code == "MODEL_ERROR"
+    pool = world.loop.kv.pool
+    assert {pool.free.priority(block_id) for block_id in range(BLOCKS)
+            if world.loop.kv.cache.index.of_block(block_id) is None} == {35}

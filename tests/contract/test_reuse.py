@@ -420,3 +420,17 @@ def test_streams_of_prompts_with_common_beginnings_in_a_small_pool(make_world, n
         assert world.client.final(i).tokens() == prompt + world.expected(prompt, lengths[i])
     assert used_again(world) > 10
     assert world.loop.kv.usage().evicted_blocks > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("length", [15, 16, 17])
+def test_prompts_that_arrive_together_wait_for_one_another_once(make_world, new_request, policy, length):
+    """The block of a prompt's last token is not published while the request runs: nobody waits for it."""
+    world = world_with(make_world, num_blocks=80, policy=policy, max_batch_size=8)
+    prompt = TRUNK[:length]
+    world.client.pending = [new_request(i, prompt, 12) for i in range(8)]
+    world.run()
+    steps = [iteration for iteration in world.trace.iterations if iteration.context]
+    assert [len(step.context) for step in steps] == [1, 7]
+    for i in range(8):
+        assert world.client.final(i).tokens() == prompt + world.expected(prompt, 12)

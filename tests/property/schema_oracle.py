@@ -216,6 +216,14 @@ class FreeOrder:
         runs_out = block.duration is not None and block.priority != DEFAULT_PRIORITY
         block.expires = self.milliseconds + block.duration if runs_out else None
 
+    def demote(self, lost: list[Block]) -> None:
+        """Ours, not the original's: what lost its content has nothing left that is worth keeping."""
+        for block in sorted(lost, key=lambda block: block.id, reverse=True):
+            if block.priority != DEFAULT_PRIORITY:
+                self.queues[block.priority].remove(block)
+                block.priority, block.duration, block.expires = DEFAULT_PRIORITY, None, None
+                self.queues[DEFAULT_PRIORITY].insert(0, block)
+
     def refresh(self) -> None:
         expired = [block for queue in self.queues.values() for block in queue
                    if block.expires is not None and block.expires <= self.milliseconds]
@@ -396,7 +404,9 @@ class Cache:
     def take_free(self, priority: int | None, duration: float | None) -> Block:
         block = self.order.first()
         if block.is_cached:
+            lost = [each for each in below(block) if each is not block and each.refs == 0]
             self.evicted += cut_off(block)
+            self.order.demote(lost)
         self.order.claim(block, DEFAULT_PRIORITY if priority is None else priority, duration)
         block.refs = 1
         return block
@@ -404,7 +414,9 @@ class Cache:
     def take_copy(self, source: Block, priority: int | None, duration: float | None) -> Block:
         """A new block with what is in another one, which is protected until then; itself when no other is free."""
         if source.refs == 0 and self.free_blocks == 1:
+            lost = [each for each in below(source) if each is not source and each.refs == 0]
             self.evicted += cut_off(source) - 1
+            self.order.demote(lost)
             self.order.claim(source, priority, duration)
             source.refs = 1
             return source
