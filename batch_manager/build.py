@@ -70,6 +70,9 @@ def build_loop(
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
         limits = replace(limits, runs_ahead=runs_ahead(optional_params, info, parts, static_batch))
         kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
+        if limits.runs_ahead and not window_fits(kv_cache_manager, limits):
+            limits = replace(limits, runs_ahead=False)    # it would refuse a request that fits without
+            kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
         callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
                                      return_batch_manager_stats_cb, guard)
         admission = Admission(
@@ -111,7 +114,7 @@ def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Part
     reason = way_out = None
     if static_batch:
         reason, way_out = "TrtGptModelType.V1 runs one static batch in lockstep", "use InflightFusedBatching"
-    elif parts.scheduler is not None and getattr(parts.scheduler, "plans_by_lengths", False) is not True:
+    elif parts.scheduler is not None and not plans_by_lengths(parts.scheduler):
         reason = "a scheduler of your own sees tokens that are one step old then"
         way_out = "set plans_by_lengths = True on it if it does not look at tokens"
     if params.run_ahead is None:
@@ -119,6 +122,29 @@ def runs_ahead(params: TrtGptModelOptionalParams, info: BackendInfo, parts: Part
     if params.run_ahead and reason is not None:
         raise ConfigError("run_ahead was asked for", reason, f"leave run_ahead out, or {way_out}")
     return params.run_ahead
+
+
+def plans_by_lengths(scheduler: object) -> bool:
+    """What a scheduler of the user's says of itself. Raises ConfigError where it says neither True nor False."""
+    try:
+        says = getattr(scheduler, "plans_by_lengths", False)
+    except Exception as error:
+        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} raised {type_name(error)}", "True or False",
+                          "make it an attribute") from error
+    if type(says) is not bool:
+        raise ConfigError(f"plans_by_lengths of a {type_name(scheduler)} is a {type_name(says)}", "True or False",
+                          "set it to True if the scheduler does not look at tokens")
+    return says
+
+
+def window_fits(kv_cache_manager: KvCacheManager, limits: Limits) -> bool:
+    """Whether the pool holds the window of the widest request, with the tokens that steps ahead keep longer."""
+    needed = kv_cache_manager.window.most_held * limits.max_beam_width
+    fits = not kv_cache_manager.window.slides or needed <= limits.num_blocks
+    if not fits:
+        log.warning("run_ahead is switched off: %d KV cache blocks are there, and the attention window of one request "
+                    "that runs ahead may take %d", limits.num_blocks, needed)
+    return fits
 
 
 def refuse_what_static_batching_is_not(params: TrtGptModelOptionalParams, parts: Parts) -> None:

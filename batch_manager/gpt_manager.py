@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from .arguments import check_arguments
 from .build import build_loop
 from .clock import reliable
 from .config import Parts, TrtGptModelOptionalParams
 from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
 from .loading_thread import in_a_thread_of_its_own
-from .loop.async_callbacks import returns_before_it_runs
 from .names import SchedulerPolicy, TrtGptModelType
 from .worker import WorkerControl, close_worker, run_worker, watch_worker
 
@@ -87,9 +87,14 @@ class GptManager:
             model_path = trt_engine_path
         params = _DEFAULT_PARAMS if optional_params is None else optional_params
         parts = _DEFAULT_PARTS if parts is None else parts
-        _check_arguments(model_type, max_beam_width, scheduler_policy, get_inference_requests_cb, send_response_cb,
-                         poll_stop_signal_cb, return_batch_manager_stats_cb, params, terminate_req_id,
-                         max_draft_tokens, exclude_input_in_output, parts)
+        required = {"model_type": model_type, "max_beam_width": max_beam_width, "scheduler_policy": scheduler_policy,
+                    "get_inference_requests_cb": get_inference_requests_cb, "send_response_cb": send_response_cb}
+        missing = [name for name, value in required.items() if value is _REQUIRED]
+        if missing:
+            raise TypeError(f"GptManager() is missing {', '.join(missing)}")
+        check_arguments(model_type, max_beam_width, scheduler_policy, get_inference_requests_cb, send_response_cb,
+                        poll_stop_signal_cb, return_batch_manager_stats_cb, params, parts, exclude_input_in_output,
+                        terminate_req_id, max_draft_tokens)
 
         clock = reliable(parts.clock)
         control = WorkerControl(clock, params.hang_warning_s)
@@ -263,49 +268,3 @@ def _checked(timeout: float | None) -> float | None:
     if seconds != seconds:
         raise ValueError("timeout is NaN; seconds, or None to wait as long as it takes")
     return min(seconds, threading.TIMEOUT_MAX)
-
-
-def _check_arguments(model_type, max_beam_width, scheduler_policy, get_cb, send_cb, poll_cb, stats_cb, params,
-                     terminate_req_id, max_draft_tokens, exclude_input_in_output, parts) -> None:
-    required = {"model_type": model_type, "max_beam_width": max_beam_width, "scheduler_policy": scheduler_policy,
-                "get_inference_requests_cb": get_cb, "send_response_cb": send_cb}
-    missing = [name for name, value in required.items() if value is _REQUIRED]
-    if missing:
-        raise TypeError(f"GptManager() is missing {', '.join(missing)}")
-    if not isinstance(model_type, TrtGptModelType):
-        raise ConfigError(f"model_type is {model_type!r}", "a member of TrtGptModelType",
-                          "for instance TrtGptModelType.InflightFusedBatching")
-    if not isinstance(scheduler_policy, SchedulerPolicy):
-        raise ConfigError(f"scheduler_policy is {scheduler_policy!r}", "a member of SchedulerPolicy",
-                          "for instance SchedulerPolicy.GUARANTEED_NO_EVICT")
-    if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int) or max_beam_width < 1:
-        raise ConfigError(f"max_beam_width is {max_beam_width!r}", "an integer of at least 1",
-                          "1 for servers that do no beam search")
-    for name, callback in (("get_inference_requests_cb", get_cb), ("send_response_cb", send_cb)):
-        if not callable(callback):
-            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable", "pass a function")
-    for name, callback in (("poll_stop_signal_cb", poll_cb), ("return_batch_manager_stats_cb", stats_cb)):
-        if callback is not None and not callable(callback):
-            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable or None",
-                              "pass a function, or leave it out")
-    for name, callback, may_yield in (
-            ("get_inference_requests_cb", get_cb, True), ("send_response_cb", send_cb, False),
-            ("poll_stop_signal_cb", poll_cb, True), ("return_batch_manager_stats_cb", stats_cb, False)):
-        if returns_before_it_runs(callback, may_yield=may_yield):
-            raise ConfigError(f"{name} is an async or a generator function",
-                              "the worker calls it, and nobody would run it to its end",
-                              "give it a plain function, for instance one that uses loop.call_soon_threadsafe")
-    if not isinstance(params, TrtGptModelOptionalParams):
-        raise ConfigError(f"optional_params is a {type(params).__name__}", "a TrtGptModelOptionalParams",
-                          "leave it out, or construct one")
-    if not isinstance(parts, Parts):
-        raise ConfigError(f"parts is a {type(parts).__name__}", "a Parts", "leave it out, or construct one")
-    if terminate_req_id is not None and (isinstance(terminate_req_id, bool) or not isinstance(terminate_req_id, int)
-                                         or not 0 <= terminate_req_id < 2**64):
-        raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "an id in 0..2^64-1, or None",
-                          "leave it out where no request ends the worker")
-    if max_draft_tokens is not None and (type(max_draft_tokens) is not int or max_draft_tokens):
-        raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", "draft tokens are not built yet", "leave it out")
-    if not isinstance(exclude_input_in_output, bool):
-        raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "True or False",
-                          "leave it out for False")

@@ -1,14 +1,19 @@
 """What the get callback returned, read item by item."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from operator import length_hint
 from typing import Any
 
+from ..contained_log import RateLimitedLog
 from ..guard import Guard
 
 COLLECTIONS = {list, tuple, deque, set, frozenset, dict}
+# Iterating over these, and over their subclasses that leave it as it is, runs no code of the user.
+_EXAMPLES = ([], (), deque(), set(), frozenset(), {}, {}.keys(), {}.values(), {}.items())
+ITERATED_IN_C = frozenset(type(kind).__iter__ for example in _EXAMPLES for kind in (example, iter(example)))
 FIRST_BACK_OFF_S = 0.001
 LONGEST_BACK_OFF_S = 0.1
 
@@ -36,6 +41,7 @@ class FetchedItems:
         self.back_off = BackOff(guard)
         self.in_get = guard.containing("get", on_failure=self.back_off.grow)
         self._undecided = undecided
+        self._log = RateLimitedLog(lambda: guard.monotonic())
         self._returned: deque[_Returned] = deque()
 
     def __bool__(self) -> bool:
@@ -76,7 +82,10 @@ class FetchedItems:
     def end_iteration(self) -> None:
         """This iteration reads no more. What is left in something that was begun and has no size is let go."""
         if self._returned and self._returned[0].iterator and not self._returned[0].is_sized:
+            num_read = self._returned[0].num_read
             del self._returned[0]
+            self._log.log(logging.WARNING, "the get callback returned something without a size, a generator perhaps; "
+                          "the first %d items were read and the rest is dropped; return a list", num_read)
 
     def stop_growing(self) -> None:
         """Read no more than there is now, so that reading comes to an end: a client may put a refused item back into
@@ -92,7 +101,7 @@ class FetchedItems:
     def _begin(self, returned: "_Returned") -> bool:
         """Whether there may be something to read. Begins to iterate, unless that was done."""
         if not returned.iterator and not returned.is_nothing:
-            iterator = map(iter, map(tuple, returned.value) if returned.is_copied else returned.value)
+            iterator = map(iter, map(tuple, map(iter, returned.value)) if returned.is_copied else returned.value)
             with self.in_get:
                 returned.iterator.extend(iterator)
         return bool(returned.iterator)
@@ -131,7 +140,10 @@ class _Returned:
     @property
     def is_copied(self) -> bool:
         """A copy is read: the owner may empty the collection and use it again."""
-        return type(self.value[0]) in COLLECTIONS
+        try:
+            return type.__getattribute__(type(self.value[0]), "__iter__") in ITERATED_IN_C
+        except AttributeError:
+            return False
 
     @property
     def is_used_up(self) -> bool:

@@ -171,6 +171,8 @@ class GenerationLoop:
                 plan = self.scheduler.schedule_request(active, blocked)
                 what = "its plan cannot be read: that"
                 plan = plain_plan(plan, len(active))
+                if self._pauses_in_flight(plan):
+                    return None    # what that step yields may let others go, and is read first
                 check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits)
         except ForeignCodeError as failure:    # it costs the active requests and no more
             rule = f"{what} raised {type_name(failure.error)}"
@@ -182,9 +184,12 @@ class GenerationLoop:
         if not (num_scheduled or self.window):
             raise SchedulerContractError(
                 self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
-        if plan.paused_requests and self.window.holds_any(plan.paused_requests):
-            return None    # what they yield may let others go, and is read first
         return plan
+
+    def _pauses_in_flight(self, plan: SchedulerOutput) -> bool:
+        """Whether a request that a step in flight works on is to be paused. What is no plan pauses nobody."""
+        return (isinstance(plan, SchedulerOutput) and bool(plan.paused_requests)
+                and self.window.holds_any(plan.paused_requests))
 
     def _claim(self, plan: SchedulerOutput | None, record: IterationRecord) -> ScheduledBatch | None:
         if plan is None:
@@ -302,6 +307,7 @@ class GenerationLoop:
                 self.reporter.trace(record)
             self._send_record(record)
             if self._flush_stats_when_idle and self.is_empty:
+                self.window.drop_all()    # what it still computes is for nobody
                 self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
                                                   self.clock.monotonic(), kv_cache=self.kv.usage(),
                                                   static_batch=self._no_static_batch))

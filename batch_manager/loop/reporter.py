@@ -61,7 +61,7 @@ class Reporter:
             steps_in_flight=totals.steps_in_flight,
             queued_requests=totals.queued_requests,
             callback_seconds=callbacks.take_seconds(),
-            iteration_seconds=self._clock.monotonic() - record.started_at,
+            iteration_seconds=max(self._clock.monotonic() - record.started_at, 0.0),
             finals=unanswered.num_sent,
             failed_steps=totals.failed_steps,
             clamped_requests=totals.clamped_requests,

@@ -69,9 +69,9 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     except TypeError:
         return "the plan names something that is no request"
     if inflight_request_ids:
-        for request in named:
+        for request in chain(contexts, generation):
             if request.request_id in inflight_request_ids:
-                return f"{request} is in flight and cannot run or be paused now"
+                return f"{request} is in flight and cannot run now"
 
     for request in contexts:
         if not request.is_context:

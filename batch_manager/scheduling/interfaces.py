@@ -49,7 +49,8 @@ class RequestScheduler(ABC):
         """The plan of the next iteration.
 
         active_requests        all unfinished requests, in the order they are to be served
-        inflight_request_ids   those of them that a launched step is working on; they cannot run in this one
+        inflight_request_ids   those of them that a launched step is working on; they cannot run in this one. A plan
+                               that pauses one is dropped, and asked for again when that step was read
         """
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from ..arguments import check_arguments
 from ..build import build_loop
 from ..config import Parts, TrtGptModelOptionalParams
 from ..errors import ManagerClosedError
@@ -52,14 +53,19 @@ class EngineHarness:
                  policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION,
                  model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
                  exclude_input_in_output: bool = False, parts: Parts | None = None, **options: Any) -> None:
+        params, parts = TrtGptModelOptionalParams(**options), Parts() if parts is None else parts
+        check_arguments(model_type, max_beam_width, policy, get, send, poll, stats, params, parts,
+                        exclude_input_in_output)
         self.clock = ManualClock()
-        self.backend = ScriptedBackend() if backend is None else backend
+        self._is_running = False
         self._loop = build_loop(
             model_path=None, model_type=model_type, max_beam_width=max_beam_width, scheduler_policy=policy,
             get_inference_requests_cb=get, send_response_cb=send, poll_stop_signal_cb=poll,
-            return_batch_manager_stats_cb=stats, optional_params=TrtGptModelOptionalParams(**options),
+            return_batch_manager_stats_cb=stats, optional_params=params,
             terminate_req_id=None, exclude_input_in_output=exclude_input_in_output,
-            parts=replace(parts or Parts(), backend=self.backend, scheduler=scheduler, clock=self.clock))
+            parts=replace(parts, backend=ScriptedBackend() if backend is None else backend,
+                          scheduler=scheduler, clock=self.clock))
+        self.backend = self._loop.backend
 
     @property
     def active_requests(self) -> list[LlmRequest]:
@@ -73,7 +79,7 @@ class EngineHarness:
         """
         is_busy = False
         for _ in range(iterations):
-            is_busy = self._loop.step(accept_new=True)
+            is_busy = self._turn()
         return is_busy
 
     def run(self, most_iterations: int = 10_000) -> int:
@@ -82,17 +88,31 @@ class EngineHarness:
         Raises RuntimeError when there is no end after so many.
         """
         for iteration in range(most_iterations):
-            if not self._loop.step(accept_new=True):
+            if not self._turn():
                 return iteration
         raise RuntimeError(f"{len(self._loop.active)} requests are active after {most_iterations:,} iterations; "
                            "expected an end; raise most_iterations, or look at what the scheduler does")
+
+    def _turn(self) -> bool:
+        self._refuse_a_callback("turned")
+        self._is_running = True
+        try:
+            return self._loop.step(accept_new=True)
+        finally:
+            self._is_running = False
+
+    def _refuse_a_callback(self, what: str) -> None:
+        if self._is_running:
+            raise RuntimeError(f"the harness was to be {what} by a callback, or by something else that an iteration "
+                               "calls; an iteration runs already; note what is wanted, and do it after step returned")
 
     def check(self) -> None:
         """Raise InternalError where a KV cache block is neither free nor owned as the block tables say."""
         audit(self._loop.kv)
 
     def close(self) -> None:
-        """Answer whatever is open with SHUTDOWN, and close the backend. Idempotent."""
+        """Answer whatever is open with SHUTDOWN, and close the backend. Idempotent. Not for callbacks."""
+        self._refuse_a_callback("closed")
         self._loop.answer_the_rest(ManagerClosedError(
             "the harness was closed before the request was done", "what it generated so far is dropped",
             "run it to its end"))

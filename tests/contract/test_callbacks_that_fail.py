@@ -248,6 +248,60 @@ def test_c2_a_list_that_its_owner_empties_and_returns_again_loses_nothing(make_w
     assert all(world.client.final(i).error == "" for i in range(20))
 
 
+class OwnList(list):
+    pass
+
+
+class OwnDeque(deque):
+    pass
+
+
+def answered_meanwhile(make_world, make_collection):
+    """Which of ten are answered where the owner takes each out that was answered, and an iteration reads four."""
+    world = make_world(max_admissions_per_iteration=4, max_num_sequences=-1)
+    handed_over, given, take_out = make_collection()
+    calls = [given]
+    world.loop.callbacks.fetched._get = lambda count: calls.pop() if calls else []
+    send = world.loop.callbacks._send
+
+    def sending(request_id, tensors, final, error):
+        send(request_id, tensors, final, error)
+        if final:
+            take_out(request_id)
+
+    world.loop.callbacks._send = sending
+    world.run()
+    return sorted(world.client.responses), len(handed_over)
+
+
+@pytest.mark.parametrize("kind", [list, deque, OwnList, OwnDeque])
+@pytest.mark.parametrize("give", [lambda items: items, iter], ids=["itself", "iterator"])
+def test_c2_what_its_owner_empties_while_it_is_read_loses_nothing(make_world, new_request, kind, give):
+    def make():
+        items = kind(new_request(i, [1], 1) for i in range(10))
+        return items, give(items), lambda i: items.remove(next(item for item in items if item.request_id == i))
+    assert answered_meanwhile(make_world, make) == (list(range(10)), 0)
+
+
+@pytest.mark.parametrize("view", [dict.values, dict.items, lambda table: table.values().__iter__()],
+                         ids=["values", "items", "iterator"])
+def test_c2_a_view_of_a_table_whose_entries_are_taken_out_loses_nothing(make_world, new_request, view):
+    def make():
+        table = {i: new_request(i, [1], 1) for i in range(10)}
+        return table, view(table), table.pop
+    answered, left = answered_meanwhile(make_world, make)
+    assert (answered, left) == ((list(range(10)), 0) if view is not dict.items else ([], 10))    # pairs are no requests
+
+
+def test_c20_what_is_dropped_of_a_generator_is_logged(make_world, new_request, caplog):
+    world = make_world(max_admissions_per_iteration=4, max_num_sequences=-1)
+    sources = [(new_request(i, [1], 1) for i in range(10))]
+    world.loop.callbacks.fetched._get = lambda count: sources.pop() if sources else []
+    world.run()
+    assert sorted(world.client.responses) == [0, 1, 2, 3]
+    assert "the first 4 items were read and the rest is dropped; return a list" in caplog.text
+
+
 class Growing(UserList):
     """Each look at it finds one more."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from batch_manager import (
+    CapacityScheduler,
     ConfigError,
     ContextChunkingPolicy,
     InferenceRequest,
@@ -694,3 +695,79 @@ def test_logits_and_log_probs_are_those_of_their_tokens(make_world, new_request)
     assert np.argmax(final.tensors["context_logits"][0], axis=1).tolist() == [
         world.expected(prompt[:n], 1)[0] for n in range(1, 14)]
     assert final.tensors["cum_log_probs"][0, 0] == pytest.approx(final.tensors["output_log_probs"].sum(), rel=1e-6)
+
+
+class PausesTheYoungest(CapacityScheduler):
+    """Reads no tokens; pauses the last request every now and then, whether a step works on it or not."""
+
+    plans_by_lengths = True
+
+    def __init__(self):
+        self.num_plans = 0
+
+    def schedule_request(self, active_requests):
+        self.num_plans += 1
+        if self.num_plans % 4 == 0 and len(active_requests) > 1:
+            return active_requests[:-1], active_requests[-1:]
+        return list(active_requests), []
+
+
+@pytest.mark.parametrize("new_tokens", [3, 4, 5, 6, 7, 20])
+def test_a_plan_that_pauses_who_is_in_flight_is_asked_for_again(make_world, new_request, new_tokens):
+    """A capacity scheduler is not told who is in flight."""
+    paused = 0
+    for build in (lockstep_world, world_ahead):
+        world = build(make_world, parts={"scheduler": PausesTheYoungest()})
+        world.client.pending = [new_request(1, [1, 2, 3], 9), new_request(2, [1, 2, 3], new_tokens)]
+        world.run()
+        assert world.client.final(1).tokens() == [1, 2, 3] + world.expected([1, 2, 3], 9)
+        assert world.client.final(2).tokens() == [1, 2, 3] + world.expected([1, 2, 3], new_tokens)
+        paused += sum(json.loads(record)["Paused Requests"] for record in world.client.stats)
+    assert paused or new_tokens == 3    # then it ends before its turn comes
+
+
+@pytest.mark.parametrize(("num_blocks", "ahead"), [(2, False), (3, True)])
+def test_a_request_that_a_pool_holds_in_lockstep_is_not_refused_for_running_ahead(
+        make_world, new_request, caplog, num_blocks, ahead):
+    """A window of 16 tokens is held in 2 blocks of 16, and in 3 where the token before it may be needed again."""
+    world = world_ahead(make_world, backend={"tokens_per_block": 16, "num_blocks": num_blocks, "window": 16,
+                                             "max_seq_len": 128},
+                        policy=GUARANTEED, kv_cache_config=KvCacheConfig(tokens_per_block=16, max_attention_window=16))
+    assert world.loop.limits.runs_ahead is ahead
+    assert ("run_ahead is switched off: 2 KV cache blocks are there" in caplog.text) is not ahead
+    world.client.pending = [new_request(1, [1] * 24, 48)]
+    world.run()
+    assert world.client.final(1).error == ""
+
+
+def test_the_last_record_of_an_engine_that_falls_idle_counts_what_was_in_flight(make_world, new_request):
+    world = world_ahead(make_world, flush_stats_when_idle=True)
+    prompt = [1, 2, 3]
+    end = world.expected(prompt, 4)[3]
+    world.client.pending = [new_request(1, prompt, 20, end_id=end)]
+    world.run()
+    before, last = map(json.loads, world.client.stats[-2:])
+    assert before["Iterations In Flight"] == 1 and before["Active Request Count"] == 1
+    assert last["Iterations In Flight"] == last["Active Request Count"] == 0
+    assert last["Discarded Tokens"] == 1
+
+
+class SaysNothing:
+    @property
+    def plans_by_lengths(self):
+        raise ValueError("planted")
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        raise AssertionError
+
+
+class SaysOne(SaysNothing):
+    plans_by_lengths = 1
+
+
+@pytest.mark.parametrize(("scheduler", "text"), [
+    (SaysNothing(), "plans_by_lengths of a SaysNothing raised ValueError; True or False; make it an attribute"),
+    (SaysOne(), "plans_by_lengths of a SaysOne is a int; True or False; set it to True if")])
+def test_a_scheduler_that_does_not_say_what_it_plans_by_is_refused(make_world, scheduler, text):
+    with pytest.raises(ConfigError, match=text):
+        world_ahead(make_world, parts={"scheduler": scheduler})

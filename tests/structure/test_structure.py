@@ -57,8 +57,9 @@ FLOORS: dict[str, list[str]] = {
     "interpreter_exit": ["errors", "names"],
     "loading_thread": ["one_shot_event", "errors", "names", "interpreter_exit"],
     "worker": ["one_shot_event", *GROUND, *HOST, "interpreter_exit"],
-    "gpt_manager": ["clock", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker"],
-    "testing": [*GROUND, *HOST, "decoding", "attention", "runtime", "build"],
+    "gpt_manager": ["clock", "arguments", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker"],
+    "arguments": GROUND,
+    "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager", "testing"],
     "extras": [*GROUND, "triton_kernels"],
     "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager"],
@@ -67,7 +68,7 @@ FLOORS: dict[str, list[str]] = {
 # What comes from outside, apart from the standard library.
 OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "guard", "one_shot_event", "clock",
-                     "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager"], set()),
+                     "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager", "arguments"], set()),
     **dict.fromkeys(["sampling_config", "config", "handover", "seams", "parts", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton", "numpy"},

@@ -105,3 +105,45 @@ def test_options_are_checked_as_the_manager_checks_them():
     with pytest.raises(ConfigError, match="max_batch_size"):
         EngineHarness(Server().get, Server().send, max_batch_size=0)
     assert ManualClock(3.0).monotonic() == 3.0
+
+
+@pytest.mark.parametrize(("wrong", "text"), [
+    ({"max_beam_width": 0}, "max_beam_width is 0; an integer of at least 1"),
+    ({"policy": 3}, "scheduler_policy is 3; a member of SchedulerPolicy"),
+    ({"model_type": 2}, "model_type is 2; a member of TrtGptModelType"),
+    ({"poll": 5}, "poll_stop_signal_cb is a int; a callable or None"),
+    ({"parts": 5}, "parts is a int; a Parts"),
+])
+def test_wrong_arguments_are_refused_as_the_manager_refuses_them(wrong, text):
+    server = Server()
+    with pytest.raises(ConfigError, match=text):
+        EngineHarness(server.get, server.send, **wrong)
+    with pytest.raises(ConfigError, match="send_response_cb is a NoneType; a callable"):
+        EngineHarness(server.get, None)
+
+
+@pytest.mark.parametrize("what", ["step", "run", "close"])
+@pytest.mark.parametrize("callback", ["get", "send"])
+def test_a_callback_that_turns_the_harness_is_told_not_to_and_harms_nobody(what, callback):
+    server, told = Server(ask(1, [1], 3), ask(2, [2], 4)), []
+    call = getattr(server, callback)
+
+    def turning(*arguments):
+        result = call(*arguments)
+        with pytest.raises(RuntimeError, match="an iteration runs already") as error:
+            getattr(harness, what)()
+        told.append(error.value)
+        return result
+
+    setattr(server, callback, turning)
+    with EngineHarness(server.get, server.send) as harness:
+        harness.run()
+    assert told and sorted(server.finals) == [(1, ""), (2, "")]
+
+
+def test_a_class_makes_the_backend():
+    server = Server(ask(1, [1], 3))
+    with EngineHarness(server.get, server.send, backend=ScriptedBackend) as harness:
+        assert isinstance(harness.backend, ScriptedBackend)
+        harness.run()
+    assert server.finals == [(1, "")]

@@ -1,0 +1,65 @@
+"""What a manager is constructed with, checked before anything is loaded."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .config import Parts, TrtGptModelOptionalParams
+from .errors import ConfigError
+from .names import SchedulerPolicy, TrtGptModelType
+
+
+def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any, get_cb: Any, send_cb: Any,
+                    poll_cb: Any, stats_cb: Any, params: Any, parts: Any, exclude_input_in_output: Any = False,
+                    terminate_req_id: Any = None, max_draft_tokens: Any = None) -> None:
+    """The arguments of GptManager's constructor, one by one. Raises ConfigError."""
+    if not isinstance(model_type, TrtGptModelType):
+        raise ConfigError(f"model_type is {model_type!r}", "a member of TrtGptModelType",
+                          "for instance TrtGptModelType.InflightFusedBatching")
+    if not isinstance(scheduler_policy, SchedulerPolicy):
+        raise ConfigError(f"scheduler_policy is {scheduler_policy!r}", "a member of SchedulerPolicy",
+                          "for instance SchedulerPolicy.GUARANTEED_NO_EVICT")
+    if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int) or max_beam_width < 1:
+        raise ConfigError(f"max_beam_width is {max_beam_width!r}", "an integer of at least 1",
+                          "1 for servers that do no beam search")
+    for name, callback in (("get_inference_requests_cb", get_cb), ("send_response_cb", send_cb)):
+        if not callable(callback):
+            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable", "pass a function")
+    for name, callback in (("poll_stop_signal_cb", poll_cb), ("return_batch_manager_stats_cb", stats_cb)):
+        if callback is not None and not callable(callback):
+            raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable or None",
+                              "pass a function, or leave it out")
+    for name, callback, may_yield in (
+            ("get_inference_requests_cb", get_cb, True), ("send_response_cb", send_cb, False),
+            ("poll_stop_signal_cb", poll_cb, True), ("return_batch_manager_stats_cb", stats_cb, False)):
+        if returns_before_it_runs(callback, may_yield=may_yield):
+            raise ConfigError(f"{name} is an async or a generator function",
+                              "the worker calls it, and nobody would run it to its end",
+                              "give it a plain function, for instance one that uses loop.call_soon_threadsafe")
+    if not isinstance(params, TrtGptModelOptionalParams):
+        raise ConfigError(f"optional_params is a {type(params).__name__}", "a TrtGptModelOptionalParams",
+                          "leave it out, or construct one")
+    if not isinstance(parts, Parts):
+        raise ConfigError(f"parts is a {type(parts).__name__}", "a Parts", "leave it out, or construct one")
+    if terminate_req_id is not None and (isinstance(terminate_req_id, bool) or not isinstance(terminate_req_id, int)
+                                         or not 0 <= terminate_req_id < 2**64):
+        raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "an id in 0..2^64-1, or None",
+                          "leave it out where no request ends the worker")
+    if max_draft_tokens is not None and (type(max_draft_tokens) is not int or max_draft_tokens):
+        raise ConfigError(f"max_draft_tokens is {max_draft_tokens!r}", "draft tokens are not built yet", "leave it out")
+    if not isinstance(exclude_input_in_output, bool):
+        raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "True or False",
+                          "leave it out for False")
+
+
+
+def returns_before_it_runs(callback: Callable | None, *, may_yield: bool) -> bool:
+    """Whether calling it only makes something that somebody else has to run: `async def`, and generators.
+
+    may_yield   what it returns is iterated over, so it may be a generator function
+    """
+    kinds = [inspect.iscoroutinefunction, inspect.isasyncgenfunction]
+    if not may_yield:
+        kinds.append(inspect.isgeneratorfunction)
+    forms = (callback, getattr(type(callback), "__call__", None))    # noqa: B004  an object may have an async one
+    return any(is_of_kind(form) for is_of_kind in kinds for form in forms)
