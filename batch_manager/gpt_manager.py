@@ -41,7 +41,9 @@ class GptManager:
     scheduler_policy                who may start when KV cache blocks are short
     get_inference_requests_cb       (max_num_requests: int) -> iterable of InferenceRequest; called every iteration,
                                     also with 0; -1 when unbounded. Not while more than an iteration reads of what it
-                                    returned (max_admissions_per_iteration) is still unread
+                                    returned (max_admissions_per_iteration) is still unread. Of a generator, or
+                                    anything else that does not know its size, one iteration's worth is read and the
+                                    rest dropped, with a log line: return a list
     send_response_cb                (request_id, tensors: list[NamedTensor], final_response: bool, error: str) -> None
     poll_stop_signal_cb             () -> set of request ids to stop
     return_batch_manager_stats_cb   (json: str) -> None, once per iteration that had an active request
