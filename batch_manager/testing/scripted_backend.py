@@ -30,7 +30,7 @@ from ..attention.windows import blocks_seen
 from ..decoding.beam_search import BeamSearch, BeamSearches
 from ..decoding.output_rows import columns_with_beams
 from ..decoding.position_ring import COLUMNS, PositionRing
-from ..errors import InternalError
+from ..errors import ConfigError, InternalError
 from ..handover import (
     END_ID,
     NOT_FINISHED,
@@ -62,6 +62,10 @@ StepHook = Callable[[ScheduledBatch], Mapping[int, RowFailure] | None]
 class ScriptedBackend:
     """Generates from a hash or from a script, and watches that it is driven by the rules of the handover.
 
+    Of what a request asks for it knows lengths, `end_id`, `random_seed`, streaming, beams, log-probs, logits, logits
+    post-processors and draft tokens. Temperatures, penalties, stop and bad words, `min_length`, `embedding_bias` and bans
+    of n-grams change nothing: it has no logits that they could change. A backend object serves one engine.
+
     script      (history) -> the next token, or None for the hash's; the history is prompt and generated tokens. Not for
                 sequences with beams
     on_step     (batch) called once a step after the cache was written and before anything else changed; may raise, or
@@ -84,7 +88,9 @@ class ScriptedBackend:
                  on_step: StepHook | None = None, on_finish: StepHook | None = None, verify: bool = True,
                  window: int | None = None, sink: int = 0, host_blocks: int = 0, is_asynchronous: bool = False,
                  step_seconds: float = 0.0) -> None:
-        assert script is None or window is None
+        if script is not None and window is not None:
+            raise ConfigError("a ScriptedBackend has a script and a window", "one of them: a script sees all tokens",
+                              "leave one of them out")
         self.info = BackendInfo(vocab_size=vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
                                 tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
                                 device="none", dtype="int32", attention_window=window, sink_tokens=sink,

@@ -147,3 +147,8 @@ def test_a_class_makes_the_backend():
         assert isinstance(harness.backend, ScriptedBackend)
         harness.run()
     assert server.finals == [(1, "")]
+
+
+def test_a_script_and_a_window_are_refused_together():
+    with pytest.raises(ConfigError, match="a script and a window; one of them: a script sees all tokens"):
+        ScriptedBackend(script=lambda history: 1, window=8)
