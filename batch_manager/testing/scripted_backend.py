@@ -63,8 +63,8 @@ class ScriptedBackend:
     """Generates from a hash or from a script, and watches that it is driven by the rules of the handover.
 
     Of what a request asks for it knows lengths, `end_id`, `random_seed`, streaming, beams, log-probs, logits, logits
-    post-processors and draft tokens. Temperatures, penalties, stop and bad words, `min_length`, `embedding_bias` and bans
-    of n-grams change nothing: it has no logits that they could change. A backend object serves one engine.
+    post-processors and draft tokens. Temperatures, penalties, stop and bad words, `min_length`, `embedding_bias` and
+    bans of n-grams change nothing: it has no logits that they could change. A backend object serves one engine.
 
     script      (history) -> the next token, or None for the hash's; the history is prompt and generated tokens. Not for
                 sequences with beams
