@@ -22,13 +22,15 @@ class Llama:
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("sliding_window", "use_sliding_window", "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
         num_layers, bias = layer_count(config), config.flag("attention_bias", False)
         refuse_windows(config, num_layers)
         return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
-                                 mlp_bias=config.flag("mlp_bias", False), max_positions=2048)
+                                 mlp_bias=config.flag("mlp_bias", False), max_positions=2048, default_norm_epsilon=1e-6,
+                                 default_theta=10000.0)
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

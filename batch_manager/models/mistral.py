@@ -22,6 +22,7 @@ class Mistral:
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("sliding_window", "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
@@ -31,7 +32,8 @@ class Mistral:
         if set(read_layer_types(config, [kind] * num_layers)) != {kind}:
             raise config.fault("layer_types", f"{kind} everywhere, as sliding_window says")
         return read_decoder_spec(config, architecture, windows=(window,) * num_layers, num_kv_heads=8,
-                                 max_positions=131072)
+                                 max_positions=131072, default_norm_epsilon=1e-6,
+                                 default_theta=10000.0)
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

@@ -15,9 +15,9 @@ MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB, MAX_POSITIONS = 4096, 4096, 2**20, 
 MAX_WEIGHTS = 2**44                                  # of all layers together
 MAX_ROTARY_ENTRIES = 2**27                           # 512 MiB of cosines and sines: two numbers ask for them, no file
 
-# Fields of other architectures, or of quantised and patched checkpoints, with the values that leave the numbers alone.
-# A model whose configuration says anything else would be computed wrongly, so it is refused by name, unless its class
-# says that it understands the field.
+# Fields that change what a model computes, with the values that leave the numbers alone. A file that says anything
+# else is refused by name, unless the class of its architecture says that it understands the field. What brings tensors
+# of its own, as experts do, is refused anyhow: nobody asks for those.
 _NEUTRAL = {
     "quantization_config": (), "compression_config": (), "auto_map": (), "pretraining_tp": (1,),
     "partial_rotary_factor": (1, 1.0), "rotary_pct": (1, 1.0), "rope_interleaved": (False,), "use_mrope": (False,),
@@ -30,9 +30,81 @@ _NEUTRAL = {
     "use_bidirectional_attention": (False,),
 }
 
+# More of them, for classes that were registered. Of a shipped family it is known what transformers leaves aside.
+_NEUTRAL_IN_OTHERS = {
+    # windows
+    **dict.fromkeys(("use_sliding_window", "window_attention"), (False,)),
+    **dict.fromkeys(("sliding_window_size", "interleaved_sliding_window", "window_size", "attention_window",
+                     "attention_window_size", "local_attention", "local_window", "local_attention_window_len",
+                     "attention_chunk_size", "attention_types"), ()),
+    # which layer is what
+    **dict.fromkeys(("attn_layer_indices", "layer_group_size", "num_attention_heads_per_layer", "attn_config",
+                     "ffn_config"), ()),
+    **dict.fromkeys(("num_loops", "layer_repeat"), (1,)),
+    **dict.fromkeys(("reverse_layers", "tie_layers", "attention_k_eq_v"), (False,)),
+    "num_kv_shared_layers": (0,), "mlp_only_layers": ([],), "text_config": ({},),
+    # norms and residuals
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm", "use_qk_layernorm", "norm_after", "sub_layernorm",
+                     "use_post_norm", "use_sandwich_norm", "parallel_residual", "normalize_embedding",
+                     "normalize_embeddings", "layernorm_embedding", "apply_residual_connection_post_layernorm",
+                     "_remove_final_layer_norm", "rescale_prenorm_residual"), (False,)),
+    **dict.fromkeys(("final_layernorm", "do_layer_norm_before", "layer_norm_elementwise_affine"), (True,)),
+    **dict.fromkeys(("norm_type", "qk_l2_clip_threshold"), ()),
+    # factors and bounds
+    **dict.fromkeys(("residual_scale", "embedding_scale", "embed_scale", "emb_scale", "embedding_multiplier_scale",
+                     "output_multiplier", "output_multiplier_scale", "attn_output_multiplier",
+                     "attention_output_multiplier", "attention_in_multiplier", "attention_out_multiplier",
+                     "attention_value_scale", "key_multiplier", "lm_head_multiplier", "mlp_multiplier", "logits_scale",
+                     "logits_mup_width_multiplier", "mup_width_scale"), (1,)),
+    **dict.fromkeys(("scale_embedding", "scale_embeddings", "mup_enabled", "attn_temperature_tuning", "logn_attn",
+                     "use_logn_attn", "use_dynamic_ntk", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
+                    (False,)),
+    **dict.fromkeys(("attention_scale", "attn_scale", "attention_softmax_scale", "softmax_scale", "scaling",
+                     "scale_depth", "dim_model_base", "attn_logit_softcap", "attn_soft_cap", "logit_softcap",
+                     "logit_softcapping", "logits_soft_cap", "final_logit_softcap", "output_logit_soft_cap",
+                     "max_attn_val", "swiglu_limit", "swiglu_alpha", "gegelu_limit", "mlp_gate_softcap",
+                     "mlp_up_softcap", "activation_sparsity_pattern", "log_scaling_alpha"), ()),
+    "mlp_multipliers": ([1, 1],), "scale_attn_weights": (True,),
+    # positions
+    **dict.fromkeys(("rotary_percentage", "rotary_percent", "rotary_fraction", "rotary_emb_fraction", "rope_percent",
+                     "rope_ratio"), (1,)),
+    **dict.fromkeys(("rotary_dim", "rotary_ndims", "rotary_emb_scale_base", "rope_local_base_freq", "local_rope_theta",
+                     "layer_rope_theta", "compress_rope_theta", "mrope_section", "rope_layers", "position_embeddings"),
+                    ()),
+    **dict.fromkeys(("rope_interleave", "rotary_emb_interleaved", "use_alibi", "use_nope", "learned_positions",
+                     "learned_pos_emb", "use_learned_position_embeddings", "sinusoidal_embeddings"), (False,)),
+    **dict.fromkeys(("use_rope", "use_rotary", "rope", "rotary"), (True,)),
+    "nope_layers": ([],), "position_embedding_type": ("rope", "rotary"),
+    # who sees whom
+    **dict.fromkeys(("is_encoder", "bidirectional", "bidirectional_attention", "prefix_lm", "multi_query",
+                     "new_decoder_architecture"), (False,)),
+    "causal": (True,), "attention_type": (),
+}
+
+# Lists with the entry that leaves the numbers alone, for classes that were registered.
+_NEUTRAL_ENTRIES = {"layer_types": "full_attention", "mlp_layer_types": "dense", "block_types": "attention",
+                    "layers_block_type": "attention", "attention_layers": "global"}
+
+# Fields that change nothing where the file says that there is no window, for classes that were registered.
+_OF_A_WINDOW = ("sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
+                "global_attn_every_n_layers")
+
+# Names that different families have for one number, for classes that were registered: a class reads one of each. A name
+# that it does not read must not say anything else.
+_NAMES_OF_ONE = (
+    ("hidden_act", "hidden_activation", "activation", "activation_function", "ff_activation", "mlp_hidden_act",
+     "mlp_act", "act_fn", "afn"),
+    ("rms_norm_eps", "rms_norm_epsilon", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon",
+     "layernorm_epsilon"),
+    ("rope_theta", "rotary_emb_base", "rotary_base"),
+    ("rope_scaling", "rope_parameters"),
+)
+
 # activation names of transformers -> ours; different spellings of one function
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                 "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
+_NO_DEFAULT = ("a number: the class of this architecture has no default for it",
+               "put it into the file, or give read_decoder_spec the family's default")
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -95,24 +167,54 @@ class ModelSpec:
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
-def refuse_unknown_numerics(config: Fields, understood: Collection[str] = ()) -> None:
-    """Raise for a field that changes what a model computes and that its class does not read.
+def refuse_unknown_numerics(config: Fields, understood: Collection[str], *, is_shipped: bool) -> None:
+    """Raise for a field that changes what a model computes and that its class does not understand.
 
-    understood   the fields that it reads
+    understood   the fields that the class reads, as it says itself
+    is_shipped   the class is the shipped one of its architecture
     """
-    for name, neutral in _NEUTRAL.items():
-        if name in understood:
-            continue
+    for name, neutral in (_NEUTRAL if is_shipped else _NEUTRAL | _NEUTRAL_IN_OTHERS).items():
         value = config.values.get(name)
-        if name in config and not any(type(value) in (type(good), int, float) and value == good for good in neutral):
-            raise config.fault(name, "not supported",
-                               "register_model takes a class that reads the field and names it in `understands`")
+        if name in config and name not in understood and not any(
+                type(value) in (type(good), int, float) and value == good for good in neutral):
+            raise _not_understood(config, name)
+    if is_shipped:
+        return
+    for name, entry in _NEUTRAL_ENTRIES.items():
+        value = config.values.get(name)
+        if name in config and name not in understood and not (
+                isinstance(value, list) and all(item == entry for item in value)):
+            raise _not_understood(config, name)
+    if config.values.get("use_sliding_window") is False or config.values.get("sliding_window", 0) is None:
+        return
+    for name in _OF_A_WINDOW:
+        if name in config and name not in understood:
+            raise _not_understood(config, name)
+
+
+def refuse_unread_names(config: Fields, understood: Collection[str]) -> None:
+    """Raise for a name that stands for the same as others do, where the class reads none of equal value.
+
+    config       after the class read it
+    understood   as in `refuse_unknown_numerics`
+    """
+    for names in _NAMES_OF_ONE:
+        seen = [config.values[name] for name in names if name in config and name in config.asked_for]
+        for name in names:
+            if name in config and name not in understood and config.values[name] not in seen:
+                raise _not_understood(config, name)
+
+
+def _not_understood(config: Fields, name: str) -> ModelLoadError:
+    return config.fault(name, "not supported",
+                        "register_model takes a class that reads the field and names it in `understands`")
 
 
 def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int | None, ...], qkv_bias: bool = False,
                       out_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False,
                       scale: float | None = None, softcap: float | None = None, activation: str = "hidden_act",
                       default_activation: str = "silu", norm_epsilon: str = "rms_norm_eps",
+                      default_norm_epsilon: float | None = None, default_theta: float | None = None,
                       head_size: int | None = None, num_kv_heads: int | None = None,
                       tie_word_embeddings: bool = False, partial_rotary_factor: float | None = None,
                       max_positions: int, spec_class: type[Spec] = ModelSpec, **own: Any) -> Spec:
@@ -123,6 +225,9 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
     activation, norm_epsilon   the fields that hold them
     head_size, num_kv_heads, tie_word_embeddings, max_positions, default_activation
                                the family's defaults; num_kv_heads None: the number of attention heads
+    default_norm_epsilon, default_theta
+                               the family's defaults too, of the norms and of `rope_theta`; None: it has none, and a
+                               file without the field is refused
     partial_rotary_factor      the family's default; None: it rotates whole heads, and a file that says other is refused
     spec_class, own            a subclass of ModelSpec, and what its own fields get
     Raises ModelLoadError naming file and field.
@@ -147,10 +252,10 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
         max_position_embeddings=max_positions,
         attention=tuple(LayerAttention(scale=head_size**-0.5 if scale is None else scale, window=window,
                                        softcap=softcap) for window in windows),
-        norm_epsilon=config.number(norm_epsilon, 1e-6),
+        norm_epsilon=_epsilon(config, norm_epsilon, default_norm_epsilon),
         tie_word_embeddings=config.flag("tie_word_embeddings", tie_word_embeddings),
         activation=read_activation(config, activation, default_activation),
-        rotary=read_rotary(config, max_positions, is_partial=partial_rotary_factor is not None),
+        rotary=read_rotary(config, max_positions, default_theta, is_partial=partial_rotary_factor is not None),
         rotary_size=(None if partial_rotary_factor is None
                      else _rotary_size(config, head_size, partial_rotary_factor)),
         qkv_bias=qkv_bias,
@@ -262,15 +367,19 @@ def refuse_rotary(config: Fields) -> None:
             raise config.fault(name, "null: this architecture has learned positions")
 
 
-def read_rotary(config: Fields, max_positions: int, is_partial: bool = False) -> RotaryParameters:
+def read_rotary(config: Fields, max_positions: int, default_theta: float | None = None,
+                is_partial: bool = False) -> RotaryParameters:
     """The rotary embedding, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`.
 
-    is_partial   the family rotates a part of each head; else a file that says so is refused
+    default_theta   where the file has no `rope_theta`; None: it must have one
+    is_partial      the family rotates a part of each head; else a file that says so is refused
     """
     rope = _rope_fields(config)
     if not is_partial and "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") != 1.0:
         raise rope.fault("partial_rotary_factor", "1: rotation of a part of a head is not supported")
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
+    if theta is None:
+        raise config.missing("rope_theta", *_NO_DEFAULT)
     kind = rope.text("rope_type", rope.text("type", "default"))
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "original_max_position_embeddings",
              "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -308,6 +417,13 @@ def read_rotary(config: Fields, max_positions: int, is_partial: bool = False) ->
 def _rope_fields(config: Fields) -> Fields:
     rope = config.fields("rope_scaling", Fields({}, config.where))
     return rope if rope.values else config.fields("rope_parameters", rope)
+
+
+def _epsilon(config: Fields, name: str, default: float | None) -> float:
+    epsilon = config.number(name, default)
+    if epsilon is None:
+        raise config.missing(name, *_NO_DEFAULT)
+    return epsilon
 
 
 def _rotary_size(config: Fields, head_size: int, default: float) -> int:

@@ -22,12 +22,14 @@ class Qwen2:
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
         windows = read_layer_windows(config, layer_count(config))
         return read_decoder_spec(config, architecture, windows=windows, qkv_bias=True, num_kv_heads=32,
-                                 max_positions=32768)
+                                 max_positions=32768, default_norm_epsilon=1e-6,
+                                 default_theta=10000.0)
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

@@ -22,12 +22,14 @@ class Qwen3:
 
     deterministic = True
     harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
         windows, bias = read_layer_windows(config, layer_count(config)), config.flag("attention_bias", False)
         return read_decoder_spec(config, architecture, windows=windows, qkv_bias=bias, out_bias=bias, qk_norm=True,
-                                 head_size=128, num_kv_heads=32, max_positions=32768)
+                                 head_size=128, num_kv_heads=32, max_positions=32768, default_norm_epsilon=1e-6,
+                                 default_theta=10000.0)
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

@@ -16,7 +16,7 @@ from ..weights.folder import CheckpointFolder
 from ..weights.json_file import Fields, read_json_file, shown
 from ..weights.safetensors_source import SafetensorsWeights
 from ..weights.source import DummyWeights, Weights
-from .model_spec import ModelSpec, check_spec, refuse_unknown_numerics
+from .model_spec import ModelSpec, check_spec, refuse_unknown_numerics, refuse_unread_names
 
 CONFIG_FILE = "config.json"
 
@@ -71,13 +71,14 @@ class LoadedModel:
 
 
 # Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
-_models: dict[str, type[Model] | tuple[str, str]] = {
+_SHIPPED = {
     "GPT2LMHeadModel": ("gpt2", "Gpt2"),
     "LlamaForCausalLM": ("llama", "Llama"),
     "MistralForCausalLM": ("mistral", "Mistral"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2"),
     "Qwen3ForCausalLM": ("qwen3", "Qwen3"),
 }
+_models: dict[str, type[Model] | tuple[str, str]] = dict(_SHIPPED)
 
 # What transformers calls the family of a shipped architecture. It chooses the class by this field.
 _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
@@ -198,11 +199,16 @@ def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
     if expected is not None and config.text("model_type", expected) != expected:
         raise config.fault("model_type", f"{expected!r}, as architectures is {shown(names)}",
                            "correct the one of the two that is wrong")
-    refuse_unknown_numerics(config, getattr(model_class, "understands", ()))
+    understood = getattr(model_class, "understands", ())
+    module, name = _SHIPPED.get(names[0], ("", ""))
+    is_shipped = (model_class.__module__, model_class.__qualname__) == (f"{__package__}.{module}", name)
+    refuse_unknown_numerics(config, understood, is_shipped=is_shipped)
     spec = model_class.read_spec(config, names[0])
     if not isinstance(spec, ModelSpec):
         raise ConfigError(f"{model_class.__name__}.read_spec returned {shown(spec)}", "a ModelSpec",
                           "correct the class")
+    if not is_shipped:
+        refuse_unread_names(config, understood)
     check_spec(config, spec)
     return model_class, spec
 

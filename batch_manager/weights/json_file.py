@@ -67,6 +67,7 @@ def _no_constant(text: str) -> None:
 class Fields:
     """Typed access to a JSON object. A field that is absent or null takes the default; without one it is an error.
 
+    asked_for   the names whose values were read here
     Raises ModelLoadError naming file and field from every method.
     """
 
@@ -74,6 +75,7 @@ class Fields:
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.values, self.where = values, where
+        self.asked_for: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         """Whether the field is there and not null."""
@@ -82,6 +84,11 @@ class Fields:
     def fault(self, name: str, expectation: str, fix: str = "") -> ModelLoadError:
         """The error to raise about a field's value."""
         return ModelLoadError(f"{self.where}: {_name(name)} is {shown(self.values.get(name))}", expectation, fix)
+
+    def missing(self, name: str, expectation: str,
+                fix: str = "download or save it again, or correct the file") -> ModelLoadError:
+        """The error to raise about a field that is absent or null."""
+        return ModelLoadError(f"{self.where}: {_name(name)} is missing", expectation, fix)
 
     def count(self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = MAX_COUNT) -> Any:
         return self._get(name, default, lambda value: isinstance(value, int) and minimum <= value <= maximum,
@@ -118,10 +125,11 @@ class Fields:
         return Fields(value, f"{self.where}: {_name(name)}") if isinstance(value, dict) else value
 
     def _get(self, name, default, is_good, expectation, bools=False):
+        self.asked_for.add(name)
         value = self.values.get(name)
         if value is None:
             if default is Fields._REQUIRED:
-                raise ModelLoadError(f"{self.where}: {_name(name)} is missing", expectation)
+                raise self.missing(name, expectation)
             return default
         if isinstance(value, bool) != bools or not is_good(value):
             raise self.fault(name, expectation)

@@ -8,6 +8,7 @@ import torch
 from batch_manager.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from batch_manager.layers.rotary import RotaryParameters, inverse_frequencies
 from batch_manager.models import load_model, read_spec, register_model
+from batch_manager.models.model_spec import layer_count, read_decoder_spec
 from batch_manager.models.registry import _models, find_model
 from batch_manager.weights.source import DummyWeights
 
@@ -245,6 +246,102 @@ def test_the_number_of_weights_is_that_of_the_matrices_a_model_asks_for(
 def test_an_unknown_architecture_lists_the_known_ones_and_the_way_to_add_one(spec_of):
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM.*register_model"):
         spec_of("NewForCausalLM")
+
+
+class Plain:
+    """A class of somebody's that understands nothing beside what `read_decoder_spec` reads."""
+
+    harmless_tensors = ()
+    options: dict = {}
+
+    @classmethod
+    def read_spec(cls, config, architecture):
+        return read_decoder_spec(config, architecture, windows=(None,) * layer_count(config), max_positions=2048,
+                                 **cls.options)
+
+    def embed(self, token_ids):
+        raise NotImplementedError
+
+    forward = logits = embed
+
+
+NEEDED = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+
+
+@pytest.fixture
+def registered_spec_of(spec_of, monkeypatch):
+    """spec_of, of an architecture that `members` of a registered class read."""
+
+    def read(*, without=(), members=None, **fields):
+        monkeypatch.setattr("batch_manager.models.registry._models", dict(_models))
+        register_model("MyForCausalLM", type("Mine", (Plain,), members or {}))
+        return spec_of("MyForCausalLM", **{k: v for k, v in NEEDED.items() if k not in without}, **fields)
+
+    return read
+
+
+CHANGES_NUMBERS = {
+    "sliding_window": 8, "use_sliding_window": True, "sliding_window_pattern": 2, "max_window_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window_size": 8, "window_size": 8,
+    "attention_chunk_size": 64, "global_attn_every_n_layers": 4, "attention_types": [[["global", "local"], 2]],
+    "mlp_layer_types": ["dense", "sparse"] * 2, "block_types": ["recurrent", "attention"], "text_config": {"a": 1},
+    "attn_config": {"alibi": True}, "num_kv_shared_layers": 2, "qk_layernorm": True, "use_qk_norm": True,
+    "attn_logit_softcap": 30.0, "logits_soft_cap": 30.0, "final_logit_softcap": 30.0, "attn_logit_softcapping": 50.0,
+    "residual_scale": 0.5, "lm_head_multiplier": 2.0, "mlp_multipliers": [1.0, 0.5], "attention_scale": 0.3,
+    "attention_softmax_scale": 0.3, "scale_embedding": True, "embed_scale": 2.0, "scale_depth": 1.4,
+    "dim_model_base": 256, "swiglu_limit": 7.0, "rotary_percentage": 0.25, "rotary_dim": 4, "rope_ratio": 2.0,
+    "rope_local_base_freq": 1e4, "use_alibi": True, "alibi": True, "use_rope": False, "nope_layers": [3],
+    "position_embedding_type": "absolute", "rope_interleave": True, "learned_pos_emb": True, "causal": False,
+    "prefix_lm": True, "hidden_activation": "gelu", "activation_function": "relu", "layer_norm_eps": 0.1,
+    "rotary_emb_base": 5e5, "do_layer_norm_before": False, "scale_attn_weights": False, "use_dynamic_ntk": True,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_NUMBERS)
+def test_a_field_that_a_registered_class_does_not_name_is_refused_by_name(name, registered_spec_of):
+    """The shipped families read their windows themselves; a class of somebody's must say that it does."""
+    with pytest.raises(ModelLoadError, match=f"{name} is .*; not supported; .*names it in `understands`"):
+        registered_spec_of(**{name: CHANGES_NUMBERS[name]})
+    members = {"understands": (name,)}
+    assert registered_spec_of(members=members, **{name: CHANGES_NUMBERS[name]}).num_layers == 4
+
+
+@pytest.mark.parametrize("fields", [
+    dict.fromkeys(CHANGES_NUMBERS),
+    {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
+    {"sliding_window": None, "sliding_window_pattern": 4, "layer_types": ["full_attention"] * 4},
+    {"qk_layernorm": False, "residual_scale": 1, "lm_head_multiplier": 1.0, "mlp_multipliers": [1.0, 1.0]},
+    {"use_alibi": False, "use_rope": True, "nope_layers": [], "rotary_percentage": 1.0, "text_config": {}},
+    {"hidden_act": "gelu", "hidden_activation": "gelu", "layer_norm_eps": 1e-5, "rope_scaling": {}},
+    {"mlp_layer_types": ["dense"] * 4, "position_embedding_type": "rope", "scale_attn_weights": True, "causal": True},
+])
+def test_a_field_that_changes_nothing_passes(fields, registered_spec_of):
+    assert windows_of(registered_spec_of(**fields)) == (None,) * 4
+
+
+def test_another_name_of_a_number_must_not_say_anything_else(registered_spec_of):
+    members = {"options": {"activation": "hidden_activation"}}
+    spec = registered_spec_of(members=members, hidden_activation="gelu", hidden_act="gelu")
+    assert spec.activation == "gelu"
+    with pytest.raises(ModelLoadError, match="hidden_act is 'relu'; not supported"):
+        registered_spec_of(members=members, hidden_activation="gelu", hidden_act="relu")
+
+
+@pytest.mark.parametrize("name, attribute, value", [
+    ("rms_norm_eps", "default_norm_epsilon", 1e-5), ("rope_theta", "default_theta", 5e5)])
+def test_a_field_without_a_default_of_the_family_must_be_there(name, attribute, value, registered_spec_of):
+    for fields in ({}, {name: None}):
+        with pytest.raises(ModelLoadError, match=f"{name} is missing; .*no default.*; .*family's default"):
+            registered_spec_of(without=(name,), **fields)
+    spec = registered_spec_of(without=(name,), members={"options": {attribute: value}})
+    assert (spec.norm_epsilon if name == "rms_norm_eps" else spec.rotary.theta) == value
+    assert registered_spec_of(without=("rope_theta",), rope_parameters={"rope_theta": 7.0}).rotary.theta == 7.0
+
+
+@pytest.mark.parametrize("architecture", [name for name in BASE if not name.startswith("GPT2")])
+def test_what_transformers_leaves_aside_in_a_shipped_family_passes(architecture, spec_of):
+    spec = spec_of(architecture, activation_function="relu", layer_norm_eps=0.1, residual_scale=0.5, use_rope=False)
+    assert (spec.norm_epsilon, spec.rotary.theta, spec.activation) == (1e-6, 10000.0, "silu")
 
 
 def test_a_registered_architecture_is_used(spec_of, tmp_path, monkeypatch):

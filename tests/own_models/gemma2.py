@@ -38,7 +38,8 @@ class Gemma2:
 
     deterministic = True
     harmless_tensors = ()
-    understands = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+    understands = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window",
+                   "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Gemma2Spec:
@@ -56,7 +57,8 @@ class Gemma2:
             scale=config.number("query_pre_attn_scalar", 256) ** -0.5, softcap=cap("attn_logit_softcapping", 50.0),
             qkv_bias=config.flag("attention_bias", False), out_bias=config.flag("attention_bias", False),
             activation="hidden_activation", default_activation="gelu_pytorch_tanh", head_size=256, num_kv_heads=4,
-            tie_word_embeddings=True, max_positions=8192, logits_softcap=cap("final_logit_softcapping", 30.0))
+            tie_word_embeddings=True, max_positions=8192, default_norm_epsilon=1e-6, default_theta=10000.0,
+            logits_softcap=cap("final_logit_softcapping", 30.0))
 
     def __init__(self, spec: Gemma2Spec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,

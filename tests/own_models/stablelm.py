@@ -35,7 +35,7 @@ class StableLm:
         return read_decoder_spec(
             config, architecture, windows=(None,) * config.count("num_hidden_layers", maximum=4096),
             qkv_bias=config.flag("use_qkv_bias", False), norm_epsilon="layer_norm_eps", partial_rotary_factor=0.25,
-            max_positions=4096)
+            max_positions=4096, default_norm_epsilon=1e-5, default_theta=10000.0)
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
