@@ -45,6 +45,7 @@ class GptDecoder:
     searches        the slots that have beams; their tokens are kept there, when the host has judged them
     history         tokens of the sequences for which anything but the model depends on them; those of beams are
                     written before each step, from the search that the step starts from
+    stages          what is done to logits before a token is drawn
     own_stages      changes of logits beside those of `stages.default_stages`, in the place that stages.py says
     deterministic   a row's bits do not depend on the others: on a CPU, where torch shares work out by the number of
                     rows, each row is staged and sampled alone, and so are the beams of each sequence. Kernels take rows
@@ -59,7 +60,7 @@ class GptDecoder:
         self._post_processors = LogitsPostProcessors()
         self.searches = BeamSearches()
         self.history = TokenHistory(device)
-        self._stages = Stages(default_stages(self.state, own_stages), self.state)
+        self.stages = Stages(default_stages(self.state, own_stages), self.state)
         self._stop_words = StopWords(self.state)
         self._sample_token = dispatch.kernel("sample_token", device)
         self._one_by_one = deterministic and not dispatch.use_triton(device)
@@ -70,7 +71,7 @@ class GptDecoder:
         """Sequences take their slots. Doing so again is harmless."""
         for slot, setup in setups:
             self.state.set_up(slot, setup)
-            features, needs_history = self._stages.set_up(slot, setup)
+            features, needs_history = self.stages.set_up(slot, setup)
             self.searches.set_up(slot, setup, is_changed=features != 0, needs_history=needs_history)
             self._stop_words.set_up(slot, setup)
             if self._stop_words.is_active(setup):
@@ -115,7 +116,7 @@ class GptDecoder:
         if of.features & HISTORY:
             self.history.append(of, of.having(HISTORY), drawn.tokens)
         if of.features & STAGES:
-            self._stages.keep(of, drawn.tokens)
+            self.stages.keep(of, drawn.tokens)
         self.state.last_tokens.put(of.device_slots, of.device_positions, drawn.tokens.long())
 
     def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:
@@ -127,7 +128,7 @@ class GptDecoder:
             finite = to_log_probs(logits, temperature, rows, one_by_one=self._one_by_one)
             for part in [slice(group.first, group.first + group.count) for group in rows.groups
                          ] if self._one_by_one else [slice(None)]:
-                self._stages.apply(logits[part], of.part(part))
+                self.stages.apply(logits[part], of.part(part))
         *found, drawable = find_candidates(self._beam_kernel, logits, temperature, rows, one_by_one=self._one_by_one)
         # A beam whose every continuation is banned yields nothing, and the others go on.
         return *found, drawable if finite is None else finite.where(rows.device_is_changed, drawable)
@@ -136,8 +137,8 @@ class GptDecoder:
         given = None
         if rows.features & STAGES:
             # Whether the stages left nothing to sample, or what they were given had nothing, shows before them only.
-            given = self._given_finite(logits, rows) if self._stages.changes(rows) else None
-            self._stages.apply(logits, rows)
+            given = self._given_finite(logits, rows) if self.stages.changes(rows) else None
+            self.stages.apply(logits, rows)
         if not rows.features & (SAMPLES | LOG_PROBS):
             tokens, _, finite = self._sample_token(logits, **self._greedy(len(logits)))
             log_probs = None

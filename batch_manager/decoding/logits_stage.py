@@ -10,7 +10,9 @@ from .logits_rows import LogitsRows
 class LogitsStage:
     """One change of logits, the same for a sequence whatever else is in the step.
 
-    A stage of your own (Parts.stages) may inherit this, or have all of these members.
+    A stage of your own (Parts.stages) may inherit this, or have all of these members. Before there are requests a
+    warm-up calls it with sequences that it invents, of request id 0 and prompt [0], one of them with as many beams as
+    there may be; where one of these calls raises, the manager is not made.
 
     reads   fields of SamplingConfig whose numbers it takes from `LogitsRows.column`; `end_id` and `prompt_length` of
             the setup may be among them

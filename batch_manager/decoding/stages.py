@@ -53,10 +53,14 @@ def default_stages(state: SlotState, own: Sequence[LogitsStage] = ()) -> tuple[L
 
 
 class Stages:
-    """The stages of a decoder. Each has a bit of `SlotState.features`, and columns for the numbers that it reads."""
+    """The stages of a decoder. Each has a bit of `SlotState.features`, and columns for the numbers that it reads.
+
+    raised_last   the stage that raised last, when it was set up or applied; None: none did
+    """
 
     def __init__(self, stages: Sequence[LogitsStage], state: SlotState) -> None:
         assert len(stages) <= MAX_STAGES
+        self.raised_last: LogitsStage | None = None
         self._by_bit = [(1 << place, stage) for place, stage in enumerate(stages)]
         self._decay = [(bit, stage) for bit, stage in self._by_bit if isinstance(stage, TopPDecay)]
         self._changing = sum(bit for bit, stage in self._by_bit if not isinstance(stage, TopPDecay))
@@ -67,11 +71,15 @@ class Stages:
         """A sequence takes the slot. Returns the bits of the stages that are active for it, and whether any of these
         needs its tokens."""
         bits, needs_history = 0, False
-        for bit, stage in self._by_bit:
-            stage.set_up(slot, setup)
-            if stage.is_active(setup):
-                bits |= bit
-                needs_history = needs_history or bool(stage.needs_history(setup))
+        try:
+            for bit, stage in self._by_bit:
+                stage.set_up(slot, setup)
+                if stage.is_active(setup):
+                    bits |= bit
+                    needs_history = needs_history or bool(stage.needs_history(setup))
+        except Exception:
+            self.raised_last = stage
+            raise
         return bits, needs_history
 
     def changes(self, rows: LogitsRows) -> bool:
@@ -80,9 +88,13 @@ class Stages:
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows) -> None:
         """Change `logits` [r, vocab] float32 in place."""
-        for bit, stage in self._by_bit:
-            if rows.features & bit:
-                stage.apply(logits, rows, rows.having(bit))
+        try:
+            for bit, stage in self._by_bit:
+                if rows.features & bit:
+                    stage.apply(logits, rows, rows.having(bit))
+        except Exception:
+            self.raised_last = stage
+            raise
 
     def keep(self, rows: LogitsRows, sampled: torch.Tensor) -> None:
         """Tokens that were sampled are those of their sequences from now on. sampled [r]"""

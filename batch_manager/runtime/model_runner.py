@@ -1,5 +1,7 @@
 """One call: arrays to the device, through the model, to the hidden states that are wanted."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +13,7 @@ from ..decoding.slots import CONTEXT_LOGITS, DrawRows, SlotState
 from ..models.registry import Model
 from .device import Uploads
 from .layouts import ModelCall
+from .model_check import CheckedModel
 from .padded_call import forward_padded
 
 
@@ -36,6 +39,15 @@ class ModelRunner:
     def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
         self._model, self._attention, self._uploads = model, attention, uploads
         self._vocab_size = vocab_size
+
+    @contextmanager
+    def checking(self, hidden_size: int, dtype: torch.dtype) -> Iterator[None]:
+        """Within it, results of the model are checked and ConfigError is raised for a wrong one; see CheckedModel."""
+        model, self._model = self._model, CheckedModel(self._model, self._vocab_size, hidden_size, dtype)
+        try:
+            yield
+        finally:
+            self._model = model
 
     def run(self, call: ModelCall, state: SlotState, fed_tokens: np.ndarray | None = None) -> CallResult:
         """Changes nothing but the pages that the step's tokens belong to.

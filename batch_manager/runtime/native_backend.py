@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..contained_log import log
 from ..decoding.decoder import GptDecoder
 from ..decoding.drawn import NOT_FINITE, Drawn
 from ..decoding.logits_stage import LogitsStage
-from ..errors import ConfigError, InsufficientMemoryError
+from ..errors import ConfigError, InsufficientMemoryError, type_name
 from ..handover import (
     NO_UPDATES,
     AdapterLoad,
@@ -213,9 +214,9 @@ class NativeBackend:
         self._num_operations = 0                  # carried out so far
         self._pool, self._host_pool = pool, host_pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
-        self._uploads = Uploads(device)
+        self._uploads, self._own_stages = Uploads(device), tuple(own_stages)
         with torch.inference_mode():
-            self._decoder = GptDecoder(num_slots, device, own_stages, deterministic=loaded.deterministic,
+            self._decoder = GptDecoder(num_slots, device, self._own_stages, deterministic=loaded.deterministic,
                                        send=self._uploads.send)
         if loaded.deterministic and num_threads is None:
             num_threads = thread_count()                              # on others the bits might be others
@@ -276,16 +277,33 @@ class NativeBackend:
         if max_beam_width > 1:
             beams = SlotSetup(SamplingConfig(beam_width=max_beam_width), max_new_tokens=2, prompt_length=1)
             setups[max_beam_width] = beams.continuing([0])
-        with self._threads():                         # once for all the steps, on the thread that loads
+        # The threads once for all the steps, on the thread that loads.
+        with self._threads(), self._runner.checking(self.info.hidden_size, self._pool.dtype), self._naming_stages():
             for width, setup in setups.items():
                 rows = np.arange(width, dtype=np.int32)
-                self.start(ScheduledBatch(
+                first = self.start(ScheduledBatch(
                     iteration=0, context=(ContextWork(0, zero, 0, True, setup),), max_beam_width=max_beam_width,
                     block_table_updates=BlockTableUpdates(rows, 0 * rows, 0 * rows))).finish()
+                if width > 1 and first.failures:      # no logit of token 0 is finite: no beam goes on
+                    continue
                 self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1, width), num_places=2,
                                           max_beam_width=max_beam_width)).finish()
         with on_device(self._device), torch.inference_mode():
             clear_block(self._pool, 0)
+
+    @contextmanager
+    def _naming_stages(self) -> Iterator[None]:
+        """Within it, what a stage raises becomes a ConfigError that names the stage; memory that is out does not."""
+        try:
+            yield
+        except Exception as error:
+            stage = self._decoder.stages.raised_last
+            if not any(stage is own for own in self._own_stages) or is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"the stage {type_name(stage)} of Parts.stages raised {first_line(error)} in the warm-up",
+                "a stage takes the sequence that the warm-up invents, of request id 0 and prompt [0]",
+                "let the stage take a request that it has not heard of; the cause above says more") from error
 
     def _sample(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
         """Logits, tokens, and their way back to the host."""

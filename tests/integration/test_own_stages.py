@@ -158,6 +158,23 @@ def test_a_stage_that_leaves_no_token_ends_its_request_by_name(make_manager, new
     assert [client.final(1).tokens()] == expected(llama_reference, PROMPTS[1], None)
 
 
+@pytest.mark.parametrize("where", ["is_active", "set_up", "apply"])
+def test_a_stage_that_raises_for_the_sequence_of_the_warm_up_is_named(make_manager, new_client, llama_reference, where):
+    class KnowsItsRequests(OnlyMultiples):
+        def is_active(self, setup):
+            return True
+
+    def raising(self, *given):
+        raise KeyError("who is 0")
+
+    setattr(KnowsItsRequests, where, raising)
+    with pytest.raises(ConfigError, match="the stage KnowsItsRequests of Parts.stages raised KeyError: 'who is 0' in "
+                       "the warm-up; .*request id 0 and prompt .0.; ") as caught:
+        make_manager(new_client(), model_path=llama_reference.folder,
+                     parts={"stages": [LogitsStage(), KnowsItsRequests({})]})
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 class NoApply:
     reads, is_active, needs_history, set_up = (), bool, bool, print
 

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import weakref
 
@@ -16,6 +17,7 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
+from batch_manager.models.registry import find_model
 from batch_manager.names import ErrorCode
 from batch_manager.runtime import layouts, native_backend
 from batch_manager.runtime.native_backend import build_native_backend
@@ -411,6 +413,53 @@ def test_a_model_that_cannot_run_a_step_is_refused_before_anything_starts(checkp
         build_native_backend(checkpoint[0], params(), layout=layouts.fused, num_slots=1,
                              attention_factory=lambda *_: Attention())
     assert type(raised.value) is error and raised.value.__cause__ is fault
+
+
+@pytest.mark.parametrize("rows, tokens", [([0], {0: False, 5: True}), (slice(None), {0: False, 5: False})])
+def test_a_model_that_is_not_finite_for_the_token_of_the_warm_up_is_made(checkpoint, rows, tokens, tmp_path):
+    model = copy.deepcopy(checkpoint[1])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[rows] = torch.nan
+    model.save_pretrained(tmp_path)
+    backend = build_native_backend(tmp_path, params(), layout=layouts.fused, num_slots=5, max_beam_width=3)
+    for token, is_finite in tokens.items():
+        output = run(backend, [(1, [token], 0, True, GREEDY)])
+        assert (not output.failures) is is_finite
+    backend.close()
+
+
+@pytest.mark.parametrize("method, change, told", [
+    ("logits", lambda found: found[:, :50], r"a tensor of shape \[1, 50\] and dtype float32 on cpu; .*\[1, 160\]"),
+    ("logits", lambda found: torch.cat([found, found], 1), r"shape \[1, 320\]"),
+    ("logits", lambda found: found.double(), "dtype float64 on cpu; .*dtype float32"),
+    ("logits", lambda found: found.bfloat16(), "dtype bfloat16 on cpu; .*dtype float32"),
+    ("logits", lambda found: found[0], r"shape \[160\]"),
+    ("logits", lambda found: found[:0], r"shape \[0, 160\]"),
+    ("logits", lambda found: None, "a NoneType"),
+    ("forward", lambda found: found[:-1], r"shape \[0, 48\] .*; a tensor of shape \[1, 48\] and dtype float32"),
+    ("forward", lambda found: found.double(), "dtype float64"),
+    ("embed", lambda found: found[:, :8], r"shape \[1, 8\]"),
+    ("embed", lambda found: found.tolist(), "a list"),
+])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_what_a_model_returns_is_checked_when_it_is_loaded(checkpoint, method, change, told, layout, monkeypatch):
+    model_class = find_model("LlamaForCausalLM")
+    original = getattr(model_class, method)
+    monkeypatch.setattr(model_class, method, lambda *given: change(original(*given)))
+    with pytest.raises(ConfigError, match=rf"Llama\.{method} returned .*{told}.*; correct the model's class") as raised:
+        build(checkpoint, layout=layout)
+    assert raised.value.__cause__ is None
+
+
+def test_hidden_states_may_be_float32_beside_other_weights_and_nobody_checks_a_later_step(checkpoint, monkeypatch):
+    model_class = find_model("LlamaForCausalLM")
+    forward, logits = model_class.forward, model_class.logits
+    monkeypatch.setattr(model_class, "forward", lambda *given: forward(*given).float())
+    monkeypatch.setattr(model_class, "logits", lambda model, hidden: logits(model, hidden.bfloat16()))
+    backend = build(checkpoint, dtype="bfloat16")
+    monkeypatch.setattr(model_class, "logits", lambda model, hidden: logits(model, hidden.bfloat16()).double())
+    assert not run(backend, [(1, [5], 0, True, GREEDY)]).failures
+    backend.close()
 
 
 def test_a_folder_without_a_model_is_a_load_error(tmp_path):
