@@ -29,7 +29,8 @@ class Drawn:
     finish            [r] uint8
     finite            [r] bool: False where no token can be sampled from a row's logits
     log_probs         [r] float32, or None when nobody asked; 0 in the rows of those who did not
-    emptied           [r] bool: not finite, but finite before the stages; None: no row has a stage
+    emptied           [r] bool: not finite, but finite before the stages: they left nothing, or a NaN or +inf; None: no
+                      row has a stage
     post_processed    the rows that users' functions changed; None when there are none
     logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when nobody asked
     beams             what was sampled for beams; None when there are none
@@ -92,7 +93,8 @@ class Drawn:
         for slot in emptied:
             failures.setdefault(slot, RowFailure(
                 ErrorCode.NON_FINITE_LOGITS, "embedding_bias, Parts.stages, penalties and bans of this request leave "
-                f"none of the {vocab_size:,} tokens of the vocabulary; one must keep a finite logit; ban less"))
+                f"none of the {vocab_size:,} tokens of the vocabulary, or they leave a NaN or +inf; one logit must "
+                "stay finite, and the others finite or -inf; ban less, or correct the stage"))
         return failures | dict.fromkeys(not_finite, RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE))
 
     def _slots_without_a_token(self, arrays: Mapping[str, np.ndarray]) -> tuple[set[int], set[int]]:

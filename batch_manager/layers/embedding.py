@@ -12,7 +12,11 @@ from .weight_form import make_weight_form
 
 
 class Embedding:
-    """Rows by index, times `scale` where there is one, which is rounded to the context's dtype first."""
+    """Rows by index.
+
+    name    of the tensor, whole: "model.embed_tokens.weight". A Linear takes the prefix before `.weight`
+    scale   what the rows are multiplied with, rounded to the context's dtype first; None: nothing
+    """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
                  scale: float | None = None) -> None:
@@ -30,6 +34,7 @@ class Embedding:
 class Head:
     """Logits in float32, from the rows that need them only.
 
+    name      of the tensor, whole: "lm_head.weight". A Linear takes the prefix before `.weight`
     tied_to   an embedding whose tensor it shares, except where products want a packed one: then it holds a copy
     softcap   logits become softcap * tanh(logits / softcap); None: they stay as they are
     """

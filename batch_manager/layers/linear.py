@@ -16,7 +16,7 @@ Split = Literal["columns", "rows"]
 class Linear:
     """y = x W^T + b, over one or several stacked projections of the checkpoint.
 
-    names        prefixes whose `.weight` and `.bias` are stacked, in order
+    names        prefixes whose `.weight` and `.bias` are stacked, in order: "lm_head", not "lm_head.weight"
     sizes        rows of each; several sizes with one name are projections that the checkpoint stores as one tensor
     transposed   the checkpoint stores [in, out] (GPT-2's Conv1D); one name then
     split        how the map divides among processes: "columns", each has a share of every projection's outputs; "rows",

@@ -80,6 +80,7 @@ _DEADLINE = TensorSpec("deadline_s", Content.NUMBER, Shape.SCALAR)
 _POSITIVE = Range(1, INT32_MAX, whole=True)
 _TASK_ID = Range(0, UINT64_MAX, whole=True)
 _DEADLINE_RANGE = Range(0, FLOAT32_MAX, above_low=True)
+_SEED = Range(-(2**63), UINT64_MAX, whole=True)
 _LORA_NUMBER = Range(0, INT32_MAX, whole=True)
 _EXTRA_ID = Range(0, 2**63 - 1, whole=True)
 
@@ -339,7 +340,8 @@ class Admission:
     def _sampling(self, looked: _Looked) -> SamplingConfig:
         given = {name: looked.scalars[parameter.tensor] for name, parameter in PARAMETERS.items()
                  if parameter.tensor in looked.scalars}
-        if -(2**63) <= given.get("random_seed", 0) < 0:
+        if "random_seed" in given:
+            _SEED.check("random_seed", given["random_seed"])
             given["random_seed"] %= 2**64       # clients that keep an unsigned seed in an int64 tensor
         sampling = SamplingConfig(**given)
         if looked.is_streaming and sampling.beam_width > 1:
@@ -372,7 +374,7 @@ class Admission:
 
         vocab = self.limits.vocab_size
         virtual = scalars.get("prompt_vocab_size", 0)
-        values: dict[str, Any] = {"input_ids": ids(tensors["input_ids"], vocab + virtual)}
+        values: dict[str, Any] = {"input_ids": ids(tensors["input_ids"], vocab, virtual)}
         if not values["input_ids"]:
             raise InvalidRequestError("input_ids is empty", "a prompt has at least one token",
                                       "send at least the token that starts a text")

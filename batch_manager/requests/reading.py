@@ -115,16 +115,20 @@ def scalar(spec: TensorSpec, value: object) -> int | float | bool:
     return value
 
 
-def ids(given: Given, limit: int) -> list[int]:
-    """Token ids 0 <= id < limit. The message says where a wrong one stands, not which it is: it is part of a text."""
+def ids(given: Given, vocab_size: int, virtual: int = 0) -> list[int]:
+    """Token ids of the vocabulary, and `virtual` more behind it, which stand for the rows of a prompt table.
+
+    The message says where a wrong one stands, not which it is: it is part of a text.
+    """
+    limit = vocab_size + virtual
     source = given.source
     if isinstance(source, np.ndarray):
         source = np.array(source)
         outside = np.flatnonzero((source < 0) | (source >= limit))
         if len(outside):
-            raise _outside_vocabulary(given.spec.name, int(outside[0]), limit)
+            raise _outside_vocabulary(given.spec.name, int(outside[0]), vocab_size, virtual)
         return source.tolist()
-    _check_ids(given.spec.name, source, limit)
+    _check_ids(given.spec.name, source, vocab_size, virtual)
     return list(source)
 
 
@@ -324,15 +328,19 @@ def _unpacked(name: str, rows: list[list[int]]) -> list[tuple[int, ...]]:
     return [tuple(tokens[start:end]) for start, end in zip(starts, ends)]
 
 
-def _check_ids(what: str, tokens: Sequence[int], limit: int) -> None:
+def _check_ids(what: str, tokens: Sequence[int], vocab_size: int, virtual: int = 0) -> None:
+    limit = vocab_size + virtual
     if tokens and (min(tokens) < 0 or max(tokens) >= limit):
-        raise _outside_vocabulary(what, next(i for i, token in enumerate(tokens) if not 0 <= token < limit), limit)
+        raise _outside_vocabulary(what, next(i for i, token in enumerate(tokens) if not 0 <= token < limit),
+                                  vocab_size, virtual)
 
 
-def _outside_vocabulary(what: str, position: int, limit: int) -> InvalidRequestError:
-    return InvalidRequestError(f"{what} holds an id outside 0..{limit - 1} at position {position}",
-                               f"every id must be one of the model's vocabulary of {limit:,}",
-                               "check that the tokenizer belongs to this model")
+def _outside_vocabulary(what: str, position: int, vocab_size: int, virtual: int) -> InvalidRequestError:
+    rows = f", or of the {virtual:,} rows behind it that prompt_vocab_size says" if virtual else ""
+    table = ", and prompt_vocab_size to the prompt table" if virtual else ""
+    return InvalidRequestError(f"{what} holds an id outside 0..{vocab_size + virtual - 1} at position {position}",
+                               f"every id must be one of the model's vocabulary of {vocab_size:,}{rows}",
+                               f"check that the tokenizer belongs to this model{table}")
 
 
 def _wrong_shape(spec: TensorSpec, shape: tuple) -> InvalidRequestError:

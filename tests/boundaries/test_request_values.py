@@ -102,7 +102,7 @@ ROWS = [
     Row("early_stopping", tensor("early_stopping"), (-(2**31), 1 - 2**31, MOST_INT32 - 1, MOST_INT32),
         (-(2**31) - 1, MOST_INT32 + 1), "early_stopping is {value}"),
     Row("seed", tensor("random_seed"), (-(2**63), 1 - 2**63, 0, 2**64 - 2, 2**64 - 1), (-(2**63) - 1,),
-        "random_seed is {value}; it must be an integer in 0..18446744073709551615"),
+        "random_seed is {value}; it must be an integer in -9223372036854775808..18446744073709551615"),
     Row("seed of more than 64 bits", tensor("random_seed"), (2**64 - 1,), (2**64,),
         "random_seed is an integer of 65 bits"),
     *(Row(name, tensor(name), (False, True, 0, 1), (-1, 2), f"{name} is {{value}}")

@@ -1,5 +1,7 @@
 """Stages of the user's own (Parts.stages): what they do to logits shows in tokens, log-probs and beams."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -146,15 +148,21 @@ def test_what_a_stage_raises_ends_the_request_it_raises_for(make_manager, new_cl
         assert [client.final(i).tokens()] == expected(llama_reference, PROMPTS[i], stage.divisors.get(i))
 
 
-def test_a_stage_that_leaves_no_token_ends_its_request_by_name(make_manager, new_client, new_request, llama_reference):
-    class Nothing(OnlyMultiples):
+@pytest.mark.parametrize("tokens, left", [(slice(None), -torch.inf), (5, torch.inf), (5, torch.nan)])
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_stage_that_leaves_no_token_or_spoils_one_ends_its_request_by_name(
+        make_manager, new_client, new_request, llama_reference, tokens, left, width):
+    class Spoils(OnlyMultiples):
         def apply(self, logits, rows, active):
-            logits[torch.from_numpy(active)] = -torch.inf
+            logits[torch.from_numpy(active), tokens] = left
 
     client = new_client()
-    serve(make_manager, client, [new_request(i, prompt, COUNT) for i, prompt in PROMPTS.items()], llama_reference,
-          [Nothing({2: 1})], model_type=FUSED)
-    assert client.final(2).code == "NON_FINITE_LOGITS" and "Parts.stages" in client.final(2).error
+    serve(make_manager, client, [new_request(i, prompt, COUNT, beam_width=width if i == 2 else 1)
+                                 for i, prompt in PROMPTS.items()], llama_reference, [Spoils({2: 1})], model_type=FUSED,
+          max_beam_width=3)
+    assert client.final(2).code == "NON_FINITE_LOGITS"
+    assert re.search("Parts.stages, .*leave none of the .* tokens of the vocabulary, or they leave a NaN or .inf; ",
+                     client.final(2).error)
     assert [client.final(1).tokens()] == expected(llama_reference, PROMPTS[1], None)
 
 

@@ -145,7 +145,7 @@ RANGES = {
     "frequency_penalty": ("a finite float32", [1e39, -1e39]),
     "no_repeat_ngram_size": (f"an integer in 0..{COUNT}", [-1, COUNT + 1]),
     "min_length": (f"an integer in 0..{COUNT}", [-1, COUNT + 1]),
-    "random_seed": (f"an integer in 0..{2**64 - 1}", [2**64, -(2**63) - 1]),
+    "random_seed": (f"an integer in {-(2**63)}..{2**64 - 1}", [2**64, -(2**63) - 1]),
     "prompt_vocab_size": (f"an integer in 1..{COUNT}", [0, -1]),
     "lora_task_id": (f"an integer in 0..{2**64 - 1}", [-1, 2**64]),
 }
@@ -619,6 +619,15 @@ def test_the_text_of_a_wrong_token_says_where_it_stands(refusal):
     assert refusal(input_ids=[1, 2, VOCAB]) == (
         "[INVALID_REQUEST] request 7: input_ids holds an id outside 0..99 at position 2; every id must be one of the "
         "model's vocabulary of 100; check that the tokenizer belongs to this model")
+
+
+def test_the_text_of_a_virtual_token_without_a_row_tells_the_vocabulary_from_the_table(refusal):
+    table = {"prompt_embedding_table": np.zeros((1, 5, 8), np.float32), "prompt_vocab_size": 5}
+    for prompt in ([1, VOCAB + 4, VOCAB + 5], np.array([1, VOCAB + 4, VOCAB + 5])):
+        assert refusal(input_ids=prompt, **table) == (
+            "[INVALID_REQUEST] request 7: input_ids holds an id outside 0..104 at position 2; every id must be one of "
+            "the model's vocabulary of 100, or of the 5 rows behind it that prompt_vocab_size says; check that the "
+            "tokenizer belongs to this model, and prompt_vocab_size to the prompt table")
 
 
 # Items that are no requests.
