@@ -70,8 +70,8 @@ def build_loop(
             limits = replace(limits, max_num_tokens=limits.max_batch_size * limits.max_seq_len)
         limits = replace(limits, runs_ahead=runs_ahead(optional_params, info, parts, static_batch))
         kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
-        if limits.runs_ahead and not window_fits(kv_cache_manager, limits):
-            limits = replace(limits, runs_ahead=False)    # it would refuse a request that fits without
+        if limits.runs_ahead and not serves_as_many(kv_cache_manager, limits):
+            limits = replace(limits, runs_ahead=False)
             kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
         callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
                                      return_batch_manager_stats_cb, guard)
@@ -137,14 +137,18 @@ def plans_by_lengths(scheduler: object) -> bool:
     return says
 
 
-def window_fits(kv_cache_manager: KvCacheManager, limits: Limits) -> bool:
-    """Whether the pool holds the window of the widest request, with the tokens that steps ahead keep longer."""
-    needed = kv_cache_manager.window.most_held * limits.max_beam_width
-    fits = not kv_cache_manager.window.slides or needed <= limits.num_blocks
-    if not fits:
-        log.warning("run_ahead is switched off: %d KV cache blocks are there, and the attention window of one request "
-                    "that runs ahead may take %d", limits.num_blocks, needed)
-    return fits
+def serves_as_many(kv_cache_manager: KvCacheManager, limits: Limits) -> bool:
+    """Whether running ahead, for which a sequence keeps more of what left its attention window, refuses no request that
+    the pool holds without."""
+    window, num_blocks = kv_cache_manager.window, limits.num_blocks
+    ahead, lockstep = window.most_held, replace(window, unread_steps=0).most_held
+    refused = [width for width in range(1, limits.max_beam_width + 1) if lockstep * width <= num_blocks < ahead * width]
+    if refused and window.slides:
+        log.warning("run_ahead is switched off: with the attention window a request of %d beams that runs ahead may "
+                    "take %d KV cache blocks, without running ahead %d, and there are %d", refused[0],
+                    ahead * refused[0], lockstep * refused[0], num_blocks)
+        return False
+    return True
 
 
 def refuse_what_static_batching_is_not(params: TrtGptModelOptionalParams, parts: Parts) -> None:
