@@ -80,7 +80,7 @@ class LayerAttention:
         for name, value, expectation, fits in (
                 ("scale", self.scale, "a finite number above 0", _is_positive(self.scale)),
                 ("window", self.window, "None or an integer above 0",
-                 self.window is None or isinstance(self.window, int) and self.window > 0),
+                 self.window is None or _is_positive(self.window) and isinstance(self.window, int)),
                 ("softcap", self.softcap, "None or a finite number above 0",
                  self.softcap is None or _is_positive(self.softcap))):
             if not fits:
@@ -88,7 +88,7 @@ class LayerAttention:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 class Attention(Protocol):

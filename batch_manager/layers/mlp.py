@@ -2,6 +2,7 @@
 
 import torch
 
+from ..errors import ConfigError
 from ..triton_kernels import dispatch
 from ..weights.source import Weights
 from .context import LayerContext
@@ -15,6 +16,7 @@ class GatedMlp:
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, hidden_size: int, intermediate_size: int,
                  activation: str, bias: bool = False) -> None:
+        _refuse_unknown(activation, f"GatedMlp {name}")
         self.gate_up = Linear(weights, context, [f"{name}.gate_proj", f"{name}.up_proj"], hidden_size,
                               [intermediate_size] * 2, bias=bias, split="columns")
         self.down = Linear(weights, context, [f"{name}.down_proj"], intermediate_size, [hidden_size], bias=bias,
@@ -37,6 +39,7 @@ class Mlp:
 
     def __init__(self, weights: Weights, context: LayerContext, expand: str, project: str, hidden_size: int,
                  intermediate_size: int, activation: str, transposed: bool = False) -> None:
+        _refuse_unknown(activation, f"Mlp {expand}")
         self.expand = Linear(weights, context, [expand], hidden_size, [intermediate_size], bias=True,
                              transposed=transposed, split="columns")
         self.project = Linear(weights, context, [project], intermediate_size, [hidden_size], bias=True,
@@ -52,3 +55,9 @@ class Mlp:
         """residual + the network's output. May overwrite `residual`."""
         activated = self._activate(self.expand(x), self.activation, deterministic=self._is_deterministic)
         return self.project.add_to(residual, activated)
+
+
+def _refuse_unknown(activation: str, layer: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"{layer} was given the activation {activation!r}", f"one of {', '.join(ACTIVATIONS)}",
+                          "correct the model's class")

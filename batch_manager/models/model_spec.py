@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..attention.interface import LayerAttention
-from ..errors import ModelLoadError
+from ..errors import ConfigError, ModelLoadError
 from ..layers.mlp import ACTIVATIONS
 from ..layers.rotary import KINDS, RotaryParameters
 from ..weights.json_file import Fields
@@ -105,7 +105,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": 
                 "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
 _NO_DEFAULT = ("a number: the class of this architecture has no default for it",
                "put it into the file, or give read_decoder_spec the family's default")
-_DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,22 +267,32 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
     )
 
 
-def check_spec(config: Fields, spec: ModelSpec) -> None:
-    """Raise ModelLoadError where the numbers of a spec do not fit each other."""
-    if len(spec.attention) != spec.num_layers:
-        raise ModelLoadError(f"{config.where}: the spec has {spec.num_layers} layers and {len(spec.attention)} entries "
-                             "of attention", "one for each layer", "correct the model's class")
+def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: bool) -> None:
+    """Raise where the numbers of a spec do not fit each other.
+
+    is_shipped   the class is the shipped one of its architecture: its numbers are those of the file, or defaults
+    Raises       ModelLoadError where the file says so, ConfigError naming the class where it was the class
+    """
+    def fault(is_from_file: bool, of_file: str, of_spec: str, expectation: str, fix: str) -> ConfigError:
+        if is_shipped or is_from_file:
+            return ModelLoadError(f"{config.where}: {of_file}", expectation, fix)
+        return ConfigError(f"{class_name}.read_spec returned a spec whose {of_spec}", expectation, "correct the class")
+
+    values = config.values
     if spec.num_heads % spec.num_kv_heads:
         default = "" if "num_key_value_heads" in config else ", the default of this architecture"
-        raise ModelLoadError(f"{config.where}: num_key_value_heads is {spec.num_kv_heads}{default}",
-                             f"a divisor of num_attention_heads, {spec.num_heads}", "check that both are right")
+        raise fault(values.get("num_key_value_heads") == spec.num_kv_heads,
+                    f"num_key_value_heads is {spec.num_kv_heads}{default}", f"num_kv_heads is {spec.num_kv_heads}",
+                    f"a divisor of num_attention_heads, {spec.num_heads}", "check that both are right")
     if spec.head_size % 2 and spec.rotary is not None:
-        raise ModelLoadError(f"{config.where}: the head size is {spec.head_size}",
-                             "an even number: rotary positions turn pairs", "check hidden_size and head_dim")
+        raise fault(spec.head_size in (values.get("head_dim"), spec.hidden_size / spec.num_heads),
+                    f"the head size is {spec.head_size}", f"head_size is {spec.head_size}",
+                    "an even number: rotary positions turn pairs", "check hidden_size and head_dim")
     if spec.rotary is not None and spec.max_position_embeddings * spec.head_size > MAX_ROTARY_ENTRIES:
-        raise ModelLoadError(f"{config.where}: max_position_embeddings is {spec.max_position_embeddings:,}",
-                             f"at most {MAX_ROTARY_ENTRIES // spec.head_size:,} with a head size of {spec.head_size}",
-                             "lower max_position_embeddings")
+        positions = f"max_position_embeddings is {spec.max_position_embeddings:,}"
+        raise fault(values.get("max_position_embeddings") == spec.max_position_embeddings, positions, positions,
+                    f"at most {MAX_ROTARY_ENTRIES // spec.head_size:,} with a head size of {spec.head_size}",
+                    "lower max_position_embeddings")
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size * spec.hidden_size
     total = spec.num_layers * (attention + 2 * spec.intermediate_size * spec.hidden_size) + (
         spec.vocab_size * spec.hidden_size)
@@ -314,8 +324,8 @@ def read_dtype(config: Fields) -> str | None:
     """`dtype`, which older configurations call `torch_dtype`."""
     name = "dtype" if "dtype" in config else "torch_dtype"
     given = config.text(name, "auto").removeprefix("torch.")
-    if given != "auto" and given not in _DTYPES:
-        raise config.fault(name, f"one of {', '.join(_DTYPES)}")
+    if given != "auto" and given not in DTYPES:
+        raise config.fault(name, f"one of {', '.join(DTYPES)}")
     return None if given == "auto" else given
 
 

@@ -1,7 +1,6 @@
 """Which class runs which architecture, and loading a folder with it."""
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
@@ -16,24 +15,30 @@ from ..weights.folder import CheckpointFolder
 from ..weights.json_file import Fields, read_json_file, shown
 from ..weights.safetensors_source import SafetensorsWeights
 from ..weights.source import DummyWeights, Weights
+from .class_check import refuse_wrong_class, refuse_wrong_spec
 from .model_spec import ModelSpec, check_spec, refuse_unknown_numerics, refuse_unread_names
 
 CONFIG_FILE = "config.json"
 
 
 class Model(Protocol):
-    """One model on one device. Used by one thread."""
+    """One model on one device. Used by one thread.
 
-    # Patterns of tensor names that a checkpoint may hold and that the model does not need.
+    harmless_tensors   regular expressions, each for the whole name of a tensor: tensors that a checkpoint may hold and
+                       that the model does not need, such as "model.rotary.inv_freq". Any other tensor that
+                       `__init__` does not take is refused by name. An empty tuple: there are none
+    understands        may be left out. Fields of config.json that change what a model computes and that `read_spec`
+                       reads, such as "sliding_window". Where a file says something with such a field that is not
+                       neutral, and the class does not name it here, the file is refused by name; the fields are in the
+                       tables of model_spec.py
+    deterministic      may be left out, which is False. True where all that the class does is done by layers of
+                       batch_manager.layers, by attention, and by sums and products of single elements between them.
+                       Then a row's bits depend on that row alone when the context is deterministic
+    """
+
     harmless_tensors: tuple[str, ...]
-
-    # Optional: True where all that the class does is done by layers of ours, attention, and sums and products of single
-    # elements between them. Then a row's bits depend on that row alone when the context is deterministic.
+    understands: tuple[str, ...]
     deterministic: bool
-
-    # Optional: fields of config.json that change what a model computes and that `read_spec` reads, as
-    # `query_pre_attn_scalar`. A field of that kind that its class does not name here is refused by name.
-    understands: Collection[str]
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
@@ -90,16 +95,10 @@ def register_model(architecture: str, model_class: type[Model]) -> None:
 
     Replaces what was registered under that name. Raises ConfigError when a member is missing or is not what it must be.
     """
-    missing = [name for name in ("harmless_tensors", "read_spec", "embed", "forward", "logits")
-               if getattr(model_class, name, None) is None]
-    if not isinstance(architecture, str) or not architecture or missing:
-        raise ConfigError(f"{model_class!r} cannot be registered as {architecture!r}",
-                          "a name, and a class with " + (", ".join(missing) or "the members of models.registry.Model"),
-                          "correct the class")
-    understands = getattr(model_class, "understands", ())
-    if isinstance(understands, str) or not all(isinstance(name, str) for name in understands):
-        raise ConfigError(f"{model_class!r} understands {understands!r}", "a tuple of names of fields",
-                          "correct the class")
+    if not isinstance(architecture, str) or not architecture:
+        raise ConfigError(f"the architecture is {shown(architecture)}", "a name, as config.json has it",
+                          "name the architecture that the class is for")
+    refuse_wrong_class(model_class)
     _models[architecture] = model_class
 
 
@@ -204,12 +203,10 @@ def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
     is_shipped = (model_class.__module__, model_class.__qualname__) == (f"{__package__}.{module}", name)
     refuse_unknown_numerics(config, understood, is_shipped=is_shipped)
     spec = model_class.read_spec(config, names[0])
-    if not isinstance(spec, ModelSpec):
-        raise ConfigError(f"{model_class.__name__}.read_spec returned {shown(spec)}", "a ModelSpec",
-                          "correct the class")
+    refuse_wrong_spec(model_class, spec)
     if not is_shipped:
         refuse_unread_names(config, understood)
-    check_spec(config, spec)
+    check_spec(config, spec, model_class.__name__, is_shipped=is_shipped)
     return model_class, spec
 
 

@@ -141,11 +141,13 @@ class SafetensorsWeights:
     def _check(self, name: str, shape: Shape) -> None:
         if name not in self._tensors:
             raise ModelLoadError(f"{self.folder.path} has no tensor {name!r}", f"one of shape {list(shape)}",
-                                 "check that the checkpoint is complete and that config.json belongs to it")
+                                 "check that the checkpoint is complete and that config.json belongs to it, or "
+                                 "correct the class")
         path, stored = self._tensors[name].path, self._tensors[name].stored
         if stored.shape != tuple(shape):
             raise ModelLoadError(f"{path}: {name!r} has shape {shown(list(stored.shape))}",
-                                 f"config.json asks for {list(shape)}")
+                                 f"the spec that the model's class read from config.json asks for {list(shape)}",
+                                 "check that config.json belongs to these weights, or correct the class")
         if stored.dtype not in ELEMENT_BYTES:
             raise ModelLoadError(f"{path}: {name!r} is of type {shown(stored.dtype)}", "F32, F16 or BF16",
                                  "quantised checkpoints are not supported")

@@ -207,8 +207,9 @@ def test_a_spec_that_is_none_or_does_not_fit_is_refused(registered, tmp_path):
         register_model("StableLmForCausalLM", class_of("stablelm", "StableLm"))
 
 
-@pytest.mark.parametrize("field, value", [("scale", 0), ("scale", float("nan")), ("window", 0), ("window", 2.5),
-                                          ("softcap", 0.0), ("softcap", float("inf"))])
+@pytest.mark.parametrize("field, value", [("scale", 0), ("scale", float("nan")), ("scale", True), ("window", 0),
+                                          ("window", 2.5), ("window", True), ("softcap", True), ("softcap", 0.0),
+                                          ("softcap", float("inf"))])
 def test_a_layers_attention_out_of_range_is_refused(field, value):
     with pytest.raises(batch_manager.ConfigError, match=f"LayerAttention.{field} is {value!r}"):
         batch_manager.LayerAttention(**{"scale": 1.0, field: value})
