@@ -231,7 +231,13 @@ class SimulatedDevice(ScriptedBackend):
             if alone:                                              # it fails alone, and is not run again
                 blame(victim, ErrorCode.MODEL_ERROR)
             errors = [rng.choice([RuntimeError, SystemExit, GeneratorExit])("planted")]
-            return Order(lambda part: errors.pop() if errors else None, in_finish)
+
+            def raises(part: list[int]) -> BaseException | None:
+                if errors and len(part) == 1 and not alone:    # the first run failed with the step before it
+                    blame(part[0], ErrorCode.MODEL_ERROR)
+                return errors.pop() if errors else None
+
+            return Order(raises, in_finish)
         if kind in ("raises_for_all", "memory_always"):
             code, error = ((ErrorCode.MODEL_ERROR, RuntimeError) if kind == "raises_for_all"
                            else (ErrorCode.OUT_OF_MEMORY, MemoryError))
