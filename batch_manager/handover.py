@@ -235,8 +235,8 @@ class ScheduledBatch:
     """All work of one step: contexts before generation, in this order.
 
     block_table_updates   applied before anything else
-    operations            what the device does before the step, in order. It does each once: a batch that could not be
-                          launched is followed by others that repeat its operations, under the same numbers
+    operations            what the device does before the step, in order. It does each once: they are repeated in later
+                          batches, under the same numbers, until a step that had them was read
     first_operation       number of the first of them, counted over the life of the engine; `new_operations` picks those
                           that a device has not done
     num_places       sequences that a padded layout keeps rows for in generation: the members of a static batch, those

@@ -12,12 +12,14 @@ MOST_PENDING_OPERATIONS = 1 << 20
 
 
 class DeviceWork:
-    """Collects what has to be done, and repeats it in every batch until a launch has succeeded.
+    """Collects what has to be done, and repeats it until it certainly was.
 
-    A launch that raises may have done all of it, a part, or nothing. Block table updates may be applied twice. The
-    operations are numbered, so that a device does each of them once (`ScheduledBatch.new_operations`).
+    A launch that raises may have done all of it, a part, or nothing. Block table updates may be applied twice; they are
+    repeated until a launch has succeeded. An asynchronous device may fail in an operation after later steps were
+    launched. So operations are repeated in every batch until a step that had them was read. They are numbered, and a
+    device does each of them once (`ScheduledBatch.new_operations`).
 
-    has_pending   something was added since a launch succeeded
+    has_pending   there is something to repeat
     """
 
     def __init__(self) -> None:
@@ -70,8 +72,13 @@ class DeviceWork:
 
     def launched(self) -> None:
         """A batch with all that was pending was launched."""
-        self.has_pending = False
         self._updates = NO_UPDATES
-        if self._operations:
-            self._first_operation += len(self._operations)
-            self._operations = []
+        self.has_pending = bool(self._operations)
+
+    def done(self, batch: ScheduledBatch) -> None:
+        """A step with this batch, which has operations, was read."""
+        end = batch.first_operation + len(batch.operations)
+        if end > self._first_operation:
+            del self._operations[:end - self._first_operation]
+            self._first_operation = end
+            self.has_pending = bool(self._operations) or self._updates is not NO_UPDATES

@@ -43,7 +43,7 @@ class StepRunner:
     A batch that raises is run again in halves, and these in halves, so that only sequences that fail alone are lost.
     That is sound because a step that raised left nothing a second run would notice (seams.ModelBackend).
 
-    device_work        what is pending for the device goes with every launch until one has succeeded
+    device_work        what is pending for the device goes with every launch until it certainly was done
     num_failed_steps   launches that raised
     """
 
@@ -73,6 +73,12 @@ class StepRunner:
             self._device_work.launched()
         return pending
 
+    def _finished(self, batch: ScheduledBatch, pending: PendingStep, asked: dict[int, Asked]) -> StepOutput:
+        output = pending.finish()
+        if batch.operations:
+            self._device_work.done(batch)
+        return self._check.checked(batch, output, asked)
+
     def read(self, step: RunningStep) -> StepOutput | None:
         """Wait for a step; None when it failed, and `step.error` is why. Raises DeviceLostError.
 
@@ -81,7 +87,7 @@ class StepRunner:
         if step.error is None:
             try:
                 with self._in_step:
-                    return self._check.checked(step.batch, step.pending.finish(), step.asked)
+                    return self._finished(step.batch, step.pending, step.asked)
             except ForeignCodeError as failure:
                 step.error = failure.error
         self.num_failed_steps += 1
@@ -92,7 +98,7 @@ class StepRunner:
         batch = self._device_work.attached_to(batch)
         try:
             with self._in_step:
-                return self._check.checked(batch, self._launch(batch).finish(), asked)
+                return self._finished(batch, self._launch(batch), asked)
         except ForeignCodeError as failure:
             self.num_failed_steps += 1
             return self.narrow_down(batch, asked, failure.error)

@@ -274,6 +274,27 @@ def test_what_is_pending_for_rows_in_which_a_sequence_starts_was_of_another():
     assert device.told[-1] == [(2, 0, 13), (3, 0, 12)]
 
 
+def test_operations_are_repeated_until_a_step_that_had_them_was_read():
+    """A device that fails late may fail in one, when the next step was launched already: that one does it then."""
+    device, device_work = Launches(), DeviceWork()
+    device.is_mended = True
+    runner = StepRunner(device, device_work, 100, Guard())
+    copy, clear, last = BlockCopy(3, 4, 2), BlockClear(5, 1), BlockClear(6)
+    both, steps = np.array([0, 1], np.int32), []
+    for operation in copy, clear, None:
+        device_work.add([operation] if operation else [])
+        steps.append(runner.start(ScheduledBatch(1, generation=GenerationWork(both, both + 5))))
+    assert device.operations == [(0, copy), (0, copy, clear), (0, copy, clear)]
+    runner.read(steps[0])
+    steps.append(runner.start(ScheduledBatch(1, generation=GenerationWork(both, both + 5))))
+    assert device.operations[-1] == (1, clear)
+    for step in steps[2:0:-1]:                                    # of what was done before nobody speaks any more
+        runner.read(step)
+    device_work.add([last])
+    runner.start(ScheduledBatch(1, generation=GenerationWork(both, both + 5)))
+    assert device.operations[-1] == (2, last)
+
+
 def test_operations_that_no_launch_takes_are_bounded():
     device_work = DeviceWork()
     with pytest.raises(InternalError, match="operations on KV cache blocks wait for a step that can be launched"):

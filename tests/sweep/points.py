@@ -128,7 +128,8 @@ def faults(run: Run, point: Point) -> list[str]:
 def scenarios_of(point: Point) -> tuple[str, ...]:
     """Where it is passed in the shortest time."""
     return {"get, between items": ("generator",), "publish": ("reused",),
-            "copy or clear blocks": ("reused", "beams", "not finite"), "take back": ("runs ahead, late fault",),
+            "copy or clear blocks": ("reused", "beams", "not finite", "runs ahead, late fault"),
+            "take back": ("runs ahead, late fault",),
             "late model step": ("runs ahead", "mixed")}.get(point.name, ("mixed", "paused", "runs ahead"))
 
 
