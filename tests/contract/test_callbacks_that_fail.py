@@ -311,7 +311,26 @@ class Growing(UserList):
             self.data.append(self.make(len(self.data)))
 
 
-@pytest.mark.parametrize("reading", ["what has a size", "an iterator over what grows", "a list that grows"])
+class Hinting:
+    """An iterator that knows how many are left, and finds one more each time."""
+
+    def __init__(self, items, make):
+        self.items, self.make, self.number = items, make, 0
+
+    def __length_hint__(self):
+        return len(self.items) - self.number
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.items.append(self.make(len(self.items)))
+        self.number += 1
+        return self.items[self.number - 1]
+
+
+@pytest.mark.parametrize("reading", ["what has a size", "an iterator over what grows", "a list that grows",
+                                     "an iterator with a hint"])
 def test_c14_the_end_comes_although_what_was_handed_over_grows(make_world, new_request, reading):
     """A client may put what was refused back into what it handed over."""
     world = make_world(max_admissions_per_iteration=2)
@@ -319,6 +338,8 @@ def test_c14_the_end_comes_although_what_was_handed_over_grows(make_world, new_r
     if reading == "what has a size":
         given = Growing(items)
         given.make = lambda number: new_request(number, [1], 9)
+    elif reading == "an iterator with a hint":
+        given = Hinting(items, lambda number: new_request(number, [1], 9))
     else:
         given = items if reading == "a list that grows" else iter(items)
         world.client.on_send = lambda request_id, response: items.append(new_request(len(items), [1], 9))

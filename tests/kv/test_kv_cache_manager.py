@@ -188,3 +188,11 @@ def test_a_block_that_can_be_found_is_not_stored_under_another_key(make_request)
     kv.release(first)
     assert kv.usage().cached_blocks == 2
     audit(kv)
+
+
+def test_a_request_that_holds_nothing_has_no_blocks_of_any_kind(make_request):
+    kv, stranger, owner = KvCacheManager(20, 4, 100), make_request(0, 9), make_request(1, 9)
+    kv.claim([owner], [])
+    assert kv.own_blocks(stranger) == kv.blocks_of_span(stranger, 0, 9) == kv.block_ids(stranger) == []
+    assert kv.blocks_of_span(owner, 5, 5) == [] and kv.own_blocks(owner) == kv.block_ids(owner)
+    assert kv.blocks_of_span(owner, 5, 9) == [(kv.block_ids(owner)[1], 1), (kv.block_ids(owner)[2], 0)]
