@@ -31,13 +31,14 @@ class Outcome:
 
 
 def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest], void: Collection[LlmRequest],
-            deliveries: Deliveries, resources: Resources) -> Outcome:
+            deliveries: Deliveries, resources: Resources, *, may_have_ended: bool = True) -> Outcome:
     """Append tokens, note what of the contexts was read, keep what was asked for, let beams go on with
     their parents' blocks, and publish what others may use.
 
     requests   of the batch, in its order, as they were when it was launched: one that has ended since is passed over,
                whatever request has its slot now
     void       those of them whose rows are passed over as well
+    may_have_ended   False where the step was launched in this iteration: none has ended since
     Mutates the requests of the batch. A sequence named in `output.failures` is left as it was.
     """
     outcome = Outcome()
@@ -48,7 +49,7 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
     drawing = _requests_of_rows(batch, output, requests)
     if starts is None and batch.generation.num_drafts is None and not (
             listeners or failures or void or output.finish.any()
-                               or [request for request in drawing if request.state is COMPLETE]):
+            or may_have_ended and [request for request in drawing if request.state is COMPLETE]):
         # The common case: one token each, and only a length may end any of them. It takes half as long for 256 rows.
         outcome.ended = [(request, FinishReason.LENGTH) for request, token in zip(drawing, tokens, strict=True)
                          if request.add_token(token)]

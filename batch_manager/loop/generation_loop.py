@@ -235,7 +235,8 @@ class GenerationLoop:
         if finished is None:
             return Outcome()
         flight, output = finished
-        outcome = advance(flight.step.batch, output, flight.requests, flight.void, self.deliveries, self._resources)
+        outcome = advance(flight.step.batch, output, flight.requests, flight.void, self.deliveries, self._resources,
+                          may_have_ended=self.window.depth > 1)
         record.generated_tokens = outcome.generated_tokens
         self.window.num_discarded_tokens += outcome.discarded_tokens
         return outcome

@@ -63,6 +63,7 @@ class Resources:
         self.device_work = DeviceWork()
         self._kv = kv_cache_manager
         self._max_seq_len = max_seq_len
+        self._takes_drafts = kv_cache_manager.window.max_draft_len > 0
         self._setups: dict[int, SlotSetup] = {}
         self._prompt_tables: dict[int, PromptTable] = {}
 
@@ -96,7 +97,7 @@ class Resources:
         """
         contexts = plan.context_requests
         first_chunks = [request for request in contexts if request.is_first_context_chunk] if contexts else contexts
-        drafting = any(map(DRAFT_LEN, plan.generation_requests))
+        drafting = self._takes_drafts and any(map(DRAFT_LEN, plan.generation_requests))
         num_drafts = [request.draft_len for request in plan.generation_requests] if drafting else None
         claimed = self._claim_all(first_chunks, plan.generation_requests, num_drafts)
         context: tuple[ContextWork, ...] = ()
