@@ -15,7 +15,7 @@ _PUBLIC = {
     # a server
     "GptManager": "gpt_manager",
     "InferenceRequest": "requests.inference_request",
-    "NamedTensor": "requests.inference_request",
+    "NamedTensor": "responses.named_tensor",
     "KvCacheRetentionConfig": "requests.retention",
     "TokenRangeRetentionConfig": "requests.retention",
     "Parts": "config",
@@ -142,9 +142,10 @@ if TYPE_CHECKING:
     from .models.model_spec import ModelSpec, read_decoder_spec
     from .models.registry import register_model
     from .names import ContextChunkingPolicy, ErrorCode, FinishReason, LlmRequestState, SchedulerPolicy, TrtGptModelType
-    from .requests.inference_request import InferenceRequest, NamedTensor
+    from .requests.inference_request import InferenceRequest
     from .requests.llm_request import LlmRequest
     from .requests.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
+    from .responses.named_tensor import NamedTensor
     from .sampling_config import SamplingConfig
     from .scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
     from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler, SchedulerOutput

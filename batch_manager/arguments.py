@@ -52,7 +52,6 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
                           "leave it out for False")
 
 
-
 def returns_before_it_runs(callback: Callable | None, *, may_yield: bool) -> bool:
     """Whether calling it only makes something that somebody else has to run: `async def`, and generators.
 

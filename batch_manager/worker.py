@@ -17,6 +17,7 @@ from .interpreter_exit import forget_worker
 from .loop.generation_loop import GenerationLoop
 from .one_shot_event import OneShotEvent
 
+LOOPS_AROUND_THE_WORKER = 8    # exceptions in a row, a few bytecodes apart, that it survives
 ATTEMPTS_TO_END = 20    # without a final response between them: a backend may be past closing
 
 
@@ -74,20 +75,20 @@ class WorkerControl:
         self.wake.set()
 
 
-def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
+def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float,
+               num_loops_inside: int = LOOPS_AROUND_THE_WORKER) -> None:
     """The worker: iterations until it is told to stop, then an answer for whoever is left.
 
     Whatever is raised, by a step or by another thread in this one, the worker goes on from here: it fails the engine,
-    which answers everybody, and comes back until nobody is left. The jump of a loop back to its `try` is outside of it;
-    an exception that strikes right there, behind another one, is caught by the second loop of the same kind.
+    which answers everybody, and comes back until nobody is left. The jump of a loop back to its `try` is outside of it.
+    What strikes right there, behind another exception, is caught by the next of these loops, which lie in each other.
     """
     while not control.stopped.is_set:
         try:
-            while not control.stopped.is_set:
-                try:
-                    _go_on(loop, control, idle_poll_interval_s)
-                except BaseException as error:
-                    control.interruption = error
+            if num_loops_inside:
+                run_worker(loop, control, idle_poll_interval_s, num_loops_inside - 1)
+            else:
+                _go_on(loop, control, idle_poll_interval_s)
         except BaseException as error:
             control.interruption = error
 

@@ -3,5 +3,5 @@
 Owns     the order of an iteration, the table of active requests, the ledger of unanswered items, the callbacks in their
          guarded blocks
 Not      threads (gpt_manager, worker), the arithmetic of a policy (scheduling), blocks (kv), anything a model computes
-Yours    a new resource a request must hold goes through resources.py; generation_loop.py stays the sentence above
+Yours    generation_loop.py stays the sentence above; what a request must hold is claimed in steps/resources.py
 """

@@ -1,4 +1,4 @@
-"""What a user hands over: `InferenceRequest`, the table of the tensors it may carry, and `NamedTensor`."""
+"""What a user hands over: `InferenceRequest`, and the table of the tensors it may carry."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,65 +12,6 @@ import numpy as np
 from ..errors import InvalidRequestError, type_name
 from ..sampling_config import PARAMETERS, UINT64_MAX, shown
 from .retention import KvCacheRetentionConfig
-
-
-class UniformArray:
-    """An array of one value, made when somebody reads it."""
-
-    __slots__ = ("shape", "_dtype", "_value")
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, value: float = 0) -> None:
-        self.shape, self._dtype, self._value = shape, dtype, value
-
-    def make(self) -> np.ndarray:
-        """A new array with each call."""
-        return np.full(self.shape, self._value, self._dtype)
-
-
-class NamedTensor:
-    """A tensor of a response and its name.
-
-    A response has seven of them and most receivers read one or two, so the array is made when it is first read where
-    its values are known without it (UniformArray), and the tensor is made of the array when it is first read
-    (`to_tensor`; None: what was given is the tensor, or the array is). Array and tensor share their memory, whichever
-    threads read them first: what was made is put into the dictionary in one step, by whoever is first.
-    """
-
-    __slots__ = ("name", "_given", "_to_tensor", "__dict__")
-
-    def __init__(self, name: str, tensor: Any, to_tensor: Callable[[Any], Any] | None = None) -> None:
-        self.name = name
-        self._given = tensor
-        self._to_tensor = to_tensor
-
-    @property
-    def array(self) -> np.ndarray:
-        """The NumPy array, for whoever needs no tensor."""
-        given = self._given
-        if type(given) is np.ndarray:
-            return given
-        made = self.__dict__.get("array")
-        if made is None:
-            made = given.make() if type(given) is UniformArray else np.asarray(given)
-            made = self.__dict__.setdefault("array", made)
-        return made
-
-    @property
-    def tensor(self) -> Any:
-        if self._to_tensor is None:
-            return self.array if type(self._given) is UniformArray else self._given
-        made = self.__dict__.get("tensor")
-        if made is None:
-            made = self.__dict__.setdefault("tensor", self._to_tensor(self.array))
-        return made
-
-    def __reduce__(self) -> tuple:
-        # A copy makes its own tensor of its own array, so that the two share their memory again.
-        return type(self), (self.name, self.__dict__.get("array", self._given), self._to_tensor)
-
-    def __repr__(self) -> str:
-        given = self._given
-        return f"NamedTensor({self.name!r}, shape={tuple(given.shape if hasattr(given, 'shape') else np.shape(given))})"
 
 
 class Shape(Enum):

@@ -34,8 +34,8 @@ import numpy as np
 from numpy import empty, zeros
 
 from ..names import FinishReason
-from ..requests.inference_request import NamedTensor, UniformArray
 from ..requests.response_options import ResponseOptions
+from .named_tensor import NamedTensor, UniformArray
 
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 

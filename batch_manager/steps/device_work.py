@@ -34,7 +34,7 @@ class DeviceWork:
         Raises InternalError when a device has not been launched for so long that the list has no bound.
         """
         self._operations += operations
-        self.has_pending = True
+        self.has_pending = self.has_pending or bool(self._operations)
         if len(self._operations) > MOST_PENDING_OPERATIONS:
             raise InternalError(f"{len(self._operations):,} operations on KV cache blocks wait for a step that can be "
                                 "launched", "a launch now and then that does not raise",

@@ -3,17 +3,16 @@
     python -m tests.campaign.blocks SEED        one seed again, shrunk to the fewest rules that show what is wrong
 """
 
+import itertools
 import sys
-import time
-from collections import Counter, deque
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from collections import Counter
 
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.kv.block_machine import BlockMachine, MachineOfFourBits, MachineOfFullDigests
 
+from .portions import each_done
 from .registry import Options, Summary
 
 # tier -> (rule calls, look-ups among digests of four bits)
@@ -44,23 +43,14 @@ def run_seed(number: int, shrinks: bool = False) -> tuple[Counter[str], str | No
 
 def run(options: Options) -> Summary:
     calls, look_ups = ENOUGH[options.tier]
-    deadline = None if options.seconds is None else time.monotonic() + options.seconds
     counts: Counter[str] = Counter()
-    failures, running, next_seed = [], deque[tuple[int, Future]](), options.first_seed
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        while True:
-            late = deadline is not None and time.monotonic() > deadline
-            enough = sum(counts[rule] for rule in RULES) >= calls and counts[LOOK_UPS] >= look_ups
-            while len(running) < 2 * options.jobs and not (late or enough):
-                running.append((next_seed, pool.submit(run_seed, next_seed)))
-                next_seed += 1
-            if not running:
-                break
-            number, future = running.popleft()
-            did, wrong = future.result()
-            counts += did
-            if wrong is not None:
-                failures.append(f"seed {number} (python -m tests.campaign.blocks {number}):\n{wrong}")
+    failures, number, seeds = [], options.first_seed, ((number,) for number in itertools.count(options.first_seed))
+    for (number,), (did, wrong) in each_done(
+            run_seed, seeds, options,
+            lambda: sum(counts[rule] for rule in RULES) >= calls and counts[LOOK_UPS] >= look_ups):
+        counts.update(did)
+        if wrong is not None:
+            failures.append(f"seed {number} (python -m tests.campaign.blocks {number}):\n{wrong}")
     done = sum(counts[rule] for rule in RULES)
     short = []
     if done < calls:
@@ -68,7 +58,7 @@ def run(options: Options) -> Summary:
     if counts[LOOK_UPS] < look_ups:
         short.append(f"{counts[LOOK_UPS]:,} of {look_ups:,} {LOOK_UPS}")
     return Summary(
-        f"T2: seeds {options.first_seed}..{next_seed - 1}: {done:,} rule calls ("
+        f"T2: seeds {options.first_seed}..{number}: {done:,} rule calls ("
         + ", ".join(f"{counts[rule]:,} {rule}" for rule in RULES)
         + f"), {counts['look-ups']:,} look-ups, {counts[LOOK_UPS]:,} of them among digests of four bits, "
         f"{counts['blocks found']:,} blocks found, {counts['forks']:,} forks", failures, short)

@@ -5,17 +5,16 @@ With --first-seed only seeds.
 
 import os
 import tempfile
-import time
 from collections import deque
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterator
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 
 from tests.checkpoints.cases import CUT, num_cuts
 from tests.checkpoints.replay import command
 from tests.checkpoints.trial import Bench, Counts
 
+from .portions import each_done
 from .registry import Options, Summary
 
 ENOUGH = {"Q": 20_000, "F": 1_000_000, "C": 50_000_000}     # files
@@ -35,26 +34,24 @@ def portion(folder: Path, keys: list[str]) -> Counts:
 
 def run(options: Options) -> Summary:
     os.environ["OMP_NUM_THREADS"] = "1"                      # for the processes to come
-    deadline = None if options.seconds is None else time.monotonic() + options.seconds
     counts, next_seed = Counts(), options.first_seed
     cuts = deque(() if next_seed else [f"{CUT}{number}" for number in range(num_cuts())])
     num_truncations = len(cuts)
-    running: deque[Future[Counts]] = deque()
-    submitted = 0
-    with (tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder,
-          ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool):
-        while True:
-            late = deadline is not None and time.monotonic() > deadline
-            while len(running) < 2 * options.jobs and submitted < ENOUGH[options.tier] and not late:
-                keys = [cuts.popleft() for _ in range(min(A_PORTION, len(cuts)))]
-                if not keys:
-                    keys = [str(next_seed + number) for number in range(A_PORTION)]
-                    next_seed += A_PORTION
-                submitted += len(keys)
-                running.append(pool.submit(portion, Path(folder).resolve(), keys))
-            if not running:
-                break
-            counts.add(running.popleft().result())
+
+    def portions(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+        nonlocal next_seed
+        submitted = 0
+        while submitted < ENOUGH[options.tier]:
+            keys = [cuts.popleft() for _ in range(min(A_PORTION, len(cuts)))]
+            if not keys:
+                keys = [str(next_seed + number) for number in range(A_PORTION)]
+                next_seed += A_PORTION
+            submitted += len(keys)
+            yield folder, keys
+
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
+        for _, done in each_done(portion, portions(Path(folder).resolve()), options):
+            counts.add(done)
     failures = [f"{key} ({command(key)}): {'; '.join(wrong)}" for key, wrong in counts.failed]
     missing = ENOUGH[options.tier] - counts.files
     return Summary(

@@ -8,6 +8,7 @@ a short request is one contiguous block there. The other one is the same request
 different. A seed takes a family, a dtype and a block size, draws requests and runs them under several circumstances.
 """
 
+import itertools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,11 +17,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")     # threads that wait sleep: on b
 import random
 import sys
 import tempfile
-import time
-from collections import Counter, deque
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import Counter
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 
 from tests.deterministic.differential import (
@@ -34,6 +32,7 @@ from tests.deterministic.differential import (
     vocab_of,
 )
 
+from .portions import each_done
 from .registry import Options, Summary
 
 ENOUGH = {"Q": 300, "F": 10_000, "C": 100_000}              # pairs
@@ -148,20 +147,14 @@ def run_here(seed: int) -> tuple[Counter, list[str]]:
 
 
 def run(options: Options) -> Summary:
-    deadline = None if options.seconds is None else time.monotonic() + options.seconds
-    total, failures, running, next_seed = Counter(), [], deque[Future](), options.first_seed
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        while True:
-            late = deadline is not None and time.monotonic() > deadline
-            while len(running) < 2 * options.jobs and not (late or total["pairs"] >= ENOUGH[options.tier]):
-                running.append(pool.submit(run_here, next_seed))
-                next_seed += 1
-            if not running:
-                break
-            counts, found = running.popleft().result()
-            total += counts
-            failures += found
-    return Summary(f"T3: seeds {options.first_seed}..{next_seed - 1}: " + ", ".join(
+    total, failures, last_seed = Counter(), [], options.first_seed
+    seeds = ((seed,) for seed in itertools.count(options.first_seed))
+    for (seed,), (counts, found) in each_done(run_here, seeds, options,
+                                              lambda: total["pairs"] >= ENOUGH[options.tier]):
+        last_seed = seed
+        total.update(counts)
+        failures += found
+    return Summary(f"T3: seeds {options.first_seed}..{last_seed}: " + ", ".join(
         f"{total[name]:,} {name}" for name in ("engines", "pairs", "tokens", "pauses", "different")),
         failures, short(total, options.tier), [f"{axis}: {values}" for axis, values in along_axes(total)])
 

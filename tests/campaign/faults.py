@@ -2,18 +2,16 @@
 
 import subprocess
 import sys
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
 
 from tests.sweep import interrupted, points, processes
 from tests.sweep.scenarios import SCENARIOS
 
+from .portions import each_done
 from .registry import Options, Summary
 
-# tier -> (times of a point, one place in so many, pairs of places of a scenario, repeats of a process)
+# tier -> (times of a point, one place in so many, rows of places of a scenario, repeats of a process)
 ENOUGH = {"Q": (3, 211, 10, 1), "F": (points.MOST_TIMES, 1, 100, 200), "C": (points.MOST_TIMES, 1, 10_000, 2_000)}
 PLACES_IN_PARTS = 4
 REPEATS_A_PORTION = 50
@@ -23,7 +21,7 @@ Task = tuple[str, tuple]
 
 
 def tasks(options: Options) -> Iterator[Task]:
-    times, one_in, pairs, repeats = ENOUGH[options.tier]
+    times, one_in, rows, repeats = ENOUGH[options.tier]
     for name in processes.BY_NAME:
         wanted = -(-repeats // COSTLY.get(name, 1))
         for first in range(0, wanted, REPEATS_A_PORTION):
@@ -33,7 +31,7 @@ def tasks(options: Options) -> Iterator[Task]:
             yield "point", (scenario, point, times)
         for part in range(PLACES_IN_PARTS):
             yield "place", (scenario, one_in, part)
-        yield "pair", (scenario, pairs, options.first_seed)
+        yield "row", (scenario, rows, options.first_seed)
 
 
 def work(kind: str, arguments: tuple) -> tuple[Counter, list[str]]:
@@ -57,27 +55,21 @@ def work(kind: str, arguments: tuple) -> tuple[Counter, list[str]]:
         return Counter({"places": tried}), wrong
     scenario, count, seed = arguments
     places, _, _ = interrupted.sweep(scenario, lambda place, frame: False)
-    tried, wrong = interrupted.sweep_pairs(scenario, places, count, seed)
-    return Counter({"pairs": tried}), wrong
+    struck, wrong = interrupted.sweep_rows(scenario, places, count, seed)
+    return Counter({"rows": count, "struck in rows": struck}), wrong
 
 
 def run(options: Options) -> Summary:
-    deadline = None if options.seconds is None else time.monotonic() + options.seconds
-    counts, wrong, left = Counter(), [], deque(tasks(options))
-    running: deque[Future] = deque()
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        while running or left:
-            late = deadline is not None and time.monotonic() > deadline
-            while left and len(running) < 2 * options.jobs and not late:
-                running.append(pool.submit(work, *left.popleft()))
-            if not running:
-                break
-            counted, found = running.popleft().result()
-            counts.update(counted)
-            wrong += found
-    short = [f"{len(left)} tasks were not begun"] if left else []
+    counts, wrong, left = Counter(), [], tasks(options)
+    for _, (counted, found) in each_done(work, left, options):
+        counts.update(counted)
+        wrong += found
+    num_left = sum(1 for _ in left)
+    short = [f"{num_left} tasks were not begun"] if num_left else []
     short += [f"{name}: never failed" for name in points.POINTS if not counts[f"point {name}"]]
     return Summary(
         f"T4: {counts['runs']:,} runs with {counts['faults']:,} faults at {len(points.POINTS)} points in "
-        f"{len(SCENARIOS)} scenarios, {counts['places']:,} places of an exception, {counts['pairs']:,} pairs of them, "
-        f"{counts['processes']:,} processes from repeat {options.first_seed} on", wrong, short)
+        f"{len(SCENARIOS)} scenarios, {counts['places']:,} places of an exception, {counts['rows']:,} rows of "
+        f"{counts['struck in rows']:,} exceptions, {counts['processes']:,} processes from repeat "
+        f"{options.first_seed} on",
+        wrong, short)

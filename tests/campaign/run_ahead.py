@@ -10,6 +10,7 @@ short, by a stop or by a fault of its own, what it got is the beginning of what 
 pair. A run in which no step was launched ahead counts none at all.
 """
 
+import itertools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,11 +19,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")     # threads that wait sleep: on b
 import logging
 import sys
 import tempfile
-import time
 import traceback
-from collections import Counter, deque
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -34,6 +32,7 @@ from tests.run_ahead.engines import Ahead, Response, Run, run_ahead, run_in_lock
 from tests.run_ahead.late_backend import Faults
 from tests.run_ahead.worlds import FEATURES, SCRIPTED, World, draw_world
 
+from .portions import each_done
 from .registry import Options, Summary
 
 ENOUGH = {"Q": 300, "F": 10_000, "C": 100_000}                    # pairs
@@ -179,20 +178,14 @@ def portion(first_seed: int, count: int) -> tuple[Counter, list[str]]:
 
 
 def run(options: Options) -> Summary:
-    deadline = None if options.seconds is None else time.monotonic() + options.seconds
-    total, failures, running, next_seed = Counter(), [], deque[Future](), options.first_seed
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        while True:
-            late = deadline is not None and time.monotonic() > deadline
-            while len(running) < 2 * options.jobs and not (late or is_enough(total, options.tier)):
-                running.append(pool.submit(portion, next_seed, SEEDS_A_PORTION))
-                next_seed += SEEDS_A_PORTION
-            if not running:
-                break
-            counts, found = running.popleft().result()
-            total += counts
-            failures += found
-    return Summary(summary_line(total, options.first_seed, next_seed - 1), failures, short(total, options.tier),
+    total, failures, last_seed = Counter(), [], options.first_seed
+    portions = ((seed, SEEDS_A_PORTION) for seed in itertools.count(options.first_seed, SEEDS_A_PORTION))
+    for (first_seed, _), (counts, found) in each_done(portion, portions, options,
+                                                      lambda: is_enough(total, options.tier)):
+        last_seed = first_seed + SEEDS_A_PORTION - 1
+        total.update(counts)
+        failures += found
+    return Summary(summary_line(total, options.first_seed, last_seed), failures, short(total, options.tier),
                    ran_on(total))
 
 

@@ -1,10 +1,8 @@
 """T1: seeds of the simulator, one after the other, on several processes."""
 
-import time
-from collections import Counter, deque
-from concurrent.futures import Future, ProcessPoolExecutor
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 
 from tests.simulation.faults import MENU
 from tests.simulation.features import available
@@ -13,6 +11,7 @@ from tests.simulation.replay import report, simulate
 from tests.simulation.swarm import draw
 from tests.simulation.traits import table, traits
 
+from .portions import each_done
 from .registry import Options, Summary
 
 # tier -> (iterations, seeds, hits of each fault, visits of each marker)
@@ -60,19 +59,11 @@ def portion(first_seed: int, count: int) -> Counts:
 def simulate_many(options: Options) -> Counts:
     """Seeds from the first on, until it is enough or the time is up."""
     iterations, seeds, _, _ = ENOUGH[options.tier]
-    deadline = None if options.seconds is None else time.monotonic() + options.seconds
-    counts, next_seed = Counts(), options.first_seed
-    running: deque[Future[Counts]] = deque()
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        while running or next_seed == options.first_seed:
-            late = deadline is not None and time.monotonic() > deadline
-            enough = counts.iterations >= iterations and counts.seeds >= seeds
-            while len(running) < 2 * options.jobs and not (late or enough):
-                running.append(pool.submit(portion, next_seed, SEEDS_A_PORTION))
-                next_seed += SEEDS_A_PORTION
-            if not running:
-                break
-            counts.add(running.popleft().result())
+    counts = Counts()
+    portions = ((seed, SEEDS_A_PORTION) for seed in itertools.count(options.first_seed, SEEDS_A_PORTION))
+    for _, done in each_done(portion, portions, options,
+                             lambda: counts.iterations >= iterations and counts.seeds >= seeds):
+        counts.add(done)
     return counts
 
 

@@ -194,7 +194,7 @@ def test_a_block_whose_content_is_lost_is_not_kept_for_its_priority(make_small_w
     for start in range(400, 1000, 100):
         found(world, list(range(start, start + 9)))
     assert found(world, SECOND) == 0 and found(world, SECOND) == 8
-    assert {world.loop.kv.pool.free.priority(block_id) for block_id in range(BLOCKS)} == {35}
+    assert {world.loop.kv.pool.priority(block_id) for block_id in range(BLOCKS)} == {35}
 
 
 def test_what_a_failed_request_leaves_is_not_kept_for_its_priority(make_world, new_request, found):
@@ -210,5 +210,5 @@ def test_what_a_failed_request_leaves_is_not_kept_for_its_priority(make_world, n
     world.run()
     assert world.client.final(1).code == "MODEL_ERROR"
     pool = world.loop.kv.pool
-    assert {pool.free.priority(block_id) for block_id in range(BLOCKS)
+    assert {pool.priority(block_id) for block_id in range(BLOCKS)
             if world.loop.kv.cache.index.of_block(block_id) is None} == {35}

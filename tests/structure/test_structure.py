@@ -99,7 +99,7 @@ BROAD_EXCEPTS = {
     "batch_manager/clock.py": (1, "each block of the guard reads the clock twice"),
     "batch_manager/contained_log.py": (1, "a handler of the host's; blocks write to the log"),
     "batch_manager/errors.py": (1, "a property that is read for a message, in any thread"),
-    "batch_manager/worker.py": (2, "whatever ends the loop"),
+    "batch_manager/worker.py": (1, "whatever ends the loop"),
     "batch_manager/loading_thread.py": (1, "handed to the thread that waits"),
     "batch_manager/requests/admission.py": (1, "one attribute of an item of any kind; the id it may have"),
     "batch_manager/loop/callbacks.py": (1, "a stop signal that is no integer, inside a block"),

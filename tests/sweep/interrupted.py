@@ -1,6 +1,6 @@
 """An exception at every place where CPython would raise one that another thread asked for.
 
-    python -m tests.sweep.interrupted SCENARIO PLACE [GAP]      one of them again, with where it strikes
+    python -m tests.sweep.interrupted SCENARIO PLACE [GAP ...]      one of them again, with where it strikes
 
 CPython 3.11 to 3.13 look for an exception asked for with PyThreadState_SetAsyncExc where a Python function begins or
 goes on behind a yield (RESUME), behind a call (CALL, CALL_FUNCTION_EX), and where a loop jumps back (JUMP_BACKWARD and
@@ -8,20 +8,23 @@ its kind): nowhere else, and never inside a function of C. A tracer counts these
 code of batch_manager; at each of them the process forks, and the child raises the exception there and runs to its end
 without the tracer. So every place is tried with the history that led there, for the price of one run and a fork.
 
-GAP: a second exception strikes so many places behind the first, which is where everybody is being answered.
+GAP: another exception strikes so many places behind the one before, which is where everybody is being answered. CPython
+removes a tracer that raised, so a profiler puts it back where the first function is left or called behind the strike.
 """
 
 import dis
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from types import CodeType, FrameType
 
 import batch_manager
 from batch_manager import forked_child
-from batch_manager.requests.inference_request import NamedTensor, UniformArray
+from batch_manager.responses.named_tensor import NamedTensor, UniformArray
+from batch_manager.worker import LOOPS_AROUND_THE_WORKER
 
 from .scenarios import SCENARIOS, Run
 
@@ -30,6 +33,7 @@ PACKAGE = os.path.dirname(batch_manager.__file__)
 ELSEWHERE = (os.path.join(PACKAGE, "runtime"),)
 
 
+MOST_IN_A_ROW = 6
 PLACES_BEFORE_IT_BEGINS = 1    # the worker is not in its `try` yet, and has called nobody
 
 
@@ -42,16 +46,21 @@ class Injected(BaseException):
 
 
 @cache
-def _checks(code: CodeType) -> tuple[set[int], set[int]]:
-    """Offsets of the instructions behind which CPython looks for an exception: calls, and jumps back."""
+def _checks(code: CodeType) -> tuple[dict[int, int], set[int]]:
+    """Where CPython looks for an exception: calls (offset -> that of the next instruction), and jumps back."""
     steps = list(dis.get_instructions(code))
-    return ({step.offset for step in steps if step.opname in ("CALL", "CALL_FUNCTION_EX", "CALL_KW")},
+    return ({step.offset: behind.offset for step, behind in pairwise(steps)
+             if step.opname in ("CALL", "CALL_FUNCTION_EX", "CALL_KW")},
             {step.offset for step in steps if "JUMP_BACKWARD" in step.opname and "NO_INTERRUPT" not in step.opname})
 
 
 @cache
 def _is_ours(path: str) -> bool:
     return path.startswith(PACKAGE) and not path.startswith(ELSEWHERE)
+
+
+def _is_traced(frame: FrameType) -> bool:
+    return _is_ours(frame.f_code.co_filename) and frame.f_code not in READ_IN_CALLBACKS
 
 
 class Tracer:
@@ -62,16 +71,29 @@ class Tracer:
         self._at_place = at_place
 
     def __call__(self, frame: FrameType, event: str, _: object):
-        if event != "call" or not _is_ours(frame.f_code.co_filename) or frame.f_code in READ_IN_CALLBACKS:
+        if event != "call" or not _is_traced(frame):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._reach(frame)
-        (calls, jumps), before = _checks(frame.f_code), -1
+        return self._in_frame(frame, -1)
+
+    def put_back(self) -> None:
+        """Trace on, in the frames that are there, too."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            if _is_traced(frame):
+                frame.f_trace = self._in_frame(frame, frame.f_lasti)
+            frame = frame.f_back
+        sys.settrace(self)
+
+    def _in_frame(self, frame: FrameType, before: int) -> Callable:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        calls, jumps = _checks(frame.f_code)
 
         def in_this_frame(frame: FrameType, event: str, _: object):
             nonlocal before
             if event == "opcode":
-                reached = before in calls or before in jumps and frame.f_lasti < before    # a jump not taken is none
+                # not where a call raised, and not a jump that was not taken
+                reached = calls.get(before) == frame.f_lasti or before in jumps and frame.f_lasti < before
                 before = frame.f_lasti
                 if reached:
                     self._reach(frame)
@@ -84,9 +106,8 @@ class Tracer:
         self._at_place(self.number, frame)
 
 
-def traced(run: Run, at_place: Callable[[int, FrameType], None]) -> int:
+def traced(run: Run, tracer: Tracer) -> int:
     """Run to the end; the number of places on the way."""
-    tracer = Tracer(at_place)
     sys.settrace(tracer)
     try:
         run.start()
@@ -94,6 +115,7 @@ def traced(run: Run, at_place: Callable[[int, FrameType], None]) -> int:
         run.history.anomalies.append("C14: the exception left the worker")
     finally:
         sys.settrace(None)
+        sys.setprofile(None)
     return tracer.number
 
 
@@ -107,30 +129,28 @@ def _verdict(run: Run) -> list[str]:
             and "is fair and was refused" not in fault]
 
 
-def interrupted(name: str, place: int, gap: int = 0) -> tuple[str, list[str]]:
-    """Strike at one place, and `gap` places behind it once more: (where that is, what is wrong then)."""
+def interrupted(name: str, place: int, gaps: Sequence[int] = ()) -> tuple[list[str], list[str]]:
+    """Strike at a place, and so many places behind that again for each gap: (where that is, what is wrong then)."""
     where: list[str] = []
+    places_left = [place, *gaps]
 
     def strike(number: int, frame: FrameType) -> None:
-        if number == place or (gap and number == place + gap):
-            where.append(_name(frame))
-            if gap and number == place:
-                sys.settrace(None)                                 # CPython does it: a tracer that raised is removed
-                sys.settrace(_second(gap, where))
-            raise Injected
+        places_left[0] -= 1
+        if places_left[0]:
+            return
+        where.append(_name(frame))
+        del places_left[0]
+        if places_left:
+            sys.setprofile(put_back)
+        raise Injected
 
-    run = Run(SCENARIOS[name])
-    traced(run, strike)
-    return ", then ".join(where), _verdict(run)
+    def put_back(frame: FrameType, event: str, _: object) -> None:
+        sys.setprofile(None)
+        tracer.put_back()
 
-
-def _second(gap: int, where: list[str]) -> Tracer:
-    def strike(number: int, frame: FrameType) -> None:
-        if number == gap:
-            where.append(_name(frame))
-            raise Injected
-
-    return Tracer(strike)
+    run, tracer = Run(SCENARIOS[name]), Tracer(strike)
+    traced(run, tracer)
+    return where, _verdict(run)
 
 
 def _name(frame: FrameType) -> str:
@@ -161,28 +181,31 @@ def sweep(name: str, wanted: Callable[[int, FrameType], bool] = lambda place, fr
             failures.append(f"{name}: {_name(frame)}: python -m tests.sweep.interrupted '{name}' {place}")
 
     run = Run(SCENARIOS[name])
-    places = traced(run, fork)
+    places = traced(run, Tracer(fork))
     if tried < 0:
         os._exit(1 if _verdict(run) else 0)
     return places, tried, failures
 
 
-def sweep_pairs(name: str, places: int, count: int, seed: int) -> tuple[int, list[str]]:
-    """Two exceptions, at places that a seed chooses: (pairs tried, what is wrong)."""
-    rng, failures = random.Random(f"{name} {seed}"), []
+def sweep_rows(name: str, places: int, count: int, seed: int) -> tuple[int, list[str]]:
+    """Two to MOST_IN_A_ROW exceptions, at places that a seed chooses: (exceptions that struck, what is wrong)."""
+    rng, struck, failures = random.Random(f"{name} {seed}"), 0, []
     for _ in range(count):
-        place = rng.randint(PLACES_BEFORE_IT_BEGINS + 1, places)
-        gap = rng.choice([rng.randint(1, 20), rng.randint(1, 300)])
-        where, wrong = interrupted(name, place, gap)
+        place = rng.randint(PLACES_BEFORE_IT_BEGINS + LOOPS_AROUND_THE_WORKER + 1, places)    # inside all its loops
+        largest = rng.choice([1, 20, 300])
+        gaps = [rng.randint(1, largest) for _ in range(rng.randint(1, MOST_IN_A_ROW - 1))]
+        where, wrong = interrupted(name, place, gaps)
+        struck += len(where)
         if wrong:
-            failures.append(f"{name}: {where}: {wrong[0]}: python -m tests.sweep.interrupted '{name}' {place} {gap}")
-    return count, failures
+            failures.append(f"{name}: {', then '.join(where)}: {wrong[0]}: python -m tests.sweep.interrupted '{name}' "
+                            f"{place} {' '.join(map(str, gaps))}")
+    return struck, failures
 
 
 def main() -> int:
-    name, *numbers = sys.argv[1:]
-    where, wrong = interrupted(name, *map(int, numbers))
-    print(f"{where or 'there is no such place'}\n" + ("\n".join(wrong) or "nothing is wrong"))
+    name, place, *gaps = sys.argv[1:]
+    where, wrong = interrupted(name, int(place), [*map(int, gaps)])
+    print(f"{', then '.join(where) or 'there is no such place'}\n" + ("\n".join(wrong) or "nothing is wrong"))
     return 1 if wrong else 0
 
 

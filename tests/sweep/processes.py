@@ -211,8 +211,9 @@ def interrupt_the_worker(rng: random.Random, times: int) -> None:
     """Real asynchronous exceptions at random moments. The callbacks are functions of C, so that none can strike inside:
     what was handed over and what was answered is known exactly.
 
-    Without logging: an exception that strikes between taking a lock of `logging` and the `try` behind it leaves the
-    lock locked for ever, which is nothing that a user of `logging` could mend.
+    Without logging, and only between the worker's first iteration and its end: an exception that strikes between taking
+    a lock of `logging`, or of the code of `threading` that starts and ends a thread, and the `try` behind it leaves the
+    lock locked for ever. No user of these modules could mend that.
     """
     logging.disable()
     build.numpy_to_tensor = None                                   # print reads the tensors; torch need not be imported
@@ -221,15 +222,18 @@ def interrupt_the_worker(rng: random.Random, times: int) -> None:
     told = io.StringIO()                                           # print writes an id first, and then all the rest
     manager = make(partial(next, chain(batches, repeat(()))), partial(print, "\n", sep="\x1f", end="", file=told),
                    lambda batch: None, idle_poll_interval_s=0.0005)
-    inject, worker = ctypes.pythonapi.PyThreadState_SetAsyncExc, manager._worker
+    inject, stopped = ctypes.pythonapi.PyThreadState_SetAsyncExc, manager._control.stopped
+    worker = ctypes.c_ulong(manager._worker.ident)
     ending = rng.randint(0, times)
+    while not manager._loop.iteration:
+        time.sleep(0.0001)
     for number in range(times):
         if number == ending:
             threading.Thread(target=manager.shutdown, args=(rng.random() < 0.5,)).start()
         time.sleep(rng.choice([0, 0.0002, 0.002]))
-        if not manager._control.stopped.is_set:
-            kind = rng.choice([SystemExit, KeyboardInterrupt, ValueError])
-            inject(ctypes.c_ulong(worker.ident), ctypes.py_object(kind))
+        kind = ctypes.py_object(rng.choice([SystemExit, KeyboardInterrupt, ValueError]))
+        if not stopped.is_set:    # no other thread runs between the look and the call: this one keeps the GIL
+            inject(worker, kind)
     assert manager.shutdown(timeout=4)
     items = manager._loop.unanswered
     handed = [item.request_id for batch in batches for item in batch][:items.num_accepted + items.num_refused]
