@@ -22,7 +22,7 @@ from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend
 
 from .drawing import Drawing
 from .faults import Faults, Place
-from .spoiling import once, one_row_too_few, one_row_too_many, one_token_too_few, with_a_wrong_token
+from .spoiling import one_row_too_few, one_row_too_many, one_token_too_few, with_a_wrong_token
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Order:
     raises: Callable[[list[int]], BaseException | None] = lambda slots: None
     in_finish: bool = False
     failures: dict[int, RowFailure] = field(default_factory=dict)
-    spoils: Callable[[StepOutput], StepOutput] | None = None
+    spoils: Callable[[StepOutput, list[int]], StepOutput] | None = None
     poisons: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -264,14 +264,21 @@ class SimulatedDevice(ScriptedBackend):
         if kind == "wrong_rows":
             if alone:
                 blame(victim, ErrorCode.MODEL_ERROR)
-            return Order(spoils=once(rng.choice([one_row_too_few, one_token_too_few, one_row_too_many])))
+            spoils = [rng.choice([one_row_too_few, one_token_too_few, one_row_too_many])]
+
+            def spoil(output: StepOutput, part: list[int]) -> StepOutput:
+                if spoils and len(part) == 1 and not alone:    # the first run was not read: the step before it failed
+                    blame(part[0], ErrorCode.MODEL_ERROR)
+                return spoils.pop()(output) if spoils else output
+
+            return Order(spoils=spoil)
         assert kind == "device_lost"
         self.is_lost = True
         return NO_ORDER
 
     def _wrong_token(self, victim: int, rng: Random) -> Order:
         token = rng.choice([-1, self.info.vocab_size, 2**31 - 1])
-        return Order(spoils=lambda output: with_a_wrong_token(output, victim, token))
+        return Order(spoils=lambda output, part: with_a_wrong_token(output, victim, token))
 
     def _span(self, batch: ScheduledBatch, slot: int) -> tuple[int, int, int]:
         """(first position that a batch writes for a slot, the one after the last, beams)."""
@@ -321,4 +328,4 @@ class SimulatedStep:
         if order.spoils is None:
             return output
         self._device._failed.add(self._batch.iteration)
-        return order.spoils(output)
+        return order.spoils(output, self._batch.slots())

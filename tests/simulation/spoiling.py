@@ -1,6 +1,5 @@
 """What a backend may return that it must not: each makes a wrong output of a right one."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,11 +22,6 @@ def with_a_wrong_token(output: StepOutput, slot: int, token: int) -> StepOutput:
     tokens[rows[0] if output.row_starts is None else output.row_starts[rows[0] + 1] - 1] = token
     finish[rows[0]] = 0
     return replace(output, tokens=tokens, finish=finish)
-
-
-def once(spoil: Callable[[StepOutput], StepOutput]) -> Callable[[StepOutput], StepOutput]:
-    spoils = [spoil]
-    return lambda output: spoils.pop()(output) if spoils else output
 
 
 def one_row_too_few(output: StepOutput) -> StepOutput:
