@@ -4,7 +4,7 @@ The tile height depends on the head size and the element size alone, so whoever 
 knowing the device.
 """
 
-import torch
+import numpy as np
 
 
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
@@ -17,23 +17,22 @@ def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
     return 128 if head_size <= 128 else 64
 
 
-def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int = 0) -> torch.Tensor:
-    """[W, 2] int32 on the CPU: rows (sequence, tile of query rows), those that see most keys first.
+def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int = 0) -> np.ndarray:
+    """[W, 2] int32: rows (sequence, tile of query rows), those that see most keys first.
 
     query_lengths, kv_lengths   [C] integers: new tokens, and keys after this step, of each context sequence
     padded_to                   at least this many rows, the last ones (-1, -1): programs that leave at once
     """
-    query_lengths = torch.as_tensor(query_lengths, dtype=torch.int64, device="cpu")
-    kv_lengths = torch.as_tensor(kv_lengths, dtype=torch.int64, device="cpu")
-    num_tiles = (query_lengths + tile_rows - 1) // tile_rows
-    sequence = torch.arange(len(num_tiles), dtype=torch.int64, device="cpu").repeat_interleave(num_tiles)
-    first_of_sequence = num_tiles.cumsum(0) - num_tiles
-    tile = torch.arange(len(sequence), dtype=torch.int64, device="cpu") - first_of_sequence[sequence]
+    query_lengths, kv_lengths = np.asarray(query_lengths, np.int64), np.asarray(kv_lengths, np.int64)
+    num_tiles = -(-query_lengths // tile_rows)
+    sequence = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    first_of_sequence = num_tiles.cumsum() - num_tiles
+    tile = np.arange(len(sequence)) - first_of_sequence[sequence]
 
     computed = kv_lengths - query_lengths
-    keys_seen = torch.minimum(computed[sequence] + (tile + 1) * tile_rows, kv_lengths[sequence])
-    order = keys_seen.argsort(descending=True, stable=True)
+    keys_seen = np.minimum(computed[sequence] + (tile + 1) * tile_rows, kv_lengths[sequence])
+    order = np.argsort(-keys_seen, kind="stable")
 
-    work_list = torch.full((max(len(order), padded_to), 2), -1, dtype=torch.int32, device="cpu")
-    work_list[: len(order)] = torch.stack([sequence[order], tile[order]], dim=1)
+    work_list = np.full((max(len(order), padded_to), 2), -1, np.int32)
+    work_list[: len(order), 0], work_list[: len(order), 1] = sequence[order], tile[order]
     return work_list

@@ -125,7 +125,7 @@ def _walk_tiles(
 
 # Slices of the index tensors start anywhere: their alignment must not make a variant of the kernel.
 @triton.jit(
-    do_not_specialize=["window"],
+    do_not_specialize=["window", "table_stride"],
     do_not_specialize_on_alignment=["block_table_ptr", "cu_seqlens_ptr", "kv_length_ptr", "work_ptr", "slot_ptr"],
 )
 def _context_kernel(

@@ -1,14 +1,19 @@
 """Put the parts of a split attention together.
 
-    out[s, h] = sum_i w_i * partial_out[s, h, i],   w_i = 2^lse_i / sum_j 2^lse_j,   lse = partial_lse[s, h]
+    out[s, h] = sum_i w_i * partial_out[i, h],   w_i = 2^lse_i / sum_j 2^lse_j,   lse = partial_lse[:, h]
+    over the partial results i = part_starts[s] .. part_starts[s + 1] - 1 of sequence s
 
-Shapes      partial_out              [S, HQ, P, D] float32   P parts, each normalised by its own sum
-            partial_lse              [S, HQ, P] float32   base-2 logarithm of that sum; -inf = empty part, whose
-                                                          partial_out is never looked at
+Shapes      partial_out              [P, HQ, D] float32   each normalised by its own sum; rows that belong to no
+                                                          sequence are not looked at
+            partial_lse              [P, HQ] float32   base-2 logarithm of that sum
+            part_starts              [S + 1] int32   rising
             out                      [S, HQ, D]
-Mutates     out. Where all parts are empty it is zero.
+Mutates     out, except where a sequence has no partial results.
 Oracle      triton_kernels/reference/paged_attention_merge.py
 Source      split-KV attention (Flash-Decoding, Dao et al. 2023); written for this project.
+
+One program is one head of one sequence. It walks the partial results 16 at a time with a running softmax: their number
+is read on the device, so that no number of parts makes a variant of the kernel.
 """
 
 import triton
@@ -16,45 +21,56 @@ import triton.language as tl
 
 from .strides import heads_contiguous
 
+PARTS = 16                              # partial results looked at together
 
-@triton.jit
+
+# The starts are a slice of a step's index tensor: their alignment must not make a variant of the kernel.
+@triton.jit(do_not_specialize_on_alignment=["part_start_ptr"])
 def _merge_kernel(
-    partial_out_ptr, partial_lse_ptr, out_ptr,
+    partial_out_ptr, partial_lse_ptr, part_start_ptr, out_ptr,
     out_stride_s,                       # elements from one sequence to the next
-    HQ: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
-    PARTS: tl.constexpr, PARTS_POW2: tl.constexpr,
+    HQ: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr, PARTS: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    part = tl.arange(0, PARTS_POW2)
+    begin = tl.load(part_start_ptr + sequence)
+    end = tl.load(part_start_ptr + sequence + 1)
+    if begin == end:                    # one program has written the whole result
+        return
+
     lane = tl.arange(0, D_POW2)
-    first = (sequence * HQ + head) * PARTS
+    top = tl.full((), -float("inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    merged = tl.zeros([D_POW2], tl.float32)
+    for first in range(begin, end, PARTS):
+        part = first + tl.arange(0, PARTS)
+        inside = part < end
+        row = part.to(tl.int64) * HQ + head
+        lse = tl.load(partial_lse_ptr + row, mask=inside, other=-float("inf"))
+        parts = tl.load(
+            partial_out_ptr + row[:, None] * D + lane[None, :], mask=inside[:, None] & (lane < D)[None, :], other=0.0
+        )
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weight = tl.exp2(lse - new_top)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weight, 0)
+        merged = merged * shrink + tl.sum(parts * weight[:, None], 0)
+        top = new_top
+    result = (merged / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + sequence * out_stride_s + head * D + lane, result, mask=lane < D)
 
-    lse = tl.load(partial_lse_ptr + first + part, mask=part < PARTS, other=-float("inf"))
-    filled = lse > -float("inf")
-    top = tl.max(lse, 0)
-    weight = tl.where(filled, tl.exp2(lse - top), 0.0)                 # never -inf minus -inf
-    weight = weight / tl.maximum(tl.sum(weight, 0), 1e-30)
 
-    parts = tl.load(
-        partial_out_ptr + (first + part)[:, None] * D + lane[None, :],
-        mask=filled[:, None] & (lane < D)[None, :], other=0.0,         # an empty part was never written
-    )
-    merged = tl.sum(parts * weight[:, None], 0)
-    tl.store(out_ptr + sequence * out_stride_s + head * D + lane, merged.to(out_ptr.dtype.element_ty), mask=lane < D)
-
-
-def paged_attention_merge(partial_out, partial_lse, out):
+def paged_attention_merge(partial_out, partial_lse, part_starts, out):
     """Weighted mean of the parts; see the module's docstring for shapes. Returns out."""
-    num_sequences, num_heads, parts, head_size = partial_out.shape
+    num_heads, head_size = partial_out.shape[1:]
     assert partial_out.is_contiguous() and partial_lse.is_contiguous() and heads_contiguous(out)
-    if num_sequences == 0:
+    assert part_starts.is_contiguous()
+    if len(out) == 0:
         return out
 
-    _merge_kernel[(num_sequences, num_heads)](
-        partial_out, partial_lse, out, out.stride(0),
-        HQ=num_heads, D=head_size, D_POW2=triton.next_power_of_2(head_size),
-        PARTS=parts, PARTS_POW2=triton.next_power_of_2(parts),
+    _merge_kernel[(len(out), num_heads)](
+        partial_out, partial_lse, part_starts, out, out.stride(0),
+        HQ=num_heads, D=head_size, D_POW2=triton.next_power_of_2(head_size), PARTS=PARTS,
         num_warps=2,
     )
     return out

@@ -4,8 +4,10 @@ import numpy as np
 import torch
 
 from ..triton_kernels.context_work_list import context_tile_rows, context_work_list
+from ..triton_kernels.decode_work_list import decode_work_list
+from ..triton_kernels.device_limits import device_limits
 from ..triton_kernels.paged_attention_context import paged_attention_context
-from ..triton_kernels.paged_attention_decode import paged_attention_decode
+from ..triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
 from ..triton_kernels.rope_kv_append import rope_kv_append
 from .interface import HeadLayout, PackedStep, RotaryTable
 
@@ -29,6 +31,7 @@ class TritonPagedAttention:
         assert (kv_pool.shape[1], kv_pool.shape[3], kv_pool.shape[5]) == (
             spec.num_layers, spec.num_kv_heads, spec.head_size)
         self.attention, self.sink = spec.attention, sink
+        self.windows = tuple(dict.fromkeys(layer.window for layer in spec.attention))
         self.layer_pools = kv_pool.unbind(1)                       # [N, 2, kv heads, B, D] each
         self.deterministic = deterministic
         self.uniform_rows = UNIFORM_ROWS if deterministic else None
@@ -37,15 +40,31 @@ class TritonPagedAttention:
 
     def plan(self, step: PackedStep) -> None:
         contexts = len(step.slots) if self.deterministic else step.num_contexts
-        work_list = context_work_list(np.diff(step.query_starts[: contexts + 1]), step.kv_lengths[:contexts],
-                                      self.tile_rows).numpy() if contexts else np.empty((0, 2), np.int32)
+        context_work = context_work_list(np.diff(step.query_starts[: contexts + 1]), step.kv_lengths[:contexts],
+                                         self.tile_rows)
+        decode_work = self._decode_work(step.kv_lengths[contexts:])
         arrays = [step.pool_slots.astype(np.int64).view(np.int32), step.positions, step.kv_lengths,
-                  step.query_starts[: contexts + 1], step.block_tables, work_list]
-        slots, self._positions, self._kv_lengths, self._query_starts, table, work = self._upload(arrays)
+                  step.query_starts[: contexts + 1], step.block_tables, context_work]
+        slots, self._positions, self._kv_lengths, self._query_starts, table, work, *more = self._upload(
+            arrays + [array for pair in decode_work.values() for array in pair])
         self._pool_slots = slots.view(torch.int64)
         self._block_tables = table.view(step.block_tables.shape)
-        self._work_list = work.view(-1, 2)
+        self._context_work = work.view(-1, 2)
+        self._decode_arguments = {
+            window: (work.view(-1, 4), starts if decode_work[window][1][-1] else None)
+            for window, work, starts in zip(decode_work, more[::2], more[1::2])}
         self._contexts, self._context_tokens = contexts, int(step.query_starts[contexts])
+
+    def _decode_work(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
+        """Work list and part starts by window; kv_lengths [s] of the generation rows."""
+        if not len(kv_lengths):
+            return {}
+        pool = self.layer_pools[0]
+        kv_heads, tokens_per_block, head_size = pool.shape[2:]
+        # On the device that the engine runs on: it is the current one during a step.
+        places = decode_settings(head_size, tokens_per_block, pool.element_size(), device_limits()).places
+        return {window: decode_work_list(kv_lengths, tokens_per_block, kv_heads, places, window, self.sink)
+                for window in self.windows}
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None) -> torch.Tensor:
@@ -57,13 +76,13 @@ class TritonPagedAttention:
         contexts, split = self._contexts, self._context_tokens
         if contexts:
             paged_attention_context(query, pool, self._block_tables[:contexts], self._query_starts,
-                                    self._kv_lengths[:contexts], self._work_list, attention.scale, attention.window,
+                                    self._kv_lengths[:contexts], self._context_work, attention.scale, attention.window,
                                     out=result, sink=self.sink, uniform_rows=self.uniform_rows,
                                     softcap=attention.softcap)
         if split < len(query):
             paged_attention_decode(query[split:], pool, self._block_tables[contexts:], self._kv_lengths[contexts:],
-                                   attention.scale, attention.window, out=result[split:], sink=self.sink,
-                                   softcap=attention.softcap)
+                                   *self._decode_arguments[attention.window], attention.scale, attention.window,
+                                   out=result[split:], sink=self.sink, softcap=attention.softcap)
         return result.flatten(1)
 
     def _upload(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:

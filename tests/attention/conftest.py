@@ -107,7 +107,7 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
     result = torch.empty_like(query)
     paged_attention_context(query, view, tables[:contexts], torch.from_numpy(step.query_starts[: contexts + 1]),
                             lengths[:contexts], None, scale, window, out=result, sink=layout.sink, softcap=softcap)
-    paged_attention_decode(query[split:], view, tables[contexts:], lengths[contexts:], scale, window,
+    paged_attention_decode(query[split:], view, tables[contexts:], lengths[contexts:], None, None, scale, window,
                            out=result[split:], sink=layout.sink, softcap=softcap)
     return result.flatten(1)
 

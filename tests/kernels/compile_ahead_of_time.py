@@ -74,13 +74,13 @@ def pool(num_kv_heads, head_size, tokens_per_block=64):
     return tensor(1000, 4, 2, num_kv_heads, tokens_per_block, head_size)[:, 1]
 
 
-def decode(head_size, group, splits, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None):
+def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None):
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
 
     paged_attention_decode(
         tensor(32, group * num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
-        integers(256, 64), integers(32), 0.1, window=window, slots=integers(32), splits=splits, sink=sink,
-        softcap=softcap,
+        integers(256, 64), integers(32), integers(100, 4), integers(33), 0.1, window=window, slots=integers(32),
+        sink=sink, softcap=softcap,
     )
 
 
@@ -167,14 +167,13 @@ def beams(width):
 
 
 CASES = {
-    "decode D128 G4": lambda: decode(128, 4, splits=1),
-    "decode D128 G4 split": lambda: decode(128, 4, splits=8),
-    "decode D64 G3": lambda: decode(64, 3, splits=1, num_kv_heads=3),
-    "decode D64 window split": lambda: decode(64, 4, splits=8, window=4096),
-    "decode D128 window sinks": lambda: decode(128, 4, splits=1, window=4096, sink=4),
-    "decode D64 window sinks split": lambda: decode(64, 4, splits=8, window=4096, sink=4),
-    "decode D128 softcap": lambda: decode(128, 2, splits=1, softcap=50.0),
-    "decode D256 softcap window split": lambda: decode(256, 2, splits=8, num_kv_heads=4, window=4096, softcap=50.0),
+    "decode D128 G4": lambda: decode(128, 4),
+    "decode D64 G3": lambda: decode(64, 3, num_kv_heads=3),
+    "decode D64 window": lambda: decode(64, 4, window=4096),
+    "decode D128 window sinks": lambda: decode(128, 4, window=4096, sink=4),
+    "decode D64 window sinks": lambda: decode(64, 4, window=4096, sink=4),
+    "decode D128 softcap": lambda: decode(128, 2, softcap=50.0),
+    "decode D256 softcap window": lambda: decode(256, 2, num_kv_heads=4, window=4096, softcap=50.0),
     "context D128": lambda: context(128, 4),
     "context D64": lambda: context(64, 3, num_kv_heads=3),
     "context D64 window": lambda: context(64, 4, window=4096),
@@ -217,7 +216,9 @@ def variants_by_alignment():
     compiled.clear()
     for begin in (0, 1):
         query, lengths, slots = tensor(4, 8, 64), sliced(begin, 4), sliced(begin, 4)
-        paged_attention_decode(query, pool(2, 64), sliced(begin, 4, 9), lengths, 0.1, slots=slots, splits=1)
+        for part_starts in (None, sliced(begin, 5)):
+            paged_attention_decode(query, pool(2, 64), sliced(begin, 4, 9), lengths, sliced(begin, 6, 4), part_starts,
+                                   0.1, slots=slots)
         paged_attention_context(
             query, pool(2, 64), sliced(begin, 4, 9), sliced(begin, 5), lengths, sliced(begin, 7, 2), 0.1, slots=slots
         )

@@ -99,7 +99,8 @@ def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
     # A step slices its index tensors at any row; a new variant would stall the first step that has it.
     (variants,) = compiled["variants"]
     assert variants == {
-        "gpu": "variants", "_decode_kernel": 1, "_context_kernel": 1, "_rope_kv_append_kernel": 1, "_sample_kernel": 1,
+        "gpu": "variants", "_decode_kernel": 1, "_merge_kernel": 1, "_context_kernel": 1, "_rope_kv_append_kernel": 1,
+        "_sample_kernel": 1,
         "_token_penalties_kernel": 1, "_ban_ngrams_kernel": 1, "_ban_words_kernel": 1, "_match_stop_words_kernel": 1,
         "_deterministic_linear_kernel": 1,
         "_beam_block_kernel": 1, "_beam_row_kernel": 1, "_beam_group_kernel": 1,

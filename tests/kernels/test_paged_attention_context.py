@@ -21,7 +21,8 @@ def check(assert_equals_oracle, paged_cache, random, integers):
         query[num_rows:] = torch.nan                       # generation rows: neither read nor written
         cu_seqlens = torch.tensor([0, *query_lengths]).cumsum(0).tolist()
         tile_rows = uniform_rows or context_tile_rows(head_size, query.element_size())
-        work_list = context_work_list(query_lengths, kv_lengths, tile_rows, padded_to).to(query.device)
+        work_list = context_work_list(query_lengths, kv_lengths, tile_rows, padded_to)
+        work_list = torch.from_numpy(work_list).to(query.device)
         return assert_equals_oracle(
             "paged_attention_context", query, cache.pool, cache.block_table, integers(cu_seqlens), cache.kv_lengths,
             work_list, scale or head_size**-0.5, window=window, out=torch.full_like(query, torch.nan), sink=sink,
@@ -135,7 +136,8 @@ def test_chunks_give_what_the_whole_prompt_gives(run_kernel, paged_cache, random
     query = random(50, 2, 32)
 
     def attend(begin, end):
-        work_list = context_work_list([end - begin], [end], context_tile_rows(32, 4)).to(query.device)
+        work_list = context_work_list([end - begin], [end], context_tile_rows(32, 4))
+        work_list = torch.from_numpy(work_list).to(query.device)
         return run_kernel(
             "paged_attention_context", query[begin:end], cache.pool, cache.block_table, integers([0, end - begin]),
             integers([end]), work_list, 0.2,
@@ -160,7 +162,7 @@ def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, pa
     query = random(length, heads, head_size, dtype=dtype)
 
     def attend(start, stop):
-        work_list = context_work_list([stop - start], [stop], 16).to(query.device)
+        work_list = torch.from_numpy(context_work_list([stop - start], [stop], 16)).to(query.device)
         return run_kernel("paged_attention_context", query[start:stop], cache.pool, cache.block_table,
                           integers([0, stop - start]), integers([stop]), work_list, head_size**-0.5,
                           uniform_rows=16, dots_in_one_order=True, **settings)
@@ -173,7 +175,7 @@ def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, pa
 def test_uniform_rows_compute_what_the_others_do(run_kernel, run_oracle, paged_cache, random, integers, dtype):
     cache = paged_cache([75], 2, 32, B, dtype)
     query = random(40, 4, 32, dtype=dtype)
-    work_list = context_work_list([40], [75], 16).to(query.device)
+    work_list = torch.from_numpy(context_work_list([40], [75], 16)).to(query.device)
     arguments = (query, cache.pool, cache.block_table, integers([0, 40]), integers([75]), work_list, 32**-0.5)
     got = run_kernel("paged_attention_context", *arguments, uniform_rows=16)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3

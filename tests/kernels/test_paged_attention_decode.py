@@ -1,57 +1,79 @@
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, decode_work_list
 
 B = 16                                  # tokens per block in these tests, unless they say otherwise
+WHOLE, HALVED = 1000, 2                 # most pages of a part: sequences in one part, and in several
 
 
 def nan_like(tensor):
     return torch.full_like(tensor, torch.nan)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.fixture
+def work(integers):
+    """work(kv_lengths, pages_per_part, window, sink, block) -> (work list, part starts) as the kernel takes them."""
+
+    def make(kv_lengths, pages_per_part=WHOLE, window=None, sink=0, block=B):
+        work_list, part_starts = decode_work_list(kv_lengths.tolist(), block, 1, 1, window, sink, pages_per_part)
+        return integers(work_list.tolist()), integers(part_starts.tolist()) if part_starts[-1] else None
+
+    return make
+
+
+@pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
 @pytest.mark.parametrize("group", [1, 3, 4])
-def test_lengths_around_a_page(assert_equals_oracle, paged_cache, random, dtype, group, splits):
+def test_lengths_around_a_page(assert_equals_oracle, paged_cache, random, dtype, group, pages_per_part, work):
     cache = paged_cache([B - 1, B, B + 1, 1, 5 * B + 3], 2, 32, B, dtype)
     query = random(5, 2 * group, 32, dtype=dtype)
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, 0.2,
-        out=nan_like(query), splits=splits, roundings=2, reduction=32 + 5 * B + 3, dtype=dtype,
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, pages_per_part), 0.2, out=nan_like(query),
+        roundings=2, reduction=32 + 5 * B + 3, dtype=dtype,
     )
 
 
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
 @pytest.mark.parametrize("window", [1, B, 20, 1000])
-def test_window(assert_equals_oracle, paged_cache, random, window, splits):
+def test_window(assert_equals_oracle, paged_cache, random, window, pages_per_part, work):
     cache = paged_cache([7, 3 * B, 90], 1, 32, B, torch.float32)
     query = random(3, 4, 32)
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, 0.2, window=window,
-        out=nan_like(query), splits=splits, roundings=2, reduction=32 + 90, dtype=torch.float32,
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, pages_per_part, window), 0.2, window=window, out=nan_like(query),
+        roundings=2, reduction=32 + 90, dtype=torch.float32,
     )
 
 
-def test_pages_outside_the_window_are_not_read(assert_equals_oracle, paged_cache, random):
+def test_pages_outside_the_window_are_not_read(assert_equals_oracle, paged_cache, random, work):
     cache = paged_cache([5 * B], 1, 32, B, torch.float32)
     query = random(1, 2, 32)
-    arguments = query, cache.pool, cache.block_table, cache.kv_lengths, 0.2
+    arguments = query, cache.pool, cache.block_table, cache.kv_lengths, *work(cache.kv_lengths, window=2 * B), 0.2
     for page in cache.block_table[0, :3].tolist():
         cache.pool[page] = torch.nan
     assert_equals_oracle(
-        "paged_attention_decode", *arguments, window=2 * B, splits=1, reduction=100, dtype=torch.float32
+        "paged_attention_decode", *arguments, window=2 * B, reduction=100, dtype=torch.float32
     )
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
 @pytest.mark.parametrize("softcap, stretch", [(2.5, 1), (50.0, 1), (50.0, 40), (30.0, 10_000)])
 @pytest.mark.parametrize("window", [None, 20])
-def test_capped_scores(assert_equals_oracle, paged_cache, random, dtype, softcap, stretch, window, splits):
+def test_capped_scores(
+    assert_equals_oracle, paged_cache, random, dtype, softcap, stretch, window, pages_per_part, work
+):
     """Scores far below the cap, about as large, and so far above that all keys of one sign weigh the same."""
     cache = paged_cache([B - 1, 1, 5 * B + 3], 2, 32, B, dtype)
     query = random(3, 6, 32, dtype=dtype)
     out = nan_like(query)
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, 0.2 * stretch, window=window,
-        out=out, splits=splits, softcap=softcap, roundings=2, reduction=(32 + 5 * B + 3) * min(stretch, 40),
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, pages_per_part, window), 0.2 * stretch, window=window, out=out, softcap=softcap,
+        roundings=2, reduction=(32 + 5 * B + 3) * min(stretch, 40),
         dtype=dtype,
     )
     assert out.isfinite().all()
@@ -63,7 +85,7 @@ def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attenti
                                                    softcap):
     cache = paged_cache([1, 20, 90], 2, 8, B, torch.float64)
     query = 3 * random(3, 4, 8, dtype=torch.float64)
-    arguments = query, cache.pool, cache.block_table, cache.kv_lengths, 0.3, window
+    arguments = query, cache.pool, cache.block_table, cache.kv_lengths, None, None, 0.3, window
     out = run_oracle("paged_attention_decode", *arguments, softcap=softcap)
     expected = torch.stack([
         streaming_attention(query[i : i + 1], cache.contents[i], 0.3, window or 1000, 0, softcap)[0] for i in range(3)
@@ -82,7 +104,8 @@ def test_the_oracle_attends_under_the_streaming_mask(
     for sequence, length in enumerate(cache.kv_lengths.tolist()):
         cache.give_back(sequence, length - 1, window, sink)
     out = run_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, 0.3, window=window, sink=sink
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, None, None, 0.3,
+        window=window, sink=sink,
     )
     expected = torch.stack(
         [streaming_attention(query[i : i + 1], cache.contents[i], 0.3, window, sink)[0] for i in range(4)]
@@ -90,11 +113,11 @@ def test_the_oracle_attends_under_the_streaming_mask(
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
 @pytest.mark.parametrize("sink", [1, 4, B, B + 1])
 @pytest.mark.parametrize("window", [1, B, 20])
 def test_sinks_stay_visible_and_pages_between_are_not_read(
-    assert_equals_oracle, paged_cache, random, window, sink, splits
+    assert_equals_oracle, paged_cache, random, window, sink, pages_per_part, work
 ):
     cache = paged_cache([3, B + 2, 3 * B, 90, 150], 1, 32, B, torch.float32)
     given_back = [
@@ -103,89 +126,169 @@ def test_sinks_stay_visible_and_pages_between_are_not_read(
     assert given_back[-1] >= 6
     query = random(5, 4, 32)
     out = assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, 0.2, window=window,
-        out=nan_like(query), splits=splits, sink=sink, roundings=2, reduction=32 + 90, dtype=torch.float32,
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, pages_per_part, window, sink), 0.2, window=window, out=nan_like(query), sink=sink,
+        roundings=2, reduction=32 + 90, dtype=torch.float32,
     )
     assert out.isfinite().all()
 
 
-def test_sinks_in_half_precision_and_through_slots(assert_equals_oracle, paged_cache, random, integers, dtype):
+def test_sinks_in_half_precision_and_through_slots(assert_equals_oracle, paged_cache, random, integers, dtype, work):
     cache = paged_cache([70, 200], 2, 64, 32, dtype)
     for sequence, length in enumerate([70, 200]):
         cache.give_back(sequence, length - 1, 40, 33)
     slots = integers([1, 0])
+    lengths = cache.kv_lengths[slots.long()]
     assert_equals_oracle(
-        "paged_attention_decode", random(2, 6, 64, dtype=dtype), cache.pool, cache.block_table,
-        cache.kv_lengths[slots.long()], 0.1, window=40, slots=slots, splits=2, sink=33,
+        "paged_attention_decode", random(2, 6, 64, dtype=dtype), cache.pool, cache.block_table, lengths,
+        *work(lengths, HALVED, 40, 33, block=32), 0.1, window=40, slots=slots, sink=33,
         roundings=2, reduction=64 + 73, dtype=dtype,
     )
 
 
-def test_sinks_without_a_window_mean_nothing(run_kernel, run_oracle, paged_cache, random):
+def test_sinks_without_a_window_mean_nothing(run_kernel, run_oracle, paged_cache, random, work):
     cache = paged_cache([40], 1, 32, B, torch.float32)
-    arguments = random(1, 2, 32), cache.pool, cache.block_table, cache.kv_lengths, 0.2
+    arguments = random(1, 2, 32), cache.pool, cache.block_table, cache.kv_lengths, *work(cache.kv_lengths), 0.2
     for run in (run_kernel, run_oracle):
-        out = [run("paged_attention_decode", *arguments, splits=1, sink=sink) for sink in (0, 4)]
+        out = [run("paged_attention_decode", *arguments, sink=sink) for sink in (0, 4)]
         assert torch.equal(*out)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_padding_rows_are_zero_and_read_nothing(assert_equals_oracle, paged_cache, random, integers, splits):
+@pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
+def test_padding_rows_are_zero_and_read_nothing(
+    assert_equals_oracle, paged_cache, random, integers, pages_per_part, work
+):
     cache = paged_cache([20, 1, 40], 1, 32, B, torch.float32)
     query = random(3, 2, 32)
     query[1] = torch.nan
     cache.block_table[1] = -(2**30)                        # an address far away
     lengths = integers([20, 0, 40])
     out = assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, lengths, 0.2,
-        out=nan_like(query), splits=splits, reduction=100, dtype=torch.float32,
+        "paged_attention_decode", query, cache.pool, cache.block_table, lengths,
+        *work(lengths, pages_per_part), 0.2, out=nan_like(query), reduction=100, dtype=torch.float32,
     )
     assert (out[1] == 0).all()
 
 
-def test_sequences_are_found_through_their_slots(assert_equals_oracle, paged_cache, random, integers):
+def test_sequences_are_found_through_their_slots(assert_equals_oracle, paged_cache, random, integers, work):
     cache = paged_cache([30, 17, 5, 64], 2, 32, B, torch.float32)
     slots = integers([3, 0])
+    lengths = cache.kv_lengths[slots.long()]
     assert_equals_oracle(
-        "paged_attention_decode", random(2, 4, 32), cache.pool, cache.block_table, cache.kv_lengths[slots.long()], 0.2,
+        "paged_attention_decode", random(2, 4, 32), cache.pool, cache.block_table, lengths, *work(lengths), 0.2,
         slots=slots, reduction=100, dtype=torch.float32,
     )
 
 
 @pytest.mark.parametrize("head_size", [16, 64, 80, 96, 128, 256])
-def test_head_sizes(assert_equals_oracle, paged_cache, random, dtype, head_size):
+def test_head_sizes(assert_equals_oracle, paged_cache, random, dtype, head_size, work):
     cache = paged_cache([33, 70], 1, head_size, 64, dtype)
     query = random(2, 3, head_size, dtype=dtype)
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, head_size**-0.5,
-        out=nan_like(query), roundings=2, reduction=head_size + 70, dtype=dtype,
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, block=64), head_size**-0.5, out=nan_like(query),
+        roundings=2, reduction=head_size + 70, dtype=dtype,
     )
 
 
-def test_more_query_heads_than_one_tile_row_block(assert_equals_oracle, paged_cache, random):
+def test_more_query_heads_than_one_tile_row_block(assert_equals_oracle, paged_cache, random, work):
     cache = paged_cache([9, 40], 1, 32, 32, torch.float32)
     assert_equals_oracle(
-        "paged_attention_decode", random(2, 20, 32), cache.pool, cache.block_table, cache.kv_lengths, 0.2,
+        "paged_attention_decode", random(2, 20, 32), cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, block=32), 0.2,
         reduction=100, dtype=torch.float32,
     )
 
 
-def test_queries_may_be_views_and_receive_the_result(assert_equals_oracle, paged_cache, random):
+@pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
+def test_queries_may_be_views_and_receive_the_result(assert_equals_oracle, paged_cache, random, work, pages_per_part):
     cache = paged_cache([20, 33], 2, 32, B, torch.float32)
     packed = random(2, 8, 32)
     before = packed.clone()
     query = packed[:, :4]
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, 0.2, out=query,
-        splits=1, reduction=100, dtype=torch.float32,
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, pages_per_part), 0.2, out=query, reduction=100, dtype=torch.float32,
     )
     assert torch.equal(packed[:, 4:], before[:, 4:])
 
 
-def test_the_same_bits_alone_and_in_a_batch(run_kernel, paged_cache, random):
+def test_the_same_bits_alone_and_in_a_batch_where_parts_are_the_same(run_kernel, paged_cache, random, work):
     cache = paged_cache([70, 20, 5], 1, 32, B, torch.float32)
-    query = random(3, 2, 32)
-    rest = cache.pool, cache.block_table, cache.kv_lengths
-    together = run_kernel("paged_attention_decode", query, *rest, 0.2, splits=2)
-    alone = run_kernel("paged_attention_decode", query[:1], rest[0], rest[1][:1], rest[2][:1], 0.2, splits=2)
+    query, lengths = random(3, 2, 32), cache.kv_lengths
+    together = run_kernel("paged_attention_decode", query, cache.pool, cache.block_table, lengths,
+                          *work(lengths, HALVED), 0.2)
+    alone = run_kernel("paged_attention_decode", query[:1], cache.pool, cache.block_table[:1], lengths[:1],
+                       *work(lengths[:1], HALVED), 0.2)
     assert torch.equal(together[:1], alone)
+
+
+# ---------------------------------------------------------------------- the work list
+
+
+@pytest.mark.parametrize("lengths", [
+    pytest.param([3, 200, 17, 64, 90, 1, 33], id="ragged"),
+    pytest.param([9, 700, 4, 16], id="one long"),
+    pytest.param([0, 0, 0], id="empty"),
+    pytest.param([0, 300, 0], id="one between padding rows"),
+])
+@pytest.mark.parametrize("window, sink", [(None, 0), (150, 0), (100, 20)])
+def test_attention_over_the_work_list_of_a_step(
+    assert_equals_oracle, paged_cache, random, integers, lengths, window, sink
+):
+    """The list as it is for a device of two places, with rows of padding at its end."""
+    cache = paged_cache(lengths, 2, 32, B, torch.float32)
+    work_list, part_starts = decode_work_list(lengths, B, 2, 2, window, sink, padded_to=40)
+    assert len(work_list) == 40 and (part_starts[-1] or window or not any(lengths))
+    query = random(len(lengths), 4, 32)
+    assert_equals_oracle(
+        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, integers(work_list.tolist()),
+        integers(part_starts.tolist()), 0.2, window=window, out=nan_like(query), sink=sink, roundings=2,
+        reduction=32 + max(lengths), dtype=torch.float32,
+    )
+
+
+def visible_pages(length, window, sink, block):
+    """The pages of a sequence that hold a key its newest token sees, key by key."""
+    return sorted({key // block for key in range(length) if not window or key >= length - window or key < sink})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 400), max_size=12), block=st.sampled_from([4, 16]),
+    num_kv_heads=st.integers(1, 9), places=st.sampled_from([1, 7, 40, 264]),
+    window=st.sampled_from([None, 1, 16, 50, 300]), sink=st.sampled_from([0, 1, 16, 20]), padded_to=st.integers(0, 20),
+)
+def test_every_visible_page_is_in_one_part_and_the_longest_parts_come_first(
+    lengths, block, num_kv_heads, places, window, sink, padded_to
+):
+    sink = sink if window else 0
+    pages = [len(visible_pages(length, window, sink, block)) for length in lengths]
+    work_list, part_starts = decode_work_list(lengths, block, num_kv_heads, places, window, sink, padded_to=padded_to)
+    assert work_list.dtype == part_starts.dtype == np.int32 and len(work_list) >= padded_to
+    rows = work_list[work_list[:, 0] >= 0]
+    assert (work_list[len(rows):] == -1).all() and (len(rows) == len(work_list) or len(work_list) == padded_to)
+
+    most = max(MIN_PAGES_PER_PART, -(-sum(pages) * num_kv_heads // (3 * places)))
+    assert (rows[:, 2] <= most).all() and (np.diff(rows[:, 2]) <= 0).all()
+    assert part_starts[0] == 0 and len(part_starts) == len(lengths) + 1
+    for sequence, count in enumerate(pages):
+        parts = rows[rows[:, 0] == sequence]
+        parts = parts[np.argsort(parts[:, 1], kind="stable")].tolist()
+        covered = [page for _, first, size, _ in parts for page in range(first, first + size)]
+        assert covered == list(range(count))
+        partials = [partial for *_, partial in parts]
+        if len(parts) == 1:
+            assert partials == [-1] and part_starts[sequence] == part_starts[sequence + 1]
+        else:
+            assert partials == list(range(part_starts[sequence], part_starts[sequence + 1]))
+            sizes = [size for _, _, size, _ in parts]
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_one_long_sequence_among_short_ones_is_cut_and_equal_ones_that_fill_the_device_are_not():
+    block, heads, places = 64, 8, 264
+    work_list, part_starts = decode_work_list([32_768] + [256] * 63, block, heads, places)
+    assert part_starts[-1] > 60 and work_list[:, 2].max() <= 8
+    work_list, part_starts = decode_work_list([512] * 256, block, heads, places)
+    assert part_starts[-1] == 0 and work_list[:, 0].tolist() == list(range(256))

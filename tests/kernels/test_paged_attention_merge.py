@@ -2,36 +2,41 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("parts", [1, 3, 8])
+@pytest.mark.parametrize("counts", [[1], [3, 8], [16, 17], [2, 0, 40, 0]])
 @pytest.mark.parametrize("head_size", [32, 80])
-def test_merging(assert_equals_oracle, random, parts, head_size):
+def test_merging(assert_equals_oracle, random, integers, counts, head_size):
+    starts = integers([sum(counts[:sequence]) for sequence in range(len(counts) + 1)])
+    out = torch.full_like(random(len(counts), 2, head_size), torch.nan)
     assert_equals_oracle(
-        "paged_attention_merge", random(3, 2, parts, head_size), 3 * random(3, 2, parts),
-        torch.full_like(random(3, 2, head_size), torch.nan), reduction=parts + 8, dtype=torch.float32,
+        "paged_attention_merge", random(sum(counts), 2, head_size), 3 * random(sum(counts), 2), starts, out,
+        reduction=max(counts) + 8, dtype=torch.float32,
     )
 
 
-def test_empty_parts_are_never_looked_at(assert_equals_oracle, random):
-    parts, lse = random(2, 2, 4, 32), random(2, 2, 4)
-    parts[0, :, 1:], lse[0, :, 1:] = torch.nan, -torch.inf
-    parts[1], lse[1] = torch.nan, -torch.inf                # a padding row: all its parts are empty
-    out = torch.full_like(random(2, 2, 32), torch.nan)
-    # The comparison sees the NaN of `parts` as NaN on both sides; the result holds none.
-    got = assert_equals_oracle("paged_attention_merge", parts, lse, out, reduction=8, dtype=torch.float32)
-    assert torch.equal(got[1], torch.zeros_like(got[1])) and got.isfinite().all()
+def test_a_sequence_without_parts_stays_as_it_is_and_other_rows_are_not_looked_at(
+    assert_equals_oracle, random, integers
+):
+    parts, lse = random(6, 2, 32), random(6, 2)
+    parts[4:], lse[4:] = torch.nan, torch.nan
+    out = random(3, 2, 32)
+    before = out.clone()
+    got = assert_equals_oracle(
+        "paged_attention_merge", parts, lse, integers([0, 2, 2, 4]), out, reduction=8, dtype=torch.float32
+    )
+    assert torch.equal(got[1], before[1]) and got.isfinite().all()
 
 
-def test_merging_parts_equals_attention_in_one_piece(run_kernel, random):
-    scores, values = 5 * random(1, 1, 12), random(1, 1, 12, 32)
+def test_merging_parts_equals_attention_in_one_piece(run_kernel, random, integers):
+    scores, values = 5 * random(12), random(12, 32)
     parts, lse = [], []
     for piece in (slice(0, 5), slice(5, 12)):
-        weights = torch.exp2(scores[..., piece])
-        lse.append(weights.sum(-1).log2())
-        parts.append((weights / weights.sum(-1, keepdim=True)) @ values[0, :, piece])
+        weights = torch.exp2(scores[piece])
+        lse.append(weights.sum().log2())
+        parts.append((weights / weights.sum()) @ values[piece])
     merged = run_kernel(
-        "paged_attention_merge", torch.stack(parts, 2).reshape(1, 1, 2, 32).contiguous(), torch.stack(lse, 2),
-        torch.empty_like(values[:, :, 0]),
+        "paged_attention_merge", torch.stack(parts)[:, None], torch.stack(lse)[:, None], integers([0, 2]),
+        torch.empty_like(values[None, :1]),
     )
     weights = torch.exp2(scores - scores.max())
-    whole = (weights / weights.sum()) @ values[0, 0]
-    torch.testing.assert_close(merged[0], whole[0], rtol=0, atol=40 * torch.finfo(torch.float32).eps * 4)
+    whole = (weights / weights.sum()) @ values
+    torch.testing.assert_close(merged[0, 0], whole, rtol=0, atol=40 * torch.finfo(torch.float32).eps * 4)

@@ -9,6 +9,10 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
                                                         holds no visible key is not looked at: its block may have
                                                         been given to somebody else.
             kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
+            work_list                [W, 4] int32   from `decode_work_list` for the same lengths, window and sink, on
+                                                    the queries' device; -1 in its first column is padding. The oracle
+                                                    does not need it.
+            part_starts              [S + 1] int32   likewise; None: no sequence has several parts
             slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
             out                      [S, HQ, D]   None: allocated; may be `query` itself
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
@@ -16,8 +20,7 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
-            splits: parts a sequence's pages are cut into, None = chosen from the shapes. The result depends on it in
-            the last bits only; pass a constant to get the same bits in every batch.
+            The result depends on where the work list cuts a sequence in the last bits only.
 Mutates     out. A row of length 0 is set to zero.
 Returns     out.
 Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
@@ -27,7 +30,7 @@ import torch
 
 
 def paged_attention_decode(
-    query, kv_pool, block_table, kv_lengths, scale, window=None, slots=None, out=None, splits=None, sink=0,
+    query, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None, out=None, sink=0,
     softcap=None,
 ):
     """One query token per sequence; see the module's docstring for shapes."""

@@ -1,24 +1,28 @@
 """Put the parts of a split attention together.
 
-    out[s, h] = sum_i w_i * partial_out[s, h, i],   w_i = 2^lse_i / sum_j 2^lse_j,   lse = partial_lse[s, h]
+    out[s, h] = sum_i w_i * partial_out[i, h],   w_i = 2^lse_i / sum_j 2^lse_j,   lse = partial_lse[:, h]
+    over the partial results i = part_starts[s] .. part_starts[s + 1] - 1 of sequence s
 
-Shapes      partial_out              [S, HQ, P, D] float32   P parts, each normalised by its own sum
-            partial_lse              [S, HQ, P] float32   base-2 logarithm of that sum; -inf = empty part, whose
-                                                          partial_out is never looked at
+Shapes      partial_out              [P, HQ, D] float32   each normalised by its own sum; rows that belong to no
+                                                          sequence are not looked at
+            partial_lse              [P, HQ] float32   base-2 logarithm of that sum
+            part_starts              [S + 1] int32   rising
             out                      [S, HQ, D]
-Mutates     out. Where all parts are empty it is zero.
+Mutates     out, except where a sequence has no partial results.
 Returns     out.
 """
 
 import torch
 
 
-def paged_attention_merge(partial_out, partial_lse, out):
+def paged_attention_merge(partial_out, partial_lse, part_starts, out):
     """Weighted mean of the parts; see the module's docstring for shapes."""
-    empty = partial_lse == -torch.inf
-    top = partial_lse.amax(-1, keepdim=True).clamp(min=torch.finfo(partial_lse.dtype).min)
-    weight = torch.exp2(partial_lse - top)
-    weight = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(partial_lse.dtype).tiny)
-    parts = partial_out.masked_fill(empty[..., None], 0)
-    out.copy_((weight[..., None] * parts).sum(-2))
+    starts = part_starts.tolist()
+    for sequence, (begin, end) in enumerate(zip(starts, starts[1:])):
+        if begin == end:
+            continue
+        lse = partial_lse[begin:end]
+        weight = torch.exp2(lse - lse.amax(0))
+        weight = weight / weight.sum(0)
+        out[sequence] = (weight[..., None] * partial_out[begin:end]).sum(0)
     return out
