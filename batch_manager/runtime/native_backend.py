@@ -37,6 +37,7 @@ from ..models.registry import LoadedModel, load_model
 from ..names import ErrorCode
 from ..sampling_config import PARAMETERS, SamplingConfig
 from ..seams import BackendInfo, MemoryUsage
+from ..triton_kernels.decode_work_list import MIN_PAGES_PER_PART
 from ..triton_kernels.dispatch import use_triton
 from . import layouts
 from .block_tables import BlockTables
@@ -58,6 +59,7 @@ from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 from .thread_count import compute_threads, thread_count
 
+LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # a sequence that attention cuts into parts, wherever its window ends
 SLOT_BYTES = 64                    # of a slot's numbers on the host, at least; block tables take theirs when used
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
@@ -267,29 +269,46 @@ class NativeBackend:
             release_memory(self._device)
 
     def warm_up(self, max_beam_width: int = 1) -> None:
-        """Run a context and a generation step of one sequence in block 0, then of one with as many beams as there may
-        be, and leave the block as it was."""
+        """Run a context and a generation step of one sequence in block 0, then of one that has no features and goes on
+        as if it were long, then of one with as many beams as there may be, and leave the block as it was.
+
+        Kernels that every variant of a step needs are compiled by that, so that none is while requests wait.
+        """
         zero = np.zeros(1, np.int32)
-        # With every feature that has a kernel, so that none is compiled while requests wait.
-        everything = {name: parameter.other for name, parameter in PARAMETERS.items() if name != "beam_width"}
-        setups = {1: SlotSetup(SamplingConfig(**everything), return_log_probs=True, end_id=0, bad_words=((0, 0),),
-                               stop_words=((0, 0),), prompt_length=1).continuing([0])}
+        every_number = {name: parameter.other for name, parameter in PARAMETERS.items() if name != "beam_width"}
+        every_feature = SlotSetup(SamplingConfig(**every_number), return_log_probs=True, end_id=0, bad_words=((0, 0),),
+                                  stop_words=((0, 0),), prompt_length=1)
+        # (beams, setup, tokens in the KV cache before the generation step)
+        sequences = [(1, every_feature, 1), (1, SlotSetup(prompt_length=1), self._cached_by_a_long_sequence())]
         if max_beam_width > 1:
             beams = SlotSetup(SamplingConfig(beam_width=max_beam_width), max_new_tokens=2, prompt_length=1)
-            setups[max_beam_width] = beams.continuing([0])
+            sequences.append((max_beam_width, beams, 1))
         # The threads once for all the steps, on the thread that loads.
         with self._threads(), self._runner.checking(self.info.hidden_size, self._pool.dtype), self._naming_stages():
-            for width, setup in setups.items():
-                rows = np.arange(width, dtype=np.int32)
+            for width, setup, num_cached in sequences:
+                # The same block again and again: what a long sequence reads there is finite, which is all it has to be.
+                num_pages = num_cached // self.info.tokens_per_block + 1
+                rows, pages = np.divmod(np.arange(width * num_pages, dtype=np.int32), np.int32(num_pages))
                 first = self.start(ScheduledBatch(
-                    iteration=0, context=(ContextWork(0, zero, 0, True, setup),), max_beam_width=max_beam_width,
-                    block_table_updates=BlockTableUpdates(rows, 0 * rows, 0 * rows))).finish()
+                    iteration=0, context=(ContextWork(0, zero, 0, True, setup.continuing([0])),),
+                    max_beam_width=max_beam_width,
+                    block_table_updates=BlockTableUpdates(rows, pages, 0 * rows))).finish()
                 if width > 1 and first.failures:      # no logit of token 0 is finite: no beam goes on
                     continue
-                self.start(ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + 1, width), num_places=2,
+                generation = GenerationWork(zero, zero + np.int32(num_cached), width)
+                self.start(ScheduledBatch(iteration=1, generation=generation, num_places=2,
                                           max_beam_width=max_beam_width)).finish()
         with on_device(self._device), torch.inference_mode():
             clear_block(self._pool, 0)
+
+    def _cached_by_a_long_sequence(self) -> int:
+        """Tokens before the newest one of a sequence that attention cuts into parts, if it does that to any.
+
+        The newest token is the first one of its block: then no length has more blocks in a window.
+        """
+        tokens_per_block = self.info.tokens_per_block
+        num_blocks = min(LONG_SEQUENCE_BLOCKS, -(-self.info.max_seq_len // tokens_per_block))
+        return max((num_blocks - 1) * tokens_per_block, 1)
 
     @contextmanager
     def _naming_stages(self) -> Iterator[None]:

@@ -1,0 +1,112 @@
+"""Which variants of its kernels Triton attention has compiled by an engine's warm-up, and which while it serves.
+
+    python count_compilations.py FOLDER [FOLDER ...]      a config.json in each; prints one JSON object for each
+
+No kernel is compiled or launched: a stand-in for Triton's driver names a GPU that is not here, and compiling is
+replaced by counting. What attention returns is garbage, and nobody looks at it. Needs a process without
+TRITON_INTERPRET, and one in which nothing else uses triton. Run by test_no_compilation_while_serving.py.
+"""
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from batch_manager.attention.interface import PackedStep
+from batch_manager.attention.triton_paged import TritonPagedAttention
+from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.runtime import layouts
+from batch_manager.runtime.native_backend import build_native_backend
+
+TOKENS_PER_BLOCK, MAX_BATCH, MAX_PAGES = 16, 256, 128
+
+compiled = Counter()
+
+
+def count_instead_of_compiling(kernel, key, *_):
+    compiled[kernel.__name__] += 1
+    kernel.device_caches[triton.runtime.driver.active.get_current_device()][0][key] = object()
+
+
+def find_key_instead_of_launching(kernel, grid):
+    return lambda *args, **kwargs: kernel.run(*args, grid=grid, warmup=True, **kwargs)
+
+
+def pretend_to_have_a_gpu():
+    path = Path(__file__).parents[1] / "kernels" / "compile_ahead_of_time.py"
+    spec = importlib.util.spec_from_file_location("compile_ahead_of_time", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    JITFunction._do_compile = count_instead_of_compiling
+    JITFunction.__getitem__ = find_key_instead_of_launching
+    return lambda index: triton.runtime.driver.set_active(module.AbsentGpu(*module.GPUS["sm_90"], index))
+
+
+def packed_step(query_lengths, kv_lengths, num_contexts):
+    starts = np.concatenate([[0], np.cumsum(query_lengths)]).astype(np.int32)
+    num_tokens, pages = int(starts[-1]), -(-max(kv_lengths) // TOKENS_PER_BLOCK)
+    return PackedStep(
+        token_ids=np.zeros(num_tokens, np.int32), positions=np.zeros(num_tokens, np.int32),
+        pool_slots=np.zeros(num_tokens, np.int64), slots=np.zeros(len(kv_lengths), np.int32), query_starts=starts,
+        kv_lengths=np.array(kv_lengths, np.int32), block_tables=np.zeros((len(kv_lengths), pages), np.int32),
+        num_contexts=num_contexts, logits_rows=starts[1:].astype(np.int64) - 1)
+
+
+def steps():
+    """Generation of all batch sizes and lengths, one long sequence among short ones, contexts alone and beside it."""
+    whole = TOKENS_PER_BLOCK * MAX_PAGES
+    for batch in range(1, MAX_BATCH + 1):
+        for pages in range(1, MAX_PAGES + 1):
+            yield packed_step([1] * batch, [pages * TOKENS_PER_BLOCK] * batch, 0)
+        yield packed_step([1] * batch, [whole] + [1] * (batch - 1), 0)
+        for context, cached in ((1, 0), (16, 0), (37, 100)):
+            generation = [min(11 * batch, whole)] * batch
+            yield packed_step([context] + [1] * batch, [cached + context, *generation], 1)
+            yield packed_step([context] * 3, [cached + context] * 3, 3)
+
+
+def serve(attention, spec):
+    heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+    packed = torch.zeros(2 * MAX_BATCH, sum(heads), spec.head_size)
+    tables = torch.zeros(TOKENS_PER_BLOCK * MAX_PAGES, spec.head_size // 2)
+    rotary = SimpleNamespace(cos=tables, sin=tables.clone())
+    count = 0
+    for step in steps():
+        count += 1
+        attention.plan(step)
+        for layer in range(spec.num_layers):
+            attention.run(layer, *packed[: step.num_tokens].split(heads, 1), rotary)
+    return count
+
+
+def main(folders):
+    on_gpu = pretend_to_have_a_gpu()
+    for index, folder in enumerate(folders):
+        on_gpu(index)                                   # another device, whose cache of kernels is empty
+        made = []
+
+        def factory(spec, pool, made=made, **options):
+            made.append((TritonPagedAttention(spec, pool, **options), spec))
+            return made[0][0]
+
+        params = TrtGptModelOptionalParams(
+            device="cpu", load_format="dummy",
+            kv_cache_config=KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK, max_tokens=MAX_PAGES * TOKENS_PER_BLOCK))
+        build_native_backend(folder, params, layout=layouts.fused, num_slots=4, attention_factory=factory)
+        warm_up = dict(compiled)
+        compiled.clear()
+        num_steps = serve(*made[0])
+        print(json.dumps({"steps": num_steps, "warm_up": warm_up, "serving": dict(compiled)}), flush=True)
+        compiled.clear()
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main(sys.argv[1:])
