@@ -1,5 +1,6 @@
 """What a step's attention is planned from, and the protocol of an implementation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,8 +97,16 @@ class Attention(Protocol):
 
     dispatch: str   # "triton" or "torch"
 
-    def plan(self, step: PackedStep) -> None:
-        """Prepare for one step: upload lengths and tables, choose kernels. Before the first `run` of the step."""
+    def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
+        """Prepare for one step, on the host: choose kernels, cut the work up.
+
+        Returns  the arrays that `run` needs on the device; may be empty. The caller sends them together with its own,
+                 in one copy that the host does not wait for: a copy made here would wait for the step before.
+        """
+        ...
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the arrays that `plan` returned, on the device. After `plan`, before the first `run` of the step."""
         ...
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -1,5 +1,7 @@
 """Paged attention through the Triton kernels: rotate and append, then one kernel for contexts, one for generation."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -20,8 +22,7 @@ class TritonPagedAttention:
     deterministic   a row's bits do not depend on its step: one kernel for all rows, a generation row is a context of
                     one token
 
-    A step's integers go to the device in one copy into one buffer that stays where it is: a step of the same numbers of
-    tokens, sequences and table columns finds every array at the same address.
+    What a step needs on the device is one array of integers, so that sending it costs the host little.
     """
 
     dispatch = "triton"
@@ -36,24 +37,30 @@ class TritonPagedAttention:
         self.deterministic = deterministic
         self.uniform_rows = UNIFORM_ROWS if deterministic else None
         self.tile_rows = self.uniform_rows or context_tile_rows(spec.head_size, kv_pool.element_size())
-        self._buffer = torch.empty(0, dtype=torch.int32, device=kv_pool.device)
 
-    def plan(self, step: PackedStep) -> None:
-        contexts = len(step.slots) if self.deterministic else step.num_contexts
+    def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
+        self._num_contexts = contexts = len(step.slots) if self.deterministic else step.num_contexts
+        self._num_context_tokens = int(step.query_starts[contexts])
+        decode_work = self._decode_work(step.kv_lengths[contexts:])
+        self._are_split = {window: bool(part_starts[-1]) for window, (_, part_starts) in decode_work.items()}
         context_work = context_work_list(np.diff(step.query_starts[: contexts + 1]), step.kv_lengths[:contexts],
                                          self.tile_rows)
-        decode_work = self._decode_work(step.kv_lengths[contexts:])
+        # The array of 8-byte numbers comes first: an upload begins at a multiple of that.
         arrays = [step.pool_slots.astype(np.int64).view(np.int32), step.positions, step.kv_lengths,
-                  step.query_starts[: contexts + 1], step.block_tables, context_work]
-        slots, self._positions, self._kv_lengths, self._query_starts, table, work, *more = self._upload(
-            arrays + [array for pair in decode_work.values() for array in pair])
+                  step.query_starts[: contexts + 1], step.block_tables, context_work,
+                  *(array for pair in decode_work.values() for array in pair)]
+        self._sizes, self._num_sequences = [array.size for array in arrays], len(step.slots)
+        return [np.concatenate([array.ravel() for array in arrays], dtype=np.int32)]
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
+        slots, self._positions, self._kv_lengths, self._query_starts, table, context_work, *more = (
+            tensors[0].split(self._sizes))
         self._pool_slots = slots.view(torch.int64)
-        self._block_tables = table.view(step.block_tables.shape)
-        self._context_work = work.view(-1, 2)
-        self._decode_arguments = {
-            window: (work.view(-1, 4), starts if decode_work[window][1][-1] else None)
-            for window, work, starts in zip(decode_work, more[::2], more[1::2])}
-        self._contexts, self._context_tokens = contexts, int(step.query_starts[contexts])
+        self._block_tables = table.view(self._num_sequences, -1)
+        self._context_work = context_work.view(-1, 2)
+        self._decode_work_on_device = {
+            window: (work_list.view(-1, 4), part_starts if is_split else None)
+            for (window, is_split), work_list, part_starts in zip(self._are_split.items(), more[::2], more[1::2])}
 
     def _decode_work(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
         """Work list and part starts by window; kv_lengths [s] of the generation rows."""
@@ -73,7 +80,7 @@ class TritonPagedAttention:
         query = rope_kv_append(query, key, value, pool, self._pool_slots, self._positions, cos, sin)
 
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        contexts, split = self._contexts, self._context_tokens
+        contexts, split = self._num_contexts, self._num_context_tokens
         if contexts:
             paged_attention_context(query, pool, self._block_tables[:contexts], self._query_starts,
                                     self._kv_lengths[:contexts], self._context_work, attention.scale, attention.window,
@@ -81,14 +88,6 @@ class TritonPagedAttention:
                                     softcap=attention.softcap)
         if split < len(query):
             paged_attention_decode(query[split:], pool, self._block_tables[contexts:], self._kv_lengths[contexts:],
-                                   *self._decode_arguments[attention.window], attention.scale, attention.window,
+                                   *self._decode_work_on_device[attention.window], attention.scale, attention.window,
                                    out=result[split:], sink=self.sink, softcap=attention.softcap)
         return result.flatten(1)
-
-    def _upload(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
-        """Each array as a flat int32 view of the buffer; the first is 8-byte aligned."""
-        sizes = [array.size for array in arrays]
-        host = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int32))
-        if len(host) > len(self._buffer):
-            self._buffer = torch.empty(2 * len(host), dtype=torch.int32, device=self._buffer.device)
-        return list(self._buffer[: len(host)].copy_(host).split(sizes))

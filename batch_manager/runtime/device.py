@@ -64,16 +64,43 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def make_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream that shares no order with other users of the GPU in this process; None for a CPU.
+
+    What was launched on the device before is done when this returns.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    return torch.cuda.Stream(device)
+
+
+def finish_stream(stream: torch.cuda.Stream | None) -> None:
+    """Wait for what was launched on the stream. On a device that is lost there is nothing to wait for."""
+    if stream is not None:
+        with contextlib.suppress(RuntimeError):
+            stream.synchronize()
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[None]:
+    """Run with the stream as the thread's current one of its device; None: as it is."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 @contextlib.contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
     """Run with this GPU as the thread's current one, and with its errors in the words of the rest of the package.
 
+    stream   becomes the thread's current one of the device; None: the current one stays
     Raises   DeviceLostError where nothing can run on the device any more; MemoryError where a CPU ran out of memory.
              Everything else, torch's out-of-memory errors of a GPU among it, passes through.
     """
     try:
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        if device.type != "cuda":
             yield
+        else:
+            with torch.cuda.device(device), on_stream(stream):
+                yield
     except RuntimeError as error:
         if device.type == "cuda" and not is_out_of_memory(error) and _is_lost(device, error):
             raise DeviceLostError(f"{device} reports {first_line(error)}", "its context cannot be used again",

@@ -76,7 +76,10 @@ class ModelRunner:
             arrays += [virtual, call.embeddings]
         if padding is not None:
             arrays.append(padding.rows)
-        token_ids, positions, device_slots, device_drawn_at, *more = self._uploads.send(arrays)
+        planned = self._attention.plan(step)
+        tensors = self._uploads.send([*arrays, *planned])
+        self._attention.receive(tensors[len(arrays):])
+        token_ids, positions, device_slots, device_drawn_at, *more = tensors[:len(arrays)]
 
         generating_slots = device_slots[num_contexts:]
         if step.num_contexts:
@@ -87,7 +90,6 @@ class ModelRunner:
         elif generates and fed_tokens is None:
             token_ids[num_context_tokens:] = state.last_tokens.at(generating_slots, positions[num_context_tokens:])
 
-        self._attention.plan(step)
         hidden = self._model.embed(token_ids)
         if call.embeddings is not None:
             places, embeddings, *more = more

@@ -46,10 +46,13 @@ from .device import (
     Uploads,
     allocated_bytes,
     device_name,
+    finish_stream,
     first_line,
     free_memory,
     is_out_of_memory,
+    make_stream,
     on_device,
+    on_stream,
     release_memory,
     resolve_device,
 )
@@ -217,7 +220,10 @@ class NativeBackend:
         self._pool, self._host_pool = pool, host_pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads, self._own_stages = Uploads(device), tuple(own_stages)
-        with torch.inference_mode():
+        # Steps run on a stream of the backend's own: on the default one they would wait for, and hold up, whatever else
+        # the process does with the GPU.
+        self._stream = make_stream(device)
+        with on_stream(self._stream), torch.inference_mode():
             self._decoder = GptDecoder(num_slots, device, self._own_stages, deterministic=loaded.deterministic,
                                        send=self._uploads.send)
         if loaded.deterministic and num_threads is None:
@@ -230,7 +236,7 @@ class NativeBackend:
         nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
         if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):
             raise NotImplementedError("draft tokens are not verified by this backend yet")
-        with on_device(self._device), torch.inference_mode(), self._threads():
+        with on_device(self._device, self._stream), torch.inference_mode(), self._threads():
             if batch.context or batch.block_table_updates is not NO_UPDATES:
                 self._tables.update(batch)
             if batch.operations:
@@ -263,6 +269,7 @@ class NativeBackend:
 
     def close(self) -> None:
         if self._runner is not None:
+            finish_stream(self._stream)               # others may get the memory as soon as it is given back
             self._runner = self._decoder = self._pool = self._layout = None
             self._host_pool = ()
             self._uploads, self._host_bytes, self._pinned_bytes = Uploads(self._device), 0, 0
@@ -298,7 +305,7 @@ class NativeBackend:
                 generation = GenerationWork(zero, zero + np.int32(num_cached), width)
                 self.start(ScheduledBatch(iteration=1, generation=generation, num_places=2,
                                           max_beam_width=max_beam_width)).finish()
-        with on_device(self._device), torch.inference_mode():
+        with on_device(self._device, self._stream), torch.inference_mode():
             clear_block(self._pool, 0)
 
     def _cached_by_a_long_sequence(self) -> int:

@@ -1,5 +1,8 @@
 """A padded call of a model whose attention and cache know of no padding."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from ..attention.interface import Attention, PackedStep, RotaryTable
@@ -14,8 +17,11 @@ class PaddedAttention:
         self.dispatch = attention.dispatch
         self._attention, self._rows, self._num_rows = attention, rows, num_rows
 
-    def plan(self, step: PackedStep) -> None:
-        self._attention.plan(step)
+    def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
+        return self._attention.plan(step)
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._attention.receive(tensors)
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None) -> torch.Tensor:

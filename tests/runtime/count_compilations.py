@@ -80,7 +80,7 @@ def serve(attention, spec):
     count = 0
     for step in steps():
         count += 1
-        attention.plan(step)
+        attention.receive([torch.from_numpy(array) for array in attention.plan(step)])
         for layer in range(spec.num_layers):
             attention.run(layer, *packed[: step.num_tokens].split(heads, 1), rotary)
     return count

@@ -11,8 +11,10 @@ from batch_manager.runtime import device as device_module
 from batch_manager.runtime.device import (
     Readback,
     Uploads,
+    finish_stream,
     free_memory,
     is_out_of_memory,
+    make_stream,
     on_device,
     resolve_device,
 )
@@ -90,6 +92,39 @@ def test_a_gpu_is_lost_when_it_cannot_even_synchronize(monkeypatch, error, lost)
     with pytest.raises(Exception) as raised, on_device(torch.device("cuda", 0)):
         raise error
     assert (type(raised.value).__name__ == "DeviceLostError") is lost
+
+
+def test_a_stream_is_made_behind_what_was_launched_and_is_the_current_one_on_its_device(monkeypatch):
+    log, gpu = [], torch.device("cuda", 0)
+
+    @contextlib.contextmanager
+    def entering(name, of):
+        log.append((name, of))
+        yield
+        log.append(("left", of))
+
+    monkeypatch.setattr(device_module.torch.cuda, "synchronize", lambda of: log.append(("waited", of)))
+    monkeypatch.setattr(device_module.torch.cuda, "Stream", lambda of: log.append(("made", of)) or "the stream")
+    monkeypatch.setattr(device_module.torch.cuda, "device", lambda of: entering("device", of))
+    monkeypatch.setattr(device_module.torch.cuda, "stream", lambda of: entering("stream", of))
+    with on_device(gpu, make_stream(gpu)):
+        log.append("work")
+    assert log == [("waited", gpu), ("made", gpu), ("device", gpu), ("stream", "the stream"), "work",
+                   ("left", "the stream"), ("left", gpu)]
+    assert make_stream(CPU) is None
+
+
+def test_finishing_a_stream_waits_for_it_and_takes_a_lost_device_for_finished():
+    class Stream:
+        waits = 0
+
+        def synchronize(self):
+            Stream.waits += 1
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    finish_stream(Stream())
+    finish_stream(None)
+    assert Stream.waits == 1
 
 
 def test_uploads_and_readbacks_on_a_cpu_copy_nothing():

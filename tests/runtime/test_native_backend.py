@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import dataclasses
 import weakref
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError, InsufficientMemoryError, ModelLoadError
 from batch_manager.handover import (
@@ -346,6 +348,33 @@ def test_the_number_of_threads_is_set_around_a_step_only(checkpoint):
     before = torch.get_num_threads()
     run(backend, [(0, [1, 2], 0, True, GREEDY)])
     assert seen == [2] and torch.get_num_threads() == before == 1
+
+
+def test_everything_is_launched_on_the_stream_of_the_backend(checkpoint, monkeypatch):
+    entered, left = [], []
+
+    @contextlib.contextmanager
+    def on_device(device, stream=None):
+        entered.append(stream)
+        yield
+        left.append(stream)
+
+    def refuse(name):
+        method = getattr(TorchPagedAttention, name)
+        return lambda *args: method(*args) if len(entered) > len(left) else pytest.fail(f"{name} on no stream")
+
+    for name in ("plan", "run"):
+        monkeypatch.setattr(TorchPagedAttention, name, refuse(name))
+    monkeypatch.setattr(native_backend, "make_stream", lambda device: "the stream")
+    monkeypatch.setattr(native_backend, "finish_stream", entered.append)
+    monkeypatch.setattr(native_backend, "on_device", on_device)
+    monkeypatch.setattr(native_backend, "on_stream", lambda stream: on_device(None, stream))
+    backend = build(checkpoint)
+    in_warm_up = len(entered)
+    run(backend, [(0, [1, 2], 0, True, GREEDY)])
+    assert len(entered) == in_warm_up + 1
+    backend.close()
+    assert len(entered) == in_warm_up + 2 and set(entered) == {"the stream"}
 
 
 def test_the_pool_is_clean_after_the_warm_up_and_nobodys_random_state_moved(checkpoint):

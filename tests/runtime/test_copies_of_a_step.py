@@ -1,0 +1,141 @@
+"""What a step copies to the device, seen without one.
+
+Tensors on torch's "meta" device, which have a shape and no memory, stand for those on a GPU. Whatever would copy from
+the host to a GPU, and so make the host wait for the step before, shows as an operation from a CPU's tensor to one of
+these.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batch_manager.attention.interface import LayerAttention
+from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.runtime import layouts
+from batch_manager.runtime.block_tables import BlockTables
+from batch_manager.runtime.model_runner import ModelRunner
+from batch_manager.triton_kernels.device_limits import DeviceLimits
+
+META, VOCAB, HIDDEN, SIZE = torch.device("meta"), 50, 24, 16
+
+
+class CopiesFromTheHost(TorchDispatchMode):
+    """Records the operations that have a CPU's tensor and yield, or write to, one on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        made = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
+        from_host = any(value.device.type == "cpu" for value in given)
+        if from_host and any(value.device == META for value in given + made):
+            self.found.append(str(function))
+        return result
+
+
+class CountedUploads:
+    def __init__(self):
+        self.sent = []
+
+    def send(self, arrays):
+        self.sent.append([array.nbytes for array in arrays])
+        return [torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, device=META) for array in arrays]
+
+
+class Model:
+    """One layer of 2 query heads and a kv head, as far as attention sees it."""
+
+    def __init__(self, attention):
+        self.attention = attention
+
+    def embed(self, token_ids):
+        return torch.empty(len(token_ids), HIDDEN, device=META)
+
+    def forward(self, hidden, positions, attention):
+        query, key, value = torch.empty(len(hidden), 4, 8, device=META).split([2, 1, 1], 1)
+        attention.run(0, query, key, value, None)
+        return hidden
+
+    def logits(self, hidden):
+        return torch.empty(len(hidden), VOCAB, device=META)
+
+
+class Engine:
+    """The part of a backend that computes, over tensors without memory."""
+
+    def __init__(self, monkeypatch):
+        triton_paged = pytest.importorskip("batch_manager.attention.triton_paged", reason="triton is not installed")
+        monkeypatch.setattr(triton_paged, "device_limits", lambda: DeviceLimits(227 * 1024, 132, True))
+        for name in ("rope_kv_append", "paged_attention_context", "paged_attention_decode"):
+            monkeypatch.setattr(triton_paged, name, lambda query, *_, **__: query)
+        spec = SimpleNamespace(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8,
+                               attention=(LayerAttention(scale=1.0),))
+        pool = torch.empty(100, 1, 2, 1, SIZE, 8, device=META)
+        self.uploads, self.tables = CountedUploads(), BlockTables(8, 20)
+        self.attention = triton_paged.TritonPagedAttention(spec, pool)
+        self.runner = ModelRunner(Model(self.attention), self.attention, self.uploads, VOCAB)
+        self.decoder = GptDecoder(8, META, send=self.uploads.send)
+        self.decoder._sample_token = lambda logits, **_: (
+            torch.empty(len(logits), dtype=torch.int32, device=META), torch.empty(len(logits), device=META),
+            torch.empty(len(logits), dtype=torch.bool, device=META))
+
+    def run(self, batch):
+        """(uploads, other copies) of a step."""
+        self.uploads.sent.clear()
+        with CopiesFromTheHost() as copies, torch.inference_mode():
+            self.tables.update(batch)
+            self.decoder.set_up((work.slot, work.setup) for work in batch.context)
+            (call,) = layouts.fused(batch, self.tables, SIZE)
+            result = self.runner.run(call, self.decoder.state)
+            self.decoder.keep(self.decoder.draw(self.runner.logits(result.hidden), result.rows))
+        return len(self.uploads.sent), copies.found
+
+
+def context(slot, length):
+    return ContextWork(slot, np.zeros(length, np.int32), 0, True, SlotSetup(prompt_length=length))
+
+
+def test_a_step_sends_its_arrays_in_one_copy_and_one_more_where_sequences_enter(monkeypatch):
+    engine = Engine(monkeypatch)
+    slots, indices = np.divmod(np.arange(4 * 10, dtype=np.int32), np.int32(10))
+    tables = BlockTableUpdates(slots, indices, np.arange(40, dtype=np.int32))
+    assert engine.run(ScheduledBatch(0, context=(context(0, 37), context(1, 5)), block_table_updates=tables)) == (2, [])
+
+    for step, lengths in enumerate(([37, 5], [38, 6])):
+        generation = GenerationWork(np.array([0, 1], np.int32), np.array(lengths, np.int32))
+        assert engine.run(ScheduledBatch(1 + step, generation=generation)) == (1, [])
+    generation = GenerationWork(np.array([0], np.int32), np.array([150], np.int32))     # long enough for several parts
+    assert engine.run(ScheduledBatch(3, context=(context(2, 3),), generation=generation,
+                                     block_table_updates=tables)) == (2, [])
+    assert engine.attention._decode_work_on_device[None][1] is not None
+
+
+def test_planning_touches_no_tensor(monkeypatch):
+    engine = Engine(monkeypatch)
+    generation = GenerationWork(np.array([0], np.int32), np.array([3], np.int32))
+    engine.tables.update(ScheduledBatch(
+        0, block_table_updates=BlockTableUpdates(*np.zeros((3, 1), np.int32))))
+    (call,) = layouts.fused(ScheduledBatch(0, generation=generation), engine.tables, SIZE)
+
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            raise AssertionError(f"{function} while planning")
+
+    with Nothing():
+        planned = engine.attention.plan(call.step)
+    assert [type(array) for array in planned] == [np.ndarray]
+
+
+def test_a_copy_from_the_host_would_be_seen():
+    with CopiesFromTheHost() as copies:
+        torch.empty(3, device=META).copy_(torch.zeros(3))
+        torch.zeros(3).to(META)
+        torch.zeros(3).add_(1)
+    assert len(copies.found) == 2
