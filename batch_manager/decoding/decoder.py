@@ -34,6 +34,7 @@ from .stop import StopWords
 
 # What a token is sampled by: fields of SamplingConfig, under the names that `sample_token` has for them.
 SAMPLED_BY = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "random_seed": "seed"}
+IN_FLOAT32 = GENERATION_LOGITS | POST_PROCESSED | BEAMS | STAGES     # features whose logits are float32
 TORCH_DTYPES = {np.float32: torch.float32, np.int32: torch.int32, np.int64: torch.int64}
 assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is one of the two
 
@@ -63,6 +64,7 @@ class GptDecoder:
         self.stages = Stages(default_stages(self.state, own_stages), self.state)
         self._stop_words = StopWords(self.state)
         self._sample_token = dispatch.kernel("sample_token", device)
+        self._samples_any_dtype = dispatch.use_triton(device)
         self._one_by_one = deterministic and not dispatch.use_triton(device)
         self._all_greedy: dict[str, torch.Tensor] = {}
         self._beam_kernel = dispatch.kernel("beam_topk", device)
@@ -85,11 +87,13 @@ class GptDecoder:
         self.state.upload()
 
     def draw(self, logits: torch.Tensor, rows: DrawRows) -> Drawn:
-        """Sample from `logits` [r, vocab] float32, which post-processors and stages may change. Keeps nothing.
+        """Sample from `logits` [r, vocab], of any float dtype; post-processors and stages may change it. Keeps nothing.
 
         rows   whose they are; several that follow one another may be the beams of one sequence
         """
         of = LogitsRows(rows, self.state, self.history)
+        if of.features & IN_FLOAT32 or not self._samples_any_dtype:     # a copy of rows that are large, unless they are
+            logits = logits.float()
         slots, asked, returned, post_processed, beams = rows.slots, [], None, None, None
         if of.features & GENERATION_LOGITS:             # a copy, before anything is done to them
             asked, returned = generation_logits(logits, of)

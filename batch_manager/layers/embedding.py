@@ -32,7 +32,8 @@ class Embedding:
 
 
 class Head:
-    """Logits in float32, from the rows that need them only.
+    """Logits, from the rows that need them only: in the dtype of the products, so that a vocabulary's width is written
+    and read once; in float32 with a softcap, which is computed in that.
 
     name      of the tensor, whole: "lm_head.weight". A Linear takes the prefix before `.weight`
     tied_to   an embedding whose tensor it shares, except where products want a packed one: then it holds a copy
@@ -54,6 +55,6 @@ class Head:
         self._tanh = partial(elementwise, torch.tanh) if in_pieces else torch.tanh
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [r, size] -> [r, rows] float32."""
-        logits = self._multiply(hidden, *self._multiply_arguments).float()
-        return logits if self.softcap is None else self._tanh(logits.div_(self.softcap)).mul_(self.softcap)
+        """hidden [r, size] -> [r, rows], a new tensor."""
+        logits = self._multiply(hidden, *self._multiply_arguments)
+        return logits if self.softcap is None else self._tanh(logits.float().div_(self.softcap)).mul_(self.softcap)

@@ -59,7 +59,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of hidden states [r, hidden_size] -> [r, vocab_size] float32."""
+        """Rows of hidden states [r, hidden_size] -> [r, vocab_size], float32 or in the dtype of the weights."""
         ...
 
 

@@ -11,23 +11,23 @@ class CheckedModel:
     """A model whose results are checked as models.registry.Model describes them.
 
     vocab_size, hidden_size   of its spec
-    dtype   of the weights; hidden states may also be float32
+    dtype   of the weights; hidden states and logits may also be float32
     Raises  ConfigError from `embed`, `forward` and `logits`
     """
 
     def __init__(self, model: Model, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
         self._model, self._vocab_size, self._hidden_size = model, vocab_size, hidden_size
-        self._hidden_dtypes = dict.fromkeys((dtype, torch.float32))
+        self._dtypes = dict.fromkeys((dtype, torch.float32))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._checked("embed", self._model.embed(token_ids), token_ids, self._hidden_size, self._hidden_dtypes)
+        return self._checked("embed", self._model.embed(token_ids), token_ids, self._hidden_size, self._dtypes)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         found = self._model.forward(hidden, positions, attention)
-        return self._checked("forward", found, positions, self._hidden_size, self._hidden_dtypes)
+        return self._checked("forward", found, positions, self._hidden_size, self._dtypes)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._checked("logits", self._model.logits(hidden), hidden, self._vocab_size, (torch.float32,))
+        return self._checked("logits", self._model.logits(hidden), hidden, self._vocab_size, self._dtypes)
 
     def _checked(self, method: str, found: object, given: torch.Tensor, columns: int, dtypes) -> torch.Tensor:
         """What the method returned for `given`, if it has as many rows and is where that is."""

@@ -108,7 +108,7 @@ class ModelRunner:
         return CallResult(hidden, DrawRows(slots, drawn_at, device_slots, device_drawn_at), finite, returned_logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[r, hidden size] -> [r, vocab] float32."""
+        """[r, hidden size] -> [r, vocab], float32 or in the dtype of the weights."""
         return self._model.logits(hidden)
 
     def _context_logits(self, step: PackedStep, num_contexts: int, hidden: torch.Tensor,

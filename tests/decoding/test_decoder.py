@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,7 +8,7 @@ from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.history import TokenHistory
 from batch_manager.decoding.logits_rows import LogitsRows
 from batch_manager.decoding.slots import SlotState
-from batch_manager.handover import END_ID, NOT_FINISHED, SlotSetup
+from batch_manager.handover import END_ID, NOT_FINISHED, LogitsPostProcessor, SlotSetup
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels.reference.sample_token import sample_token
 
@@ -31,6 +32,31 @@ def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_
         torch.tensor([10, 20, 30, 40, 50, 60]))
     assert drawn.tokens.tolist() == expected.tolist()
     assert drawn.finite.all() and drawn.log_probs is None and drawn.logits is None
+
+
+@pytest.mark.parametrize("setup, dtype", [
+    (SlotSetup(), torch.bfloat16),
+    (SlotSetup(SamplingConfig(top_p=0.7, temperature=0.5), return_log_probs=True, return_context_logits=True),
+     torch.bfloat16),
+    (SlotSetup(return_generation_logits=True), torch.float32),
+    (SlotSetup(SamplingConfig(presence_penalty=0.5)).continuing([3]), torch.float32),
+    (SlotSetup(embedding_bias=np.ones(40, np.float32)), torch.float32),
+    (SlotSetup(logits_post_processor=LogitsPostProcessor(5, lambda *given: given[1], lambda: [[1, 2]], False)),
+     torch.float32),
+])
+def test_logits_are_sampled_in_the_models_dtype_unless_something_else_looks_at_them(
+        decoder_with, rows_of, setup, dtype):
+    """A kernel reads any dtype; on a CPU logits are float32."""
+    logits, given, results = logits_of(2).bfloat16(), [], []
+    for reads_any_dtype in (False, True):
+        decoder = decoder_with(SlotSetup(), setup)
+        sample = decoder._sample_token
+        decoder._samples_any_dtype = reads_any_dtype
+        decoder._sample_token = lambda logits, sample=sample, **more: given.append(logits.dtype) or sample(
+            logits.float(), **more)
+        results.append(decoder.draw(logits.clone(), rows_of([0, 1], [1, 1])))
+    assert given == [torch.float32, dtype]
+    assert torch.equal(results[0].tokens, results[1].tokens)
 
 
 def test_log_probs_are_filled_for_those_who_asked(decoder_with, rows_of):
