@@ -1,7 +1,9 @@
 """The device a step runs on: memory, uploads, waiting, what its errors mean. The only file that names torch.cuda."""
 
 import contextlib
+import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 
 from ..errors import ConfigError, DeviceLostError
 
+MEMORY_SECONDS = 1.0               # for which the statistics take a GPU's memory to be what it was
 UPLOAD_BUFFERS = 3                 # so that a buffer is not written while an earlier step's copy still reads it
 ALIGNMENT = 16                     # bytes; of each array within an upload
 CONTROL_GROUP = Path("/sys/fs/cgroup")    # this process's, where it is in a container
@@ -53,9 +56,21 @@ def device_name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """What torch holds on a GPU in this process, 0 for a CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+class AllocatedMemory:
+    """What torch holds on a GPU in this process; 0 bytes for a CPU.
+
+    Torch takes 50 microseconds to say it, as long as much of an iteration, and every iteration has statistics: so it is
+    asked once in MEMORY_SECONDS, and the answer is kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._num_bytes, self._asked_at = device, 0, -math.inf
+
+    def num_bytes(self) -> int:
+        """As it was at most MEMORY_SECONDS ago."""
+        if self._device.type == "cuda" and time.monotonic() - self._asked_at >= MEMORY_SECONDS:
+            self._num_bytes, self._asked_at = torch.cuda.memory_allocated(self._device), time.monotonic()
+        return self._num_bytes
 
 
 def release_memory(device: torch.device) -> None:

@@ -42,9 +42,9 @@ from ..triton_kernels.dispatch import use_triton
 from . import layouts
 from .block_tables import BlockTables
 from .device import (
+    AllocatedMemory,
     Readback,
     Uploads,
-    allocated_bytes,
     device_name,
     finish_stream,
     first_line,
@@ -220,6 +220,7 @@ class NativeBackend:
         self._pool, self._host_pool = pool, host_pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads, self._own_stages = Uploads(device), tuple(own_stages)
+        self._allocated = AllocatedMemory(device)
         # Steps run on a stream of the backend's own: on the default one they would wait for, and hold up, whatever else
         # the process does with the GPU.
         self._stream = make_stream(device)
@@ -264,7 +265,7 @@ class NativeBackend:
                 raise NotImplementedError("adapters are not built yet in this version")
 
     def memory_usage(self) -> MemoryUsage:
-        return MemoryUsage(gpu=allocated_bytes(self._device), cpu=self._host_bytes,
+        return MemoryUsage(gpu=self._allocated.num_bytes(), cpu=self._host_bytes,
                            pinned=self._pinned_bytes + self._uploads.pinned_bytes)
 
     def close(self) -> None:
@@ -274,6 +275,7 @@ class NativeBackend:
             self._host_pool = ()
             self._uploads, self._host_bytes, self._pinned_bytes = Uploads(self._device), 0, 0
             release_memory(self._device)
+            self._allocated = AllocatedMemory(self._device)
 
     def warm_up(self, max_beam_width: int = 1) -> None:
         """Run a context and a generation step of one sequence in block 0, then of one that has no features and goes on

@@ -9,6 +9,7 @@ from batch_manager.errors import ConfigError
 from batch_manager.models.model_spec import ModelSpec
 from batch_manager.runtime import device as device_module
 from batch_manager.runtime.device import (
+    AllocatedMemory,
     Readback,
     Uploads,
     finish_stream,
@@ -125,6 +126,17 @@ def test_finishing_a_stream_waits_for_it_and_takes_a_lost_device_for_finished():
     finish_stream(Stream())
     finish_stream(None)
     assert Stream.waits == 1
+
+
+def test_a_gpus_memory_is_asked_for_at_most_once_a_second(monkeypatch):
+    now, asked = [100.0], []
+    monkeypatch.setattr(device_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(device_module.torch.cuda, "memory_allocated", lambda of: asked.append(now[0]) or len(asked))
+    memory, found = AllocatedMemory(torch.device("cuda", 0)), []
+    for now[0] in (100.0, 100.5, 100.999, 101.0, 101.5, 107.0):
+        found.append(memory.num_bytes())
+    assert asked == [100.0, 101.0, 107.0] and found == [1, 1, 1, 2, 2, 3]
+    assert AllocatedMemory(CPU).num_bytes() == 0 and len(asked) == 3
 
 
 def test_uploads_and_readbacks_on_a_cpu_copy_nothing():
