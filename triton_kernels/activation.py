@@ -8,6 +8,7 @@
 Shapes      hidden, out              [T, I]   contiguous rows, any row stride
 Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     out, which may be `hidden`; None: allocated.
+Raises      ValueError for another kind.
 Oracle      triton_kernels/reference/activation.py
 Source      Hendrycks and Gimpel 2016 (gelu); written for this project.
 """
@@ -17,14 +18,12 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024                            # elements of one program
+KINDS = "gelu", "gelu_new", "silu", "relu"
 
 
 @triton.jit
 def apply_activation(x, KIND: tl.constexpr):
-    """f(x) in float32; `gated_activation` uses it too."""
-    tl.static_assert(
-        KIND == "gelu" or KIND == "gelu_new" or KIND == "silu" or KIND == "relu", "unknown kind of activation"
-    )
+    """f(x) in float32, of a kind of KINDS; `gated_activation` uses it too."""
     if KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_new":            # 0.5 (1 + tanh z) is sigmoid(2 z)
@@ -47,8 +46,15 @@ def _activation_kernel(
     tl.store(out_ptr + token * out_stride_t + lane, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def refuse_unknown_kind(kind):
+    """Raise ValueError: what a kernel raises itself depends on whether it is compiled."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of activation {kind!r}; one of {', '.join(KINDS)}; correct the caller")
+
+
 def activation(hidden, kind, out=None, deterministic=False):
     """f(hidden), elementwise; see the module's docstring. Returns out."""
+    refuse_unknown_kind(kind)
     num_tokens, size = hidden.shape
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out
     assert hidden.stride(1) == out.stride(1) == 1

@@ -6,6 +6,7 @@ Shapes      gate_up                  [T, 2 I]   gate first, then up; contiguous 
             out                      [T, I]   None: allocated
 Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     out.
+Raises      ValueError for another kind.
 Oracle      triton_kernels/reference/gated_activation.py
 Source      Shazeer 2020; written for this project.
 """
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .activation import BLOCK, apply_activation
+from .activation import BLOCK, apply_activation, refuse_unknown_kind
 
 
 @triton.jit
@@ -33,6 +34,7 @@ def _gated_activation_kernel(
 
 def gated_activation(gate_up, kind="silu", out=None, deterministic=False):
     """f(gate) * up; see the module's docstring. Returns out."""
+    refuse_unknown_kind(kind)
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     assert gate_up.shape[1] == 2 * size and gate_up.stride(1) == out.stride(1) == 1

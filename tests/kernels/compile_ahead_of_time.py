@@ -246,6 +246,20 @@ def variants_by_alignment():
     return {name: names.count(name) for name in names}
 
 
+def refusals_of_an_unknown_kind():
+    """{kernel: the text of the error}, where kernels are compiled."""
+    from batch_manager.triton_kernels.activation import activation
+    from batch_manager.triton_kernels.gated_activation import gated_activation
+
+    texts = {}
+    for launch in (activation, gated_activation):
+        try:
+            launch(tensor(1, 8), "swish")
+        except Exception as error:
+            texts[launch.__name__] = str(error)
+    return texts
+
+
 def nvidia_figures(kernel, with_instructions):
     """Registers, stack and spills of a cubin, from the disassembler that triton's wheel ships."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -305,6 +319,7 @@ def main(gpu_names):
                 print(json.dumps(record), flush=True)
         if name == "sm_90":
             print(json.dumps({"gpu": "variants", **variants_by_alignment()}), flush=True)
+            print(json.dumps({"gpu": "refusals", **refusals_of_an_unknown_kind()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,14 +28,17 @@ KNOWN_STACK_BYTES = {("sm_100", "context D64 window"): 16, ("sm_100", "context D
 
 @pytest.fixture(scope="module")
 def compiled():
-    """{gpu: records}, all compiled by one process; under "variants", one record {kernel: variants}."""
+    """{gpu: records}, all compiled by one process.
+
+    Under "variants" one record {kernel: variants}, under "refusals" one {kernel: text of its error}.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton
     done = subprocess.run([sys.executable, PROGRAM, *GPUS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in done.stdout.splitlines()]
     print_table([record for record in records if record["gpu"] in GPUS])
-    return {gpu: [record for record in records if record["gpu"] == gpu] for gpu in [*GPUS, "variants"]}
+    return {gpu: [record for record in records if record["gpu"] == gpu] for gpu in [*GPUS, "variants", "refusals"]}
 
 
 def print_table(records):
@@ -93,6 +96,12 @@ def test_deterministic_products_use_the_matrix_units(compiled):
               if "float32" not in record["case"]]
     assert all(record["HGMMA"] > 0 for record in narrow)
     assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_deterministic_linear_kernel"))
+
+
+def test_an_unknown_kind_of_activation_is_refused_in_the_same_words_as_in_the_interpreter(compiled):
+    (refusals,) = compiled["refusals"]
+    text = "unknown kind of activation 'swish'; one of gelu, gelu_new, silu, relu; correct the caller"
+    assert refusals == {"gpu": "refusals", "activation": text, "gated_activation": text}
 
 
 def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
