@@ -14,6 +14,7 @@ from ..errors import ConfigError, DeviceLostError
 
 MEMORY_SECONDS = 1.0               # for which the statistics take a GPU's memory to be what it was
 UPLOAD_BUFFERS = 3                 # so that a buffer is not written while an earlier step's copy still reads it
+LARGE_READBACK_BYTES = 1 << 20     # tensors of more than that are read back by themselves: joining them copies them
 ALIGNMENT = 16                     # bytes; of each array within an upload
 CONTROL_GROUP = Path("/sys/fs/cgroup")    # this process's, where it is in a container
 
@@ -180,16 +181,24 @@ class Uploads:
 
 
 class Readback:
-    """Tensors on their way from the device to the host."""
+    """Tensors on their way from the device to the host: the small ones, of which every step has some, in one copy."""
 
     def __init__(self, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
         self._device, self._done = device, None
         if device.type == "cpu":
             self._host = tensors
             return
-        self._host = {name: pinned(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        # Large elements first: then each tensor begins at a multiple of what its elements take.
+        small = sorted((name for name, tensor in tensors.items() if tensor.nbytes <= LARGE_READBACK_BYTES),
+                       key=lambda name: -tensors[name].element_size())
+        block = _fetch(torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in small])) if small else None
+        self._host, start = {}, 0
         for name, tensor in tensors.items():
-            self._host[name].copy_(tensor, non_blocking=True)
+            if name not in small:
+                self._host[name] = _fetch(tensor)
+        for name in small:
+            tensor, stop = tensors[name], start + tensors[name].nbytes
+            self._host[name], start = block[start:stop].view(tensor.dtype).view(tensor.shape), stop
         # "blocking": the waiting thread sleeps instead of spinning; torch releases the GIL around the wait.
         self._done = torch.cuda.Event(blocking=True)
         self._done.record(torch.cuda.current_stream(device))
@@ -200,6 +209,11 @@ class Readback:
             with on_device(self._device):
                 self._done.synchronize()
         return {name: tensor.numpy() for name, tensor in self._host.items()}
+
+
+def _fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned memory that the tensor is being copied to."""
+    return pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

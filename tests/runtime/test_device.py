@@ -174,6 +174,34 @@ def test_an_upload_in_one_copy_keeps_values_types_and_shapes(monkeypatch):
     assert FakeEvent.waits == 2 and uploads.pinned_bytes > 2 * 40_000 * 8
 
 
+@pytest.mark.parametrize("large_bytes, copies", [(1 << 20, 1), (500, 2), (0, 7)])
+def test_what_a_step_reads_back_is_one_copy_but_for_large_tensors(monkeypatch, large_bytes, copies):
+    made = []
+
+    def pinned(shape, dtype):
+        made.append(torch.empty(shape, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(device_module, "LARGE_READBACK_BYTES", large_bytes)
+    monkeypatch.setattr(device_module, "pinned", pinned)
+    monkeypatch.setattr(device_module.torch.cuda, "Event", lambda blocking: FakeEvent())
+    for name in ("current_stream", "device"):
+        monkeypatch.setattr(device_module.torch.cuda, name, lambda _: contextlib.nullcontext())
+    flags = torch.tensor([True, False, True])
+    tensors = {"finite": flags, "tokens": torch.arange(3, dtype=torch.int32), "finish": flags.view(torch.uint8),
+               "log_probs": torch.randn(3), "beams": torch.randn(3, 2).T, "wide": torch.tensor(7),
+               "logits": torch.randn(2, 100)}
+    expected = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+    readback = Readback(torch.device("cuda", 0), tensors)
+    for tensor in tensors.values():
+        tensor.zero_()                                              # the next step writes over it
+    arrays = readback.wait()
+    assert len(made) == copies and arrays.keys() == expected.keys()
+    for name, array in arrays.items():
+        assert array.dtype == expected[name].dtype and np.array_equal(array, expected[name])
+    assert Readback(torch.device("cuda", 0), {}).wait() == {}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_pool_has_the_documented_shape_and_is_aligned_and_zero(dtype):
     pool = make_kv_pool(SPEC, 5, 16, dtype, CPU)
