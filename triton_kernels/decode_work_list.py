@@ -31,21 +31,24 @@ def decode_work_list(
     pages = _visible_pages(np.asarray(kv_lengths, np.int64), tokens_per_block, window, sink)
     if pages_per_part is None:
         pages_per_part = max(MIN_PAGES_PER_PART, -(-int(pages.sum()) * num_kv_heads // (ROUNDS * places)))
-    num_parts = np.maximum(-(-pages // pages_per_part), 1)
     part_starts = np.zeros(len(pages) + 1, np.int32)
-    np.cumsum(np.where(num_parts > 1, num_parts, 0), out=part_starts[1:])
+    if int(pages.max(initial=0)) <= pages_per_part:      # the common case, in half the time of the other
+        sequence, first_page, part_pages, partial = np.arange(len(pages)), 0, pages, -1
+    else:
+        num_parts = np.maximum(-(-pages // pages_per_part), 1)
+        np.cumsum(np.where(num_parts > 1, num_parts, 0), out=part_starts[1:])
+        sequence = np.repeat(np.arange(len(pages)), num_parts)
+        part = np.arange(len(sequence)) - (num_parts.cumsum() - num_parts)[sequence]
+        share, larger_parts = np.divmod(pages, num_parts)        # the first `larger_parts` have a page more
+        first_page = part * share[sequence] + np.minimum(part, larger_parts[sequence])
+        part_pages = share[sequence] + (part < larger_parts[sequence])
+        partial = np.where(num_parts[sequence] > 1, part_starts[sequence] + part, -1)
 
-    sequence = np.repeat(np.arange(len(pages)), num_parts)
-    part = np.arange(len(sequence)) - np.repeat(num_parts.cumsum() - num_parts, num_parts)
-    share, larger_parts = np.divmod(pages, num_parts)        # the first `larger_parts` have a page more
-    first_page = part * share[sequence] + np.minimum(part, larger_parts[sequence])
-    part_pages = share[sequence] + (part < larger_parts[sequence])
-    partial = np.where(num_parts[sequence] > 1, part_starts[sequence] + part, -1)
-
-    order = np.argsort(-part_pages, kind="stable")
-    work_list = np.full((max(len(order), padded_to), 4), -1, np.int32)
-    for column, values in enumerate((sequence, first_page, part_pages, partial)):
-        work_list[: len(order), column] = values[order]
+    num_rows = len(sequence)
+    work_list = np.full((max(num_rows, padded_to), 4), -1, np.int32)
+    rows = work_list[:num_rows]
+    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] = sequence, first_page, part_pages, partial
+    rows[:] = rows[np.argsort(-part_pages, kind="stable")]
     return work_list, part_starts
 
 

@@ -13,6 +13,7 @@ from ..triton_kernels.paged_attention_decode import decode_settings, paged_atten
 from ..triton_kernels.rope_kv_append import rope_kv_append
 from .interface import HeadLayout, PackedStep, RotaryTable
 
+NO_WORK = np.empty((0, 2), np.int32)
 UNIFORM_ROWS = 16      # of a tile when deterministic: the least a matrix instruction takes, as most rows stand alone
 
 
@@ -43,8 +44,10 @@ class TritonPagedAttention:
         self._num_context_tokens = int(step.query_starts[contexts])
         decode_work = self._decode_work(step.kv_lengths[contexts:])
         self._are_split = {window: bool(part_starts[-1]) for window, (_, part_starts) in decode_work.items()}
-        context_work = context_work_list(np.diff(step.query_starts[: contexts + 1]), step.kv_lengths[:contexts],
-                                         self.tile_rows)
+        context_work = NO_WORK
+        if contexts:
+            context_work = context_work_list(np.diff(step.query_starts[: contexts + 1]), step.kv_lengths[:contexts],
+                                             self.tile_rows)
         # The array of 8-byte numbers comes first: an upload begins at a multiple of that.
         arrays = [step.pool_slots.astype(np.int64).view(np.int32), step.positions, step.kv_lengths,
                   step.query_starts[: contexts + 1], step.block_tables, context_work,

@@ -9,6 +9,7 @@ import torch
 
 from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.errors import ConfigError, InsufficientMemoryError, ModelLoadError
 from batch_manager.handover import (
     END_ID,
@@ -375,6 +376,21 @@ def test_everything_is_launched_on_the_stream_of_the_backend(checkpoint, monkeyp
     assert len(entered) == in_warm_up + 1
     backend.close()
     assert len(entered) == in_warm_up + 2 and set(entered) == {"the stream"}
+
+
+def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoint, monkeypatch):
+    """As a kernel sees them, which is another one for each dtype."""
+    seen = set()
+
+    class ReadsAnyDtype(GptDecoder):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            sample, self._samples_any_dtype = self._sample_token, True
+            self._sample_token = lambda logits, **more: seen.add(logits.dtype) or sample(logits.float(), **more)
+
+    monkeypatch.setattr(native_backend, "GptDecoder", ReadsAnyDtype)
+    build(checkpoint, dtype="bfloat16")
+    assert seen == {torch.bfloat16, torch.float32}
 
 
 def test_the_pool_is_clean_after_the_warm_up_and_nobodys_random_state_moved(checkpoint):
