@@ -55,7 +55,7 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
 
     def make(*given: Any, **options: Any) -> Any:
         attention = factory(*given, **options)
-        missing = [name for name in ("plan", "receive", "run") if not callable(getattr(attention, name, None))]
+        missing = [name for name in ("plan", "run") if not callable(getattr(attention, name, None))]
         if not isinstance(getattr(attention, "dispatch", None), str):
             missing.append("dispatch")
         if missing:

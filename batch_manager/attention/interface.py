@@ -97,16 +97,17 @@ class Attention(Protocol):
 
     dispatch: str   # "triton" or "torch"
 
-    def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
+    def plan(self, step: PackedStep) -> Sequence[np.ndarray] | None:
         """Prepare for one step, on the host: choose kernels, cut the work up.
 
-        Returns  the arrays that `run` needs on the device; may be empty. The caller sends them together with its own,
-                 in one copy that the host does not wait for: a copy made here would wait for the step before.
+        Returns  the arrays that `run` needs on the device, or None. The caller sends them together with its own, in one
+                 copy that the host does not wait for: a copy made here would wait for the step before.
         """
         ...
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the arrays that `plan` returned, on the device. After `plan`, before the first `run` of the step."""
+        """Take the arrays that `plan` returned, on the device. After `plan`, before the first `run` of the step. An
+        attention whose `plan` returns None needs no such method."""
         ...
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -12,7 +12,6 @@ The products are torch's batched ones, in pieces of those heights (query rows) a
 same bits on this machine: see `fixed_pieces`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,14 +81,14 @@ class FixedTileAttention(TorchPagedAttention):
         self.tile_positions = 1 << max(CONTEXT_ROWS // self.group, 1).bit_length() - 1
         self._counts: dict[int, tuple[int, ...]] | None = None
 
-    def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
+    def plan(self, step: PackedStep) -> None:
         if self._counts is None:
             # In the engine's own first step, on the threads it computes with.
             key = (self.group, self.head_size, self.tile, self.device, torch.get_num_threads())
             if key not in _found:
                 _found[key] = self._find_counts()
             self._fewest_rows, self._counts = _found[key]
-        return super().plan(step)
+        super().plan(step)
 
     # ------------------------------------------------------------------ per layer
 

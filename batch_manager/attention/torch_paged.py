@@ -7,7 +7,6 @@ Multiplying with strided views of the pool instead of gathering was measured at 
 blocks too: pages of one layer and head do not adjoin, and the products become too small.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,14 +99,10 @@ class TorchPagedAttention:
         self.layer_pools = kv_pool.unbind(1)
         self.layer_rows = [pool_rows(layer_pool) for layer_pool in self.layer_pools]
 
-    def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
+    def plan(self, step: PackedStep) -> None:
         self._step_rows = StepRows(torch.from_numpy(step.pool_slots), torch.from_numpy(step.positions).to(torch.int64),
                                    self.layer_pools[0], self.deterministic)
         self._plans = {window: self._plan_window(step, window) for window in self.windows}
-        return ()                                                  # the arrays of a step are where they are needed
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
-        pass
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None) -> torch.Tensor:

@@ -77,8 +77,9 @@ class ModelRunner:
         if padding is not None:
             arrays.append(padding.rows)
         planned = self._attention.plan(step)
-        tensors = self._uploads.send([*arrays, *planned])
-        self._attention.receive(tensors[len(arrays):])
+        tensors = self._uploads.send(arrays if planned is None else [*arrays, *planned])
+        if planned is not None:
+            self._attention.receive(tensors[len(arrays):])
         token_ids, positions, device_slots, device_drawn_at, *more = tensors[:len(arrays)]
 
         generating_slots = device_slots[num_contexts:]

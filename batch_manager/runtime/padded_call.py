@@ -17,7 +17,7 @@ class PaddedAttention:
         self.dispatch = attention.dispatch
         self._attention, self._rows, self._num_rows = attention, rows, num_rows
 
-    def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
+    def plan(self, step: PackedStep) -> Sequence[np.ndarray] | None:
         return self._attention.plan(step)
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -112,10 +112,9 @@ def test_a_backend_with_these_methods_is_all_there_need_be_and_copies_are_needed
 
 
 @pytest.mark.parametrize(("made", "lacks"), [
-    (None, "a NoneType, which has no plan, receive, run, dispatch"),
-    (SimpleNamespace(plan=print, receive=print, run=print), "a SimpleNamespace, which has no dispatch"),
-    (SimpleNamespace(plan=print, run=print, dispatch="torch"), "a SimpleNamespace, which has no receive"),
-    (SimpleNamespace(plan=print, receive=print, run=5, dispatch="torch"), "a SimpleNamespace, which has no run")])
+    (None, "a NoneType, which has no plan, run, dispatch"),
+    (SimpleNamespace(plan=print, run=print), "a SimpleNamespace, which has no dispatch"),
+    (SimpleNamespace(plan=print, run=5, dispatch="torch"), "a SimpleNamespace, which has no run")])
 def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new_client, made, lacks):
     with pytest.raises(ConfigError, match=f"Parts.attention returned {lacks}; an attention implementation"):
         make_manager(new_client(), model_path="examples/models/austen-4m", max_seq_len=64,
@@ -123,7 +122,7 @@ def test_an_attention_that_is_none_is_refused_by_what_it_lacks(make_manager, new
 
 
 def test_a_factory_of_attention_is_given_what_it_was_given_before():
-    whole = SimpleNamespace(plan=print, receive=print, run=print, dispatch="torch")
+    whole = SimpleNamespace(plan=print, run=print, dispatch="torch")
     given = []
 
     def factory(spec, kv_pool, **options):

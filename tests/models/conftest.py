@@ -98,7 +98,9 @@ class Driver:
                                   np.int32),
             num_contexts=len(contexts), logits_rows=np.array(rows, np.int64))
         with torch.inference_mode():
-            self.attention.receive([torch.from_numpy(array) for array in self.attention.plan(step)])
+            planned = self.attention.plan(step)
+            if planned is not None:
+                self.attention.receive([torch.from_numpy(array) for array in planned])
             model = self.loaded.model
             hidden = model.forward(model.embed(torch.from_numpy(step.token_ids).long()),
                                    torch.from_numpy(step.positions).long(), self.attention)
