@@ -108,6 +108,9 @@ class TrtGptModelOptionalParams:
     max_admissions_per_iteration   requests looked at in one iteration, so that running ones keep their cadence
     idle_poll_interval_s        seconds between two calls of the get callback when there is nothing to do
     hang_warning_s              seconds without a heartbeat of the worker before it is reported; 0: never
+    cpu_compile                 on a CPU, run a step as one call of C code, compiled once for this processor and kept in
+                                $XDG_CACHE_HOME or ~/.cache; None: where there is a C compiler ($CC, cc, gcc or clang)
+                                and model and options allow it; True: refuse what does not; False: use torch
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -136,6 +139,7 @@ class TrtGptModelOptionalParams:
     max_admissions_per_iteration: int = 4096
     idle_poll_interval_s: float = 0.0048
     hang_warning_s: float = 30.0
+    cpu_compile: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_cache_config, KvCacheConfig):
@@ -144,7 +148,7 @@ class TrtGptModelOptionalParams:
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
                      "gather_generation_logits", "deterministic", "flush_stats_when_idle"):
             _require_flag(name, getattr(self, name))
-        for name in ("cuda_graphs", "run_ahead"):
+        for name in ("cpu_compile", "cuda_graphs", "run_ahead"):
             if getattr(self, name) is not None:
                 _require_flag(name, getattr(self, name))
         if self.run_ahead and self.enable_trt_overlap:

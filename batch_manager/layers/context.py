@@ -15,6 +15,7 @@ class LayerContext:
     device          where the layers compute
     dtype           of weights and hidden states
     deterministic   a row's bits depend on that row alone, whatever else is in the step
+    compiled_step   matrices are held as the compiled step of a CPU multiplies with them
 
     The ports are three independent things of one class, `Linear` (with `Embedding` and `Head`, which split the
     vocabulary). None is the plain case. A layer that a port concerns and that has no way to serve it refuses it by name
@@ -30,6 +31,7 @@ class LayerContext:
     device: torch.device
     dtype: torch.dtype
     deterministic: bool = False
+    compiled_step: bool = False
     split: Any = None
     weight_form: Any = None
     adapters: Any = None

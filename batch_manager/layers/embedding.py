@@ -8,6 +8,7 @@ from torch.nn import functional
 from ..triton_kernels.cpu.fixed_pieces import elementwise
 from ..weights.source import Weights
 from .context import LayerContext
+from .recording import LookedUp, Positions
 from .weight_form import make_weight_form
 
 
@@ -27,6 +28,8 @@ class Embedding:
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:
         """indices [T] int64 -> a new tensor [T, size]."""
+        if isinstance(indices, Positions) and self._scale is None:
+            return LookedUp(self.weight)
         rows = functional.embedding(indices, self.weight)
         return rows if self._scale is None else rows.mul_(self._scale)
 
@@ -51,6 +54,8 @@ class Head:
             if not form.shares_weight:
                 weights.count_copy(tied_to.weight.nbytes)
         self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap
+        if form.matrix is not None:    # its sums are float32 before they are rounded: they need not be
+            self._multiply_arguments = (torch.float32,)
         in_pieces = context.deterministic and context.device.type == "cpu"       # a vector loop's tail rounds otherwise
         self._tanh = partial(elementwise, torch.tanh) if in_pieces else torch.tanh
 

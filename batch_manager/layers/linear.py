@@ -8,6 +8,7 @@ import torch
 from ..errors import ConfigError
 from ..weights.source import Weights
 from .context import LayerContext
+from .recording import Rows
 from .weight_form import make_weight_form
 
 Split = Literal["columns", "rows"]
@@ -41,11 +42,14 @@ class Linear:
             weight = weights.stacked([(f"{name}.weight", (size, in_size)) for name, size in stored])
         biases = weights.stacked([(f"{name}.bias", (size,)) for name, size in stored]) if bias else None
         form = make_weight_form(weight, biases, context)
+        self._matrix, self._outputs = form.matrix, sum(sizes)
         self._multiply, self._multiply_arguments = form.multiply, form.multiply_arguments
         self._add_product, self._add_arguments = form.add_product, form.add_arguments
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> a new tensor [T, out]."""
+        if isinstance(x, Rows):
+            return x.multiplied(self._matrix, self._outputs)
         return self._multiply(x, *self._multiply_arguments)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -53,4 +57,6 @@ class Linear:
 
         May overwrite `residual`. Faster than adding the result of a call.
         """
+        if isinstance(x, Rows):
+            return x.multiplied(self._matrix, self._outputs, adds_to=residual)
         return self._add_product(x, residual, *self._add_arguments)

@@ -7,6 +7,7 @@ from ..triton_kernels import dispatch
 from ..weights.source import Weights
 from .context import LayerContext
 from .linear import Linear
+from .recording import Rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 
@@ -26,12 +27,16 @@ class GatedMlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden size] -> a new tensor [T, hidden size]."""
-        return self.down(self._activate(self.gate_up(x), self.activation, deterministic=self._is_deterministic))
+        return self.down(self._gated(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + the network's output. May overwrite `residual`."""
-        gated = self._activate(self.gate_up(x), self.activation, deterministic=self._is_deterministic)
-        return self.down.add_to(residual, gated)
+        return self.down.add_to(residual, self._gated(x))
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, Rows):
+            return self.gate_up(x).activated(self.activation, gated=True)
+        return self._activate(self.gate_up(x), self.activation, deterministic=self._is_deterministic)
 
 
 class Mlp:
@@ -49,12 +54,16 @@ class Mlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden size] -> a new tensor [T, hidden size]."""
-        return self.project(self._activate(self.expand(x), self.activation, deterministic=self._is_deterministic))
+        return self.project(self._activated(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + the network's output. May overwrite `residual`."""
-        activated = self._activate(self.expand(x), self.activation, deterministic=self._is_deterministic)
-        return self.project.add_to(residual, activated)
+        return self.project.add_to(residual, self._activated(x))
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, Rows):
+            return self.expand(x).activated(self.activation, gated=False)
+        return self._activate(self.expand(x), self.activation, deterministic=self._is_deterministic)
 
 
 def _refuse_unknown(activation: str, layer: str) -> None:

@@ -5,6 +5,7 @@ import torch
 from ..triton_kernels import dispatch
 from ..weights.source import Weights
 from .context import LayerContext
+from .recording import Rows
 
 
 class RmsNorm:
@@ -21,6 +22,8 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor of x's shape; x has two or three dimensions."""
+        if isinstance(x, Rows):
+            return x.normed(self.weight, None, self.epsilon, self.weight_offset)
         return self._norm(x, self.weight, self.epsilon, weight_offset=self.weight_offset,
                           deterministic=self._is_deterministic)
 
@@ -35,4 +38,6 @@ class LayerNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor of x's shape; x has two or three dimensions."""
+        if isinstance(x, Rows):
+            return x.normed(self.weight, self.bias, self.epsilon)
         return self._norm(x, self.weight, self.bias, self.epsilon, deterministic=self._is_deterministic)

@@ -14,6 +14,8 @@ from torch.nn import functional
 from ..errors import ConfigError
 from ..triton_kernels import dispatch
 from ..triton_kernels.cpu.deterministic_linear import NoAgreeingSizeError
+from ..triton_kernels.cpu.native.library import TYPES as COMPILED_TYPES
+from ..triton_kernels.cpu.native.matrix import PackedMatrix
 from .context import LayerContext
 
 
@@ -25,6 +27,7 @@ class WeightForm:
     add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b, the sum rounded once where the
                     form can. May overwrite `residual`
     shares_weight   the form holds the tensor it was made from
+    matrix          what a compiled step multiplies with; None: this form is none of its
     """
 
     multiply: Callable[..., torch.Tensor]
@@ -32,6 +35,7 @@ class WeightForm:
     add_product: Callable[..., torch.Tensor]
     add_arguments: tuple[Any, ...]
     shares_weight: bool
+    matrix: PackedMatrix | None = None
 
 
 def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: LayerContext) -> WeightForm:
@@ -40,6 +44,8 @@ def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: L
     on_triton = dispatch.use_triton(context.device)
     if context.deterministic:
         return _row_by_row(weight if on_triton else _packed(weight), bias)     # the kernel takes it plain
+    if context.compiled_step and weight.dtype in COMPILED_TYPES:
+        return _in_panels(PackedMatrix(weight, bias))
     packed = _packed(weight)
     return _plain(weight, bias) if packed is weight else _in_one_dnn(packed, bias)
 
@@ -54,6 +60,11 @@ def _add_plain_product(x: torch.Tensor, residual: torch.Tensor, transposed: torc
     if bias is not None:
         residual.add_(bias)
     return residual.addmm_(x, transposed)
+
+
+def _in_panels(matrix: PackedMatrix) -> WeightForm:
+    """The matrix as the compiled step multiplies with it."""
+    return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=False, matrix=matrix)
 
 
 def _in_one_dnn(packed: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:

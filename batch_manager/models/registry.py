@@ -129,13 +129,14 @@ def read_spec(folder: str | os.PathLike) -> ModelSpec:
 
 
 def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
-               load_format: str = "auto", seed: int = 0, deterministic: bool = False,
+               load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
                free_bytes: int | None = None) -> LoadedModel:
     """Load the checkpoint in `folder`.
 
     dtype         a torch dtype or its name; "auto": the checkpoint's on a GPU, float32 on a CPU
     load_format   "auto": safetensors; "dummy": random weights from `seed`, config.json is enough
     deterministic   a row's bits come from that row alone; ConfigError where the model's class does not promise it
+    compiled_step   for a CPU: matrices as the compiled step takes them, see triton_kernels/cpu/native
     free_bytes    of the device's memory; weights that take more are refused before any is allocated. None: tried anyhow
     Raises ModelLoadError naming file and field, UnsupportedModelError, or InsufficientMemoryError.
     """
@@ -151,7 +152,7 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
                           "a class with deterministic = True: nothing but layers of batch_manager.layers and "
                           "element-wise sums and products between them", "set it, or leave deterministic out")
 
-    context = LayerContext(device=device, dtype=dtype, deterministic=deterministic)
+    context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step)
     try:
         with torch.inference_mode():
             if load_format == "dummy":

@@ -11,6 +11,7 @@ from ..attention.interface import Attention, PackedStep
 from ..decoding.logits_return import context_logits
 from ..decoding.slots import CONTEXT_LOGITS, DrawRows, SlotState
 from ..models.registry import Model
+from .compiled_step import CompiledStep
 from .device import Uploads
 from .layouts import ModelCall
 from .model_check import CheckedModel
@@ -34,11 +35,15 @@ class CallResult:
 
 
 class ModelRunner:
-    """Runs calls of one model over one pool."""
+    """Runs calls of one model over one pool.
+
+    compiled   what runs the model's forward of a call without padding; None: torch does
+    """
 
     def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
-        self._model, self._attention, self._uploads = model, attention, uploads
+        self._model, self.attention, self._uploads = model, attention, uploads
         self._vocab_size = vocab_size
+        self.compiled: CompiledStep | None = None
 
     @contextmanager
     def checking(self, hidden_size: int, dtype: torch.dtype) -> Iterator[None]:
@@ -76,10 +81,11 @@ class ModelRunner:
             arrays += [virtual, call.embeddings]
         if padding is not None:
             arrays.append(padding.rows)
-        planned = self._attention.plan(step)
+        compiles = self.compiled is not None and padding is None
+        planned = None if compiles else self.attention.plan(step)
         tensors = self._uploads.send(arrays if planned is None else [*arrays, *planned])
         if planned is not None:
-            self._attention.receive(tensors[len(arrays):])
+            self.attention.receive(tensors[len(arrays):])
         token_ids, positions, device_slots, device_drawn_at, *more = tensors[:len(arrays)]
 
         generating_slots = device_slots[num_contexts:]
@@ -95,10 +101,12 @@ class ModelRunner:
         if call.embeddings is not None:
             places, embeddings, *more = more
             hidden.index_copy_(0, places, embeddings.to(hidden.dtype))
-        if padding is None:
-            hidden = self._model.forward(hidden, positions, self._attention)
+        if compiles:
+            hidden = self.compiled.run(hidden, step)
+        elif padding is None:
+            hidden = self._model.forward(hidden, positions, self.attention)
         else:
-            hidden = forward_padded(self._model, hidden, positions, self._attention, more[0], padding.num_rows)
+            hidden = forward_padded(self._model, hidden, positions, self.attention, more[0], padding.num_rows)
         finite, returned_logits = None, {}
         if num_contexts:
             # A value that is not finite leaves its row's sum not finite.

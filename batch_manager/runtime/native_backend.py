@@ -32,6 +32,7 @@ from ..handover import (
     SlotSetup,
     StepOutput,
 )
+from ..layers.recording import NotRecordableError
 from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel, load_model
 from ..names import ErrorCode
@@ -60,6 +61,7 @@ from .kv_pool import block_bytes, clear_block, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
+from .step_compilation import compile_step, may_compile
 from .thread_count import compute_threads, thread_count
 
 LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # a sequence that attention cuts into parts, wherever its window ends
@@ -85,11 +87,13 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     if params.cuda_graphs:
         raise ConfigError("cuda_graphs was asked for", "it is not built yet in this version", "leave it out")
     device = resolve_device(params.device)
+    compiles = may_compile(params, device, attention_factory)
     if params.deterministic:
         refuse_what_is_not_deterministic(device, attention_factory)
     try:
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
-                            deterministic=params.deterministic, free_bytes=free_memory(device))
+                            deterministic=params.deterministic, compiled_step=compiles,
+                            free_bytes=free_memory(device))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -136,6 +140,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                 num_threads=params.num_threads, is_own_thread=is_own_thread,
                                 own_stages=own_stages(num_slots, device) if own_stages else ())
         backend.warm_up(max_beam_width)
+        if compiles:
+            backend.compile_step(loaded, _with_windows(spec, windows), must=params.cpu_compile is True)
     except Exception as error:
         if backend is not None:
             backend.close()
@@ -318,6 +324,26 @@ class NativeBackend:
         tokens_per_block = self.info.tokens_per_block
         num_blocks = min(LONG_SEQUENCE_BLOCKS, -(-self.info.max_seq_len // tokens_per_block))
         return max((num_blocks - 1) * tokens_per_block, 1)
+
+    def compile_step(self, loaded: LoadedModel, spec: ModelSpec, *, must: bool = False) -> None:
+        """Let the model's forward run as compiled code from here on, where it can.
+
+        spec     with the windows in force
+        must     raise ConfigError where it cannot
+        """
+        try:
+            with self._threads():
+                self._runner.compiled = compile_step(loaded, spec, self._runner.attention, self._pool,
+                                                     self.info.sink_tokens)
+        except NotRecordableError as obstacle:
+            if must:
+                raise ConfigError(f"cpu_compile was asked for, and {type_name(loaded.model)} cannot be compiled: "
+                                  f"{obstacle}", "a model of the layers of batch_manager.layers",
+                                  "leave cpu_compile out: the step then runs in torch") from obstacle
+            log.info("steps run in torch: %s cannot be compiled: %s", type_name(loaded.model), obstacle)
+        finally:
+            with torch.inference_mode():
+                clear_block(self._pool, 0)
 
     @contextmanager
     def _naming_stages(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """Random packed steps over a random pool, and what the oracles make of them."""
 
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,9 +10,16 @@ import pytest
 import torch
 
 from batch_manager.attention.interface import LayerAttention, PackedStep
+from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.triton_kernels.reference.paged_attention_context import paged_attention_context
 from batch_manager.triton_kernels.reference.paged_attention_decode import paged_attention_decode
 from batch_manager.triton_kernels.reference.rope_kv_append import rope_kv_append
+
+# The folder is no package and not on sys.path.
+_file = importlib.util.spec_from_file_location("compiled_attention", Path(__file__).with_name("compiled_attention.py"))
+_module = importlib.util.module_from_spec(_file)
+_file.loader.exec_module(_module)
+CompiledAttention = _module.CompiledAttention
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,11 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
     paged_attention_decode(query[split:], view, tables[contexts:], lengths[contexts:], None, None, scale, window,
                            out=result[split:], sink=layout.sink, softcap=softcap)
     return result.flatten(1)
+
+
+@pytest.fixture(params=[TorchPagedAttention, CompiledAttention], ids=["torch", "compiled"])
+def attention_class(request):
+    return request.param
 
 
 @pytest.fixture

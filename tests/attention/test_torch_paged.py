@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from batch_manager.attention.registry import make_attention
-from batch_manager.attention.torch_paged import TorchPagedAttention
 
 STEPS = {
     "one context": ([(0, 5)], []),
@@ -20,10 +19,10 @@ HEADS = {"grouped": (6, 2, 16), "one key head": (4, 1, 8), "as many key heads": 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-def check(layout, step, by_oracle, rotary):
+def check(attention_class, layout, step, by_oracle, rotary):
     pool = layout.pool(72)
     expected_pool = pool.clone()
-    attention = TorchPagedAttention(layout, pool)
+    attention = attention_class(layout, pool)
     attention.plan(step)
     for layer in range(layout.num_layers):
         query, key, value = layout.packed_qkv(step.num_tokens, seed=layer)
@@ -36,65 +35,68 @@ def check(layout, step, by_oracle, rotary):
 @pytest.mark.parametrize("case", STEPS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_every_kind_of_step_equals_the_oracles(case, heads, dtype, layout, step_of, by_oracle):
+def test_every_kind_of_step_equals_the_oracles(attention_class, case, heads, dtype, layout, step_of, by_oracle):
     shape = layout(*HEADS[heads], windows=(None, 10, 70), dtype=dtype)
-    check(shape, step_of(*STEPS[case], 64, 16), by_oracle, shape.rotary())
+    check(attention_class, shape, step_of(*STEPS[case], 64, 16), by_oracle, shape.rotary())
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 100, 500])
-def test_windows_of_every_size(window, layout, step_of, by_oracle):
+def test_windows_of_every_size(attention_class, window, layout, step_of, by_oracle):
     shape = layout(4, 2, 16, windows=(window,))
     contexts = [(0, 3), (0, 64), (0, 150), (48, 100), (112, 20)]
-    check(shape, step_of(contexts, [0, 14, 15, 16, 63, 64, 65, 99, 130], 72, 16), by_oracle, shape.rotary())
+    step = step_of(contexts, [0, 14, 15, 16, 63, 64, 65, 99, 130], 72, 16)
+    check(attention_class, shape, step, by_oracle, shape.rotary())
 
 
 @pytest.mark.parametrize("tokens_per_block", [8, 32, 64])
 @pytest.mark.parametrize("consecutive", [False, True])
-def test_block_sizes_and_orders(tokens_per_block, consecutive, layout, step_of, by_oracle):
+def test_block_sizes_and_orders(attention_class, tokens_per_block, consecutive, layout, step_of, by_oracle):
     shape = layout(4, 2, 16, windows=(None, 40), tokens_per_block=tokens_per_block)
     step = step_of([(0, 70), (64, 10)], [1, 63, 64, 65], 64, tokens_per_block, consecutive)
-    check(shape, step, by_oracle, shape.rotary())
+    check(attention_class, shape, step, by_oracle, shape.rotary())
 
 
-def test_lengths_far_apart_are_put_into_several_groups(layout, step_of, by_oracle, monkeypatch):
+def test_lengths_far_apart_are_put_into_several_groups(attention_class, layout, step_of, by_oracle, monkeypatch):
     monkeypatch.setattr("batch_manager.attention.torch_paged.MAX_PADDED_BYTES", 20_000)
     shape = layout(4, 2, 16, windows=(None,))
     step = step_of([(0, 4)], [200, 1, 90, 2, 100, 3, 210, 4], 64, 16)
-    check(shape, step, by_oracle, shape.rotary())
+    check(attention_class, shape, step, by_oracle, shape.rotary())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_scale_and_cap_of_each_layer(dtype, layout, step_of, by_oracle):
+def test_scale_and_cap_of_each_layer(attention_class, dtype, layout, step_of, by_oracle):
     shape = layout(6, 2, 16, windows=(None, 10, 70, None), scale=0.4, softcaps=(None, 1.5, 4.0, 50.0), dtype=dtype)
     assert [by.softcap for by in shape.attention] == [None, 1.5, 4.0, 50.0]
-    check(shape, step_of([(0, 70), (16, 16), (32, 1)], [0, 15, 40, 100, 3], 64, 16), by_oracle, shape.rotary())
+    step = step_of([(0, 70), (16, 16), (32, 1)], [0, 15, 40, 100, 3], 64, 16)
+    check(attention_class, shape, step, by_oracle, shape.rotary())
 
 
 @pytest.mark.parametrize("size", [2, 10])
-def test_rotation_of_a_part_of_each_head(size, layout, step_of, by_oracle):
+def test_rotation_of_a_part_of_each_head(attention_class, size, layout, step_of, by_oracle):
     shape = layout(6, 2, 16, windows=(None, 10))
-    check(shape, step_of([(0, 20), (32, 33)], [5, 47], 64, 16), by_oracle, shape.rotary(size=size))
+    check(attention_class, shape, step_of([(0, 20), (32, 33)], [5, 47], 64, 16), by_oracle, shape.rotary(size=size))
 
 
-def test_a_model_without_rotation(layout, step_of, by_oracle):
-    check(layout(3, 3, 16, windows=(None,)), step_of([(0, 9), (16, 3)], [20, 30], 64, 16), by_oracle, None)
+def test_a_model_without_rotation(attention_class, layout, step_of, by_oracle):
+    step = step_of([(0, 9), (16, 3)], [20, 30], 64, 16)
+    check(attention_class, layout(3, 3, 16, windows=(None,)), step, by_oracle, None)
 
 
-def test_tensors_that_do_not_lie_side_by_side(layout, step_of, by_oracle):
+def test_tensors_that_do_not_lie_side_by_side(attention_class, layout, step_of, by_oracle):
     shape, step = layout(4, 2, 16, windows=(None,)), step_of([(0, 9)], [20], 64, 16)
     query, key, value = (part.clone() for part in shape.packed_qkv(step.num_tokens))
     pool = shape.pool(64)
     expected = by_oracle(shape, pool.clone(), 0, step, query, key, value, shape.rotary())
-    attention = TorchPagedAttention(shape, pool)
+    attention = attention_class(shape, pool)
     attention.plan(step)
     torch.testing.assert_close(attention.run(0, query, key, value, shape.rotary()), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_two_rotary_tables_in_one_step(layout, step_of, by_oracle):
+def test_two_rotary_tables_in_one_step(attention_class, layout, step_of, by_oracle):
     shape, step = layout(4, 2, 16, windows=(None, None)), step_of([(0, 9)], [20], 64, 16)
     one = shape.rotary()
     pool, expected_pool = shape.pool(64), shape.pool(64)
-    attention = TorchPagedAttention(shape, pool)
+    attention = attention_class(shape, pool)
     attention.plan(step)
     for layer, rotary in enumerate([one, SimpleNamespace(cos=one.sin, sin=one.cos)]):
         query, key, value = shape.packed_qkv(step.num_tokens)
@@ -102,13 +104,13 @@ def test_two_rotary_tables_in_one_step(layout, step_of, by_oracle):
         torch.testing.assert_close(attention.run(layer, query, key, value, rotary), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_blocks_of_others_are_neither_read_nor_written(layout, step_of):
+def test_blocks_of_others_are_neither_read_nor_written(attention_class, layout, step_of):
     shape, step = layout(4, 2, 16, windows=(None, 20)), step_of([(0, 9), (32, 20)], [20, 3, 100], 64, 16)
     pool = shape.pool(64)
     own = {int(block) for row, length in zip(step.block_tables, step.kv_lengths) for block in row[: -(-length // 16)]}
     others = [block for block in range(64) if block not in own]
     pool[others] = torch.nan
-    attention = TorchPagedAttention(shape, pool)
+    attention = attention_class(shape, pool)
     attention.plan(step)
     for layer in range(2):
         assert attention.run(layer, *shape.packed_qkv(step.num_tokens), shape.rotary()).isfinite().all()

@@ -6,7 +6,6 @@ import torch
 
 from batch_manager.attention.interface import PackedStep
 from batch_manager.attention.registry import make_attention
-from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.attention.windows import blocks_seen, effective_windows
 
 SINKS = [0, 1, 4, 16, 17]
@@ -40,7 +39,8 @@ def test_the_blocks_seen_are_those_with_a_visible_key(window, sink):
 @pytest.mark.parametrize("stale", [-1, None, 2**31 - 1], ids=["none", "still there", "nonsense"])
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 40, 64, 200])
-def test_sinks_and_windows_of_every_size(window, sink, stale, layout, step_of, by_oracle, without_what_left):
+def test_sinks_and_windows_of_every_size(attention_class, window, sink, stale, layout, step_of, by_oracle,
+                                         without_what_left):
     shape = layout(4, 2, 16, windows=(window,), sink=sink)
     contexts = [(0, 3), (0, window), (0, window + 1), (0, 150), (48, 100), (112, 20), (144, 1)]
     step = step_of(contexts, [0, 14, 15, 16, 63, 64, window - 1, window, 99, 130], 125, 16)
@@ -48,7 +48,7 @@ def test_sinks_and_windows_of_every_size(window, sink, stale, layout, step_of, b
     expected_pool = pool.clone()
     given_back = without_what_left(shape, step, [pool, expected_pool], stale)
     assert given_back > 8 or window >= 40
-    attention = TorchPagedAttention(shape, pool, sink)
+    attention = attention_class(shape, pool, sink)
     attention.plan(step)
     query, key, value = shape.packed_qkv(step.num_tokens)
     expected = by_oracle(shape, expected_pool, 0, step, query, key, value, shape.rotary())
@@ -72,14 +72,15 @@ def test_layers_with_and_without_a_window(tokens_per_block, layout, step_of, by_
                                    rtol=2e-5)
 
 
-def test_a_group_of_sequences_with_different_gaps(layout, step_of, by_oracle, without_what_left, monkeypatch):
+def test_a_group_of_sequences_with_different_gaps(attention_class, layout, step_of, by_oracle, without_what_left,
+                                                  monkeypatch):
     monkeypatch.setattr("batch_manager.attention.torch_paged.MAX_PADDED_BYTES", 3_000)
     shape = layout(4, 2, 16, windows=(20,), sink=20)
     step = step_of([], [3, 200, 19, 20, 21, 35, 36, 90, 47, 48], 64, 16)
     pool = shape.pool(64)
     expected_pool = pool.clone()
     without_what_left(shape, step, [pool, expected_pool])
-    attention = TorchPagedAttention(shape, pool, sink=20)
+    attention = attention_class(shape, pool, sink=20)
     attention.plan(step)
     query, key, value = shape.packed_qkv(step.num_tokens)
     expected = by_oracle(shape, expected_pool, 0, step, query, key, value, shape.rotary())
@@ -107,7 +108,7 @@ def dense(query, key, value, rotary, window, sink):
 @pytest.mark.parametrize("chunk", [None, 16, 48])
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("window", [16, 21])
-def test_a_life_in_which_blocks_are_given_back_as_they_leave_the_window(window, sink, chunk, layout):
+def test_a_life_in_which_blocks_are_given_back_as_they_leave_the_window(attention_class, window, sink, chunk, layout):
     # Prompts shorter than, as long as and longer than the window; then generation far beyond it.
     shape = layout(4, 2, 16, windows=(window,), sink=sink)
     for prompt in (window - 5, window, window + 1, 130):
@@ -116,7 +117,7 @@ def test_a_life_in_which_blocks_are_given_back_as_they_leave_the_window(window, 
         expected = dense(query, key, value, shape.rotary(), window, sink)
 
         pool = torch.full_like(shape.pool(20), torch.nan)
-        attention, table = TorchPagedAttention(shape, pool, sink), np.full(20, -1, np.int32)
+        attention, table = attention_class(shape, pool, sink), np.full(20, -1, np.int32)
         free, start, dropped, rows = list(np.random.default_rng(0).permutation(20)), 0, -(-sink // 16), []
         while start < total:
             length = min(start + (chunk or prompt), prompt) if start < prompt else start + 1

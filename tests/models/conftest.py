@@ -8,7 +8,10 @@ import torch
 
 from batch_manager.attention.interface import PackedStep
 from batch_manager.attention.torch_paged import TorchPagedAttention
+from batch_manager.layers.recording import RecordedAttention, record
 from batch_manager.models import load_model
+from batch_manager.runtime.compiled_step import CompiledStep
+from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 
 TINY = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -59,6 +62,7 @@ class Driver:
     shuffled: bool = False
     num_blocks: int = 160
     attention_class: type = TorchPagedAttention
+    compiled: bool = False
     lengths: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
 
@@ -67,6 +71,11 @@ class Driver:
         self.pool = torch.zeros(self.num_blocks, spec.num_layers, 2, spec.num_kv_heads, self.tokens_per_block,
                                 spec.head_size, dtype=self.loaded.dtype)
         self.attention = self.attention_class(spec, self.pool)
+        if self.compiled:
+            recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink=0)
+            with torch.inference_mode():
+                recording = record(self.loaded.model.forward, spec.hidden_size, self.loaded.dtype, recorded)
+            self.step = CompiledStep(recording, self.pool, spec.num_heads)
         order = np.random.default_rng(0).permutation(self.num_blocks) if self.shuffled else range(self.num_blocks)
         self.free = [int(block) for block in order]
 
@@ -98,12 +107,15 @@ class Driver:
                                   np.int32),
             num_contexts=len(contexts), logits_rows=np.array(rows, np.int64))
         with torch.inference_mode():
-            planned = self.attention.plan(step)
-            if planned is not None:
-                self.attention.receive([torch.from_numpy(array) for array in planned])
             model = self.loaded.model
-            hidden = model.forward(model.embed(torch.from_numpy(step.token_ids).long()),
-                                   torch.from_numpy(step.positions).long(), self.attention)
+            hidden = model.embed(torch.from_numpy(step.token_ids).long())
+            if self.compiled:
+                hidden = self.step.run(hidden, step)
+            else:
+                planned = self.attention.plan(step)
+                if planned is not None:
+                    self.attention.receive([torch.from_numpy(array) for array in planned])
+                hidden = model.forward(hidden, torch.from_numpy(step.positions).long(), self.attention)
             return model.logits(hidden[torch.from_numpy(step.logits_rows)])
 
     def prefill(self, prompts, chunk=None):
@@ -141,10 +153,19 @@ def expected_logits(model, sequences, steps):
     return torch.stack(rows, dim=1)
 
 
-@pytest.fixture
-def driver():
+@pytest.fixture(params=["torch", "compiled"])
+def driver(request):
+    """Both ways a model computes on a CPU."""
+    compiled = request.param == "compiled"
+    if compiled:
+        try:
+            load_library()
+        except CannotCompileError as error:
+            pytest.skip(str(error))
+
     def make(folder, dtype="float32", **options):
-        return Driver(load_model(folder, device="cpu", dtype=dtype), **options)
+        return Driver(load_model(folder, device="cpu", dtype=dtype, compiled_step=compiled), compiled=compiled,
+                      **options)
 
     return make
 

@@ -43,6 +43,7 @@ for folder, attention_class in [(sys.argv[3], with_sinks), *((folder, make_atten
 """
 
 
+@pytest.mark.parametrize("driver", ["torch"], indirect=True)      # the model is loaded for the kernels
 def test_the_kernels_give_the_logits_of_transformers(reference, prompts, driver):
     pytest.importorskip("triton", reason="triton is not installed")
     made = [reference(family, **options) for family, options in FAMILIES]

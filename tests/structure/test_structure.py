@@ -92,6 +92,8 @@ ALLOWED_LOADERS = {
     ("batch_manager/__init__.py", "importlib"): "public names are served lazily, from a table in the file",
     ("batch_manager/models/registry.py", "importlib"): "model families are imported when wanted, from a table there",
     ("triton_kernels/dispatch.py", "importlib"): "a kernel, the CPU's own form of it or its oracle, by its name",
+    ("triton_kernels/cpu/native/library.py", "ctypes"): "the compiled step: the package's own source, compiled here",
+    ("triton_kernels/cpu/native/library.py", "subprocess"): "the C compiler, on the package's own source",
 }
 
 # Files that take every exception and do not raise it again: how often, and why not by a block of the guard.
@@ -110,6 +112,7 @@ BROAD_EXCEPTS = {
 
 ALLOWED_ENVIRONMENT = {
     "triton_kernels/dispatch.py": "TRITON_INTERPRET is Triton's own switch",
+    "triton_kernels/cpu/native/library.py": "$CC names the compiler, $XDG_CACHE_HOME where what it compiled is kept",
 }
 
 # Functions of torch whose result has the host's default dtype, or lies on its default device, unless they are told.

@@ -1,0 +1,220 @@
+"""What a model does to the rows of a step, written down once, so that every step can do it in one call.
+
+`record` calls a model's `forward` with `Rows` instead of a tensor. Each layer adds to them the operations that it would
+have carried out; a model that does with its rows what no operation here does is not recorded, and computes in torch.
+The operations are those of triton_kernels/cpu/native/step.c.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD = range(8)
+OPERATION_NUMBERS = 24
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu": 3}
+ALIGNED = 32                       # entries of a register's row, as products read them
+ANY_ROWS = 1_000_000_007           # what `len` of recorded rows is; `view` takes it back
+
+
+class NotRecordableError(Exception):
+    """The text says what a model did that no operation does."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """The operations of one model's forward.
+
+    dtype       of all rows
+    operations  each OPERATION_NUMBERS integers; see step.c
+    uses        the registers of each operation
+    strides     entries between the rows of each register; register 0 holds the hidden states that go in
+    whole       registers whose rows fill their stride
+    result      the register whose rows come out
+    kept        what the operations point at: it lives as long as the recording
+    """
+
+    dtype: torch.dtype
+    operations: list[list[int]] = field(default_factory=list)
+    uses: list[list[int]] = field(default_factory=list)
+    strides: list[int] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)
+    result: int = 0
+    kept: list[Any] = field(default_factory=list)
+
+    def add(self, kind: int, rows: Sequence["Rows"], numbers: Sequence[int] = ()) -> None:
+        """rows   what it reads and writes, in the order of step.c"""
+        operation = [kind, *chain.from_iterable(one.place for one in rows), *numbers]
+        self.operations.append(operation + [0] * (OPERATION_NUMBERS - len(operation)))
+        self.uses.append([one.register for one in rows])
+
+    def register(self, width: int) -> "Rows":
+        register = len(self.strides)
+        self.strides.append(-(-width // ALIGNED) * ALIGNED)
+        if width % ALIGNED == 0:
+            self.whole.add(register)
+        return Rows(self, register, 0, width)
+
+    def floats(self, tensor: torch.Tensor) -> int:
+        """The address of the tensor in float32."""
+        kept = tensor.detach().to(torch.float32).contiguous()
+        self.kept.append(kept)
+        return kept.data_ptr()
+
+
+class Rows:
+    """Rows of a register, all of it or some columns, as a layer's argument and result.
+
+    heads   None, or how many heads the columns are; `size` is then the entries of one
+    """
+
+    __slots__ = ("recording", "register", "column", "width", "heads")
+
+    def __init__(self, recording: Recording, register: int, column: int, width: int, heads: int | None = None) -> None:
+        self.recording, self.register, self.column, self.width, self.heads = recording, register, column, width, heads
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.register, self.recording.strides[self.register], self.column
+
+    @property
+    def size(self) -> int:
+        return self.width if self.heads is None else self.width // self.heads
+
+    def __len__(self) -> int:
+        return ANY_ROWS
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotRecordableError(f"it uses {name} of its hidden states")
+
+    def view(self, *shape: int) -> "Rows":
+        if len(shape) == 2 and shape[0] == ANY_ROWS and shape[1] in (-1, self.width):
+            return Rows(self.recording, self.register, self.column, self.width)
+        if len(shape) == 3 and shape[0] == ANY_ROWS and shape[2] > 0 and self.width % shape[2] == 0 and (
+                shape[1] in (-1, self.width // shape[2])):
+            return Rows(self.recording, self.register, self.column, self.width, self.width // shape[2])
+        raise NotRecordableError(f"it views its hidden states as {shape}")
+
+    def split_with_sizes(self, sizes: Sequence[int], dim: int = 0) -> list["Rows"]:
+        unit = 1 if self.heads is None else self.size
+        if dim != 1 or sum(sizes) * unit != self.width:
+            raise NotRecordableError(f"it splits its hidden states into {sizes} along dimension {dim}")
+        parts, column = [], self.column
+        for count in sizes:
+            parts.append(Rows(self.recording, self.register, column, count * unit,
+                              None if self.heads is None else count))
+            column += count * unit
+        return parts
+
+    def __add__(self, other: Any) -> "Rows":
+        result = self.recording.register(self.width)
+        if isinstance(other, LookedUp) and other.table.shape[1] == self.width:
+            table = other.table.contiguous()
+            self.recording.kept.append(table)
+            self.recording.add(ADD_LOOKED_UP, [self, result], [self.width, table.data_ptr()])
+        elif isinstance(other, Rows) and other.width == self.width and other.heads == self.heads:
+            self.recording.add(ADD, [self, result, other], [self.width])
+        else:
+            raise NotRecordableError(f"it adds a {type(other).__name__} to its hidden states")
+        result.heads = self.heads
+        return result
+
+    # ------------------------------------------------------------------ what layers do to rows
+
+    def normed(self, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, offset: float = 0.0) -> "Rows":
+        """Each row, or each head of it. bias None: by the root of the mean square."""
+        recording, heads = self.recording, self.heads or 1
+        result = recording.register(self.width)
+        result.heads = self.heads
+        recording.add(RMS_NORM if bias is None else LAYER_NORM, [self, result], [
+            self.size, heads, recording.floats(weight),
+            0 if bias is None else recording.floats(bias), _bits(epsilon), _bits(offset), self.size, self.size])
+        return result
+
+    def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
+        """matrix   a native Matrix, or None where the layer holds another form"""
+        if matrix is None:
+            raise NotRecordableError("one of its matrices is held in another form")
+        recording = self.recording
+        if self.register == 0 or self.column % ALIGNED and self.width % ALIGNED:
+            raise NotRecordableError("a product takes rows that are not those of a layer")
+        result = recording.register(outputs) if adds_to is None else adds_to
+        recording.kept.append(matrix)
+        recording.add(PRODUCT, [self, result], [matrix.address, int(adds_to is not None), matrix.type])
+        return Rows(recording, result.register, result.column, result.width)
+
+    def activated(self, kind: str, *, gated: bool) -> "Rows":
+        width = self.width // 2 if gated else self.width
+        result = self.recording.register(width)
+        self.recording.add(ACTIVATE, [self, result], [width, ACTIVATIONS[kind], int(gated)])
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """Rows of a table, by the position of each token."""
+
+    table: torch.Tensor
+
+
+class Positions:
+    """The positions of a step's tokens, as the argument of `forward`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotRecordableError(f"it uses {name} of the positions")
+
+
+class RecordedAttention:
+    """An attention that writes down what `run` of another one would do.
+
+    heads   (query heads, key heads, head size)
+    layers  how each layer attends, with the windows in force; see LayerAttention
+    """
+
+    dispatch = "native"
+
+    def __init__(self, heads: tuple[int, int, int], layers: Sequence[Any], sink: int) -> None:
+        (self._query_heads, self._kv_heads, self._size), self._layers, self._sink = heads, layers, sink
+
+    def plan(self, step: Any) -> None:
+        pass
+
+    def run(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any) -> Rows:
+        expected = ((query, self._query_heads), (key, self._kv_heads), (value, self._kv_heads))
+        if not all(isinstance(rows, Rows) and rows.heads == heads and rows.size == self._size
+                   for rows, heads in expected):
+            raise NotRecordableError("it attends with something else than heads of its rows")
+        recording, how = query.recording, self._layers[layer]
+        tables = (0, 0, 0)
+        if rotary is not None:
+            tables = (recording.floats(rotary.cos), recording.floats(rotary.sin), rotary.cos.shape[1])
+        recording.add(ROTATE_AND_KEEP, [query, key, value], [layer, *tables])
+        result = recording.register(self._query_heads * self._size)
+        recording.add(ATTEND, [query, result], [layer, _bits(how.scale), _bits(how.softcap or 0.0), how.window or 0,
+                                                self._sink])
+        return result
+
+
+def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype,
+           attention: RecordedAttention) -> Recording:
+    """What `forward(hidden, positions, attention)` does. Raises NotRecordableError."""
+    recording = Recording(dtype)
+    hidden = Rows(recording, 0, 0, hidden_size)
+    recording.strides.append(hidden_size)
+    try:
+        result = forward(hidden, Positions(), attention)
+    except NotRecordableError:
+        raise
+    except Exception as error:              # torch's way, or the model's, of saying that these are no tensors
+        raise NotRecordableError(f"its forward takes tensors only: {type(error).__name__}: {error}") from error
+    if not isinstance(result, Rows) or result.width != hidden_size or result.column or result.register == 0:
+        raise NotRecordableError("its forward does not end with rows of the hidden size")
+    recording.result = result.register
+    return recording
+
+
+def _bits(number: float) -> int:
+    return struct.unpack("q", struct.pack("d", number))[0]

@@ -1,0 +1,90 @@
+"""A model's forward on a CPU as one call of compiled code: what was recorded of it, over the rows of each step."""
+
+import numpy as np
+import torch
+
+from ..attention.interface import PackedStep
+from ..layers.recording import Recording
+from ..triton_kernels.cpu.native.library import TYPES, Cache, Step, address, load_library
+
+REGISTER_BYTES = 64                # where one register may begin behind another: a cache line
+
+
+class CompiledStep:
+    """The recorded operations, where their rows lie, and the cache they attend to.
+
+    recording     see layers/recording.py; of a model whose matrices are packed
+    kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
+    num_heads     query heads
+    Raises        CannotCompileError, which packing the matrices has raised before
+    """
+
+    def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int) -> None:
+        _, num_layers, _, kv_heads, block_tokens, head_size = kv_pool.shape
+        self._library, self._recording, self._kv_pool = load_library(), recording, kv_pool
+        self._type = TYPES[recording.dtype]
+        self._operations = np.array(recording.operations, np.int64)
+        self._offsets, self._row_entries = arrange(recording)
+        self._cache = Cache(kv_pool.data_ptr(), num_layers, kv_heads, block_tokens, head_size, num_heads, self._type)
+        self._registers = np.zeros(len(recording.strides), np.uintp)
+        self._step = Step(num_registers=len(recording.strides), registers=self._registers.ctypes.data,
+                          cache=address(self._cache), type=self._type)
+        self._capacity = 0
+
+    def run(self, hidden: torch.Tensor, step: PackedStep) -> torch.Tensor:
+        """hidden [T, hidden size], which is overwritten -> the hidden states behind the model's last layer.
+
+        Mutates   the pool's pages of the step's tokens
+        """
+        rows, recording = len(hidden), self._recording
+        if rows > self._capacity:
+            self._make_room(rows)
+        hidden = hidden.to(recording.dtype).contiguous()
+        result = torch.empty((rows, recording.strides[recording.result]), dtype=recording.dtype, device="cpu")
+        self._registers[0], self._registers[recording.result] = hidden.data_ptr(), result.data_ptr()
+        # Held until the call is over: the compiled code has their addresses alone.
+        arrays = [np.ascontiguousarray(array, dtype) for array, dtype in (
+            (step.positions, np.int32), (step.pool_slots, np.int64), (step.query_starts, np.int32),
+            (step.kv_lengths, np.int32), (step.block_tables, np.int32))]
+        call = self._step
+        (call.positions, call.pool_slots, call.query_starts, call.kv_lengths,
+         call.block_tables) = (array.ctypes.data for array in arrays)
+        call.rows, call.num_sequences, call.table_stride = rows, len(step.slots), step.block_tables.shape[1]
+        if self._library.run_step(address(call), self._operations.ctypes.data, len(self._operations),
+                                  torch.get_num_threads()):
+            raise MemoryError(f"no memory for the list of pieces of a step of {rows:,} tokens")
+        return result[:, : hidden.shape[1]]
+
+    def _make_room(self, rows: int) -> None:
+        """Registers for so many rows: zeros, and what lies behind the last column of a row stays zero."""
+        self._capacity = max(rows, 2 * self._capacity)
+        itemsize = self._recording.dtype.itemsize
+        memory = np.zeros(self._capacity * self._row_entries * itemsize + REGISTER_BYTES, np.uint8)
+        start = memory.ctypes.data + -memory.ctypes.data % REGISTER_BYTES
+        self._memory = memory
+        self._registers[:] = [start + offset * self._capacity * itemsize for offset in self._offsets]
+
+
+def arrange(recording: Recording) -> tuple[list[int], int]:
+    """Where registers begin, in entries a row, and how many entries a row takes in all.
+
+    A register's place goes to another of the same stride behind its last use. One whose rows end before its stride does
+    keeps its place: what lies behind them is zeros, and has to stay so.
+    """
+    last_use = {register: index for index, used in enumerate(recording.uses) for register in used}
+    offsets, free, total = [0] * len(recording.strides), {}, 0
+    placed, held = set(), {0, recording.result}
+    for index, used in enumerate(recording.uses):
+        for register in used:
+            if register in placed or register in held:
+                continue
+            placed.add(register)
+            stride = recording.strides[register]
+            if free.get(stride):
+                offsets[register] = free[stride].pop()
+            else:
+                offsets[register], total = total, total + stride
+        for register in set(used) - held:
+            if last_use[register] == index and register in recording.whole:
+                free.setdefault(recording.strides[register], []).append(offsets[register])
+    return offsets, total

@@ -1,0 +1,93 @@
+"""Whether the forward of a model runs as compiled code on a CPU, and the proof that it then gives what torch gives."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..attention.interface import Attention, PackedStep
+from ..config import TrtGptModelOptionalParams
+from ..contained_log import log
+from ..errors import ConfigError
+from ..layers.recording import NotRecordableError, RecordedAttention, record
+from ..models.model_spec import ModelSpec
+from ..models.registry import LoadedModel
+from ..triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
+from ..triton_kernels.dispatch import use_triton
+from .compiled_step import CompiledStep
+
+LARGEST_HEAD, LARGEST_BLOCK, BLOCK_UNIT = 256, 256, 16
+# The first step is compared: rounding differs between the two, a wrong operation is far off.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+def may_compile(params: TrtGptModelOptionalParams, device: torch.device,
+                attention_factory: Callable[..., Attention] | None) -> bool:
+    """Whether matrices are to be packed for compiled code. Raises ConfigError where it was asked for and cannot be."""
+    obstacle = _obstacle(params, device, attention_factory)
+    if obstacle and params.cpu_compile:
+        raise ConfigError(f"cpu_compile was asked for, and {obstacle}", "a CPU with a C compiler, and no such option",
+                          "leave cpu_compile out: the step then runs in torch")
+    if obstacle and device.type == "cpu" and params.cpu_compile is None:
+        log.info("steps run in torch: %s", obstacle)
+    return not obstacle
+
+
+def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention_factory) -> str:
+    if params.cpu_compile is False:
+        return "cpu_compile is False"
+    if device.type != "cpu":
+        return f"the device is {device}"
+    if use_triton(device):
+        return "TRITON_INTERPRET is set"
+    if params.deterministic:
+        return "deterministic is set"
+    if attention_factory is not None:
+        return "there is an attention of the user's own"
+    block = params.kv_cache_config.tokens_per_block
+    if block % BLOCK_UNIT or block > LARGEST_BLOCK:
+        return f"tokens_per_block is {block}; it takes multiples of {BLOCK_UNIT} up to {LARGEST_BLOCK}"
+    try:
+        load_library()
+    except CannotCompileError as error:
+        return str(error)
+    return ""
+
+
+def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_pool: torch.Tensor,
+                 sink: int) -> CompiledStep:
+    """The compiled forward of a model, compared with torch's on a first step, for which it uses block 0 of the pool.
+
+    spec     with the windows in force
+    Raises   NotRecordableError, whose text says why this model runs in torch
+    """
+    if loaded.dtype not in TYPES:
+        raise NotRecordableError(f"it computes in {loaded.dtype}")
+    if spec.head_size > LARGEST_HEAD:
+        raise NotRecordableError(f"its heads have {spec.head_size} entries; at most {LARGEST_HEAD} are taken")
+    recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink)
+    with torch.inference_mode():
+        recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)
+        compiled = CompiledStep(recording, kv_pool, spec.num_heads)
+        step = _first_step(kv_pool.shape[4])
+        hidden = loaded.model.embed(torch.arange(step.num_tokens, dtype=torch.int64, device="cpu") % spec.vocab_size)
+        attention.plan(step)
+        expected = loaded.model.forward(hidden.clone(), torch.from_numpy(step.positions), attention).float()
+        found = compiled.run(hidden.to(loaded.dtype), step).float()
+        scale = expected.abs().max().item()
+        difference = (found - expected).abs().max().item()
+        # Not finite in both: nothing is to be compared.
+        if torch.isfinite(expected).all() and not difference <= TOLERANCES[loaded.dtype] * max(scale, 1e-6):
+            raise NotRecordableError(f"compiled, its first step differs from torch's by {difference:.3g} where the "
+                                     f"largest value is {scale:.3g}")
+    return compiled
+
+
+def _first_step(block_tokens: int) -> PackedStep:
+    """A context of five tokens in block 0."""
+    count = min(5, block_tokens)
+    rows = np.arange(count, dtype=np.int32)
+    return PackedStep(token_ids=rows, positions=rows, pool_slots=rows.astype(np.int64), slots=np.zeros(1, np.int32),
+                      query_starts=np.array([0, count], np.int32), kv_lengths=np.array([count], np.int32),
+                      block_tables=np.zeros((1, 1), np.int32), num_contexts=1,
+                      logits_rows=np.array([count - 1], np.int64))

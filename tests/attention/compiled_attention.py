@@ -1,0 +1,34 @@
+"""The compiled step's attention as an Attention of one layer at a time: what it rotates, keeps and attends to."""
+
+import pytest
+import torch
+
+from batch_manager.layers.recording import ANY_ROWS, RecordedAttention, Recording, Rows
+from batch_manager.runtime.compiled_step import CompiledStep
+from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+
+
+class CompiledAttention:
+    dispatch = "compiled"
+
+    def __init__(self, layout, pool, sink=0):
+        try:
+            load_library()
+        except CannotCompileError as error:
+            pytest.skip(str(error))
+        if pool.shape[4] % 16:
+            pytest.skip("compiled attention takes blocks of multiples of 16 tokens")
+        self.layout, self.pool, self.sink = layout, pool, sink
+
+    def plan(self, step):
+        self.step = step
+
+    def run(self, layer, query, key, value, rotary):
+        layout, rows = self.layout, torch.cat([query, key, value], 1).flatten(1)
+        heads = [layout.num_heads, layout.num_kv_heads, layout.num_kv_heads]
+        recording = Recording(rows.dtype, strides=[rows.shape[1]])
+        parts = Rows(recording, 0, 0, rows.shape[1]).view(ANY_ROWS, -1, layout.head_size).split_with_sizes(heads, 1)
+        attention = RecordedAttention((*heads[:2], layout.head_size), layout.attention, self.sink)
+        recording.result = attention.run(layer, *parts, rotary).register
+        compiled = CompiledStep(recording, self.pool, layout.num_heads)
+        return compiled.run(rows, self.step)[:, : layout.num_heads * layout.head_size]

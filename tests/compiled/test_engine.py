@@ -1,0 +1,84 @@
+"""A manager whose steps are compiled gives the tokens of one whose steps run in torch."""
+
+import logging
+
+import pytest
+import torch
+
+from batch_manager import ConfigError, KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.layers.linear import Linear
+from batch_manager.models import load_model
+from batch_manager.models.llama import Llama
+from batch_manager.runtime import layouts, step_compilation
+from batch_manager.runtime.native_backend import build_native_backend
+
+MODEL = "examples/models/austen-4m"
+
+
+def backend(cpu_compile=None, factory=None, layout=layouts.fused, **options):
+    kv = options.pop("kv_cache_config", KvCacheConfig(max_tokens=2048))
+    params = TrtGptModelOptionalParams(cpu_compile=cpu_compile, kv_cache_config=kv, max_seq_len=128, device="cpu",
+                                       **options)
+    return build_native_backend(MODEL, params, layout=layout, num_slots=4, attention_factory=factory)
+
+
+def test_it_is_compiled_by_default_and_not_where_it_was_switched_off():
+    assert backend()._runner.compiled is not None
+    assert backend(True, dtype="bfloat16")._runner.compiled is not None
+    assert backend(False)._runner.compiled is None
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"deterministic": True}, "deterministic is set"),
+    ({"kv_cache_config": KvCacheConfig(max_tokens=2048, tokens_per_block=8)},
+     "tokens_per_block is 8; it takes multiples of 16 up to 256"),
+    ({"factory": lambda spec, pool: None}, "there is an attention of the user's own")])
+def test_what_cannot_be_compiled_runs_in_torch_or_is_refused(options, reason, caplog):
+    with pytest.raises(ConfigError, match=f"cpu_compile was asked for, and {reason}"):
+        backend(True, **options)
+    if "factory" not in options:
+        with caplog.at_level(logging.INFO, "batch_manager"):
+            assert backend(**options)._runner.compiled is None
+        assert f"steps run in torch: {reason}" in caplog.text
+
+
+def test_a_type_without_products_of_its_own_runs_in_torch(caplog):
+    with caplog.at_level(logging.INFO, "batch_manager"):
+        assert backend(dtype="float16")._runner.compiled is None
+    assert "steps run in torch: Llama cannot be compiled: it computes in torch.float16" in caplog.text
+    with pytest.raises(ConfigError, match="cpu_compile was asked for, and Llama cannot be compiled: it computes in"):
+        backend(True, dtype="float16")
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda hidden: hidden * 2, "its forward takes tensors only: TypeError"),
+    (lambda hidden: hidden.tanh(), "it uses tanh of its hidden states"),
+    (lambda hidden: torch.tanh(hidden), "its forward takes tensors only: TypeError"),
+    (lambda hidden: hidden + 1, "it adds a int to its hidden states")])
+def test_a_model_that_does_something_else_runs_in_torch(change, reason, monkeypatch, caplog):
+    forward = Llama.forward
+    monkeypatch.setattr(Llama, "forward", lambda self, hidden, positions, attention: forward(
+        self, change(hidden), positions, attention))
+    with caplog.at_level(logging.INFO, "batch_manager"):
+        made = backend()
+    assert made._runner.compiled is None
+    assert f"steps run in torch: Llama cannot be compiled: {reason}" in caplog.text
+
+
+def test_a_step_that_gives_something_else_than_torch_is_not_used(monkeypatch, caplog):
+    multiply = Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda self, x: multiply(self, x) if not isinstance(x, torch.Tensor)
+                        else multiply(self, x) * 1.5)
+    with caplog.at_level(logging.INFO, "batch_manager"):
+        assert backend()._runner.compiled is None
+    assert "compiled, its first step differs from torch's by" in caplog.text
+
+
+def test_nothing_is_left_in_the_pool():
+    assert not backend()._pool.any()
+
+
+def test_the_packed_weights_are_counted_as_those_of_onednn_are():
+    sizes = [load_model(MODEL, device="cpu", compiled_step=compiled).weight_bytes for compiled in (True, False)]
+    assert sizes[0] == sizes[1]
+    assert step_compilation.TOLERANCES.keys() == {torch.float32, torch.bfloat16}

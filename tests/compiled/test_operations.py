@@ -1,0 +1,129 @@
+"""Norms, activations and sums of a recording against torch in float32."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from batch_manager.attention.interface import PackedStep
+from batch_manager.layers.recording import LookedUp, Recording, Rows
+from batch_manager.runtime.compiled_step import CompiledStep
+
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+POOL = (2, 1, 2, 1, 16, 16)
+
+
+def run(recording, hidden):
+    count = len(hidden)
+    numbers = np.arange(count, dtype=np.int32)
+    step = PackedStep(token_ids=numbers, positions=numbers[::-1].copy(), pool_slots=numbers.astype(np.int64),
+                      slots=np.zeros(0, np.int32), query_starts=np.zeros(1, np.int32), kv_lengths=np.zeros(0, np.int32),
+                      block_tables=np.zeros((0, 1), np.int32), num_contexts=0, logits_rows=np.zeros(0, np.int64))
+    return CompiledStep(recording, torch.zeros(POOL, dtype=hidden.dtype), 1).run(hidden.clone(), step)
+
+
+def recorded(hidden, operate):
+    recording = Recording(hidden.dtype, strides=[hidden.shape[1]])
+    result = operate(Rows(recording, 0, 0, hidden.shape[1]))
+    recording.result = result.register
+    return run(recording, hidden)[:, : result.width]
+
+
+def check(found, expected, dtype):
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.float(), expected.float(), atol=max(rounding, 2e-6), rtol=max(rounding, 2e-6))
+
+
+def hidden_states(width, dtype, count=70, scale=1.0):
+    return (torch.randn(count, width, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
+
+
+@TYPES
+@pytest.mark.parametrize("width", [1, 15, 16, 48, 100, 576])
+def test_norms(width, dtype):
+    x, weight, bias = hidden_states(width, dtype), torch.rand(width) + 0.5, torch.randn(width)
+    wide = x.float()
+    mean_square = wide.square().mean(1, keepdim=True)
+    check(recorded(x, lambda rows: rows.normed(weight, None, 1e-5)), wide / (mean_square + 1e-5).sqrt() * weight, dtype)
+    check(recorded(x, lambda rows: rows.normed(weight, None, 0.1, 1.0)),
+          wide / (mean_square + 0.1).sqrt() * (weight + 1), dtype)
+    check(recorded(x, lambda rows: rows.normed(weight, bias, 1e-5)),
+          functional.layer_norm(wide, (width,), weight, bias, 1e-5), dtype)
+
+
+@TYPES
+def test_norms_of_heads(dtype):
+    x, weight = hidden_states(96, dtype), torch.rand(24) + 0.5
+    heads = x.float().view(-1, 4, 24)
+    expected = heads / (heads.square().mean(2, keepdim=True) + 1e-6).sqrt() * weight
+    check(recorded(x, lambda rows: rows.view(len(rows), -1, 24).normed(weight, None, 1e-6)), expected.flatten(1), dtype)
+    middle = recorded(x, lambda rows: rows.view(len(rows), -1, 24).split_with_sizes([1, 2, 1], 1)[1].normed(
+        weight, None, 1e-6))
+    check(middle, expected[:, 1:3].flatten(1), dtype)
+
+
+ACTIVATIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu,
+               "gelu_new": lambda x: functional.gelu(x, approximate="tanh")}
+
+
+@TYPES
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("width", [16, 48, 10, 77])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
+def test_activations(kind, width, scale, dtype):
+    x = hidden_states(2 * width, dtype, scale=scale)
+    gate, up = x.float().chunk(2, 1)
+    check(recorded(x, lambda rows: rows.activated(kind, gated=True)) / scale,
+          ACTIVATIONS[kind](gate) * up / scale, dtype)
+    check(recorded(x, lambda rows: rows.activated(kind, gated=False)) / scale, ACTIVATIONS[kind](x.float()) / scale,
+          dtype)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_what_is_not_a_number_stays_none(kind):
+    x = hidden_states(64, torch.float32)
+    x[3, 5], x[4, 40] = torch.nan, torch.nan
+    found = recorded(x, lambda rows: rows.activated(kind, gated=False))
+    assert torch.equal(found.isnan(), x.isnan())
+    normed = recorded(x, lambda rows: rows.normed(torch.ones(64), None, 1e-5))
+    assert torch.equal(normed.isnan().any(1), x.isnan().any(1)) and normed[3].isnan().all()
+
+
+@TYPES
+@pytest.mark.parametrize("width", [16, 50, 576])
+def test_sums(width, dtype):
+    x, table = hidden_states(width, dtype), hidden_states(width, dtype, count=80, scale=3.0)
+    check(recorded(x, lambda rows: rows + rows), 2 * x.float(), dtype)
+    positions = torch.arange(len(x) - 1, -1, -1)
+    check(recorded(x, lambda rows: rows + LookedUp(table)), x.float() + table[positions].float(), dtype)
+
+
+def test_registers_share_memory_only_when_nobody_needs_them_any_more():
+    """The first register is read again at the end, behind many others that come and go."""
+    x = hidden_states(64, torch.float32)
+
+    def operate(rows):
+        first = kept = rows + rows
+        for _ in range(20):
+            kept = kept.activated("relu", gated=False) + first
+        return kept + first
+
+    expected = first = 2 * x
+    for _ in range(20):
+        expected = expected.relu() + first
+    check(recorded(x, operate), expected + first, torch.float32)
+
+
+def test_a_step_may_be_larger_than_those_before():
+    weight = torch.rand(50) + 0.5
+    recording = Recording(torch.float32, strides=[50])
+    recording.result = Rows(recording, 0, 0, 50).normed(weight, None, 1e-5).activated("relu", gated=False).register
+    compiled = CompiledStep(recording, torch.zeros(POOL), 1)
+    for count in (3, 1, 500, 2, 499):
+        x = hidden_states(50, torch.float32, count)
+        step = SimpleNamespace(positions=np.zeros(count), pool_slots=np.zeros(count), query_starts=np.zeros(1),
+                               kv_lengths=np.zeros(0), block_tables=np.zeros((0, 1)), slots=[])
+        found = compiled.run(x.clone(), step)
+        check(found, functional.rms_norm(x, (50,), weight, 1e-5).relu(), torch.float32)

@@ -1,0 +1,185 @@
+/* Attention of a few query rows over the pages of one sequence and one key head.
+
+   A page is [tokens_per_block][head_size], contiguous. The rows share the key head: the query heads of a token, or of
+   several tokens that follow one another. Softmax page by page, with a running maximum ("Online normalizer calculation
+   for softmax", arXiv 1805.02867), in float32. */
+#pragma once
+#include "vectors.h"
+
+#define MOST_QUERY_ROWS 32
+#define MOST_HEAD_SIZE 256
+#define MOST_BLOCK_TOKENS 256
+
+typedef struct {
+    const char *pool;                 /* [blocks, layers, 2, kv_heads, tokens_per_block, head_size] */
+    int64_t num_layers, kv_heads, block_tokens, head_size, query_heads;
+    int type;
+} Cache;
+
+typedef struct {
+    float scale, softcap;             /* softcap 0: none */
+    int64_t window, sinks;            /* window 0: none */
+} Scores;
+
+INLINE int64_t page_bytes(const Cache *c) { return c->block_tokens * c->head_size * bytes_of(c->type); }
+
+INLINE const char *page_of(const Cache *c, int64_t block, int64_t layer, int is_value, int64_t head) {
+    return c->pool + (((block * c->num_layers + layer) * 2 + is_value) * c->kv_heads + head) * page_bytes(c);
+}
+
+#if defined(__AVX512F__)
+/* The sum of each of sixteen vectors. */
+INLINE floats sums_of(const floats v[LANES]) {
+    __m512 four[4];
+    for (int i = 0; i < 4; i++) {
+        __m512 a = (__m512)v[4 * i], b = (__m512)v[4 * i + 1], c = (__m512)v[4 * i + 2], d = (__m512)v[4 * i + 3];
+        __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        four[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd),
+                                (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
+    }
+    __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x44), _mm512_shuffle_f32x4(four[0], four[1], 0xee));
+    __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(four[2], four[3], 0x44), _mm512_shuffle_f32x4(four[2], four[3], 0xee));
+    return (floats)_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+}
+#else
+INLINE floats sums_of(const floats v[LANES]) {
+    floats result;
+    for (int lane = 0; lane < LANES; lane++) result[lane] = sum(v[lane]);
+    return result;
+}
+#endif
+
+/* Products of `rows` queries with sixteen keys, scores[row][first ..]; R rows at a time. */
+INLINE void score_sixteen(const char *keys, const char *queries, int rows, int64_t size, int type,
+                          float scores[][MOST_BLOCK_TOKENS], int64_t first) {
+    int64_t width = size * bytes_of(type);
+    for (int row = 0; row < rows; row++) {
+        floats partial[LANES];
+        const char *query = queries + row * width;
+        for (int t = 0; t < LANES; t++) {
+            const char *key = keys + t * width;
+            floats s = all(0);
+            int64_t i = 0;
+#if defined(__AVX512BF16__)
+            if (type == BFLOAT16)
+                for (; i + 32 <= size; i += 32)
+                    s = (floats)_mm512_dpbf16_ps((__m512)s, (__m512bh)_mm512_loadu_si512(query + 2 * i),
+                                                 (__m512bh)_mm512_loadu_si512(key + 2 * i));
+#endif
+            for (; i + LANES <= size; i += LANES) s += load(query, i, type) * load(key, i, type);
+            for (; i < size; i++) s[0] += load_one(query, i, type) * load_one(key, i, type);
+            partial[t] = s;
+        }
+        *(floats *)(scores[row] + first) = sums_of(partial);
+    }
+}
+
+/* result[row] += sum over t of weights[row][t] * values[t]; V vectors of R rows at a time. */
+#define ADD_VALUES(R, V)                                                                                              \
+    INLINE void add_values_##R##x##V(const char *values, int64_t width, int64_t tokens, int64_t at, int type,         \
+                                     float weights[][MOST_BLOCK_TOKENS], float *result, int64_t result_stride) {      \
+        floats sums[R][V];                                                                                            \
+        for (int r = 0; r < R; r++)                                                                                   \
+            for (int v = 0; v < V; v++) sums[r][v] = *(floats *)(result + r * result_stride + at + v * LANES);        \
+        for (int64_t t = 0; t < tokens; t++)                                                                          \
+            for (int v = 0; v < V; v++) {                                                                             \
+                floats value = load(values + t * width, at + v * LANES, type);                                        \
+                for (int r = 0; r < R; r++) sums[r][v] += value * weights[r][t];                                      \
+            }                                                                                                         \
+        for (int r = 0; r < R; r++)                                                                                   \
+            for (int v = 0; v < V; v++) *(floats *)(result + r * result_stride + at + v * LANES) = sums[r][v];        \
+    }
+ADD_VALUES(1, 4) ADD_VALUES(2, 4) ADD_VALUES(3, 4) ADD_VALUES(4, 4)
+ADD_VALUES(1, 1) ADD_VALUES(2, 1) ADD_VALUES(3, 1) ADD_VALUES(4, 1)
+
+INLINE void add_values(const char *values, int rows, int64_t size, int64_t tokens, int type,
+                       float weights[][MOST_BLOCK_TOKENS], float *result) {
+    int64_t width = size * bytes_of(type), stride = MOST_HEAD_SIZE;
+    for (int row = 0; row < rows; row += 4) {
+        int count = rows - row < 4 ? rows - row : 4;
+        int64_t at = 0;
+        float *to = result + row * stride;
+#define CALL(R)                                                                                                       \
+    for (; at + 4 * LANES <= size; at += 4 * LANES)                                                                   \
+        add_values_##R##x4(values, width, tokens, at, type, weights + row, to, stride);                               \
+    for (; at + LANES <= size; at += LANES)                                                                           \
+        add_values_##R##x1(values, width, tokens, at, type, weights + row, to, stride);
+        switch (count) {
+        case 1: CALL(1) break;
+        case 2: CALL(2) break;
+        case 3: CALL(3) break;
+        default: CALL(4)
+        }
+        for (; at < size; at++)
+            for (int r = 0; r < count; r++)
+                for (int64_t t = 0; t < tokens; t++)
+                    to[r * stride + at] += weights[row + r][t] * load_one(values + t * width, at, type);
+    }
+}
+
+/* `rows` queries of one key head; query row r stands at position[r] and sees what is written up to there.
+
+   queries    [rows][head_size], packed
+   result     [rows][MOST_HEAD_SIZE] float32
+   blocks     of the sequence; entries that no row sees are not read */
+INLINE void attend(const Cache *c, const Scores *how, int64_t layer, int64_t head, const int32_t *blocks,
+                   const char *queries, const int64_t *position, int rows, float *result, int type) {
+    float scores[MOST_QUERY_ROWS][MOST_BLOCK_TOKENS] __attribute__((aligned(64)));
+    float maximum[MOST_QUERY_ROWS], total[MOST_QUERY_ROWS];
+    int64_t size = c->head_size, width = size * bytes_of(type), first = position[0], last = position[0];
+    for (int row = 0; row < rows; row++) {
+        maximum[row] = -1e30f;
+        total[row] = 0;
+        first = position[row] < first ? position[row] : first;
+        last = position[row] > last ? position[row] : last;
+        memset(result + row * MOST_HEAD_SIZE, 0, sizeof(float) * (size_t)size);
+    }
+    int64_t behind = how->window && first - how->window + 1 > 0 ? first - how->window + 1 : 0;    /* of the first row */
+    for (int64_t start = 0; start <= last; start += c->block_tokens) {
+        int64_t end = start + c->block_tokens;
+        if (end <= behind && start >= how->sinks) continue;
+        int64_t tokens = last + 1 - start < c->block_tokens ? last + 1 - start : c->block_tokens;
+        int64_t block = blocks[start / c->block_tokens];
+        const char *keys = page_of(c, block, layer, 0, head), *values = page_of(c, block, layer, 1, head);
+        int64_t whole = (tokens + LANES - 1) / LANES * LANES;
+        for (int64_t t = 0; t < whole; t += LANES) score_sixteen(keys + t * width, queries, rows, size, type, scores, t);
+        int is_whole = end <= first + 1 && end - 1 <= first && (!how->window || start > last - how->window);
+        for (int row = 0; row < rows; row++) {
+            floats most = all(-1e30f);
+            for (int64_t t = 0; t < whole; t += LANES) {
+                floats s = *(floats *)(scores[row] + t) * how->scale;
+                if (how->softcap != 0) s = hyperbolic_tangent(s / how->softcap) * how->softcap;
+                if (!is_whole) {
+                    integers key = (integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)(start + t);
+                    integers sees = key <= (int32_t)position[row];
+                    if (how->window)
+                        sees &= (key > (int32_t)(position[row] - how->window)) | (key < (int32_t)how->sinks);
+                    s = (floats)(((integers)s & sees) | ((integers)all(-INFINITY) & ~sees));
+                }
+                *(floats *)(scores[row] + t) = s;
+                most = larger(s, most);
+            }
+            float top = largest(most);
+            if (top > maximum[row]) {
+                float shrink = exponential(all(maximum[row] - top))[0];
+                maximum[row] = top;
+                total[row] *= shrink;
+                for (int64_t i = 0; i < size; i += LANES) {
+                    if (i + LANES <= size) *(floats *)(result + row * MOST_HEAD_SIZE + i) *= shrink;
+                    else for (int64_t j = i; j < size; j++) result[row * MOST_HEAD_SIZE + j] *= shrink;
+                }
+            }
+            floats sums = all(0);
+            for (int64_t t = 0; t < whole; t += LANES) {
+                floats p = exponential(*(floats *)(scores[row] + t) - maximum[row]);
+                *(floats *)(scores[row] + t) = p;
+                sums += p;
+            }
+            total[row] += sum(sums);
+        }
+        add_values(values, rows, size, tokens, type, scores, result);
+    }
+    for (int row = 0; row < rows; row++)
+        for (int64_t i = 0; i < size; i++) result[row * MOST_HEAD_SIZE + i] /= total[row];
+}

@@ -1,0 +1,68 @@
+"""A matrix packed for the compiled products."""
+
+import numpy as np
+import torch
+
+from .library import INPUTS_ALIGNED, PANEL, TYPES, Matrix, Step, address, load_library
+
+PRODUCT = 2                        # its number among the operations of step.c
+OPERATION_NUMBERS = 24
+
+
+class PackedMatrix:
+    """W [outputs, inputs] and b [outputs] or None, in panels of 16 outputs; the plain tensors are not kept.
+
+    type      of W, a number of vectors.h
+    address   of the `Matrix` that the compiled code reads
+    Raises    CannotCompileError
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._library = load_library()
+        self.outputs, self.inputs = weight.shape
+        self.dtype, self.type = weight.dtype, TYPES[weight.dtype]
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        padded = -(-self.inputs // INPUTS_ALIGNED) * INPUTS_ALIGNED
+        self._panels = torch.empty(-(-self.outputs // PANEL) * PANEL * padded, dtype=weight.dtype, device="cpu")
+        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
+        self._matrix = Matrix(padded, self.outputs, self._panels.data_ptr(),
+                              None if bias is None else self._bias.data_ptr(), self.type)
+        self.address = address(self._matrix)
+        self._library.pack_matrix(self.address, weight.data_ptr(), self.inputs, weight.stride(0))
+
+        self._registers = np.zeros(2, np.uintp)
+        self._step = Step(num_registers=2, registers=self._registers.ctypes.data, type=self.type)
+        self._operation = np.zeros(OPERATION_NUMBERS, np.int64)
+        self._operation[:8] = PRODUCT, 0, 0, 0, 1, 0, 0, self.address
+
+    @property
+    def nbytes(self) -> int:
+        return self._panels.nbytes
+
+    def multiply(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x [T, inputs] -> x W^T + b [T, outputs], summed in float32, in `dtype`; None: that of the matrix."""
+        result = torch.empty((len(x), self.outputs), dtype=dtype or self.dtype, device="cpu")
+        return self._run(x, result, adds=False)
+
+    def add_product(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + x W^T + b, rounded once, in `residual`."""
+        if residual.stride(1) != 1:
+            residual = residual.contiguous()
+        return self._run(x, residual, adds=True)
+
+    def _run(self, x: torch.Tensor, result: torch.Tensor, adds: bool) -> torch.Tensor:
+        if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.inputs:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; {self.dtype} [rows, {self.inputs}]")
+        if len(x) == 0:
+            return result
+        if self.inputs % INPUTS_ALIGNED:                    # zeros behind each row, up to where a product reads
+            x = torch.nn.functional.pad(x, (0, self._matrix.inputs - self.inputs))
+        elif x.stride(1) != 1:
+            x = x.contiguous()
+        operation = self._operation
+        operation[2], operation[5], operation[8] = x.stride(0), result.stride(0), adds
+        operation[9] = TYPES[result.dtype]
+        self._registers[0], self._registers[1] = x.data_ptr(), result.data_ptr()
+        self._step.rows = len(x)
+        self._library.run_step(address(self._step), operation.ctypes.data, 1, torch.get_num_threads())
+        return result

@@ -1,0 +1,425 @@
+/* A step of a model on a CPU: a list of operations over rows, run to its end in one call.
+
+   Every operation is cut into pieces. Threads take pieces as they are free, so that a thread that the system does not
+   run takes none, and nobody waits for it unless it was stopped inside a piece. The thread that calls is one of them and
+   could do all alone. */
+#include "attention.h"
+#include "products.h"
+#include "rows.h"
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+/* Kinds of operations, and what their numbers are. A place is three: register, entries between rows, first entry. */
+enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD, NUM_KINDS };
+#define OPERATION_NUMBERS 24
+
+typedef struct {
+    int64_t number[OPERATION_NUMBERS];
+} Operation;
+
+typedef struct {
+    int64_t rows;                     /* tokens of the step */
+    int64_t num_registers;
+    char *const *registers;           /* where each begins */
+    const Cache *cache;
+    const int32_t *positions;         /* [rows] */
+    const int64_t *pool_slots;        /* [rows] block * block_tokens + offset */
+    const int32_t *query_starts;      /* [sequences + 1] */
+    const int32_t *kv_lengths;        /* [sequences] */
+    const int32_t *block_tables;      /* [sequences][table_stride] */
+    int64_t num_sequences, table_stride;
+    int64_t type;
+} Step;
+
+/* Some query rows of one key head of one sequence. */
+typedef struct {
+    int32_t sequence, head, first_row, num_rows;
+} Item;
+
+typedef struct {
+    const Step *step;
+    const Operation *operations;
+    int64_t num_operations;
+    Item *items;
+    int64_t num_items, tokens_an_item;
+} Job;
+
+typedef struct {
+    char *row;                        /* of token 0 */
+    int64_t stride;                   /* entries */
+} Place;
+
+INLINE Place place_at(const Step *step, const int64_t *numbers) {
+    return (Place){step->registers[numbers[0]] + numbers[2] * bytes_of((int)step->type), numbers[1]};
+}
+
+INLINE char *row_at(Place place, int64_t row, int type) { return place.row + row * place.stride * bytes_of(type); }
+
+INLINE float as_float(int64_t bits) {
+    double value;
+    memcpy(&value, &bits, 8);
+    return (float)value;
+}
+
+#define POINTER(TYPE, NUMBER) ((TYPE)(intptr_t)(NUMBER))
+
+/* ---------------------------------------------------------------- pieces */
+
+#define ENTRIES_A_PIECE 8192
+
+static int64_t rows_a_piece(int64_t width) { return width >= ENTRIES_A_PIECE ? 1 : ENTRIES_A_PIECE / width; }
+
+static int64_t pieces_of_rows(int64_t rows, int64_t width) {
+    int64_t each = rows_a_piece(width);
+    return (rows + each - 1) / each;
+}
+
+static int64_t panels_a_piece(const Matrix *m, int threads) {
+    int64_t panels = (m->outputs + PANEL - 1) / PANEL;
+    for (int64_t each = 8; each > 1; each /= 2)
+        if (panels / each >= 8 * threads) return each;
+    return panels >= 8 ? 2 : 1;
+}
+
+/* Entries per row that an operation works on, for those that work on rows one by one. */
+static int64_t width_of(const Operation *o) {
+    const int64_t *n = o->number;
+    switch (n[0]) {
+    case RMS_NORM: case LAYER_NORM: return n[7] * n[8];
+    case ACTIVATE: return 2 * n[7];
+    case ROTATE_AND_KEEP: return 4096;
+    case ADD: return n[10];
+    default: return n[7];
+    }
+}
+
+static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
+    switch (o->number[0]) {
+    case PRODUCT: {
+        const Matrix *m = POINTER(const Matrix *, o->number[7]);
+        int64_t each = panels_a_piece(m, threads);
+        return ((m->outputs + PANEL - 1) / PANEL + each - 1) / each;
+    }
+    case ATTEND: return job->num_items;
+    default: return pieces_of_rows(job->step->rows, width_of(o));
+    }
+}
+
+/* ---------------------------------------------------------------- operations */
+
+static void norm_rows(const Step *s, const int64_t *n, int64_t first, int64_t end, int type) {
+    /* from[1..3], to[4..6], size 7, heads 8, weight 9, bias 10, epsilon 11, offset 12, heads' distance 13 and 14 */
+    Place from = place_at(s, n + 1), to = place_at(s, n + 4);
+    for (int64_t row = first; row < end; row++)
+        for (int64_t head = 0; head < n[8]; head++) {
+            const char *x = row_at(from, row, type) + head * n[13] * bytes_of(type);
+            char *y = row_at(to, row, type) + head * n[14] * bytes_of(type);
+            if (n[0] == RMS_NORM)
+                rms_norm_of(x, y, POINTER(const float *, n[9]), n[7], as_float(n[11]), as_float(n[12]), type);
+            else
+                layer_norm_of(x, y, POINTER(const float *, n[9]), POINTER(const float *, n[10]), n[7],
+                              as_float(n[11]), type);
+        }
+}
+
+static void rotate_and_keep_rows(const Step *s, const int64_t *n, int64_t first, int64_t end, int type) {
+    /* query[1..3], key[4..6], value[7..9], layer 10, cosines 11, sines 12, half 13 (0: nothing is rotated) */
+    Place query = place_at(s, n + 1), key = place_at(s, n + 4), value = place_at(s, n + 7);
+    const Cache *c = s->cache;
+    int64_t size = c->head_size, width = size * bytes_of(type), half = n[13];
+    for (int64_t row = first; row < end; row++) {
+        const float *cosines = POINTER(const float *, n[11]) + s->positions[row] * half;
+        const float *sines = POINTER(const float *, n[12]) + s->positions[row] * half;
+        if (half)
+            for (int64_t head = 0; head < c->query_heads; head++) {
+                char *q = row_at(query, row, type) + head * width;
+                rotate(q, q, cosines, sines, half, size, type);
+            }
+        int64_t block = s->pool_slots[row] / c->block_tokens, offset = s->pool_slots[row] % c->block_tokens;
+        for (int64_t head = 0; head < c->kv_heads; head++) {
+            char *k = (char *)page_of(c, block, n[10], 0, head) + offset * width;
+            char *v = (char *)page_of(c, block, n[10], 1, head) + offset * width;
+            const char *from = row_at(key, row, type) + head * width;
+            if (half) rotate(from, k, cosines, sines, half, size, type);
+            else memcpy(k, from, width);
+            memcpy(v, row_at(value, row, type) + head * width, width);
+        }
+    }
+}
+
+static void attend_item(const Job *job, const int64_t *n, const Item *item, int type) {
+    /* query[1..3], to[4..6], layer 7, scale 8, softcap 9, window 10, sinks 11 */
+    const Step *s = job->step;
+    const Cache *c = s->cache;
+    Place query = place_at(s, n + 1), to = place_at(s, n + 4);
+    int64_t size = c->head_size, width = size * bytes_of(type), group = c->query_heads / c->kv_heads;
+    char queries[MOST_QUERY_ROWS * MOST_HEAD_SIZE * 4] __attribute__((aligned(64)));
+    float result[MOST_QUERY_ROWS * MOST_HEAD_SIZE] __attribute__((aligned(64)));
+    int64_t position[MOST_QUERY_ROWS];
+    Scores how = {as_float(n[8]), as_float(n[9]), n[10], n[11]};
+    const int32_t *blocks = s->block_tables + item->sequence * s->table_stride;
+    for (int64_t at = 0; at < group; at += MOST_QUERY_ROWS) {        /* more than once for very large groups alone */
+        int64_t heads = group - at < MOST_QUERY_ROWS ? group - at : MOST_QUERY_ROWS, count = 0;
+        for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
+            for (int64_t g = 0; g < heads; g++, count++) {
+                memcpy(queries + count * width, row_at(query, row, type) + (item->head * group + at + g) * width, width);
+                position[count] = s->positions[row];
+            }
+        if (type == FLOAT32) attend(c, &how, n[7], item->head, blocks, queries, position, (int)count, result, FLOAT32);
+        else attend(c, &how, n[7], item->head, blocks, queries, position, (int)count, result, BFLOAT16);
+        count = 0;
+        for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
+            for (int64_t g = 0; g < heads; g++, count++) {
+                char *y = row_at(to, row, type) + (item->head * group + at + g) * width;
+                const float *from = result + count * MOST_HEAD_SIZE;
+                int64_t i = 0;
+                for (; i + LANES <= size; i += LANES) store(y, i, *(const floats *)(from + i), type);
+                for (; i < size; i++) store_one(y, i, from[i], type);
+            }
+    }
+}
+
+static void run_rows(const Job *job, const int64_t *n, int64_t first, int64_t end, int type) {
+    const Step *s = job->step;
+    switch (n[0]) {
+    case RMS_NORM: case LAYER_NORM:
+        norm_rows(s, n, first, end, type);
+        break;
+    case ACTIVATE: {
+        /* from[1..3], to[4..6], size 7, kind 8, gated 9 */
+        Place from = place_at(s, n + 1), to = place_at(s, n + 4);
+        for (int64_t row = first; row < end; row++)
+            activate_row(row_at(from, row, type), row_at(to, row, type), n[7], (int)n[8], (int)n[9], type);
+        break;
+    }
+    case ROTATE_AND_KEEP:
+        rotate_and_keep_rows(s, n, first, end, type);
+        break;
+    case ADD_LOOKED_UP: case ADD: {
+        /* from[1..3], to[4..6], then other[7..9] and size 10, or size 7 and a table 8 with a row for each position */
+        Place from = place_at(s, n + 1), to = place_at(s, n + 4);
+        int64_t size = n[0] == ADD ? n[10] : n[7];
+        for (int64_t row = first; row < end; row++) {
+            char *y = row_at(to, row, type);
+            const char *x = row_at(from, row, type);
+            const char *other = n[0] == ADD ? row_at(place_at(s, n + 7), row, type)
+                                            : POINTER(const char *, n[8]) + s->positions[row] * size * bytes_of(type);
+            int64_t i = 0;
+            for (; i + LANES <= size; i += LANES) store(y, i, load(x, i, type) + load(other, i, type), type);
+            for (; i < size; i++) store_one(y, i, load_one(x, i, type) + load_one(other, i, type), type);
+        }
+        break;
+    }
+    }
+}
+
+static void run_piece(const Job *job, const Operation *o, int64_t piece, int threads) {
+    const int64_t *n = o->number;
+    const Step *s = job->step;
+    switch (n[0]) {
+    case PRODUCT: {
+        /* from[1..3], to[4..6], matrix 7, adds 8, type of the result 9 */
+        const Matrix *m = POINTER(const Matrix *, n[7]);
+        Place from = place_at(s, n + 1);
+        int result = (int)n[9];
+        Target t = {s->registers[n[4]] + n[6] * bytes_of(result), n[5], result, (int)n[8]};
+        int64_t each = panels_a_piece(m, threads), end = (m->outputs + PANEL - 1) / PANEL, first = piece * each;
+        multiply(m, from.row, from.stride, s->rows, &t, first, first + each < end ? first + each : end);
+        break;
+    }
+    case ATTEND:
+        attend_item(job, n, job->items + piece, (int)s->type);
+        break;
+    default: {
+        int64_t each = rows_a_piece(width_of(o)), first = piece * each, end = first + each;
+        if (end > s->rows) end = s->rows;
+        if (s->type == FLOAT32) run_rows(job, n, first, end, FLOAT32);
+        else run_rows(job, n, first, end, BFLOAT16);
+    }
+    }
+}
+
+/* ---------------------------------------------------------------- threads */
+
+/* One number says it all: which job, which of its operations, how many of its pieces are taken. So a thread that slept
+   through the end of a job cannot take a piece of another. */
+#define PIECE_BITS 24
+#define OPERATION_BITS 20
+#define STATE(JOB, OPERATION, PIECES) \
+    (((uint64_t)(JOB) << (PIECE_BITS + OPERATION_BITS)) | ((uint64_t)(OPERATION) << PIECE_BITS) | (uint64_t)(PIECES))
+#define PIECES(STATE) ((int64_t)((STATE) & ((1ull << PIECE_BITS) - 1)))
+#define OPERATION(STATE) ((uint64_t)(((STATE) >> PIECE_BITS) & ((1ull << OPERATION_BITS) - 1)))
+#define JOB(STATE) ((uint64_t)((STATE) >> (PIECE_BITS + OPERATION_BITS)))
+
+#define NO_OPERATION ((1ull << OPERATION_BITS) - 1)
+#define MOST_OPERATIONS (1 << 14)
+#define MOST_THREADS 256
+#define LOOKS_BEFORE_SLEEP 1000       /* 15 to 50 us: the next call of a step comes within that, the next step does not */
+#define LOOKS_BEFORE_YIELD 1000
+
+static struct {
+    pthread_mutex_t owner;            /* held by whose job it is; who does not get it works alone */
+    pthread_mutex_t lock;
+    pthread_cond_t work;
+    int num_helpers, num_asleep;
+    _Atomic uint64_t state;
+    _Atomic int64_t num_done;
+    _Atomic int threads;
+    Job job;
+    _Atomic int64_t num_pieces[MOST_OPERATIONS];
+} pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
+
+INLINE void pause_a_moment(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+INLINE int64_t num_pieces(int64_t operation) {
+    return atomic_load_explicit(&pool.num_pieces[operation], memory_order_relaxed);
+}
+
+/* The first operation from this one on that has pieces. */
+static uint64_t next_operation(int64_t operation) {
+    while (operation < pool.job.num_operations && num_pieces(operation) == 0) operation++;
+    return operation < pool.job.num_operations ? (uint64_t)operation : NO_OPERATION;
+}
+
+/* Take pieces until the job of this number is over. */
+static void work_on(uint64_t number, int threads) {
+    int looks = 0;
+    for (;;) {
+        uint64_t seen = atomic_load_explicit(&pool.state, memory_order_acquire), operation = OPERATION(seen);
+        if (JOB(seen) != number || operation == NO_OPERATION) return;
+        if (PIECES(seen) >= num_pieces((int64_t)operation)) {        /* others finish it */
+            pause_a_moment();
+            if (++looks > LOOKS_BEFORE_YIELD) sched_yield();
+            continue;
+        }
+        if (!atomic_compare_exchange_weak_explicit(&pool.state, &seen, seen + 1, memory_order_acq_rel,
+                                                   memory_order_acquire)) continue;
+        looks = 0;
+        run_piece(&pool.job, pool.job.operations + operation, PIECES(seen), threads);
+        int64_t count = num_pieces((int64_t)operation);
+        if (atomic_fetch_add_explicit(&pool.num_done, 1, memory_order_acq_rel) + 1 == count) {
+            atomic_store_explicit(&pool.num_done, 0, memory_order_relaxed);
+            atomic_store_explicit(&pool.state, STATE(number, next_operation((int64_t)operation + 1), 0),
+                                  memory_order_release);
+        }
+    }
+}
+
+INLINE int is_for(uint64_t state, uint64_t done, int index) {
+    return JOB(state) != done && OPERATION(state) != NO_OPERATION
+           && index < atomic_load_explicit(&pool.threads, memory_order_relaxed);
+}
+
+static void *help(void *argument) {
+    int index = (int)(intptr_t)argument, looks = 0;
+    uint64_t done = 0;
+    for (;;) {
+        uint64_t seen = atomic_load_explicit(&pool.state, memory_order_acquire);
+        if (is_for(seen, done, index)) {
+            work_on(JOB(seen), atomic_load_explicit(&pool.threads, memory_order_relaxed));
+            done = JOB(seen);
+            looks = 0;
+        } else if (++looks < LOOKS_BEFORE_SLEEP) {
+            pause_a_moment();
+        } else {
+            pthread_mutex_lock(&pool.lock);
+            if (!is_for(atomic_load(&pool.state), done, index)) {
+                pool.num_asleep++;
+                pthread_cond_wait(&pool.work, &pool.lock);
+                pool.num_asleep--;
+            }
+            pthread_mutex_unlock(&pool.lock);
+            looks = 0;
+        }
+    }
+    return 0;
+}
+
+/* In a forked child, where no helper is. */
+static void forget_helpers(void) {
+    pthread_mutex_init(&pool.owner, 0);
+    pthread_mutex_init(&pool.lock, 0);
+    pthread_cond_init(&pool.work, 0);
+    pool.num_helpers = pool.num_asleep = 0;
+}
+
+/* As many helpers as can be had, up to threads - 1. */
+static void start_helpers(int threads) {
+    static int is_watching_forks;
+    if (!is_watching_forks) is_watching_forks = !pthread_atfork(0, 0, forget_helpers);
+    pthread_attr_t detached;
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    while (pool.num_helpers < threads - 1 && pool.num_helpers < MOST_THREADS) {
+        pthread_t thread;
+        if (pthread_create(&thread, &detached, help, (void *)(intptr_t)(pool.num_helpers + 1))) break;
+        pool.num_helpers++;
+    }
+    pthread_attr_destroy(&detached);
+}
+
+static void run_alone(const Job *job) {
+    for (int64_t i = 0; i < job->num_operations; i++) {
+        int64_t count = count_pieces(job, job->operations + i, 1);
+        for (int64_t piece = 0; piece < count; piece++) run_piece(job, job->operations + i, piece, 1);
+    }
+}
+
+/* ---------------------------------------------------------------- what Python calls */
+
+static int64_t list_items(const Step *s, Item *items, int64_t tokens_an_item) {
+    int64_t count = 0;
+    for (int64_t sequence = 0; sequence < s->num_sequences; sequence++) {
+        int64_t start = s->query_starts[sequence], end = s->query_starts[sequence + 1];
+        for (int64_t row = end; row > start; row -= tokens_an_item) {        /* the longest first */
+            int64_t first = row - tokens_an_item > start ? row - tokens_an_item : start;
+            for (int64_t head = 0; head < s->cache->kv_heads; head++, count++)
+                if (items) items[count] = (Item){(int32_t)sequence, (int32_t)head, (int32_t)first, (int32_t)(row - first)};
+        }
+    }
+    return count;
+}
+
+/* Returns 0, or 1 where there is no memory for the list of pieces: then nothing was done. */
+int run_step(const Step *step, const Operation *operations, int64_t num_operations, int threads) {
+    Job job = {step, operations, num_operations, 0, 0, 0};
+    if (step->cache) {
+        int64_t group = step->cache->query_heads / step->cache->kv_heads;
+        job.tokens_an_item = group >= MOST_QUERY_ROWS ? 1 : MOST_QUERY_ROWS / group;
+        job.num_items = list_items(step, 0, job.tokens_an_item);
+        job.items = malloc((size_t)job.num_items * sizeof(Item));
+        if (!job.items) return 1;
+        list_items(step, job.items, job.tokens_an_item);
+    }
+    if (threads < 2 || num_operations > MOST_OPERATIONS || pthread_mutex_trylock(&pool.owner)) {
+        run_alone(&job);
+    } else {
+        uint64_t number = (JOB(atomic_load(&pool.state)) + 1) & JOB(~0ull);
+        start_helpers(threads);
+        atomic_store(&pool.state, STATE(number, NO_OPERATION, 0));   /* whoever looks now finds nothing to take */
+        pool.job = job;
+        for (int64_t i = 0; i < num_operations; i++) pool.num_pieces[i] = count_pieces(&job, operations + i, threads);
+        atomic_store(&pool.threads, threads);
+        atomic_store(&pool.num_done, 0);
+        atomic_store(&pool.state, STATE(number, next_operation(0), 0));
+        pthread_mutex_lock(&pool.lock);
+        if (pool.num_asleep) pthread_cond_broadcast(&pool.work);
+        pthread_mutex_unlock(&pool.lock);
+        work_on(number, threads);
+        pthread_mutex_unlock(&pool.owner);
+    }
+    free(job.items);
+    return 0;
+}
+
+void pack_matrix(const Matrix *matrix, const void *plain, int64_t plain_inputs, int64_t row_stride) {
+    pack(matrix, plain, plain_inputs, row_stride, 0, (matrix->outputs + PANEL - 1) / PANEL);
+}

@@ -1,0 +1,115 @@
+/* Sixteen floats at once, by the vector types of GCC and Clang: they become AVX-512, AVX2, NEON or plain code, whatever
+   the machine has that this file is compiled on and for. */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(64), aligned(4)));
+typedef int32_t integers __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
+
+/* Types of what is computed with: the numbers that Python passes. */
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+INLINE int64_t bytes_of(int type) { return type == FLOAT32 ? 4 : 2; }
+
+INLINE floats all(float value) { return (floats){} + value; }
+
+INLINE floats widen(halves narrow) { return (floats)(__builtin_convertvector(narrow, words) << 16); }
+
+/* To the nearest, ties to even; a NaN stays one. */
+INLINE halves narrow(floats wide) {
+#if defined(__AVX512BF16__)
+    return (halves)_mm512_cvtneps_pbh((__m512)wide);
+#else
+    words bits = (words)wide;
+    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    words is_nan = (words)(wide != wide);
+    return __builtin_convertvector((rounded & ~is_nan) | (((bits >> 16) | 0x40) & is_nan), halves);
+#endif
+}
+
+INLINE floats load(const void *row, int64_t index, int type) {
+    if (type == FLOAT32) return *(const floats *)((const float *)row + index);
+    return widen(*(const halves *)((const uint16_t *)row + index));
+}
+
+INLINE void store(void *row, int64_t index, floats values, int type) {
+    if (type == FLOAT32) *(floats *)((float *)row + index) = values;
+    else *(halves *)((uint16_t *)row + index) = narrow(values);
+}
+
+INLINE float load_one(const void *row, int64_t index, int type) {
+    if (type == FLOAT32) return ((const float *)row)[index];
+    uint32_t bits = (uint32_t)((const uint16_t *)row)[index] << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE void store_one(void *row, int64_t index, float value, int type) {
+    if (type == FLOAT32) ((float *)row)[index] = value;
+    else ((uint16_t *)row)[index] = narrow(all(value))[0];
+}
+
+INLINE float sum(floats v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += v[lane];
+    return total;
+#endif
+}
+
+INLINE floats larger(floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    integers is_larger = a > b;
+    return (floats)(((integers)a & is_larger) | ((integers)b & ~is_larger));
+#endif
+}
+
+INLINE float largest(floats v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float found = v[0];
+    for (int lane = 1; lane < LANES; lane++) found = v[lane] > found ? v[lane] : found;
+    return found;
+#endif
+}
+
+/* e^x to about 2e-7, 0 below -87, that of 88 above 88; NaN for NaN. */
+INLINE floats exponential(floats x) {
+    floats clamped = -larger(-larger(x, all(-87.5f)), all(-88.0f));
+    floats scaled = clamped * 1.44269504088896f;
+    integers whole = __builtin_convertvector(scaled + (floats)(((integers)scaled & (int32_t)0x80000000) | 0x3f000000), integers);
+    floats n = __builtin_convertvector(whole, floats);
+    floats r = clamped - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    floats result = (floats)((integers)p + (whole << 23));
+    integers is_tiny = x < -87.0f, is_nan = x != x;
+    return (floats)(((integers)result & ~is_tiny & ~is_nan) | ((integers)x & is_nan));
+}
+
+INLINE floats hyperbolic_tangent(floats x) {
+    floats clamped = larger(-larger(-x, all(-15.0f)), all(-15.0f));
+    floats e = exponential(clamped * 2.0f);
+    return (e - 1.0f) / (e + 1.0f) + (x - x);    /* a NaN stays one */
+}
