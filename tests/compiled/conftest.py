@@ -1,6 +1,9 @@
+import platform
+
 import pytest
 import torch
 
+from batch_manager.triton_kernels.cpu.native import library as library_module
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 
 
@@ -10,6 +13,26 @@ def library():
         return load_library()
     except CannotCompileError as error:
         pytest.skip(str(error))
+
+
+MACHINES = {"native": "", "x86-64-v4": "avx512f", "x86-64-v3": "avx2", "x86-64-v2": "sse4_2"}    # and what each needs
+
+
+@pytest.fixture(scope="module", params=MACHINES)
+def machine(request, tmp_path_factory):
+    """The library as it is compiled for a lesser processor, beside that for this one."""
+    if request.param == "native":
+        yield
+        return
+    if platform.machine() != "x86_64" or MACHINES[request.param] not in library_module._processor().split():
+        pytest.skip(f"this processor cannot do what {request.param} has")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(library_module, "FLAGS", ("-O1", f"-march={request.param}", *library_module.FLAGS[2:]))
+        built = library_module._load_once.__wrapped__()
+        assert not isinstance(built, str), built
+        patch.setattr(library_module, "_load_once", lambda: built)
+        yield
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from batch_manager.attention.interface import PackedStep
 from batch_manager.layers.recording import LookedUp, Recording, Rows
 from batch_manager.runtime.compiled_step import CompiledStep
 
+pytestmark = pytest.mark.usefixtures("machine")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 POOL = (2, 1, 2, 1, 16, 16)
 

@@ -9,6 +9,7 @@ import torch
 
 from batch_manager.triton_kernels.cpu.native.matrix import PackedMatrix
 
+pytestmark = pytest.mark.usefixtures("machine")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 SHAPES = [(32, 16), (64, 48), (576, 960), (100, 50), (33, 17), (1, 1), (31, 130), (256, 1000)]
 

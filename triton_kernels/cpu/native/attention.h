@@ -21,6 +21,8 @@ typedef struct {
     int64_t window, sinks;            /* window 0: none */
 } Scores;
 
+#define FIRST_INTEGERS ((integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+
 INLINE int64_t page_bytes(const Cache *c) { return c->block_tokens * c->head_size * bytes_of(c->type); }
 
 INLINE const char *page_of(const Cache *c, int64_t block, int64_t layer, int is_value, int64_t head) {
@@ -38,8 +40,10 @@ INLINE floats sums_of(const floats v[LANES]) {
         four[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd),
                                 (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
     }
-    __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x44), _mm512_shuffle_f32x4(four[0], four[1], 0xee));
-    __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(four[2], four[3], 0x44), _mm512_shuffle_f32x4(four[2], four[3], 0xee));
+    __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x44),
+                             _mm512_shuffle_f32x4(four[0], four[1], 0xee));
+    __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(four[2], four[3], 0x44),
+                             _mm512_shuffle_f32x4(four[2], four[3], 0xee));
     return (floats)_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
 }
 #else
@@ -143,7 +147,8 @@ INLINE void attend(const Cache *c, const Scores *how, int64_t layer, int64_t hea
         int64_t block = blocks[start / c->block_tokens];
         const char *keys = page_of(c, block, layer, 0, head), *values = page_of(c, block, layer, 1, head);
         int64_t whole = (tokens + LANES - 1) / LANES * LANES;
-        for (int64_t t = 0; t < whole; t += LANES) score_sixteen(keys + t * width, queries, rows, size, type, scores, t);
+        for (int64_t t = 0; t < whole; t += LANES)
+            score_sixteen(keys + t * width, queries, rows, size, type, scores, t);
         int is_whole = end <= first + 1 && end - 1 <= first && (!how->window || start > last - how->window);
         for (int row = 0; row < rows; row++) {
             floats most = all(-1e30f);
@@ -151,7 +156,7 @@ INLINE void attend(const Cache *c, const Scores *how, int64_t layer, int64_t hea
                 floats s = *(floats *)(scores[row] + t) * how->scale;
                 if (how->softcap != 0) s = hyperbolic_tangent(s / how->softcap) * how->softcap;
                 if (!is_whole) {
-                    integers key = (integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)(start + t);
+                    integers key = FIRST_INTEGERS + (int32_t)(start + t);
                     integers sees = key <= (int32_t)position[row];
                     if (how->window)
                         sees &= (key > (int32_t)(position[row] - how->window)) | (key < (int32_t)how->sinks);

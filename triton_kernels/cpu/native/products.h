@@ -1,8 +1,8 @@
 /* y = x W^T (+ b) (+ y): rows of x times a packed matrix.
 
-   Packed: panels of 16 outputs. In bfloat16 a panel is [inputs / 2][16][2], so that one load has two inputs of each of 16
-   outputs, which is what a vdpbf16ps and a tile of AMX take alike; inputs are padded with zeros to a multiple of 32. In
-   float32 it is [inputs][16]. Rows of x may be read up to that multiple: what lies there must be finite. */
+   Packed: panels of 16 outputs. In bfloat16 a panel is [inputs / 2][16][2], so that one load has two inputs of each of
+   16 outputs, which is what a vdpbf16ps and a tile of AMX take alike; inputs are padded with zeros to a multiple of 32.
+   In float32 it is [inputs][16]. Rows of x may be read up to that multiple: what lies there must be finite. */
 #pragma once
 #include "vectors.h"
 

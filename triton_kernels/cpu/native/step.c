@@ -1,8 +1,8 @@
 /* A step of a model on a CPU: a list of operations over rows, run to its end in one call.
 
    Every operation is cut into pieces. Threads take pieces as they are free, so that a thread that the system does not
-   run takes none, and nobody waits for it unless it was stopped inside a piece. The thread that calls is one of them and
-   could do all alone. */
+   run takes none, and nobody waits for it unless it was stopped inside a piece. The thread that calls is one of them
+   and could do all alone. */
 #include "attention.h"
 #include "products.h"
 #include "rows.h"
@@ -164,7 +164,8 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, int 
         int64_t heads = group - at < MOST_QUERY_ROWS ? group - at : MOST_QUERY_ROWS, count = 0;
         for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
             for (int64_t g = 0; g < heads; g++, count++) {
-                memcpy(queries + count * width, row_at(query, row, type) + (item->head * group + at + g) * width, width);
+                int64_t query_head = item->head * group + at + g;
+                memcpy(queries + count * width, row_at(query, row, type) + query_head * width, width);
                 position[count] = s->positions[row];
             }
         if (type == FLOAT32) attend(c, &how, n[7], item->head, blocks, queries, position, (int)count, result, FLOAT32);
@@ -256,7 +257,7 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
 #define NO_OPERATION ((1ull << OPERATION_BITS) - 1)
 #define MOST_OPERATIONS (1 << 14)
 #define MOST_THREADS 256
-#define LOOKS_BEFORE_SLEEP 1000       /* 15 to 50 us: the next call of a step comes within that, the next step does not */
+#define LOOKS_BEFORE_SLEEP 1000       /* 15 to 50 us: time for the next call of a step, not for the next step */
 #define LOOKS_BEFORE_YIELD 1000
 
 static struct {
@@ -381,8 +382,10 @@ static int64_t list_items(const Step *s, Item *items, int64_t tokens_an_item) {
         int64_t start = s->query_starts[sequence], end = s->query_starts[sequence + 1];
         for (int64_t row = end; row > start; row -= tokens_an_item) {        /* the longest first */
             int64_t first = row - tokens_an_item > start ? row - tokens_an_item : start;
-            for (int64_t head = 0; head < s->cache->kv_heads; head++, count++)
-                if (items) items[count] = (Item){(int32_t)sequence, (int32_t)head, (int32_t)first, (int32_t)(row - first)};
+            for (int64_t head = 0; head < s->cache->kv_heads; head++, count++) {
+                if (!items) continue;
+                items[count] = (Item){(int32_t)sequence, (int32_t)head, (int32_t)first, (int32_t)(row - first)};
+            }
         }
     }
     return count;

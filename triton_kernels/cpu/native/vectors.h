@@ -92,7 +92,8 @@ INLINE float largest(floats v) {
 INLINE floats exponential(floats x) {
     floats clamped = -larger(-larger(x, all(-87.5f)), all(-88.0f));
     floats scaled = clamped * 1.44269504088896f;
-    integers whole = __builtin_convertvector(scaled + (floats)(((integers)scaled & (int32_t)0x80000000) | 0x3f000000), integers);
+    integers half_of_its_sign = ((integers)scaled & (int32_t)0x80000000) | 0x3f000000;
+    integers whole = __builtin_convertvector(scaled + (floats)half_of_its_sign, integers);
     floats n = __builtin_convertvector(whole, floats);
     floats r = clamped - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;

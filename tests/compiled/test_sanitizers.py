@@ -1,0 +1,26 @@
+"""The threads of a step have no race and nothing is read or written out of bounds, as far as GCC's sanitizers see."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from batch_manager.triton_kernels.cpu.native.library import HERE
+
+PROGRAM = Path(__file__).with_name("many_jobs.c")
+
+
+@pytest.mark.parametrize(("sanitizer", "machine"), [("thread", "x86-64-v3"), ("address", "native")])
+def test_many_jobs(sanitizer, machine, tmp_path):
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no gcc")
+    program = tmp_path / "many_jobs"
+    made = subprocess.run([compiler, "-O1", "-g", f"-march={machine}", f"-fsanitize={sanitizer}", "-Wno-psabi",
+                           f"-I{HERE}", "-o", str(program), str(PROGRAM), "-lm", "-pthread"],
+                          capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no such sanitizer: {made.stderr.splitlines()[-1]}")
+    result = subprocess.run([program], capture_output=True, text=True, timeout=200, env={"ASAN_OPTIONS": ""})
+    assert (result.returncode, result.stdout) == (0, "0 wrong\n"), result.stderr
