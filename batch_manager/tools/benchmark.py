@@ -22,15 +22,17 @@ Reads /proc, hence Linux.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import os
 import platform
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,7 +253,8 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
             device=options.device,
             dtype=options.dtype,
             load_format=options.load_format,
-            num_threads=options.threads),
+            num_threads=options.threads,
+            cpu_compile=options.cpu_compile),
         exclude_input_in_output=True,
         parts=parts,
     ) as manager:
@@ -262,11 +265,12 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
         steps = manager.health()["iterations"]
         load_s = time.perf_counter() - loading
 
-        meter.start()
-        started = time.perf_counter()
-        receipts = client.serve(manager, workload["requests"], streaming=options.streaming, started=started)
-        wall_s = client.last_response
-        meter.stop()
+        with busy_neighbours(options.busy_neighbours):
+            meter.start()
+            started = time.perf_counter()
+            receipts = client.serve(manager, workload["requests"], streaming=options.streaming, started=started)
+            wall_s = client.last_response
+            meter.stop()
         steps = manager.health()["iterations"] - steps
 
     if options.stats_csv:
@@ -298,7 +302,21 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
         "engine": options.type,
         "scheduler": options.policy,
         "chunked_context": options.chunked_context,
+        "cpu_compile": options.cpu_compile,
+        "busy_neighbours": options.busy_neighbours,
     }
+
+
+@contextlib.contextmanager
+def busy_neighbours(count: int) -> Iterator[None]:
+    """Within it, so many other processes compute without a pause, as programs that share the machine would."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def warm_up_requests(max_batch: int, vocab_size: int, max_seq_len: int | None, number: int) -> list[dict[str, Any]]:
@@ -396,6 +414,10 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="a prompt may be computed in chunks (on; V1 cannot)")
     add("--streaming", action=argparse.BooleanOptionalAction,
         help="a response for every token; without, only e2e is known of the latencies (on; V1 sends one response)")
+    add("--cpu-compile", action=argparse.BooleanOptionalAction, default=None,
+        help="steps on a CPU in compiled code, or not (where that can be)")
+    add("--busy-neighbours", type=at_least(0), default=0,
+        help="other processes that compute all the time while the workload is served (0)")
     add("--warm-up", type=at_least(0), default=1, help="full batches before the clock starts (1)")
     add("--stats-csv", type=Path, help="write the manager's statistics here, a row an iteration")
     add("--variant", default="", help="a label for the result")

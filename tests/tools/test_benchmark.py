@@ -19,7 +19,7 @@ RESULT_KEYS = {
     "wall_s", "output_tokens", "prompt_tokens", "output_tok_s", "total_tok_s", "ttft_ms_p50", "ttft_ms_p99",
     "itl_ms_p50", "itl_ms_p99", "itl_ms_mean", "e2e_ms_p50", "e2e_ms_p99", "peak_rss_mb", "load_s", "steps", "cpu",
     "wrong_length", "python", "first_tokens", "kv_precision", "kv_tokens", "tokens_per_block", "engine", "scheduler",
-    "chunked_context"}
+    "chunked_context", "cpu_compile", "busy_neighbours"}
 CPU_KEYS = {"own_cores", "foreign_nice", "foreign_cores", "steal_cores", "ncpu"}
 
 FOUR_REQUESTS = make_workload(count=4, vocab_size=1000, prompts=Lengths(20, 0.5, 4, 60), outputs=Lengths(6, 0.5, 2, 12))
@@ -164,3 +164,16 @@ def test_the_program_serves_the_small_model(tmp_path):
     assert (written["precision"], written["variant"], written["threads"]) == ("fp32", "a label", 1)
     assert written["kv_tokens"] == int(0.01 * 2**30) // (2 * 4 * 2 * 64 * 4)
     assert "torch" in written["version"] and written["peak_rss_mb"] > 50
+
+
+def test_neighbours_are_busy_while_a_workload_is_served_and_gone_afterwards(monkeypatch):
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(tool.subprocess, "Popen", lambda *given: started.append(popen(*given)) or started[-1])
+    result = run("--busy-neighbours", "2")
+    assert result["busy_neighbours"] == len(started) == 2
+    assert all(process.poll() is not None for process in started)
+
+
+def test_whether_steps_are_compiled_is_an_option():
+    assert [options(*more).cpu_compile for more in ([], ["--cpu-compile"], ["--no-cpu-compile"])] == [None, True, False]
