@@ -2,8 +2,9 @@
 
     python -m batch_manager.tools.call_trace --model examples/models/austen-4m
     python -m batch_manager.tools.call_trace --model FOLDER --list       every call, indented by depth
+    python -m batch_manager.tools.call_trace --model FOLDER --cpu-compile    the layers in one call of compiled code
 
-Runs the loop without a thread on a CPU, with greedy requests that do not stream, until all of them generate. Then one
+Runs the loop without a thread on a CPU, layer by layer as on a GPU unless it is told otherwise, with greedy requests that do not stream, until all of them generate. Then one
 iteration that neither needs a new KV cache block nor ends a request is traced with sys.setprofile. Counted are calls
 of functions that are defined in files of the package; comprehensions, generator expressions, lambdas and properties
 count like any other function, and so does every resumption of a generator.
@@ -82,7 +83,7 @@ def _file_of(name: str) -> str | None:
     return None
 
 
-def trace_one_step(model: str, batch: int, policy: SchedulerPolicy) -> Calls:
+def trace_one_step(model: str, batch: int, policy: SchedulerPolicy, *, cpu_compile: bool = False) -> Calls:
     """The calls of one generation step of `batch` requests."""
     requests = [InferenceRequest(number, {"input_ids": [1 + number, 2, 3], "request_output_len": 40})
                 for number in range(batch)]
@@ -91,8 +92,8 @@ def trace_one_step(model: str, batch: int, policy: SchedulerPolicy) -> Calls:
         model_path=model, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1, scheduler_policy=policy,
         get_inference_requests_cb=lambda count: [requests.pop(0) for _ in range(min(count, len(requests)))],
         send_response_cb=lambda *response: None, poll_stop_signal_cb=set, return_batch_manager_stats_cb=records.append,
-        optional_params=TrtGptModelOptionalParams(device="cpu", max_batch_size=batch), terminate_req_id=None,
-        exclude_input_in_output=True, parts=Parts())
+        optional_params=TrtGptModelOptionalParams(device="cpu", max_batch_size=batch, cpu_compile=cpu_compile),
+        terminate_req_id=None, exclude_input_in_output=True, parts=Parts())
     for _ in range(4):
         loop.step(accept_new=True)
     with Profile() as calls:
@@ -109,8 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", required=True, help="folder of a checkpoint")
     add("--batch", type=at_least(1), default=4, help="requests (4)")
     add("--list", action="store_true", help="print every call")
+    add("--cpu-compile", action="store_true", help="with a compiled step")
     options = parser.parse_args(argv)
-    calls = trace_one_step(options.model, options.batch, SchedulerPolicy.GUARANTEED_NO_EVICT)
+    calls = trace_one_step(options.model, options.batch, SchedulerPolicy.GUARANTEED_NO_EVICT,
+                           cpu_compile=options.cpu_compile)
     if options.list:
         for depth, file, function in calls.calls:
             print(f"{'  ' * depth}{file}: {function}")

@@ -62,6 +62,7 @@ OPTIONS = {
     "idle_poll_interval_s": ((5e-324, 1, LONGEST_WAIT_S),
                              (0, 0.0, -1, -5e-324, LONGEST_WAIT_S + 1, inf, nan, "1", True, None)),
     "hang_warning_s": ((0, 0.0, 30, LONGEST_WAIT_S), (-5e-324, -1, LONGEST_WAIT_S + 1, inf, nan, "1", True, None)),
+    "cpu_compile": OPEN_FLAG,
 }
 
 PART_OPTIONS = {

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from batch_manager import SchedulerPolicy
 from batch_manager.tools.call_trace import main, trace_one_step
+from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 
@@ -15,6 +18,16 @@ def test_a_plain_generation_step_makes_at_most_240_calls_through_40_files():
     names = [function for _, _, function in calls.calls]
     for one_of_each_tower in ("GenerationLoop.step", "NativeBackend.start", "KvCacheManager.claim", "Linear.__call__"):
         assert one_of_each_tower in names
+
+
+def test_a_compiled_step_enters_no_layer():
+    try:
+        load_library()
+    except CannotCompileError as error:
+        pytest.skip(str(error))
+    calls = trace_one_step(str(MODEL), 4, SchedulerPolicy.GUARANTEED_NO_EVICT, cpu_compile=True)
+    assert 80 < len(calls.calls) <= 160
+    assert not [file for file in calls.files if file.startswith("layers/") and not file.endswith("embedding.py")]
 
 
 def test_the_program_lists_the_calls_and_counts_them(capsys):
