@@ -4,10 +4,11 @@
     python -m batch_manager.tools.call_trace --model FOLDER --list       every call, indented by depth
     python -m batch_manager.tools.call_trace --model FOLDER --cpu-compile    the layers in one call of compiled code
 
-Runs the loop without a thread on a CPU, layer by layer as on a GPU unless it is told otherwise, with greedy requests that do not stream, until all of them generate. Then one
-iteration that neither needs a new KV cache block nor ends a request is traced with sys.setprofile. Counted are calls
-of functions that are defined in files of the package; comprehensions, generator expressions, lambdas and properties
-count like any other function, and so does every resumption of a generator.
+Runs the loop without a thread on a CPU, layer by layer as on a GPU unless it is told otherwise, with greedy requests
+that do not stream, until all of them generate. Then one iteration that neither needs a new KV cache block nor ends a
+request is traced with sys.setprofile. Counted are calls of functions that are defined in files of the package;
+comprehensions, generator expressions, lambdas and properties count like any other function, and so does every
+resumption of a generator.
 """
 
 import argparse
