@@ -94,11 +94,16 @@ def make_late_backend(world: World, parent: Path, ahead: Ahead, faults: Faults):
         fail_inside(inner, "_layout", inner._runner, "logits", faults)
         return LateBackend(inner, faults, partial(poison, inner), ahead.eagerness, ahead.seed)
 
-    def on_finish(batch: ScheduledBatch) -> dict[int, RowFailure]:
+    def strike(batch: ScheduledBatch) -> None:
         faults.strike(batch, (NOT_READ, TWICE))
+
+    def strike_or_spoil(batch: ScheduledBatch) -> dict[int, RowFailure]:
+        strike(batch)
         return faults.failures(batch)
 
-    inner = make_backend(world, parent, is_asynchronous=ahead.own_queue, on_finish=on_finish)
+    # What a step spoils it spoils when it runs: when it is read, later steps may have run, and cleared its blocks.
+    hooks = {"on_step": faults.failures, "on_finish": strike} if ahead.own_queue else {"on_finish": strike_or_spoil}
+    inner = make_backend(world, parent, is_asynchronous=ahead.own_queue, **hooks)
     fail_inside(inner, "_lay_out", inner, "_decode", faults)
     return inner if ahead.own_queue else LateBackend(inner, faults, partial(poison, inner), ahead.eagerness, ahead.seed)
 
