@@ -13,10 +13,20 @@ from typing import Any
 
 import torch
 
-RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD = range(8)
-OPERATION_NUMBERS = 24
+from ..triton_kernels.cpu.native.library import (
+    ACTIVATE,
+    ADD,
+    ADD_LOOKED_UP,
+    ATTEND,
+    INPUTS_ALIGNED,
+    LAYER_NORM,
+    OPERATION_NUMBERS,
+    PRODUCT,
+    RMS_NORM,
+    ROTATE_AND_KEEP,
+)
+
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu": 3}
-ALIGNED = 32                       # entries of a register's row, as products read them
 ANY_ROWS = 1_000_000_007           # what `len` of recorded rows is; `view` takes it back
 
 
@@ -53,8 +63,8 @@ class Recording:
 
     def register(self, width: int) -> "Rows":
         register = len(self.strides)
-        self.strides.append(-(-width // ALIGNED) * ALIGNED)
-        if width % ALIGNED == 0:
+        self.strides.append(-(-width // INPUTS_ALIGNED) * INPUTS_ALIGNED)
+        if width % INPUTS_ALIGNED == 0:
             self.whole.add(register)
         return Rows(self, register, 0, width)
 
@@ -131,7 +141,7 @@ class Rows:
         result.heads = self.heads
         recording.add(RMS_NORM if bias is None else LAYER_NORM, [self, result], [
             self.size, heads, recording.floats(weight),
-            0 if bias is None else recording.floats(bias), _bits(epsilon), _bits(offset), self.size, self.size])
+            0 if bias is None else recording.floats(bias), _bits(epsilon), _bits(offset)])
         return result
 
     def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
@@ -139,7 +149,7 @@ class Rows:
         if matrix is None:
             raise NotRecordableError("one of its matrices is held in another form")
         recording = self.recording
-        if self.register == 0 or self.column % ALIGNED and self.width % ALIGNED:
+        if self.register == 0 or self.column % INPUTS_ALIGNED and self.width % INPUTS_ALIGNED:
             raise NotRecordableError("a product takes rows that are not those of a layer")
         result = recording.register(outputs) if adds_to is None else adds_to
         recording.kept.append(matrix)

@@ -27,7 +27,7 @@ class CompiledStep:
         self._offsets, self._row_entries = arrange(recording)
         self._cache = Cache(kv_pool.data_ptr(), num_layers, kv_heads, block_tokens, head_size, num_heads, self._type)
         self._registers = np.zeros(len(recording.strides), np.uintp)
-        self._step = Step(num_registers=len(recording.strides), registers=self._registers.ctypes.data,
+        self._step = Step(registers=self._registers.ctypes.data,
                           cache=address(self._cache), type=self._type)
         self._capacity = 0
 
@@ -35,6 +35,7 @@ class CompiledStep:
         """hidden [T, hidden size], which is overwritten -> the hidden states behind the model's last layer.
 
         Mutates   the pool's pages of the step's tokens
+        Raises    MemoryError
         """
         rows, recording = len(hidden), self._recording
         if rows > self._capacity:
@@ -45,10 +46,9 @@ class CompiledStep:
         # Held until the call is over: the compiled code has their addresses alone.
         arrays = [np.ascontiguousarray(array, dtype) for array, dtype in (
             (step.positions, np.int32), (step.pool_slots, np.int64), (step.query_starts, np.int32),
-            (step.kv_lengths, np.int32), (step.block_tables, np.int32))]
+            (step.block_tables, np.int32))]
         call = self._step
-        (call.positions, call.pool_slots, call.query_starts, call.kv_lengths,
-         call.block_tables) = (array.ctypes.data for array in arrays)
+        call.positions, call.pool_slots, call.query_starts, call.block_tables = (array.ctypes.data for array in arrays)
         call.rows, call.num_sequences, call.table_stride = rows, len(step.slots), step.block_tables.shape[1]
         if self._library.run_step(address(call), self._operations.ctypes.data, len(self._operations),
                                   torch.get_num_threads()):

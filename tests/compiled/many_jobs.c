@@ -14,7 +14,7 @@ int main(void) {
     pack_matrix(&matrix, weight, INPUTS, INPUTS);
 
     char *registers[2] = {(char *)x, (char *)y};
-    Step step = {.rows = ROWS, .num_registers = 2, .registers = registers, .type = FLOAT32};
+    Step step = {.rows = ROWS, .registers = registers, .type = FLOAT32};
     Operation operations[OPERATIONS] = {0};
     for (int i = 0; i < OPERATIONS; i++) {      /* the first one writes y, the others add to it */
         int64_t numbers[] = {PRODUCT, 0, INPUTS, 0, 1, OUTPUTS, 0, (intptr_t)&matrix, i > 0, FLOAT32};

@@ -2,7 +2,7 @@
 
 It is compiled with `-march=native`, so a built file is of one kind of processor, one compiler and one state of the
 sources; all three are in its name. The cache is $XDG_CACHE_HOME/batch_manager, or ~/.cache/batch_manager, or where that
-cannot be written a folder of this process's own.
+cannot be written a folder of this user's among the temporary files.
 """
 
 import contextlib
@@ -27,6 +27,8 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-Wno-
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS_TO_COMPILE = 300
 PANEL, INPUTS_ALIGNED = 16, 32
+RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD = range(8)    # kinds in step.c
+OPERATION_NUMBERS = 24             # of one operation: its kind, and what that kind says in step.c
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -48,10 +50,10 @@ class Cache(ctypes.Structure):
 class Step(ctypes.Structure):
     """`Step` of step.c."""
 
-    _fields_ = [("rows", ctypes.c_int64), ("num_registers", ctypes.c_int64), ("registers", ctypes.c_void_p),
+    _fields_ = [("rows", ctypes.c_int64), ("registers", ctypes.c_void_p),
                 ("cache", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("pool_slots", ctypes.c_void_p),
-                ("query_starts", ctypes.c_void_p), ("kv_lengths", ctypes.c_void_p), ("block_tables", ctypes.c_void_p),
-                ("num_sequences", ctypes.c_int64), ("table_stride", ctypes.c_int64), ("type", ctypes.c_int64)]
+                ("query_starts", ctypes.c_void_p), ("block_tables", ctypes.c_void_p), ("num_sequences", ctypes.c_int64),
+                ("table_stride", ctypes.c_int64), ("type", ctypes.c_int64)]
 
 
 def address(structure: ctypes.Structure) -> int:

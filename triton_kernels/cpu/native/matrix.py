@@ -3,14 +3,22 @@
 import numpy as np
 import torch
 
-from .library import INPUTS_ALIGNED, PANEL, TYPES, Matrix, Step, address, load_library
-
-PRODUCT = 2                        # its number among the operations of step.c
-OPERATION_NUMBERS = 24
+from .library import (
+    INPUTS_ALIGNED,
+    OPERATION_NUMBERS,
+    PANEL,
+    PRODUCT,
+    TYPES,
+    Matrix,
+    Step,
+    address,
+    load_library,
+)
 
 
 class PackedMatrix:
-    """W [outputs, inputs] and b [outputs] or None, in panels of 16 outputs; the plain tensors are not kept.
+    """W [outputs, inputs] and b [outputs] or None, in panels of 16 outputs; the plain tensors are not kept. For one
+    thread at a time.
 
     type      of W, a number of vectors.h
     address   of the `Matrix` that the compiled code reads
@@ -31,21 +39,21 @@ class PackedMatrix:
         self._library.pack_matrix(self.address, weight.data_ptr(), self.inputs, weight.stride(0))
 
         self._registers = np.zeros(2, np.uintp)
-        self._step = Step(num_registers=2, registers=self._registers.ctypes.data, type=self.type)
+        self._step = Step(registers=self._registers.ctypes.data, type=self.type)
         self._operation = np.zeros(OPERATION_NUMBERS, np.int64)
         self._operation[:8] = PRODUCT, 0, 0, 0, 1, 0, 0, self.address
 
-    @property
-    def nbytes(self) -> int:
-        return self._panels.nbytes
-
     def multiply(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x [T, inputs] -> x W^T + b [T, outputs], summed in float32, in `dtype`; None: that of the matrix."""
+        """x [T, inputs] -> x W^T + b [T, outputs], summed in float32, in `dtype`; None: that of the matrix.
+
+        Raises   ValueError for rows of another width or dtype
+        """
         result = torch.empty((len(x), self.outputs), dtype=dtype or self.dtype, device="cpu")
         return self._run(x, result, adds=False)
 
     def add_product(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + x W^T + b, rounded once, in `residual`."""
+        """residual [T, outputs] + x W^T + b, rounded once, in `residual` where its rows are contiguous. Raises as
+        `multiply` does."""
         if residual.stride(1) != 1:
             residual = residual.contiguous()
         return self._run(x, residual, adds=True)

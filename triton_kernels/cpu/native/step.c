@@ -12,7 +12,7 @@
 #include <stdlib.h>
 
 /* Kinds of operations, and what their numbers are. A place is three: register, entries between rows, first entry. */
-enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD, NUM_KINDS };
+enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD };
 #define OPERATION_NUMBERS 24
 
 typedef struct {
@@ -21,13 +21,11 @@ typedef struct {
 
 typedef struct {
     int64_t rows;                     /* tokens of the step */
-    int64_t num_registers;
     char *const *registers;           /* where each begins */
     const Cache *cache;
     const int32_t *positions;         /* [rows] */
     const int64_t *pool_slots;        /* [rows] block * block_tokens + offset */
     const int32_t *query_starts;      /* [sequences + 1] */
-    const int32_t *kv_lengths;        /* [sequences] */
     const int32_t *block_tables;      /* [sequences][table_stride] */
     int64_t num_sequences, table_stride;
     int64_t type;
@@ -110,12 +108,12 @@ static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
 /* ---------------------------------------------------------------- operations */
 
 static void norm_rows(const Step *s, const int64_t *n, int64_t first, int64_t end, int type) {
-    /* from[1..3], to[4..6], size 7, heads 8, weight 9, bias 10, epsilon 11, offset 12, heads' distance 13 and 14 */
+    /* from[1..3], to[4..6], size 7, heads 8, which adjoin, weight 9, bias 10, epsilon 11, offset 12 */
     Place from = place_at(s, n + 1), to = place_at(s, n + 4);
     for (int64_t row = first; row < end; row++)
         for (int64_t head = 0; head < n[8]; head++) {
-            const char *x = row_at(from, row, type) + head * n[13] * bytes_of(type);
-            char *y = row_at(to, row, type) + head * n[14] * bytes_of(type);
+            const char *x = row_at(from, row, type) + head * n[7] * bytes_of(type);
+            char *y = row_at(to, row, type) + head * n[7] * bytes_of(type);
             if (n[0] == RMS_NORM)
                 rms_norm_of(x, y, POINTER(const float *, n[9]), n[7], as_float(n[11]), as_float(n[12]), type);
             else
