@@ -62,7 +62,7 @@ from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 from .step_compilation import compile_step, may_compile
-from .thread_count import compute_threads, thread_count
+from .thread_count import compute_threads, require_own_count
 
 LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # a sequence that attention cuts into parts, wherever its window ends
 SLOT_BYTES = 64                    # of a slot's numbers on the host, at least; block tables take theirs when used
@@ -87,6 +87,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     if params.cuda_graphs:
         raise ConfigError("cuda_graphs was asked for", "it is not built yet in this version", "leave it out")
     device = resolve_device(params.device)
+    if params.num_threads is not None and device.type == "cpu":
+        require_own_count()
     compiles = may_compile(params, device, attention_factory)
     if params.deterministic:
         refuse_what_is_not_deterministic(device, attention_factory)
@@ -234,7 +236,7 @@ class NativeBackend:
             self._decoder = GptDecoder(num_slots, device, self._own_stages, deterministic=loaded.deterministic,
                                        send=self._uploads.send)
         if loaded.deterministic and num_threads is None:
-            num_threads = thread_count()                              # on others the bits might be others
+            num_threads = torch.get_num_threads()                              # on others the bits might be others
         self._threads = partial(compute_threads, device, num_threads, is_own_thread)
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
 

@@ -1,22 +1,21 @@
-"""On how many threads a step on a CPU computes, without changing on how many anybody else's threads do.
+"""On how many threads a step on a CPU computes, without changing the number for the host's threads.
 
-torch keeps one number for the process, with which a thread begins when it first computes, and one for each thread that
-has begun, which is what OpenMP and MKL go by there. `torch.set_num_threads` writes the number of the process and that
-of the thread that calls it. So a number for one thread alone takes two writes: the thread sets its own, and a thread
-that is made for it, and has nothing of its own to keep, puts that of the process back.
+torch keeps one number for the process, with which a thread begins when it first computes. OpenMP and MKL keep one for
+each thread that has begun, and those are the ones that torch computes with. `torch.set_num_threads` writes all three.
+Here the two of the calling thread alone are written, by OpenMP's and MKL's own functions in the libraries that torch
+has loaded, so that no other thread ever sees another number.
 """
 
 import contextlib
-import os
+import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
-LONGEST_CHANGE_S = 1.0             # the number of the process is put back after that, whatever became of the thread
-
-# Held while the number of the process is not the host's: no thread of ours begins with it, or takes it for the host's.
-_changing = threading.Lock()
+from ..errors import ConfigError
 
 
 @contextlib.contextmanager
@@ -25,56 +24,51 @@ def compute_threads(device: torch.device, count: int | None,
     """Compute on `count` threads if the device is a CPU. None: on as many as the thread does anyhow.
 
     The thread has its own number back afterwards, except where `is_own` says that it is the engine's: there the number
-    stays, and the next step finds it set. That of the process, and with it what new threads of the host begin with, is
-    another for as long as it takes to set this one.
+    stays, and the next step finds it set.
+
+    Raises   ConfigError, see `require_own_count`
     """
-    if device.type != "cpu":
+    before = None if device.type != "cpu" or count is None else torch.get_num_threads()
+    if before in (None, count):
         yield
         return
-    before = thread_count()
-    if count is None or count == before:
-        yield
-        return
-    _set_for_this_thread_alone(count)
+    kept = _set_for_this_thread(count)
     if is_own(threading.current_thread()):
         yield
         return
     try:
         yield
     finally:
-        _set_for_this_thread_alone(before)
+        _set_for_this_thread(before, kept)
 
 
-def thread_count() -> int:
-    """On how many threads the calling thread computes: what is set for the process, or what was set here."""
-    with _changing:                                 # a thread's first look is what it begins with
-        return torch.get_num_threads()
+def require_own_count() -> None:
+    """Raises ConfigError where a thread cannot have a number of its own: this torch computes without OpenMP."""
+    _libraries()
 
 
-def _set_for_this_thread_alone(count: int) -> None:
-    ready, changed = threading.Event(), threading.Event()
-
-    def put_back() -> None:
-        of_the_process = torch.get_num_threads()
-        ready.set()
-        changed.wait(LONGEST_CHANGE_S)
-        torch.set_num_threads(of_the_process)
-
-    with _changing:
-        helper = threading.Thread(target=put_back, name="batch_manager thread count", daemon=True)
-        helper.start()
-        ready.wait()
-        try:
-            torch.set_num_threads(count)
-        finally:
-            changed.set()
-            helper.join()
+def _set_for_this_thread(count: int, mkl_count: int | None = None) -> int:
+    """MKL's number may be apart from OpenMP's; 0 is OpenMP's. -> MKL's before."""
+    openmp, mkl = _libraries()
+    openmp.omp_set_num_threads(count)
+    return mkl.MKL_Set_Num_Threads_Local(count if mkl_count is None else mkl_count) if mkl else 0
 
 
-def _forget_who_changes() -> None:
-    """In a forked child, where whoever held the lock is not."""
-    global _changing
-    _changing = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_who_changes)
+@functools.cache
+def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL | None]:
+    """OpenMP's, and MKL's if torch has it."""
+    try:
+        openmp, count = ctypes.CDLL(None), torch.get_num_threads()     # which sets OpenMP's on a thread that is new
+        if openmp.omp_get_max_threads() != count:
+            raise AttributeError
+    except (AttributeError, TypeError, OSError):
+        raise ConfigError(f"num_threads was given, and torch {torch.__version__} has no OpenMP that can be "
+                          "called", "a torch that computes with OpenMP",
+                          "leave num_threads out, and call torch.set_num_threads for the process") from None
+    if not torch.backends.mkl.is_available():
+        return openmp, None
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        with contextlib.suppress(OSError, AttributeError):
+            mkl = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+            return openmp, mkl if mkl.MKL_Set_Num_Threads_Local else None
+    return openmp, None

@@ -1,9 +1,12 @@
+import sys
 import threading
 
 import pytest
 import torch
 
-from batch_manager.runtime.thread_count import compute_threads, thread_count
+from batch_manager.errors import ConfigError
+from batch_manager.runtime import thread_count
+from batch_manager.runtime.thread_count import compute_threads, require_own_count
 
 CPU = torch.device("cpu")
 
@@ -28,7 +31,7 @@ def before(request):
 
 def test_the_thread_count_is_put_back_even_after_a_raise(before):
     with pytest.raises(ValueError), compute_threads(CPU, before + 1):
-        assert torch.get_num_threads() == thread_count() == before + 1
+        assert torch.get_num_threads() == before + 1
         raise ValueError
     assert torch.get_num_threads() == before
     with compute_threads(CPU, None), compute_threads(torch.device("cuda"), before + 1):
@@ -36,10 +39,13 @@ def test_the_thread_count_is_put_back_even_after_a_raise(before):
 
 
 def test_c18_a_thread_of_the_hosts_that_begins_meanwhile_has_the_hosts_number(before):
+    has_mkl = torch.backends.mkl.is_available()
     with compute_threads(CPU, before + 1):
         assert on_a_new_thread(torch.get_num_threads) == before
         assert f"at::get_num_threads() : {before + 1}" in torch.__config__.parallel_info()
         assert f"omp_get_max_threads() : {before + 1}" in torch.__config__.parallel_info()
+        assert f"mkl_get_max_threads() : {before + 1}" in torch.__config__.parallel_info() or not has_mkl
+    assert f"mkl_get_max_threads() : {before}" in torch.__config__.parallel_info() or not has_mkl
 
 
 def test_c18_engines_on_two_threads_do_not_take_each_others_number_for_the_hosts(before):
@@ -67,21 +73,53 @@ def test_c18_engines_on_two_threads_do_not_take_each_others_number_for_the_hosts
     assert numbers == [before + 2, before, before + 1, before]
 
 
-def test_a_thread_of_the_engines_keeps_its_number_and_nothing_is_done_for_it_again(before, monkeypatch):
-    started, start = [], threading.Thread.start
+def test_c18_no_thread_of_the_hosts_ever_sees_another_number(before):
+    """Python threads are switched between any two operations: torch's setter would leave the process another number."""
+    done, seen = threading.Event(), set()
 
+    def host():
+        while not done.is_set():
+            seen.add(on_a_new_thread(torch.get_num_threads))
+
+    def steps():
+        for number in range(2_000):
+            with compute_threads(CPU, before + 1 + number % 2):
+                pass
+        done.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=action) for action in (host, steps)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen == {before}
+
+
+def test_a_thread_of_the_engines_keeps_its_number(before):
     def steps():
         for _ in range(3):
             with compute_threads(CPU, before + 1, lambda thread: thread is threading.current_thread()):
                 yield torch.get_num_threads()
             yield torch.get_num_threads()
 
-    def counted():
-        monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread))[1])
-        return list(steps())
+    assert on_a_new_thread(lambda: list(steps())) == [before + 1] * 6
 
-    assert on_a_new_thread(counted) == [before + 1] * 6
-    assert len(started) == 1 and not started[0].is_alive()
+
+def test_a_torch_whose_openmp_cannot_be_called_is_refused_by_name(before, monkeypatch):
+    monkeypatch.setattr(thread_count.ctypes, "CDLL", lambda name: object())
+    thread_count._libraries.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"num_threads was given.*has no OpenMP"):
+            require_own_count()
+        with compute_threads(CPU, None), compute_threads(CPU, before):
+            pass
+    finally:
+        thread_count._libraries.cache_clear()
 
 
 def test_what_the_host_sets_meanwhile_stays(before):
