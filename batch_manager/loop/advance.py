@@ -48,11 +48,14 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
     listeners, tokens, starts = deliveries.listeners, output.tokens.tolist(), output.row_starts
     drawing = _requests_of_rows(batch, output, requests)
     if starts is None and batch.generation.num_drafts is None and not (
-            listeners or failures or void or output.finish.any()
+            deliveries.asking or failures or void or output.finish.any()
             or may_have_ended and [request for request in drawing if request.state is COMPLETE]):
         # The common case: one token each, and only a length may end any of them. It takes half as long for 256 rows.
         outcome.ended = [(request, FinishReason.LENGTH) for request, token in zip(drawing, tokens, strict=True)
                          if request.add_token(token)]
+        if listeners:
+            outcome.to_send = [request for request in drawing
+                               if request.request_id in listeners and request.state is not COMPLETE]
         outcome.generated_tokens = len(tokens)
         return outcome
 

@@ -36,6 +36,8 @@ from .static_batch import HeldFinals, StaticBatch
 
 FinishedStep = tuple[StepInFlight, StepOutput]
 
+RESPONSES_AT_ONCE = 32    # made before they are sent: so few that Python's garbage collector does not set in
+
 
 class GenerationLoop:
     """Runs iterations. One thread calls it; nothing here knows which.
@@ -250,8 +252,9 @@ class GenerationLoop:
             self.finals.fail(request, failure.code, failure.message, clear_blocks=True)
         for request, reason in outcome.ended:
             self.finals.end(request, reason)
-        for request in outcome.to_send:
-            self.callbacks.send(request.request_id, self.deliveries.new_tokens(request))
+        to_send = outcome.to_send
+        for first in range(0, len(to_send), RESPONSES_AT_ONCE):
+            self.callbacks.send(self.deliveries.new_tokens(to_send[first:first + RESPONSES_AT_ONCE]))
         self._expire()
         if self.finals.held:
             self.finals.send_held()

@@ -11,7 +11,7 @@ from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
 from ..requests.response_options import ResponseOptions
 from .beam_delivery import BeamDelivery
-from .tensors import build_beam_response, build_response
+from .tensors import build_beam_response, build_response, streamed_token_builder
 
 
 @dataclass(slots=True)
@@ -46,6 +46,7 @@ class Deliveries:
     to_tensor    makes the outgoing tensor of a NumPy array
     listeners    deliveries of the requests that take something from every token: those that stream, or asked for more
                  than tokens
+    asking       ids of those that asked for more than tokens
     """
 
     def __init__(self, to_tensor: Callable[[np.ndarray], object], vocab_size: int) -> None:
@@ -53,6 +54,7 @@ class Deliveries:
         self._no_rows = np.empty((0, vocab_size), np.float32)
         self._deliveries: dict[int, Delivery] = {}
         self.listeners: dict[int, Delivery] = {}
+        self.asking: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._deliveries)
@@ -65,6 +67,8 @@ class Deliveries:
         if admitted.request.beam_width > 1:
             delivery.beams = BeamDelivery(admitted.request.beam_width, keeps_log_probs=options.return_log_probs,
                                           keeps_logits=options.return_generation_logits)
+        if asks:
+            self.asking.add(request_id)
         if asks or options.is_streaming:
             self.listeners[request_id] = delivery
 
@@ -107,15 +111,26 @@ class Deliveries:
         """Keep what belongs to the final outputs of a request, which has the live ones still."""
         self._deliveries[request.request_id].beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
 
-    def new_tokens(self, request: LlmRequest) -> list:
-        """The streamed response of the tokens that no response had yet. From here on they count as sent."""
-        delivery = self._deliveries[request.request_id]
-        tensors = self.response(request, delivery, FinishReason.NOT_FINISHED)
-        delivery.num_sent = request.total_generated_tokens
-        return tensors
+    def new_tokens(self, requests: Sequence[LlmRequest]) -> list[tuple[int, list]]:
+        """(id, tensors) of the streamed response of each request: the tokens that no response had yet. From here on
+        they count as sent.
+        """
+        responses, listeners, build = [], self.listeners, streamed_token_builder(self._to_tensor)
+        for request in requests:
+            request_id = request.request_id
+            delivery, tokens = listeners[request_id], request.tokens[0]
+            num_generated = len(tokens) - request.orig_prompt_len
+            if delivery.is_plain and num_generated - delivery.num_sent == 1:
+                tensors = build(tokens[-1])
+            else:
+                tensors = self.response(request, delivery, FinishReason.NOT_FINISHED)
+            delivery.num_sent = num_generated
+            responses.append((request_id, tensors))
+        return responses
 
     def forget(self, request_id: int) -> Delivery | None:
         """The request has ended; what it has not been told yet is returned, for its final."""
+        self.asking.discard(request_id)
         self.listeners.pop(request_id, None)
         return self._deliveries.pop(request_id, None)
 
@@ -123,6 +138,7 @@ class Deliveries:
         """Forget everybody."""
         self._deliveries.clear()
         self.listeners.clear()
+        self.asking.clear()
 
     def response(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list:
         """The tensors of a response with all that the request has not been told yet."""

@@ -28,6 +28,7 @@ callback may keep or change what it got.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,9 @@ from numpy import empty, zeros
 
 from ..names import FinishReason
 from ..requests.response_options import ResponseOptions
-from .named_tensor import NamedTensor, UniformArray
+from .named_tensor import INT32, NamedTensor, UniformArray, prepared, prepared_token
 
-INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+FLOAT32 = np.dtype(np.float32)
 
 # What most responses hold, made into arrays where somebody reads them.
 ZERO, NO_GENERATION_LOGITS = UniformArray((1, 1, 1), FLOAT32), UniformArray((1, 1, 1, 1), FLOAT32)
@@ -127,6 +128,26 @@ def build_response(
         NamedTensor("cum_log_probs", cum_log_probs, to_tensor),
         NamedTensor("finish_reason", FINISH_REASONS[finish_reason], to_tensor),
     ]
+
+
+@lru_cache(maxsize=8)
+def streamed_token_builder(to_tensor: Callable[[np.ndarray], Any] | None) -> Callable[[int], list[NamedTensor]]:
+    """A function of a token: what `build_response` makes of one streamed token, where nothing but tokens was asked for
+    and more will follow. It takes a third of the time; most responses of a server are of this kind.
+
+    to_tensor   as in `build_response`
+    """
+    output_ids = prepared_token("output_ids", to_tensor)
+    length, context_logits, generation_logits, log_probs, cum_log_probs, finish_reason = [
+        prepared(name, value, to_tensor) for name, value in zip(RESPONSE_TENSORS[1:], (
+            ONE, ZERO, NO_GENERATION_LOGITS, ZERO, ZERO_ROW, FINISH_REASONS[FinishReason.NOT_FINISHED]), strict=True)]
+
+    def build(token: int) -> list[NamedTensor]:
+        ids = output_ids()
+        ids.token = token
+        return [ids, length(), context_logits(), generation_logits(), log_probs(), cum_log_probs(), finish_reason()]
+
+    return build
 
 
 def build_beam_response(

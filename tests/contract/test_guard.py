@@ -1,5 +1,6 @@
 """C15, C19: one guard around all foreign code."""
 
+import json
 import logging
 import os
 import subprocess
@@ -168,6 +169,42 @@ def test_c19_parts_run_in_blocks_that_name_them(make_world, new_request):
     names = {"scheduler": "schedule_request", "plan": "schedule_request", "backend": "model step", "trace": "trace",
              "memory_usage": "memory_usage"}
     assert set(seen) == set(names.items())
+
+
+def test_c19_the_heartbeat_says_since_when_each_streamed_callback_runs(make_world, new_request):
+    world = make_world(max_batch_size=40)
+    heartbeat, seen = world.loop.callbacks.guard.heartbeat, []
+
+    def takes_a_second(request_id, response):
+        seen.append((heartbeat.activity, heartbeat.since == world.clock.now))
+        world.clock.now += 1.0
+        if request_id == 2:
+            raise ValueError
+
+    world.client.on_send = takes_a_second
+    world.client.pending = [new_request(i, [i], 9, streaming=True) for i in range(40)]
+    world.step()
+    assert seen == [("send", True)] * 40
+    assert world.loop.callbacks.failures["send"] == 1 and heartbeat.activity == BETWEEN_BLOCKS
+    assert json.loads(world.client.stats[0])["Callback Time Microseconds"] == 40_000_000
+
+
+def test_c18_a_process_that_is_forked_in_a_streamed_callback_calls_no_other():
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent("""
+        import os, sys
+        from batch_manager.guard import Guard
+        from batch_manager.loop.callbacks import GuardedCallbacks
+
+        def send(request_id, tensors, final_response, error_message):
+            if request_id == 1 and (child := os.fork()):
+                os.waitpid(child, 0)
+            os.write(1, f"{request_id} in {'the parent' if os.getpid() == parent else 'a child'}\\n".encode())
+
+        parent = os.getpid()
+        GuardedCallbacks(lambda n: [], send, None, None, Guard()).send([(i, []) for i in range(3)])
+        """)], capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines() == ["0 in the parent", "1 in a child", "1 in the parent", "2 in the parent"]
+    assert result.stderr == ""
 
 
 def test_c15_c19_a_request_is_read_in_a_block(make_world, new_request):

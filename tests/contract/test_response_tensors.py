@@ -3,7 +3,7 @@ import pytest
 
 from batch_manager.names import FinishReason
 from batch_manager.requests.response_options import ResponseOptions
-from batch_manager.responses.tensors import RESPONSE_TENSORS, build_response
+from batch_manager.responses.tensors import RESPONSE_TENSORS, build_response, streamed_token_builder
 
 ASK_ALL = dict(return_log_probs=True, return_context_logits=True, return_generation_logits=True)
 
@@ -125,3 +125,16 @@ def test_torch_tensors_leave_with_the_documented_dtypes():
     response = respond({"is_streaming": True}, generated=[4], to_tensor=torch.from_numpy)
     assert response["output_ids"].dtype is torch.int32 and response["context_logits"].dtype is torch.float32
     assert respond({"is_streaming": True}, generated=[], to_tensor=torch.from_numpy)["output_ids"].shape == (1, 1, 0)
+
+
+def test_the_response_of_one_streamed_token_is_the_same_however_it_is_made():
+    for to_tensor in (None, lambda array: array.view()):
+        build = streamed_token_builder(to_tensor)
+        first, second = ({tensor.name: tensor.tensor for tensor in build(token)} for token in (4, 5))
+        expected = respond({"is_streaming": True}, generated=[4], finish=FinishReason.NOT_FINISHED, to_tensor=to_tensor)
+        assert list(first) == list(expected) and described(first) == described(expected)
+        assert all((first[name] == expected[name]).all() for name in RESPONSE_TENSORS)
+        assert second["output_ids"].tolist() == [[[5]]]
+        tensors = [*first.values(), *second.values()]
+        for number, tensor in enumerate(tensors):
+            assert tensor.flags.writeable and not any(np.shares_memory(tensor, other) for other in tensors[:number])

@@ -23,7 +23,7 @@ from types import CodeType, FrameType
 
 import batch_manager
 from batch_manager import forked_child
-from batch_manager.responses.named_tensor import NamedTensor, UniformArray
+from batch_manager.responses.named_tensor import NamedTensor, OneTokenTensor, UniformArray
 from batch_manager.worker import LOOPS_AROUND_THE_WORKER
 
 from .scenarios import SCENARIOS, Run
@@ -38,7 +38,8 @@ PLACES_BEFORE_IT_BEGINS = 1    # the worker is not in its `try` yet, and has cal
 
 
 # What the send callback of a run calls: an exception there is the callback's own.
-READ_IN_CALLBACKS = {NamedTensor.tensor.fget.__code__, NamedTensor.array.fget.__code__, UniformArray.make.__code__}
+READ_IN_CALLBACKS = {NamedTensor.tensor.fget.__code__, NamedTensor.array.fget.__code__,
+                     OneTokenTensor.array.fget.__code__, UniformArray.make.__code__}
 
 
 class Injected(BaseException):

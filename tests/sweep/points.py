@@ -92,6 +92,7 @@ POINTS: dict[str, Point] = {point.name: point for point in [
 
     Point("admission", _before(lambda run: run.loop.intake._admission, "admit"), (Planted, SystemExit)),
     Point("response", _before(lambda run: run.loop.deliveries, "response")),
+    Point("streamed responses", _before(lambda run: run.loop.deliveries, "new_tokens")),
     Point("note of pending device work", _before(lambda run: run.loop._resources.device_work, "update_tables")),
     Point("take back", _before(lambda run: run.loop._resources, "unclaim")),
     Point("trace", _before(lambda run: run.loop.reporter, "trace")),
@@ -129,7 +130,7 @@ def scenarios_of(point: Point) -> tuple[str, ...]:
     """Where it is passed in the shortest time."""
     return {"get, between items": ("generator",), "publish": ("reused",),
             "copy or clear blocks": ("reused", "beams", "not finite", "runs ahead, late fault"),
-            "take back": ("runs ahead, late fault",),
+            "take back": ("runs ahead, late fault",), "streamed responses": ("mixed", "chunked"),
             "late model step": ("runs ahead", "mixed")}.get(point.name, ("mixed", "paused", "runs ahead"))
 
 

@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-from .interrupted import interrupted, sweep_rows
+from batch_manager.guard import Guard
+from batch_manager.loop.callbacks import GuardedCallbacks
+
+from .interrupted import Injected, Tracer, interrupted, sweep_rows
 from .interrupted import sweep as sweep_places
 from .points import POINTS, scenarios_of
 from .points import sweep as sweep_point
@@ -49,6 +52,31 @@ def test_no_place_where_items_move_costs_anybody_an_answer(name):
     _, tried, wrong = sweep_places(name, lambda place, frame: frame.f_code.co_filename.endswith(files))
     assert tried > 500
     assert wrong == []
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython looks for exceptions elsewhere from here on")
+def test_no_streamed_response_is_lost_or_repeated_between_callbacks():
+    def struck(number, frame):
+        if number == place:
+            places.append(place)
+            raise Injected
+
+    places = []
+    for place in range(1, 1000):
+        received, is_done = [], False
+        callbacks = GuardedCallbacks(list, lambda *response: received.append(response[0]), None, None, Guard())
+        sys.settrace(Tracer(struck))
+        try:
+            callbacks.send([(request_id, []) for request_id in range(3)])
+            is_done = True
+        except Injected:
+            pass
+        finally:
+            sys.settrace(None)
+        assert received == list(range(3 if is_done else len(received)))
+        if len(places) < place:
+            break
+    assert len(places) > 15
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython looks for exceptions elsewhere from here on")
