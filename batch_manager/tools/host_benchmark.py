@@ -6,6 +6,10 @@ Turns the generation loop without a thread, first without streaming, then with a
 full batch generates and nobody comes or goes; with --output-len N a request ends and another one enters N tokens later.
 The callbacks do next to nothing: what a real one costs comes on top.
 
+With --native the scripted model gives way to the native backend around a model that computes nothing: its packing,
+drawing and reading back are the host's work, too, and count as such. They run on the CPU; what a GPU adds to them,
+copies and launches, is not in it.
+
 Microseconds per iteration, on the clock on the wall. Iterations in which another process took the processor away are
 left out, unless no more than a tenth of them would remain. *host* is the whole iteration less the model:
 
@@ -13,6 +17,9 @@ left out, unless no more than a tenth of them would remain. *host* is the whole 
     schedule   capacity, micro-batch, check of the plan respond    responses, send callback
     claim      blocks, and the batch for the device     poll       poll callback
     model      the scripted backend (not host time)     report     statistics, their callback
+
+*ratio* is the shortest host time divided by the shortest time of a fixed loop of Python, of 1,000 turns, taken in turn
+with it: about the same on a slow machine as on a fast one.
 """
 
 import argparse
@@ -36,13 +43,14 @@ from ..handover import ScheduledBatch, StepOutput
 from ..loop.generation_loop import GenerationLoop
 from ..names import TrtGptModelType
 from ..requests.inference_request import InferenceRequest
-from ..seams import PendingStep
+from ..seams import ModelBackend, PendingStep
 from ..testing.scripted_backend import ScriptedBackend
 from .benchmark import POLICIES
 from .workload import at_least
 
 WARM_UP_ITERATIONS = 20
 SHORTEST_PROMPT = 16
+CALIBRATE_EVERY = 5     # iterations
 
 # In which phase each method of the loop is, model time included.
 PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "claim", "_finish": "advance",
@@ -57,6 +65,7 @@ class Setting:
     output_len   tokens after which a request ends and another takes its place; 0: nobody ends
     step_ms      milliseconds that an asynchronous device works on a step; 0: the device is synchronous and takes none
     run_ahead    launch the next step before the last one is read; None: where the device is asynchronous
+    native       the native backend around a model that computes nothing; False: a scripted one
     """
 
     batch: int
@@ -67,6 +76,7 @@ class Setting:
     output_len: int = 0
     step_ms: float = 0.0
     run_ahead: bool | None = None
+    native: bool = False
 
 
 class Stopwatch:
@@ -98,7 +108,7 @@ class Stopwatch:
 class TimedBackend:
     """A model backend whose own time is counted to the phase `model`."""
 
-    def __init__(self, backend: ScriptedBackend, stopwatch: Stopwatch) -> None:
+    def __init__(self, backend: ModelBackend, stopwatch: Stopwatch) -> None:
         self._start = stopwatch.watch("model", backend.start)
         self._finish = stopwatch.watch("model", lambda step: step.finish())
         self.info, self.memory_usage, self.close = backend.info, backend.memory_usage, backend.close
@@ -145,10 +155,16 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
     longest_prompt = SHORTEST_PROMPT + setting.tokens_per_block
     max_seq_len = longest_prompt + max(turns, setting.output_len)
     blocks_of_each = -(-max_seq_len // setting.tokens_per_block) + 1
-    backend = TimedBackend(ScriptedBackend(
-        vocab_size=32000, max_seq_len=max_seq_len, num_blocks=batch * blocks_of_each,
-        tokens_per_block=setting.tokens_per_block, num_slots=batch, verify=False,
-        is_asynchronous=setting.step_ms > 0, step_seconds=setting.step_ms / 1e3), stopwatch)
+    sizes = dict(vocab_size=32000, max_seq_len=max_seq_len, num_blocks=batch * blocks_of_each,
+                 tokens_per_block=setting.tokens_per_block, num_slots=batch)
+    if setting.native:
+        from .stub_model import native_backend_without_a_model
+
+        model = native_backend_without_a_model(**sizes)
+    else:
+        model = ScriptedBackend(**sizes, verify=False, is_asynchronous=setting.step_ms > 0,
+                                step_seconds=setting.step_ms / 1e3)
+    backend = TimedBackend(model, stopwatch)
     clients = Clients(list(_requests(setting, turns)))
     loop = build_loop(
         model_path=None,
@@ -195,20 +211,25 @@ def measure(setting: Setting) -> dict[str, Any]:
 
     rows: list[dict[str, int]] = []
     undisturbed: list[dict[str, int]] = []
+    calibration: list[int] = []
     stopwatch.take()
     device, first_began = loop.backend.device, perf_counter_ns()
-    idle_before = device.idle_seconds
-    for _ in range(setting.iterations):
+    idle_before = device.idle_seconds if setting.step_ms else 0.0
+    for number in range(setting.iterations):
+        if number % CALIBRATE_EVERY == 0 and not setting.step_ms:
+            calibration.append(calibration_ns())
         preemptions = _preemptions()
         began = perf_counter_ns()
         loop.step(accept_new=True)
         whole = perf_counter_ns() - began
         row = stopwatch.take()
-        row["host"] = whole - row["model"]
+        row["host"] = whole - (0 if setting.native else row["model"])
         rows.append(row)
         if _preemptions() == preemptions:
             undisturbed.append(row)
-    idle_share = (device.idle_seconds - idle_before) / ((perf_counter_ns() - first_began) / 1e9)
+    idle_share = 0.0
+    if setting.step_ms:
+        idle_share = (device.idle_seconds - idle_before) / ((perf_counter_ns() - first_began) / 1e9)
     num_undisturbed = len(undisturbed)
     if num_undisturbed > setting.iterations // 10:
         rows = undisturbed
@@ -225,10 +246,33 @@ def measure(setting: Setting) -> dict[str, Any]:
         "step_ms": setting.step_ms,
         "runs_ahead": loop.limits.runs_ahead,
         "device_idle_percent": round(100 * idle_share, 2) if setting.step_ms else None,
+        "native": setting.native,
+        "ratio": round(min(host) / min(calibration), 3) if calibration else None,
         "responses_per_iteration": round((clients.num_responses - responses) / setting.iterations, 2),
         "host_us": {"median": _us(np.median(host)), "min": _us(min(host)), "p99": _us(np.percentile(host, 99))},
         "phases_us": {phase: _us(np.median([row[phase] for row in rows])) for phase in COLUMNS},
     }
+
+
+class _Thing:
+    __slots__ = ("number", "name")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, "name"
+
+    def twice(self) -> int:
+        return self.number + self.number
+
+
+def calibration_ns() -> int:
+    """Nanoseconds of a fixed loop of Python that makes objects, calls methods and fills a dictionary and lists."""
+    began = perf_counter_ns()
+    things: dict[int, _Thing] = {}
+    for number in range(1000):
+        things[number & 255] = thing = _Thing(number)
+        pair = [thing.twice(), thing.name]
+        assert pair[0] == 2 * number
+    return perf_counter_ns() - began
 
 
 def _preemptions() -> int:
@@ -242,11 +286,12 @@ def _us(nanoseconds: float) -> float:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as text; phases are medians, and need not add up to the median of their sum."""
-    head = f"{'batch':>6} {'streaming':>9} | {'host':>8} {'min':>8} {'p99':>8} | "
+    head = f"{'batch':>6} {'streaming':>9} | {'host':>8} {'min':>8} {'p99':>8} {'ratio':>6} | "
     lines = [head + " ".join(f"{phase:>8}" for phase in COLUMNS)]
     lines += [
         f"{result['batch']:>6} {'yes' if result['streaming'] else 'no':>9} | "
-        + " ".join(f"{result['host_us'][name]:>8.1f}" for name in ("median", "min", "p99")) + " | "
+        + " ".join(f"{result['host_us'][name]:>8.1f}" for name in ("median", "min", "p99"))
+        + f" {'' if result['ratio'] is None else format(result['ratio'], '.3f'):>6} | "
         + " ".join(f"{result['phases_us'][phase]:>8.1f}" for phase in COLUMNS)
         for result in results
     ]
@@ -277,9 +322,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--run-ahead", action=argparse.BooleanOptionalAction, default=None,
         help="launch steps ahead of reading, or not (where --step-ms is given)")
     add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=64, help="of the KV cache (64)")
+    add("--native", action="store_true", help="the native backend around a model that computes nothing, as host time")
     add("--spinning-client", action="store_true", help="another thread that never stops computing, as a client might")
     add("--switch-interval", type=float, help="seconds, sys.setswitchinterval; matters with --spinning-client")
     options = parser.parse_args(argv)
+    if options.native and (options.step_ms or options.run_ahead):
+        parser.error("--native was given with --step-ms or --run-ahead; the native backend on a CPU is synchronous; "
+                     "leave one of them out")
 
     interval = sys.getswitchinterval()
     if options.switch_interval is not None:
@@ -290,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         setting = partial(Setting, iterations=options.iterations, policy=options.policy, output_len=options.output_len,
                           tokens_per_block=options.tokens_per_block, step_ms=options.step_ms,
-                          run_ahead=options.run_ahead)
+                          run_ahead=options.run_ahead, native=options.native)
         results = [measure(setting(batch=batch, streaming=streaming))
                    for streaming in ((False, True) if options.streaming is None else (options.streaming,))
                    for batch in options.batch]

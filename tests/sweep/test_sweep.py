@@ -61,9 +61,10 @@ def test_no_streamed_response_is_lost_or_repeated_between_callbacks():
             places.append(place)
             raise Injected
 
-    places = []
+    places, received = [], []
     for place in range(1, 1000):
-        received, is_done = [], False
+        received.clear()
+        is_done = False
         callbacks = GuardedCallbacks(list, lambda *response: received.append(response[0]), None, None, Guard())
         sys.settrace(Tracer(struck))
         try:

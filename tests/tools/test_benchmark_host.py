@@ -25,6 +25,19 @@ def test_requests_that_end_are_replaced(policy):
     assert 1.0 < measure(setting)["responses_per_iteration"] < 2.0
 
 
+def test_the_native_backend_counts_as_host_time():
+    result = measure(Setting(streaming=True, native=True, **SETTING))
+    assert result["responses_per_iteration"] == 5 and result["native"]
+    assert result["host_us"]["min"] > result["phases_us"]["model"] > 0 and result["ratio"] > 0
+
+
+@pytest.mark.parametrize("options", [["--step-ms", "2"], ["--run-ahead"]])
+def test_a_native_backend_with_an_asynchronous_device_is_refused(options, capsys):
+    with pytest.raises(SystemExit):
+        host_benchmark.main(["--native", *options])
+    assert "leave one of them out" in capsys.readouterr().err
+
+
 def test_a_part_is_not_charged_for_the_model_inside_it(monkeypatch):
     ticks = iter([0, 10, 25, 100])      # part begins, model begins, model ends, part ends
     monkeypatch.setattr(host_benchmark, "perf_counter_ns", lambda: next(ticks))

@@ -1,0 +1,23 @@
+"""The host's time for an iteration, as a ratio to a fixed loop of Python: no machine is slow enough to fail it."""
+
+import pytest
+
+from batch_manager.tools.host_benchmark import Setting, measure
+
+# (streaming, native) -> ratio of 256 requests on CPython 3.11, recorded by
+# python -m batch_manager.tools.host_benchmark --batch 256 [--native]
+RECORDED = {(False, False): 0.67, (True, False): 1.66, (False, True): 2.1, (True, True): 3.3}
+WORST = 2.0             # times the recorded ratio
+MOST_RUNS = 6           # while another process takes the processor away, a run may say anything
+
+
+@pytest.mark.parametrize(("streaming", "native"), RECORDED)
+def test_the_host_takes_no_more_than_twice_the_recorded_time(streaming, native):
+    recorded, ratios = RECORDED[streaming, native], []
+    for _ in range(MOST_RUNS):
+        ratios.append(measure(Setting(batch=256, iterations=25, streaming=streaming, policy="guaranteed_no_evict",
+                                      native=native))["ratio"])
+        if len(ratios) > 1 and min(ratios) < WORST * recorded:
+            break
+    print(f"host time / calibration loop: {min(ratios):.2f}, recorded {recorded}")
+    assert min(ratios) < WORST * recorded
