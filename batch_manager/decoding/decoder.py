@@ -35,6 +35,7 @@ from .stop import StopWords
 # What a token is sampled by: fields of SamplingConfig, under the names that `sample_token` has for them.
 SAMPLED_BY = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "random_seed": "seed"}
 IN_FLOAT32 = GENERATION_LOGITS | POST_PROCESSED | BEAMS | STAGES     # features whose logits are float32
+READS_LOGITS = IN_FLOAT32 | SAMPLES | LOG_PROBS              # features for which the largest logit is not enough
 TORCH_DTYPES = {np.float32: torch.float32, np.int32: torch.int32, np.int64: torch.int64}
 assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is one of the two
 
@@ -109,10 +110,29 @@ class GptDecoder:
             tokens, finite, log_probs, emptied = self._sample_one_by_one(logits, of)
         else:
             tokens, finite, log_probs, emptied = self._stage_and_sample(logits, of)
-        finish = (tokens == of.column("end_id")).view(torch.uint8)          # an end id of -1 is no token's
-        if of.features & STOP_WORDS:
-            finish = self._stop_words.mark(finish, tokens, of)
+        finish = self._finish(tokens, of)
         return Drawn(slots, of, tokens, finish, finite, log_probs, emptied, post_processed, asked, returned, beams)
+
+    def takes_largest(self, rows: DrawRows) -> bool:
+        """Whether each row yields the token of its largest logit, and nothing else is asked of the logits."""
+        return not np.bitwise_or.reduce(self.state.features[rows.slots]) & READS_LOGITS
+
+    def draw_largest(self, tokens: torch.Tensor, largest: torch.Tensor, rows: DrawRows) -> Drawn:
+        """What `draw` makes of logits whose largest are these.
+
+        tokens    [r] int64: which token has the largest logit, the lowest of equals. Set to 0 where that is not finite
+        largest   [r] float32: that logit, NaN where one is
+        """
+        of = LogitsRows(rows, self.state, self.history)
+        finite = largest.isfinite()
+        if np.count_nonzero(finite.numpy()) != len(finite):
+            tokens.masked_fill_(~finite, 0)
+        return Drawn(rows.slots, of, tokens, self._finish(tokens, of), finite, None, None, None, [], None)
+
+    def _finish(self, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
+        """[r] uint8: how each token ends its sequence."""
+        finish = (tokens == rows.column("end_id")).view(torch.uint8)          # an end id of -1 is no token's
+        return self._stop_words.mark(finish, tokens, rows) if rows.features & STOP_WORDS else finish
 
     def keep(self, drawn: Drawn) -> None:
         """The next step's input is what was sampled, and what is sampled next depends on it."""

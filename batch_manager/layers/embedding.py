@@ -8,7 +8,7 @@ from torch.nn import functional
 from ..triton_kernels.cpu.fixed_pieces import elementwise
 from ..weights.source import Weights
 from .context import LayerContext
-from .recording import LookedUp, Positions
+from .recording import LookedUp, Positions, Rows
 from .weight_form import make_weight_form
 
 
@@ -54,6 +54,7 @@ class Head:
             if not form.shares_weight:
                 weights.count_copy(tied_to.weight.nbytes)
         self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap
+        self._matrix, self._rows = form.matrix, rows
         if form.matrix is not None:    # its sums are float32 before they are rounded: they need not be
             self._multiply_arguments = (torch.float32,)
         in_pieces = context.deterministic and context.device.type == "cpu"       # a vector loop's tail rounds otherwise
@@ -61,5 +62,8 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [r, size] -> [r, rows], a new tensor."""
-        logits = self._multiply(hidden, *self._multiply_arguments)
+        if isinstance(hidden, Rows):
+            logits = hidden.multiplied(self._matrix, self._rows)
+        else:
+            logits = self._multiply(hidden, *self._multiply_arguments)
         return logits if self.softcap is None else self._tanh(logits.float().div_(self.softcap)).mul_(self.softcap)

@@ -226,5 +226,18 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype,
     return recording
 
 
+def record_head(logits: Callable[..., Any], hidden_size: int, dtype: torch.dtype) -> Any:
+    """The native Matrix that is all of `logits(hidden)`, for rows of the hidden size; None: it does something else."""
+    recording = Recording(dtype, strides=[0])           # a product takes no rows of register 0
+    hidden = recording.register(hidden_size)
+    try:
+        result = logits(hidden)
+    except Exception:                       # no operation here does what it does, or it takes tensors only
+        return None
+    (matrix,) = recording.kept if len(recording.kept) == 1 else (None,)
+    is_product = isinstance(result, Rows) and [operation[0] for operation in recording.operations] == [PRODUCT]
+    return matrix if is_product and result.register != hidden.register else None
+
+
 def _bits(number: float) -> int:
     return struct.unpack("q", struct.pack("d", number))[0]

@@ -1,11 +1,14 @@
-"""A model's forward on a CPU as one call of compiled code: what was recorded of it, over the rows of each step."""
+"""A model on a CPU as compiled code: its forward, as it was recorded, in one call over the rows of each step; its head
+in another."""
 
 import numpy as np
 import torch
 
 from ..attention.interface import PackedStep
 from ..layers.recording import Recording
+from ..triton_kernels.cpu.large_pages import allocate
 from ..triton_kernels.cpu.native.library import TYPES, Cache, Step, address, load_library
+from ..triton_kernels.cpu.native.matrix import PackedMatrix
 
 REGISTER_BYTES = 64                # where one register may begin behind another: a cache line
 
@@ -16,10 +19,14 @@ class CompiledStep:
     recording     see layers/recording.py; of a model whose matrices are packed
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
     num_heads     query heads
+    head          the matrix that is all of the model's head; None: the head is something else
+    threads       to compute with, the calling one among them
     Raises        CannotCompileError, which packing the matrices has raised before
     """
 
-    def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int) -> None:
+    def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, head: PackedMatrix | None,
+                 threads: int) -> None:
+        self._head, self._threads = head, threads
         _, num_layers, _, kv_heads, block_tokens, head_size = kv_pool.shape
         self._library, self._recording, self._kv_pool = load_library(), recording, kv_pool
         self._type = TYPES[recording.dtype]
@@ -51,17 +58,30 @@ class CompiledStep:
         call.positions, call.pool_slots, call.query_starts, call.block_tables = (array.ctypes.data for array in arrays)
         call.rows, call.num_sequences, call.table_stride = rows, len(step.slots), step.block_tables.shape[1]
         if self._library.run_step(address(call), self._operations.ctypes.data, len(self._operations),
-                                  torch.get_num_threads()):
+                                  self._threads):
             raise MemoryError(f"no memory for the list of pieces of a step of {rows:,} tokens")
         return result[:, : hidden.shape[1]]
+
+    @property
+    def has_head(self) -> bool:
+        """Whether `logits` and `largest` may be called."""
+        return self._head is not None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [r, hidden size] -> [r, vocab] float32."""
+        return self._head.multiply(hidden, torch.float32, self._threads)
+
+    def largest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [r, hidden size] -> (the token of the largest of each row's logits [r] int64, the lowest of equals;
+        that logit [r] float32, NaN where a logit is). The logits themselves are not kept."""
+        return self._head.largest(hidden, self._threads)
 
     def _make_room(self, rows: int) -> None:
         """Registers for so many rows: zeros, and what lies behind the last column of a row stays zero."""
         self._capacity = max(rows, 2 * self._capacity)
         itemsize = self._recording.dtype.itemsize
-        memory = np.zeros(self._capacity * self._row_entries * itemsize + REGISTER_BYTES, np.uint8)
-        start = memory.ctypes.data + -memory.ctypes.data % REGISTER_BYTES
-        self._memory = memory
+        self._memory = allocate(self._capacity * self._row_entries * itemsize)
+        start = self._memory.ctypes.data
         self._registers[:] = [start + offset * self._capacity * itemsize for offset in self._offsets]
 
 

@@ -6,14 +6,12 @@ because attention multiplies what lies behind a sequence's last token by zero an
 
 import math
 
-import numpy as np
 import torch
 
 from ..errors import InsufficientMemoryError
 from ..models.model_spec import ModelSpec
+from ..triton_kernels.cpu.large_pages import allocate
 from .device import is_out_of_memory, pinned
-
-ALIGNMENT = 64                     # bytes; a cache line, and the widest vector
 
 
 def block_bytes(spec: ModelSpec, tokens_per_block: int, dtype: torch.dtype) -> int:
@@ -29,10 +27,7 @@ def make_kv_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype:
     try:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        # numpy asks the system for zeroed pages, which take no memory until they are touched; torch would write them.
-        memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % ALIGNMENT
-        return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
+        return torch.from_numpy(allocate(num_bytes)).view(dtype).view(shape)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

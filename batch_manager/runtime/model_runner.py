@@ -118,13 +118,22 @@ class ModelRunner:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[r, hidden size] -> [r, vocab], float32 or in the dtype of the weights."""
+        if self.compiled is not None and self.compiled.has_head:
+            return self.compiled.logits(hidden)
         return self._model.logits(hidden)
+
+    def largest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """[r, hidden size] -> (the token of each row's largest logit [r] int64, that logit [r] float32, NaN where one
+        is), without a tensor of the logits; None: it takes one."""
+        if self.compiled is not None and self.compiled.has_head:
+            return self.compiled.largest(hidden)
+        return None
 
     def _context_logits(self, step: PackedStep, num_contexts: int, hidden: torch.Tensor,
                         state: SlotState) -> dict[int, np.ndarray]:
         slots = step.slots[:num_contexts]
         return {int(slots[row]): context_logits(
-                    self._model.logits, hidden[step.query_starts[row] : step.query_starts[row + 1]], self._vocab_size)
+                    self.logits, hidden[step.query_starts[row] : step.query_starts[row + 1]], self._vocab_size)
                 for row in np.nonzero(state.having(CONTEXT_LOGITS, slots))[0].tolist()}
 
 

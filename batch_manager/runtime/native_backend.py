@@ -62,7 +62,7 @@ from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 from .step_compilation import compile_step, may_compile
-from .thread_count import compute_threads, require_own_count
+from .thread_count import compute_threads, has_own_count, require_own_count
 
 LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # a sequence that attention cuts into parts, wherever its window ends
 SLOT_BYTES = 64                    # of a slot's numbers on the host, at least; block tables take theirs when used
@@ -199,7 +199,7 @@ class NativeBackend:
 
     windows, sink_tokens   what the attention was made with; None: no layer has a window
     host_pool     blocks in host memory
-    num_threads   threads a step on a CPU computes with; None: torch's setting, whatever it is
+    num_threads   threads a step on a CPU computes with; None: torch's setting
     own_stages    changes of logits beside the package's own
     is_own_thread   which threads keep that number between steps, see thread_count.py
     """
@@ -237,7 +237,9 @@ class NativeBackend:
                                        send=self._uploads.send)
         if loaded.deterministic and num_threads is None:
             num_threads = torch.get_num_threads()                              # on others the bits might be others
+        self._num_threads = num_threads
         self._threads = partial(compute_threads, device, num_threads, is_own_thread)
+        self._torch_threads: int | None = None            # inside a step; None: as outside
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep":
@@ -245,7 +247,8 @@ class NativeBackend:
         nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
         if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):
             raise NotImplementedError("draft tokens are not verified by this backend yet")
-        with on_device(self._device, self._stream), torch.inference_mode(), self._threads():
+        with (on_device(self._device, self._stream), torch.inference_mode(), self._threads(),
+              compute_threads(self._device, self._torch_threads)):
             if batch.context or batch.block_table_updates is not NO_UPDATES:
                 self._tables.update(batch)
             if batch.operations:
@@ -301,7 +304,8 @@ class NativeBackend:
             beams = SlotSetup(SamplingConfig(beam_width=max_beam_width), max_new_tokens=2, prompt_length=1)
             sequences.append((max_beam_width, beams, 1))
         # The threads once for all the steps, on the thread that loads.
-        with self._threads(), self._runner.checking(self.info.hidden_size, self._pool.dtype), self._naming_stages():
+        with (self._threads(), self._naming_stages(),
+              self._runner.checking(self.info.hidden_size, self._pool.dtype)):
             for width, setup, num_cached in sequences:
                 # The same block again and again: what a long sequence reads there is finite, which is all it has to be.
                 num_pages = num_cached // self.info.tokens_per_block + 1
@@ -335,8 +339,12 @@ class NativeBackend:
         """
         try:
             with self._threads():
+                threads = self._num_threads or torch.get_num_threads()
                 self._runner.compiled = compile_step(loaded, spec, self._runner.attention, self._pool,
-                                                     self.info.sink_tokens)
+                                                     self.info.sink_tokens, threads)
+            if self._layout is not layouts.padded and has_own_count():       # a padded call's forward is torch's
+                # What is left for torch is little, and its threads would stay awake in the way of the compiled step's.
+                self._torch_threads = 1
         except NotRecordableError as obstacle:
             if must:
                 raise ConfigError(f"cpu_compile was asked for, and {type_name(loaded.model)} cannot be compiled: "
@@ -371,7 +379,11 @@ class NativeBackend:
         if batch.context:
             tensors["context_finite"] = first.context_finite
         if len(rows.slots):
-            drawn = self._decoder.draw(self._runner.logits(hidden), rows)
+            largest = self._runner.largest(hidden) if self._decoder.takes_largest(rows) else None
+            if largest is None:
+                drawn = self._decoder.draw(self._runner.logits(hidden), rows)
+            else:
+                drawn = self._decoder.draw_largest(*largest, rows)
             tensors |= drawn.tensors()
         readback = Readback(self._device, tensors)
         if drawn is not None:

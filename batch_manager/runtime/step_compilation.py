@@ -9,7 +9,7 @@ from ..attention.interface import Attention, PackedStep
 from ..config import TrtGptModelOptionalParams
 from ..contained_log import log
 from ..errors import ConfigError
-from ..layers.recording import NotRecordableError, RecordedAttention, record
+from ..layers.recording import NotRecordableError, RecordedAttention, record, record_head
 from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel
 from ..triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
@@ -55,10 +55,11 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention
 
 
 def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_pool: torch.Tensor,
-                 sink: int) -> CompiledStep:
+                 sink: int, threads: int) -> CompiledStep:
     """The compiled forward of a model, compared with torch's on a first step, for which it uses block 0 of the pool.
 
     spec     with the windows in force
+    threads  to compute with
     Raises   NotRecordableError, whose text says why this model runs in torch
     """
     if loaded.dtype not in TYPES:
@@ -68,7 +69,8 @@ def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_
     recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink)
     with torch.inference_mode():
         recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)
-        compiled = CompiledStep(recording, kv_pool, spec.num_heads)
+        head = record_head(loaded.model.logits, spec.hidden_size, loaded.dtype)
+        compiled = CompiledStep(recording, kv_pool, spec.num_heads, head, threads)
         step = _first_step(kv_pool.shape[4])
         hidden = loaded.model.embed(torch.arange(step.num_tokens, dtype=torch.int64, device="cpu") % spec.vocab_size)
         attention.plan(step)

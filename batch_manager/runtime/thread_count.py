@@ -47,6 +47,14 @@ def require_own_count() -> None:
     _libraries()
 
 
+def has_own_count() -> bool:
+    """Whether a thread can have a number of its own."""
+    try:
+        return bool(_libraries())
+    except ConfigError:
+        return False
+
+
 def _set_for_this_thread(count: int, mkl_count: int | None = None) -> int:
     """MKL's number may be apart from OpenMP's; 0 is OpenMP's. -> MKL's before."""
     openmp, mkl = _libraries()

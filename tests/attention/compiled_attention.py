@@ -30,5 +30,5 @@ class CompiledAttention:
         parts = Rows(recording, 0, 0, rows.shape[1]).view(ANY_ROWS, -1, layout.head_size).split_with_sizes(heads, 1)
         attention = RecordedAttention((*heads[:2], layout.head_size), layout.attention, self.sink)
         recording.result = attention.run(layer, *parts, rotary).register
-        compiled = CompiledStep(recording, self.pool, layout.num_heads)
+        compiled = CompiledStep(recording, self.pool, layout.num_heads, head=None, threads=2)
         return compiled.run(rows, self.step)[:, : layout.num_heads * layout.head_size]

@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 def check(attention_class, layout, step, by_oracle, rotary):
     pool = layout.pool(72)
     expected_pool = pool.clone()
-    attention = attention_class(layout, pool)
+    attention = attention_class(layout, pool, sink=layout.sink)
     attention.plan(step)
     for layer in range(layout.num_layers):
         query, key, value = layout.packed_qkv(step.num_tokens, seed=layer)
@@ -38,6 +38,31 @@ def check(attention_class, layout, step, by_oracle, rotary):
 def test_every_kind_of_step_equals_the_oracles(attention_class, case, heads, dtype, layout, step_of, by_oracle):
     shape = layout(*HEADS[heads], windows=(None, 10, 70), dtype=dtype)
     check(attention_class, shape, step_of(*STEPS[case], 64, 16), by_oracle, shape.rotary())
+
+
+WIDE_HEADS = {"14 of 2, 64": (14, 2, 64), "3 of 1, 32": (3, 1, 32), "40 of 1, 96": (40, 1, 96),
+              "4 of 4, 128": (4, 4, 128), "20 of 2, 256": (20, 2, 256)}
+
+
+@pytest.mark.parametrize("heads", WIDE_HEADS)
+@pytest.mark.parametrize("tokens_per_block", [16, 32, 64, 256])
+def test_wide_heads_in_bfloat16(attention_class, heads, tokens_per_block, layout, step_of, by_oracle):
+    """What tiles of a matrix unit take, where there is one."""
+    shape = layout(*WIDE_HEADS[heads], windows=(None, 10, 70, None), softcaps=(None, None, 4.0, 1.5),
+                   dtype=torch.bfloat16, tokens_per_block=tokens_per_block)
+    blocks = {16: 64, 32: 40, 64: 24, 256: 12}[tokens_per_block]
+    starts = [start // tokens_per_block * tokens_per_block for start in (64, 128)]
+    step = step_of([(0, 5), (0, 130), (starts[0], 70), (starts[1], 1)], [0, 15, 40, 100, 3, 257], blocks,
+                   tokens_per_block)
+    check(attention_class, shape, step, by_oracle, shape.rotary())
+
+
+@pytest.mark.parametrize("sink", [1, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_sink_tokens_are_seen_from_behind_every_window(attention_class, sink, dtype, layout, step_of, by_oracle):
+    shape = layout(14, 2, 64, windows=(10, 70), dtype=dtype, tokens_per_block=32, sink=sink)
+    step = step_of([(0, 5), (0, 130), (96, 70), (128, 1)], [0, 40, 100, 257], 40, 32)
+    check(attention_class, shape, step, by_oracle, shape.rotary())
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 100, 500])

@@ -22,7 +22,8 @@ def run(recording, hidden):
     step = PackedStep(token_ids=numbers, positions=numbers[::-1].copy(), pool_slots=numbers.astype(np.int64),
                       slots=np.zeros(0, np.int32), query_starts=np.zeros(1, np.int32), kv_lengths=np.zeros(0, np.int32),
                       block_tables=np.zeros((0, 1), np.int32), num_contexts=0, logits_rows=np.zeros(0, np.int64))
-    return CompiledStep(recording, torch.zeros(POOL, dtype=hidden.dtype), 1).run(hidden.clone(), step)
+    compiled = CompiledStep(recording, torch.zeros(POOL, dtype=hidden.dtype), 1, head=None, threads=2)
+    return compiled.run(hidden.clone(), step)
 
 
 def recorded(hidden, operate):
@@ -121,7 +122,7 @@ def test_a_step_may_be_larger_than_those_before():
     weight = torch.rand(50) + 0.5
     recording = Recording(torch.float32, strides=[50])
     recording.result = Rows(recording, 0, 0, 50).normed(weight, None, 1e-5).activated("relu", gated=False).register
-    compiled = CompiledStep(recording, torch.zeros(POOL), 1)
+    compiled = CompiledStep(recording, torch.zeros(POOL), 1, head=None, threads=2)
     for count in (3, 1, 500, 2, 499):
         x = hidden_states(50, torch.float32, count)
         step = SimpleNamespace(positions=np.zeros(count), pool_slots=np.zeros(count), query_starts=np.zeros(1),

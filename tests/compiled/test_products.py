@@ -50,6 +50,38 @@ def test_every_number_of_rows(shape, dtype, num_threads, threads):
 
 
 @TYPES
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 3000)], ids=str)
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_the_largest_output_of_each_row(shape, dtype, num_threads, threads):
+    threads(num_threads)
+    matrix = PackedMatrix(*made(*shape, dtype, bias=shape[1] % 2 == 0))
+    for count in (0, 1, 2, 7, 31, 32, 34, 100):
+        x = rows(count, shape[0], dtype)
+        products = matrix.multiply(x, torch.float32)
+        indices, largest = matrix.largest(x)
+        assert indices.tolist() == (products.argmax(1).tolist() if count else [])
+        assert torch.equal(largest, products.amax(1)) if count else not len(largest)
+
+
+@TYPES
+def test_of_equal_outputs_the_first_one_is_the_largest_and_a_nan_is_larger_than_any(dtype, threads):
+    threads(2)
+    weight = torch.zeros(1000, 64, dtype=dtype)
+    for outputs, expected in (([], 0), ([17, 18, 500], 17), ([999], 999), ([16 * 40, 3], 3)):
+        weight.zero_()[outputs, 0] = 1.0
+        x = torch.ones(3, 64, dtype=dtype)
+        indices, largest = PackedMatrix(weight, None).largest(x)
+        assert indices.tolist() == [expected] * 3 and largest.tolist() == [1.0 if outputs else 0.0] * 3
+    bias = torch.full((1000,), -torch.inf)
+    indices, largest = PackedMatrix(weight, bias.to(dtype)).largest(x)
+    assert indices.tolist() == [0] * 3 and largest.tolist() == [-torch.inf] * 3
+    bias[[3, 998]] = torch.tensor([torch.inf, torch.nan])
+    assert PackedMatrix(weight, bias.to(dtype)).largest(x)[1].isnan().all()
+    x[1] = torch.nan
+    assert PackedMatrix(weight, None).largest(x)[1].isnan().tolist() == [False, True, False]
+
+
+@TYPES
 def test_rows_that_are_not_packed_and_a_weight_that_is_a_view(dtype):
     weight, _ = made(64, 40, dtype)
     matrix = PackedMatrix(weight.t().contiguous().t(), None)

@@ -75,7 +75,7 @@ class Driver:
             recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink=0)
             with torch.inference_mode():
                 recording = record(self.loaded.model.forward, spec.hidden_size, self.loaded.dtype, recorded)
-            self.step = CompiledStep(recording, self.pool, spec.num_heads)
+            self.step = CompiledStep(recording, self.pool, spec.num_heads, head=None, threads=2)
         order = np.random.default_rng(0).permutation(self.num_blocks) if self.shuffled else range(self.num_blocks)
         self.free = [int(block) for block in order]
 

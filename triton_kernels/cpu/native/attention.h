@@ -21,8 +21,6 @@ typedef struct {
     int64_t window, sinks;            /* window 0: none */
 } Scores;
 
-#define FIRST_INTEGERS ((integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
-
 INLINE int64_t page_bytes(const Cache *c) { return c->block_tokens * c->head_size * bytes_of(c->type); }
 
 INLINE const char *page_of(const Cache *c, int64_t block, int64_t layer, int is_value, int64_t head) {
@@ -54,10 +52,11 @@ INLINE floats sums_of(const floats v[LANES]) {
 }
 #endif
 
-/* Products of `rows` queries with sixteen keys, scores[row][first ..]; R rows at a time. */
+/* Products of `rows` queries with sixteen keys, scores[row][first ..]. As many bytes are asked for from `soon` on. */
 INLINE void score_sixteen(const char *keys, const char *queries, int rows, int64_t size, int type,
-                          float scores[][MOST_BLOCK_TOKENS], int64_t first) {
+                          float scores[][MOST_BLOCK_TOKENS], int64_t first, const char *soon) {
     int64_t width = size * bytes_of(type);
+    for (int64_t at = 0; at < LANES * width; at += LINE_BYTES) prefetch_soon(soon + at);
     for (int row = 0; row < rows; row++) {
         floats partial[LANES];
         const char *query = queries + row * width;
@@ -79,18 +78,23 @@ INLINE void score_sixteen(const char *keys, const char *queries, int rows, int64
     }
 }
 
-/* result[row] += sum over t of weights[row][t] * values[t]; V vectors of R rows at a time. */
+/* result[row] += sum over t of weights[row][t] * values[t]; V vectors of R rows at a time. As many bytes are asked for
+   from `soon` on. */
 #define ADD_VALUES(R, V)                                                                                              \
     INLINE void add_values_##R##x##V(const char *values, int64_t width, int64_t tokens, int64_t at, int type,         \
-                                     float weights[][MOST_BLOCK_TOKENS], float *result, int64_t result_stride) {      \
+                                     float weights[][MOST_BLOCK_TOKENS], float *result, int64_t result_stride,        \
+                                     const char *soon) {                                                              \
         floats sums[R][V];                                                                                            \
         for (int r = 0; r < R; r++)                                                                                   \
             for (int v = 0; v < V; v++) sums[r][v] = *(floats *)(result + r * result_stride + at + v * LANES);        \
-        for (int64_t t = 0; t < tokens; t++)                                                                          \
+        for (int64_t t = 0; t < tokens; t++) {                                                                        \
+            for (int64_t line = 0; line < V * LANES * bytes_of(type); line += LINE_BYTES)                             \
+                prefetch_soon(soon + t * width + at * bytes_of(type) + line);                                            \
             for (int v = 0; v < V; v++) {                                                                             \
                 floats value = load(values + t * width, at + v * LANES, type);                                        \
                 for (int r = 0; r < R; r++) sums[r][v] += value * weights[r][t];                                      \
             }                                                                                                         \
+        }                                                                                                             \
         for (int r = 0; r < R; r++)                                                                                   \
             for (int v = 0; v < V; v++) *(floats *)(result + r * result_stride + at + v * LANES) = sums[r][v];        \
     }
@@ -98,17 +102,17 @@ ADD_VALUES(1, 4) ADD_VALUES(2, 4) ADD_VALUES(3, 4) ADD_VALUES(4, 4)
 ADD_VALUES(1, 1) ADD_VALUES(2, 1) ADD_VALUES(3, 1) ADD_VALUES(4, 1)
 
 INLINE void add_values(const char *values, int rows, int64_t size, int64_t tokens, int type,
-                       float weights[][MOST_BLOCK_TOKENS], float *result) {
+                       float weights[][MOST_BLOCK_TOKENS], float *result, const char *soon) {
     int64_t width = size * bytes_of(type), stride = MOST_HEAD_SIZE;
-    for (int row = 0; row < rows; row += 4) {
+    for (int row = 0; row < rows; row += 4, soon = values) {
         int count = rows - row < 4 ? rows - row : 4;
         int64_t at = 0;
         float *to = result + row * stride;
 #define CALL(R)                                                                                                       \
     for (; at + 4 * LANES <= size; at += 4 * LANES)                                                                   \
-        add_values_##R##x4(values, width, tokens, at, type, weights + row, to, stride);                               \
+        add_values_##R##x4(values, width, tokens, at, type, weights + row, to, stride, soon);                          \
     for (; at + LANES <= size; at += LANES)                                                                           \
-        add_values_##R##x1(values, width, tokens, at, type, weights + row, to, stride);
+        add_values_##R##x1(values, width, tokens, at, type, weights + row, to, stride, soon);
         switch (count) {
         case 1: CALL(1) break;
         case 2: CALL(2) break;
@@ -126,9 +130,11 @@ INLINE void add_values(const char *values, int rows, int64_t size, int64_t token
 
    queries    [rows][head_size], packed
    result     [rows][MOST_HEAD_SIZE] float32
-   blocks     of the sequence; entries that no row sees are not read */
+   blocks     of the sequence; entries that no row sees are not read
+   next_keys  the page of keys that this thread is likely to read after these */
 INLINE void attend(const Cache *c, const Scores *how, int64_t layer, int64_t head, const int32_t *blocks,
-                   const char *queries, const int64_t *position, int rows, float *result, int type) {
+                   const char *queries, const int64_t *position, int rows, const char *next_keys, float *result,
+                   int type) {
     float scores[MOST_QUERY_ROWS][MOST_BLOCK_TOKENS] __attribute__((aligned(64)));
     float maximum[MOST_QUERY_ROWS], total[MOST_QUERY_ROWS];
     int64_t size = c->head_size, width = size * bytes_of(type), first = position[0], last = position[0];
@@ -148,7 +154,7 @@ INLINE void attend(const Cache *c, const Scores *how, int64_t layer, int64_t hea
         const char *keys = page_of(c, block, layer, 0, head), *values = page_of(c, block, layer, 1, head);
         int64_t whole = (tokens + LANES - 1) / LANES * LANES;
         for (int64_t t = 0; t < whole; t += LANES)
-            score_sixteen(keys + t * width, queries, rows, size, type, scores, t);
+            score_sixteen(keys + t * width, queries, rows, size, type, scores, t, values + t * width);
         int is_whole = end <= first + 1 && end - 1 <= first && (!how->window || start > last - how->window);
         for (int row = 0; row < rows; row++) {
             floats most = all(-1e30f);
@@ -183,7 +189,8 @@ INLINE void attend(const Cache *c, const Scores *how, int64_t layer, int64_t hea
             }
             total[row] += sum(sums);
         }
-        add_values(values, rows, size, tokens, type, scores, result);
+        const char *soon = end <= last ? page_of(c, blocks[end / c->block_tokens], layer, 0, head) : next_keys;
+        add_values(values, rows, size, tokens, type, scores, result, soon);
     }
     for (int row = 0; row < rows; row++)
         for (int64_t i = 0; i < size; i++) result[row * MOST_HEAD_SIZE + i] /= total[row];

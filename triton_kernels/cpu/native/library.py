@@ -22,7 +22,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-SOURCE, HEADERS = HERE / "step.c", ("vectors.h", "products.h", "rows.h", "attention.h")
+SOURCE, HEADERS = HERE / "step.c", (
+    "vectors.h", "tiles.h", "products.h", "rows.h", "attention.h", "attention_tiles.h")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS_TO_COMPILE = 300
@@ -86,6 +87,8 @@ def _load_once() -> ctypes.CDLL | str:
         return f"compiling with {compiler} failed: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.run_step.argtypes, library.run_step.restype = [pointer, pointer, number, ctypes.c_int], ctypes.c_int
+    library.largest_outputs_of.argtypes = [pointer, pointer, number, number, pointer, pointer, ctypes.c_int]
+    library.largest_outputs_of.restype = ctypes.c_int
     library.pack_matrix.argtypes, library.pack_matrix.restype = [pointer, pointer, number, number], None
     return library
 

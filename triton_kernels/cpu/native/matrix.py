@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from ..large_pages import allocate_shared
 from .library import (
     INPUTS_ALIGNED,
     OPERATION_NUMBERS,
@@ -31,9 +32,9 @@ class PackedMatrix:
         self.dtype, self.type = weight.dtype, TYPES[weight.dtype]
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         padded = -(-self.inputs // INPUTS_ALIGNED) * INPUTS_ALIGNED
-        self._panels = torch.empty(-(-self.outputs // PANEL) * PANEL * padded, dtype=weight.dtype, device="cpu")
+        self._panels = allocate_shared(-(-self.outputs // PANEL) * PANEL * padded * weight.itemsize)
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._matrix = Matrix(padded, self.outputs, self._panels.data_ptr(),
+        self._matrix = Matrix(padded, self.outputs, self._panels.ctypes.data,
                               None if bias is None else self._bias.data_ptr(), self.type)
         self.address = address(self._matrix)
         self._library.pack_matrix(self.address, weight.data_ptr(), self.inputs, weight.stride(0))
@@ -43,13 +44,30 @@ class PackedMatrix:
         self._operation = np.zeros(OPERATION_NUMBERS, np.int64)
         self._operation[:8] = PRODUCT, 0, 0, 0, 1, 0, 0, self.address
 
-    def multiply(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, dtype: torch.dtype | None = None, threads: int | None = None) -> torch.Tensor:
         """x [T, inputs] -> x W^T + b [T, outputs], summed in float32, in `dtype`; None: that of the matrix.
 
+        threads  None: as many as torch computes with on this thread
         Raises   ValueError for rows of another width or dtype
         """
         result = torch.empty((len(x), self.outputs), dtype=dtype or self.dtype, device="cpu")
-        return self._run(x, result, adds=False)
+        return self._run(x, result, adds=False, threads=threads)
+
+    def largest(self, x: torch.Tensor, threads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, inputs] -> (the index of the largest of each row of x W^T + b [T] int64, the lowest of equals; that
+        output [T] float32, NaN where an output of the row is).
+
+        threads  None: as many as torch computes with on this thread
+        Raises   ValueError for rows of another width or dtype; MemoryError
+        """
+        x = self._rows(x)
+        indices = torch.empty(len(x), dtype=torch.int64, device="cpu")
+        largest = torch.empty(len(x), dtype=torch.float32, device="cpu")
+        if len(x) and self._library.largest_outputs_of(
+                self.address, x.data_ptr(), x.stride(0), len(x), indices.data_ptr(), largest.data_ptr(),
+                threads or torch.get_num_threads()):
+            raise MemoryError(f"no memory for the largest outputs of {len(x):,} rows")
+        return indices, largest
 
     def add_product(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """residual [T, outputs] + x W^T + b, rounded once, in `residual` where its rows are contiguous. Raises as
@@ -58,19 +76,22 @@ class PackedMatrix:
             residual = residual.contiguous()
         return self._run(x, residual, adds=True)
 
-    def _run(self, x: torch.Tensor, result: torch.Tensor, adds: bool) -> torch.Tensor:
-        if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.inputs:
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}; {self.dtype} [rows, {self.inputs}]")
+    def _run(self, x: torch.Tensor, result: torch.Tensor, adds: bool, threads: int | None = None) -> torch.Tensor:
+        x = self._rows(x)
         if len(x) == 0:
             return result
-        if self.inputs % INPUTS_ALIGNED:                    # zeros behind each row, up to where a product reads
-            x = torch.nn.functional.pad(x, (0, self._matrix.inputs - self.inputs))
-        elif x.stride(1) != 1:
-            x = x.contiguous()
         operation = self._operation
         operation[2], operation[5], operation[8] = x.stride(0), result.stride(0), adds
         operation[9] = TYPES[result.dtype]
         self._registers[0], self._registers[1] = x.data_ptr(), result.data_ptr()
         self._step.rows = len(x)
-        self._library.run_step(address(self._step), operation.ctypes.data, 1, torch.get_num_threads())
+        self._library.run_step(address(self._step), operation.ctypes.data, 1, threads or torch.get_num_threads())
         return result
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """As the compiled code reads them: with zeros after each row, up to where a product reads."""
+        if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.inputs:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; {self.dtype} [rows, {self.inputs}]")
+        if self.inputs % INPUTS_ALIGNED:
+            return torch.nn.functional.pad(x, (0, self._matrix.inputs - self.inputs))
+        return x if x.stride(1) == 1 else x.contiguous()

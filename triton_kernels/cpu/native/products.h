@@ -4,7 +4,7 @@
    16 outputs, which is what a vdpbf16ps and a tile of AMX take alike; inputs are padded with zeros to a multiple of 32.
    In float32 it is [inputs][16]. Rows of x may be read up to that multiple: what lies there must be finite. */
 #pragma once
-#include "vectors.h"
+#include "tiles.h"
 
 #define PANEL 16
 #define INPUTS_ALIGNED 32
@@ -15,6 +15,9 @@ typedef struct {
     const float *bias;                /* NULL: none */
     int type;
 } Matrix;
+
+/* How far ahead of its use a matrix is asked for: the processor does so itself only within 4 KiB. */
+#define AHEAD_BYTES 2048
 
 INLINE int64_t panel_bytes(const Matrix *m) { return m->inputs * PANEL * bytes_of(m->type); }
 
@@ -58,6 +61,7 @@ INLINE void finish(const Matrix *m, const Target *t, int64_t row, int64_t panel,
         for (int64_t k = 0; k < m->inputs / 2; k++) {                                                                 \
             words v[P];                                                                                               \
             for (int p = 0; p < P; p++) v[p] = *(const words *)(w[p] + k * PANEL);                                    \
+            for (int p = 0; p < P; p++) prefetch((const char *)(w[p] + k * PANEL) + AHEAD_BYTES);                     \
             for (int r = 0; r < R; r++) {                                                                             \
                 uint32_t two;                                                                                         \
                 memcpy(&two, x + r * stride + 2 * k, 4);                                                              \
@@ -94,6 +98,7 @@ INLINE floats add_pairs(floats sums, uint32_t two, words pairs) {
         for (int64_t k = 0; k < m->inputs; k++) {                                                                     \
             floats v[P];                                                                                              \
             for (int p = 0; p < P; p++) v[p] = *(const floats *)(w[p] + k * PANEL);                                   \
+            for (int p = 0; p < P; p++) prefetch((const char *)(w[p] + k * PANEL) + AHEAD_BYTES);                     \
             for (int r = 0; r < R; r++)                                                                               \
                 for (int p = 0; p < P; p++) sums[r][p] += v[p] * x[r * stride + k];                                   \
         }                                                                                                             \
@@ -122,46 +127,41 @@ static const F32Block f32_blocks[MOST_ROWS + 1] = {0, f32_1x4, f32_2x4, f32_3x4,
 static const F32Block f32_single[MOST_ROWS + 1] = {0, f32_1x1, f32_2x1, f32_3x1, f32_4x1,
                                                    f32_5x1, f32_6x1, f32_7x1, f32_8x1};
 
-#if defined(__AMX_BF16__)
-#include <sys/syscall.h>
-#include <unistd.h>
+#if defined(HAS_TILES)
 #define FEWEST_ROWS_OF_TILES 2
 
-/* Whether this process may use the tiles: the system wants to be asked once. */
-static int may_use_tiles(void) {
-    static int answer = -1;
-    if (answer < 0) answer = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return answer;
+/* The sums of some rows and one panel, or two that adjoin: those of 32 outputs are one line of y in bfloat16. */
+INLINE void finish_tiles(const Matrix *m, const Target *t, int64_t row, int rows, int64_t panel, int panels,
+                         const float sums[2][TILE_ROWS * PANEL]) {
+    int64_t first = panel * PANEL;
+    if (panels == 1 || t->type == FLOAT32 || m->outputs - first < 2 * PANEL) {
+        for (int p = 0; p < panels; p++)
+            for (int r = 0; r < rows; r++) finish(m, t, row + r, panel + p, *(const floats *)(sums[p] + r * PANEL));
+        return;
+    }
+    for (int r = 0; r < rows; r++) {
+        floats low = *(const floats *)(sums[0] + r * PANEL), high = *(const floats *)(sums[1] + r * PANEL);
+        uint16_t *y = (uint16_t *)t->rows + (row + r) * t->stride + first;
+        if (m->bias) low += *(const floats *)(m->bias + first), high += *(const floats *)(m->bias + first + PANEL);
+        if (t->adds) low += load(y, 0, BFLOAT16), high += load(y, PANEL, BFLOAT16);
+        _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    }
 }
 
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} __attribute__((packed)) TileShapes;
-
-static void shape_tiles(int upper, int lower) {
-    /* 0..3: sums of (upper, lower) x two panels; 4, 5: rows of x; 6, 7: panels */
-    TileShapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64;
-    shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = upper;
-    shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = lower ? lower : 1;
-    shapes.rows[6] = shapes.rows[7] = 16;
-    _tile_loadconfig(&shapes);
-}
-
-static void finish_tile(const Matrix *m, const Target *t, int64_t row, int rows, int64_t panel, const float *sums) {
-    for (int r = 0; r < rows; r++) finish(m, t, row + r, panel, *(const floats *)(sums + r * PANEL));
-}
-
-/* Up to 32 rows times one or two panels. */
-static void tiles(const Matrix *m, const uint16_t *x, int64_t stride, const Target *t, int64_t row, int upper,
-                  int lower, int64_t panel, int panels) {
+/* Up to 32 rows times one or two panels. Tiles 0 to 3 have the sums of (upper, lower) rows x two panels, 4 and 5 rows of
+   x, 6 and 7 panels. is_first: nobody has read the panels in this step. */
+INLINE void tiles(const Matrix *m, const uint16_t *x, int64_t stride, const Target *t, int64_t row, int upper,
+                  int lower, int64_t panel, int panels, int is_first) {
     const char *first = (const char *)m->panels + panel * panel_bytes(m), *second = first + panel_bytes(m);
-    float sums[16 * PANEL] __attribute__((aligned(64)));
+    float sums[2][TILE_ROWS * PANEL] __attribute__((aligned(64)));
     int64_t pitch = stride * 2;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int64_t k = 0; k < m->inputs; k += 32) {
+        if (is_first)
+            for (int i = 0; i < 16; i++) {
+                prefetch(first + k * PANEL * 2 + i * LINE_BYTES + AHEAD_BYTES);
+                if (panels > 1) prefetch(second + k * PANEL * 2 + i * LINE_BYTES + AHEAD_BYTES);
+            }
         _tile_loadd(4, x + k, pitch);
         _tile_loadd(6, first + k * PANEL * 2, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -175,11 +175,13 @@ static void tiles(const Matrix *m, const uint16_t *x, int64_t stride, const Targ
             if (panels > 1) _tile_dpbf16ps(3, 5, 7);
         }
     }
-    _tile_stored(0, sums, 64); finish_tile(m, t, row, upper, panel, sums);
-    if (panels > 1) { _tile_stored(1, sums, 64); finish_tile(m, t, row, upper, panel + 1, sums); }
+    _tile_stored(0, sums[0], 64);
+    if (panels > 1) _tile_stored(1, sums[1], 64);
+    finish_tiles(m, t, row, upper, panel, panels, sums);
     if (lower) {
-        _tile_stored(2, sums, 64); finish_tile(m, t, row + 16, lower, panel, sums);
-        if (panels > 1) { _tile_stored(3, sums, 64); finish_tile(m, t, row + 16, lower, panel + 1, sums); }
+        _tile_stored(2, sums[0], 64);
+        if (panels > 1) _tile_stored(3, sums[1], 64);
+        finish_tiles(m, t, row + TILE_ROWS, lower, panel, panels, sums);
     }
 }
 
@@ -188,9 +190,13 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
     int shaped = -1;
     for (int64_t row = 0; row < rows; row += 32) {
         int count = rows - row < 32 ? (int)(rows - row) : 32, upper = count < 16 ? count : 16, lower = count - upper;
-        if (count != shaped) shape_tiles(upper, lower), shaped = count;
-        for (int64_t panel = first; panel < end; panel += 2)
-            tiles(m, x + row * stride, stride, t, row, upper, lower, panel, end - panel < 2 ? 1 : 2);
+        uint8_t up = (uint8_t)upper, low = (uint8_t)(lower ? lower : 1);
+        if (count != shaped) shape_tiles((const uint8_t[8]){up, up, low, low, up, low, 16, 16}), shaped = count;
+        for (int64_t panel = first; panel < end; panel += 2) {
+            int panels = end - panel < 2 ? 1 : 2;
+            if (lower && panels == 2) tiles(m, x + row * stride, stride, t, row, upper, lower, panel, 2, row == 0);
+            else tiles(m, x + row * stride, stride, t, row, upper, lower, panel, panels, row == 0);
+        }
     }
     _tile_release();
 }
@@ -199,7 +205,7 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
 /* All rows times the panels first .. end - 1. x has the matrix's type. */
 static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t rows, const Target *t, int64_t first,
                      int64_t end) {
-#if defined(__AMX_BF16__)
+#if defined(HAS_TILES)
     if (m->type == BFLOAT16 && rows >= FEWEST_ROWS_OF_TILES && may_use_tiles()) {
         multiply_in_tiles(m, x, stride, rows, t, first, end);
         return;
@@ -218,6 +224,46 @@ static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t row
             for (; panel < end; panel++) f32_single[count](m, from, stride, t, row, panel);
         }
         row += count;
+    }
+}
+
+/* The largest output of each row among the panels first .. end - 1, and the lowest index of those that equal it. The
+   products stay in the processor's cache. NaN where one is. */
+#define ROWS_OF_LARGEST 32
+#define PANELS_OF_LARGEST 8           /* at most; as many as a piece has */
+
+static void largest_outputs(const Matrix *m, const void *x, int64_t stride, int64_t rows, int64_t first, int64_t end,
+                            float *largest_of, int64_t *index_of) {
+    float products[ROWS_OF_LARGEST * PANELS_OF_LARGEST * PANEL] __attribute__((aligned(64)));
+    int64_t width = (end - first) * PANEL, count = m->outputs - first * PANEL;
+    if (count > width) count = width;
+    for (int64_t row = 0; row < rows; row += ROWS_OF_LARGEST) {
+        int64_t some = rows - row < ROWS_OF_LARGEST ? rows - row : ROWS_OF_LARGEST;
+        /* `multiply` counts columns from the first panel of the matrix. */
+        Target t = {products - first * PANEL, width, FLOAT32, 0};
+        multiply(m, (const char *)x + row * stride * bytes_of(m->type), stride, some, &t, first, end);
+        for (int64_t r = 0; r < some; r++) {
+            float *found = products + r * width;
+            for (int64_t i = count; i < width; i++) found[i] = -INFINITY;
+            floats best = all(-INFINITY);
+            integers where = all_integers(0), is_nan = all_integers(0);
+            for (int64_t i = 0; i < width; i += LANES) {
+                floats v = *(const floats *)(found + i);
+                integers is_larger = v > best, here = FIRST_INTEGERS + (int32_t)i;
+                best = (floats)(((integers)v & is_larger) | ((integers)best & ~is_larger));
+                where = (here & is_larger) | (where & ~is_larger);
+                is_nan |= v != v;
+            }
+            float top = best[0];
+            int64_t index = where[0];
+            int has_nan = is_nan[0];
+            for (int lane = 1; lane < LANES; lane++) {
+                if (best[lane] > top || (best[lane] == top && where[lane] < index)) top = best[lane], index = where[lane];
+                has_nan |= is_nan[lane];
+            }
+            largest_of[row + r] = has_nan ? NAN : top;
+            index_of[row + r] = first * PANEL + index;
+        }
     }
 }
 

@@ -4,6 +4,7 @@
    run takes none, and nobody waits for it unless it was stopped inside a piece. The thread that calls is one of them
    and could do all alone. */
 #include "attention.h"
+#include "attention_tiles.h"
 #include "products.h"
 #include "rows.h"
 #include <pthread.h>
@@ -12,7 +13,7 @@
 #include <stdlib.h>
 
 /* Kinds of operations, and what their numbers are. A place is three: register, entries between rows, first entry. */
-enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD };
+enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD, LARGEST };
 #define OPERATION_NUMBERS 24
 
 typedef struct {
@@ -76,7 +77,7 @@ static int64_t pieces_of_rows(int64_t rows, int64_t width) {
 
 static int64_t panels_a_piece(const Matrix *m, int threads) {
     int64_t panels = (m->outputs + PANEL - 1) / PANEL;
-    for (int64_t each = 8; each > 1; each /= 2)
+    for (int64_t each = PANELS_OF_LARGEST; each > 1; each /= 2)
         if (panels / each >= 8 * threads) return each;
     return panels >= 8 ? 2 : 1;
 }
@@ -95,7 +96,7 @@ static int64_t width_of(const Operation *o) {
 
 static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
     switch (o->number[0]) {
-    case PRODUCT: {
+    case PRODUCT: case LARGEST: {
         const Matrix *m = POINTER(const Matrix *, o->number[7]);
         int64_t each = panels_a_piece(m, threads);
         return ((m->outputs + PANEL - 1) / PANEL + each - 1) / each;
@@ -147,7 +148,7 @@ static void rotate_and_keep_rows(const Step *s, const int64_t *n, int64_t first,
     }
 }
 
-static void attend_item(const Job *job, const int64_t *n, const Item *item, int type) {
+static void attend_item(const Job *job, const int64_t *n, const Item *item, const Item *next, int type) {
     /* query[1..3], to[4..6], layer 7, scale 8, softcap 9, window 10, sinks 11 */
     const Step *s = job->step;
     const Cache *c = s->cache;
@@ -158,6 +159,7 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, int 
     int64_t position[MOST_QUERY_ROWS];
     Scores how = {as_float(n[8]), as_float(n[9]), n[10], n[11]};
     const int32_t *blocks = s->block_tables + item->sequence * s->table_stride;
+    const char *next_keys = page_of(c, s->block_tables[next->sequence * s->table_stride], n[7], 0, next->head);
     for (int64_t at = 0; at < group; at += MOST_QUERY_ROWS) {        /* more than once for very large groups alone */
         int64_t heads = group - at < MOST_QUERY_ROWS ? group - at : MOST_QUERY_ROWS, count = 0;
         for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
@@ -166,8 +168,14 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, int 
                 memcpy(queries + count * width, row_at(query, row, type) + query_head * width, width);
                 position[count] = s->positions[row];
             }
-        if (type == FLOAT32) attend(c, &how, n[7], item->head, blocks, queries, position, (int)count, result, FLOAT32);
-        else attend(c, &how, n[7], item->head, blocks, queries, position, (int)count, result, BFLOAT16);
+#if defined(HAS_TILES)
+        if (takes_tiles(c, (int)count))
+            attend_in_tiles(c, &how, n[7], item->head, blocks, queries, position, (int)count, next_keys, result);
+        else
+#endif
+        if (type == FLOAT32) attend(c, &how, n[7], item->head, blocks, queries, position, (int)count, next_keys, result,
+                                    FLOAT32);
+        else attend(c, &how, n[7], item->head, blocks, queries, position, (int)count, next_keys, result, BFLOAT16);
         count = 0;
         for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
             for (int64_t g = 0; g < heads; g++, count++) {
@@ -228,8 +236,18 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
         multiply(m, from.row, from.stride, s->rows, &t, first, first + each < end ? first + each : end);
         break;
     }
+    case LARGEST: {
+        /* from[1..3], matrix 7, for each piece and row the largest output 8 and its index 9 */
+        const Matrix *m = POINTER(const Matrix *, n[7]);
+        Place from = place_at(s, n + 1);
+        int64_t each = panels_a_piece(m, threads), end = (m->outputs + PANEL - 1) / PANEL, first = piece * each;
+        largest_outputs(m, from.row, from.stride, s->rows, first, first + each < end ? first + each : end,
+                        POINTER(float *, n[8]) + piece * s->rows, POINTER(int64_t *, n[9]) + piece * s->rows);
+        break;
+    }
     case ATTEND:
-        attend_item(job, n, job->items + piece, (int)s->type);
+        attend_item(job, n, job->items + piece,
+                    job->items + (piece + threads < job->num_items ? piece + threads : piece), (int)s->type);
         break;
     default: {
         int64_t each = rows_a_piece(width_of(o)), first = piece * each, end = first + each;
@@ -419,6 +437,41 @@ int run_step(const Step *step, const Operation *operations, int64_t num_operatio
     }
     free(job.items);
     return 0;
+}
+
+/* The largest output of each row of x, NaN where one is, and the lowest index of those that equal it. Returns 0, or 1
+   where there is no memory. */
+int largest_outputs_of(const Matrix *matrix, const void *x, int64_t stride, int64_t rows, int64_t *index_of,
+                       float *largest_of, int threads) {
+    char *const registers[1] = {(char *)x};
+    Step step = {.rows = rows, .registers = registers, .type = matrix->type};
+    Operation operation = {{LARGEST, 0, stride, 0}};
+    Job job = {.step = &step};
+    operation.number[7] = (int64_t)(intptr_t)matrix;
+    int64_t pieces = count_pieces(&job, &operation, threads), alone = count_pieces(&job, &operation, 1);
+    if (alone > pieces) pieces = alone;
+    float *largest = malloc((size_t)(pieces * rows) * sizeof(float));
+    int64_t *index = malloc((size_t)(pieces * rows) * sizeof(int64_t));
+    int has_memory = largest && index;
+    if (has_memory) {
+        for (int64_t i = 0; i < pieces * rows; i++) largest[i] = -INFINITY;      /* of pieces that there are not */
+        operation.number[8] = (int64_t)(intptr_t)largest;
+        operation.number[9] = (int64_t)(intptr_t)index;
+        run_step(&step, &operation, 1, threads);
+        for (int64_t row = 0; row < rows; row++) {
+            float top = largest[row];
+            int64_t where = index[row];
+            for (int64_t piece = 1; piece < pieces; piece++) {
+                float other = largest[piece * rows + row];
+                if (!(other <= top) && top == top) top = other, where = index[piece * rows + row];
+            }
+            largest_of[row] = top;
+            index_of[row] = where;
+        }
+    }
+    free(largest);
+    free(index);
+    return !has_memory;
 }
 
 void pack_matrix(const Matrix *matrix, const void *plain, int64_t plain_inputs, int64_t row_stride) {

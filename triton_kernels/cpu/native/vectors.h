@@ -9,6 +9,7 @@
 #endif
 
 #define LANES 16
+#define LINE_BYTES 64
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float floats __attribute__((vector_size(64), aligned(4)));
@@ -20,7 +21,15 @@ typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 INLINE int64_t bytes_of(int type) { return type == FLOAT32 ? 4 : 2; }
 
+/* Ask for a line of memory that is read soon. Any address will do: one that cannot be read is not. */
+INLINE void prefetch(const void *line) { __builtin_prefetch(line); }
+/* The same for what is read less soon: it need not be nearest. */
+INLINE void prefetch_soon(const void *line) { __builtin_prefetch(line, 0, 2); }
+
 INLINE floats all(float value) { return (floats){} + value; }
+INLINE integers all_integers(int32_t value) { return (integers){} + value; }
+
+#define FIRST_INTEGERS ((integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
 
 INLINE floats widen(halves narrow) { return (floats)(__builtin_convertvector(narrow, words) << 16); }
 
@@ -89,6 +98,23 @@ INLINE float largest(floats v) {
 }
 
 /* e^x to about 2e-7, 0 below -87, that of 88 above 88; NaN for NaN. */
+#if defined(__AVX512F__)
+INLINE floats exponential(floats x) {
+    __m512 clamped = _mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x);        /* of a NaN it is the second one */
+    __mmask16 is_not_tiny = _mm512_cmp_ps_mask(clamped, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+    return (floats)_mm512_maskz_scalef_ps(is_not_tiny, p, n);
+}
+#else
 INLINE floats exponential(floats x) {
     floats clamped = -larger(-larger(x, all(-87.5f)), all(-88.0f));
     floats scaled = clamped * 1.44269504088896f;
@@ -108,6 +134,7 @@ INLINE floats exponential(floats x) {
     integers is_tiny = x < -87.0f, is_nan = x != x;
     return (floats)(((integers)result & ~is_tiny & ~is_nan) | ((integers)x & is_nan));
 }
+#endif
 
 INLINE floats hyperbolic_tangent(floats x) {
     floats clamped = larger(-larger(-x, all(-15.0f)), all(-15.0f));

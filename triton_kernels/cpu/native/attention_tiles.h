@@ -1,0 +1,198 @@
+/* Attention in bfloat16 by tiles of AMX: the same sums as `attend`, for many query rows at once.
+
+   The products of keys and queries come out as [token][query], so that softmax works on sixteen queries at a time,
+   and weights are rounded to bfloat16, which the tiles take. Queries and weights are transposed in pairs of two
+   bfloat16 to become what a tile is multiplied with. */
+#pragma once
+#include "tiles.h"
+
+#if defined(HAS_TILES)
+#define FEWEST_ROWS_OF_ATTENTION_TILES 5
+#define QUERY_GROUPS (MOST_QUERY_ROWS / TILE_ROWS)
+
+/* to[i][j] = from[j][i] */
+static void transpose(const words from[16], uint32_t *to) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 8; i++) {
+        a[2 * i] = _mm512_unpacklo_epi32((__m512i)from[2 * i], (__m512i)from[2 * i + 1]);
+        a[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)from[2 * i], (__m512i)from[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+        b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+        b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+    }
+    /* b[4 i + c], in its 128 bits l: column 4 l + c of the rows 4 i .. 4 i + 3. */
+    for (int c = 0; c < 4; c++) {
+        __m512i low = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x88), odd = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xdd);
+        __m512i high = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88);
+        __m512i odd_high = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xdd);
+        _mm512_storeu_si512(to + 16 * c, _mm512_shuffle_i32x4(low, high, 0x88));
+        _mm512_storeu_si512(to + 16 * (8 + c), _mm512_shuffle_i32x4(low, high, 0xdd));
+        _mm512_storeu_si512(to + 16 * (4 + c), _mm512_shuffle_i32x4(odd, odd_high, 0x88));
+        _mm512_storeu_si512(to + 16 * (12 + c), _mm512_shuffle_i32x4(odd, odd_high, 0xdd));
+    }
+}
+
+typedef struct {
+    uint32_t queries[QUERY_GROUPS][MOST_HEAD_SIZE / 32][16][16];     /* [32 entries of a head][pair][query] */
+    uint32_t weights[QUERY_GROUPS][MOST_BLOCK_TOKENS / 32][16][16];  /* [32 tokens][query][pair of tokens] */
+    uint32_t values[MOST_BLOCK_TOKENS / 32][MOST_HEAD_SIZE / 16][16][16];    /* [32 tokens][16 entries][pair][entry] */
+    float scores[MOST_BLOCK_TOKENS][MOST_QUERY_ROWS];
+    float sums[MOST_QUERY_ROWS][MOST_HEAD_SIZE];         /* entries in the order that `pair_values` leaves them in */
+} __attribute__((aligned(64))) AttentionTiles;
+
+/* Pairs of tokens side by side. Of 32 entries the first tile has 0-3, 8-11, 16-19, 24-27, the second one the others. */
+static void pair_values(AttentionTiles *a, const char *values, int64_t size, int64_t tokens, const char *soon) {
+    for (int64_t t = 0; t < tokens; t += 2)
+        for (int64_t i = 0; i < size; i += 32) {
+            const char *first = values + (t * size + i) * 2, *second = first + size * 2;
+            __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
+            uint32_t *to = a->values[t / 32][i / 16][t % 32 / 2];
+            _mm512_store_si512(to, _mm512_unpacklo_epi16(x, y));
+            _mm512_store_si512(to + 256, _mm512_unpackhi_epi16(x, y));
+            prefetch_soon(soon + (t * size + i) * 2);
+            prefetch_soon(soon + ((t + 1) * size + i) * 2);
+        }
+}
+
+static void score_page(AttentionTiles *a, const char *keys, int groups, int64_t size, int64_t tokens,
+                       const char *soon) {
+    for (int64_t t = 0; t < tokens; t += TILE_ROWS) {
+        for (int64_t at = 0; at < TILE_ROWS * size * 2; at += LINE_BYTES) prefetch_soon(soon + t * size * 2 + at);
+        _tile_zero(0); _tile_zero(1);
+        for (int64_t i = 0; i < size; i += 32) {
+            _tile_loadd(2, keys + (t * size + i) * 2, size * 2);
+            _tile_loadd(3, a->queries[0][i / 32], 64);
+            _tile_dpbf16ps(0, 2, 3);
+            if (groups > 1) {
+                _tile_loadd(4, a->queries[1][i / 32], 64);
+                _tile_dpbf16ps(1, 2, 4);
+            }
+        }
+        _tile_stored(0, a->scores[t], sizeof a->scores[0]);
+        if (groups > 1) _tile_stored(1, a->scores[t] + TILE_ROWS, sizeof a->scores[0]);
+    }
+}
+
+static void add_page(AttentionTiles *a, int groups, int64_t size, int64_t tokens) {
+    for (int64_t i = 0; i < size / 16; i++) {
+        _tile_loadd(0, a->sums[0] + i * 16, sizeof a->sums[0]);
+        if (groups > 1) _tile_loadd(1, a->sums[TILE_ROWS] + i * 16, sizeof a->sums[0]);
+        for (int64_t k = 0; k < tokens / 32; k++) {
+            _tile_loadd(2, a->values[k][i], 64);
+            _tile_loadd(3, a->weights[0][k], 64);
+            _tile_dpbf16ps(0, 3, 2);
+            if (groups > 1) {
+                _tile_loadd(4, a->weights[1][k], 64);
+                _tile_dpbf16ps(1, 4, 2);
+            }
+        }
+        _tile_stored(0, a->sums[0] + i * 16, sizeof a->sums[0]);
+        if (groups > 1) _tile_stored(1, a->sums[TILE_ROWS] + i * 16, sizeof a->sums[0]);
+    }
+}
+
+/* Scores of one page of sixteen queries to weights; their maximum and total, and what was summed so far, go along. */
+static void weigh_page(AttentionTiles *a, const Scores *how, int group, integers position, int64_t start,
+                       int64_t tokens, int is_whole, int64_t size, floats *maximum, floats *total) {
+    floats most = *maximum;
+    for (int64_t t = 0; t < tokens; t++) {
+        floats *at = (floats *)(a->scores[t] + group * TILE_ROWS), s = *at * how->scale;
+        if (how->softcap != 0) s = hyperbolic_tangent(s / how->softcap) * how->softcap;
+        if (!is_whole) {
+            int32_t key = (int32_t)(start + t);
+            integers sees = all_integers(key) <= position;
+            if (how->window && key >= how->sinks) sees &= all_integers(key) > position - (int32_t)how->window;
+            s = (floats)(((integers)s & sees) | ((integers)all(-INFINITY) & ~sees));
+        }
+        *at = s;
+        most = larger(s, most);
+    }
+    if (_mm512_cmp_ps_mask((__m512)most, (__m512)*maximum, _CMP_GT_OQ)) {
+        floats shrink = exponential(*maximum - most);
+        *maximum = most;
+        *total *= shrink;
+        for (int row = 0; row < TILE_ROWS; row++) {
+            float *sums = a->sums[group * TILE_ROWS + row];
+            if (shrink[row] != 1.0f)
+                for (int64_t i = 0; i < size; i += LANES) *(floats *)(sums + i) *= shrink[row];
+        }
+    }
+    floats sum = all(0);
+    for (int64_t t = 0; t < tokens; t += 32) {
+        words pairs[16];
+        for (int j = 0; j < 16; j++) {
+            floats first = exponential(*(floats *)(a->scores[t + 2 * j] + group * TILE_ROWS) - most);
+            floats second = exponential(*(floats *)(a->scores[t + 2 * j + 1] + group * TILE_ROWS) - most);
+            sum += first + second;
+            pairs[j] = (((words)first + 0x8000) >> 16) | (((words)second + 0x8000) & 0xffff0000);
+        }
+        transpose(pairs, a->weights[group][t / 32][0]);
+    }
+    *total += sum;
+}
+
+static int takes_tiles(const Cache *c, int rows) {
+    return c->type == BFLOAT16 && rows >= FEWEST_ROWS_OF_ATTENTION_TILES && c->head_size % 32 == 0
+           && c->block_tokens % 32 == 0 && may_use_tiles();
+}
+
+/* As `attend`, where `takes_tiles`. */
+static void attend_in_tiles(const Cache *c, const Scores *how, int64_t layer, int64_t head, const int32_t *blocks,
+                            const char *queries, const int64_t *position, int rows, const char *next_keys,
+                            float *result) {
+    AttentionTiles a;
+    int64_t size = c->head_size, width = size * 2, first = position[0], last = position[0];
+    int groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    integers positions[QUERY_GROUPS];
+    floats maximum[QUERY_GROUPS], total[QUERY_GROUPS];
+    for (int row = 0; row < groups * TILE_ROWS; row++) {
+        int64_t at = position[row < rows ? row : 0];
+        positions[row / TILE_ROWS][row % TILE_ROWS] = (int32_t)at;
+        first = at < first ? at : first;
+        last = at > last ? at : last;
+        memset(a.sums[row], 0, sizeof(float) * (size_t)size);
+    }
+    for (int group = 0; group < groups; group++) {
+        maximum[group] = all(-1e30f);
+        total[group] = all(0);
+        for (int64_t i = 0; i < size; i += 32) {
+            words pairs[16];
+            for (int row = 0; row < TILE_ROWS; row++) {
+                int of = group * TILE_ROWS + row;
+                pairs[row] = *(const words *)(queries + (of < rows ? of : 0) * width + i * 2);
+            }
+            transpose(pairs, a.queries[group][i / 32][0]);
+        }
+    }
+    shape_tiles((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
+    int64_t behind = how->window && first - how->window + 1 > 0 ? first - how->window + 1 : 0;    /* of the first row */
+    for (int64_t start = 0; start <= last; start += c->block_tokens) {
+        int64_t end = start + c->block_tokens;
+        if (end <= behind && start >= how->sinks) continue;
+        int64_t tokens = last + 1 - start < c->block_tokens ? (last + 1 - start + 31) / 32 * 32 : c->block_tokens;
+        int64_t block = blocks[start / c->block_tokens];
+        const char *keys = page_of(c, block, layer, 0, head), *values = page_of(c, block, layer, 1, head);
+        const char *soon = end <= last ? page_of(c, blocks[end / c->block_tokens], layer, 0, head) : next_keys;
+        int is_whole = end <= first + 1 && (!how->window || start > last - how->window);
+        score_page(&a, keys, groups, size, tokens, values);
+        for (int group = 0; group < groups; group++)
+            weigh_page(&a, how, group, positions[group], start, tokens, is_whole, size, maximum + group, total + group);
+        pair_values(&a, values, size, tokens, soon);
+        add_page(&a, groups, size, tokens);
+    }
+    _tile_release();
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int row = 0; row < rows; row++) {
+        float all_of = total[row / TILE_ROWS][row % TILE_ROWS];
+        for (int64_t i = 0; i < size; i += 32) {
+            __m512 x = _mm512_load_ps(a.sums[row] + i), y = _mm512_load_ps(a.sums[row] + i + 16);
+            *(floats *)(result + row * MOST_HEAD_SIZE + i) = (floats)_mm512_permutex2var_ps(x, low, y) / all_of;
+            *(floats *)(result + row * MOST_HEAD_SIZE + i + 16) = (floats)_mm512_permutex2var_ps(x, high, y) / all_of;
+        }
+    }
+}
+#endif

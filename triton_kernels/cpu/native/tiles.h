@@ -1,0 +1,29 @@
+/* The tiles of AMX: eight registers of 16 rows of 64 bytes. */
+#pragma once
+#include "vectors.h"
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES 1
+#define TILE_ROWS 16
+
+/* Whether this process may use the tiles: the system wants to be asked once. */
+static int may_use_tiles(void) {
+    static int answer = -1;
+    if (answer < 0) answer = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return answer;
+}
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} __attribute__((packed)) TileShapes;
+
+static void shape_tiles(const uint8_t rows[8]) {
+    TileShapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = rows[i];
+    _tile_loadconfig(&shapes);
+}
+#endif
