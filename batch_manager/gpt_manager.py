@@ -156,7 +156,7 @@ class GptManager:
         state                  "RUNNING", "DRAINING", "FAILED" or "STOPPED"
         activity               what the worker does now: "loop", "idle", or the code it is inside that may hang: a
                                callback ("get", "send", "poll", "stats", "trace"), "reading a request",
-                               "schedule_request", "model step", "memory_usage"
+                               "schedule_request", "model step", "memory_usage", "figures"
         seconds_in_activity    since when
         is_hanging             longer than hang_warning_s without a heartbeat, and not idle
         failure                text of the error that failed the engine, or ""

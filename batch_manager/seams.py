@@ -103,6 +103,9 @@ class ModelBackend(Protocol):
         """Give back memory and handles. Idempotent."""
         ...
 
+    # A backend may have one method more. Its numbers, by names of its own, are in the statistics of each iteration:
+    #     def figures(self) -> Mapping[str, int]
+
 
 class Clock(Protocol):
     """Time, injected so that a simulation can make its own."""

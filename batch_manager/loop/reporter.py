@@ -25,7 +25,9 @@ class Reporter:
         self._max_requests = max_requests
         self._trace = trace
         self.wants_trace = trace is not None
-        self._in_trace, self._in_memory_usage = map(callbacks.guard.containing, ("trace", "memory_usage"))
+        self._figures_of_backend = getattr(backend, "figures", None)
+        self._in_trace, self._in_memory_usage, self._in_figures = map(
+            callbacks.guard.containing, ("trace", "memory_usage", "figures"))
 
     def trace(self, record: IterationRecord) -> None:
         """Only where `wants_trace`."""
@@ -69,10 +71,16 @@ class Reporter:
             errors=unanswered.errors,
             callback_failures=callbacks.guard.failures,
             dispatch=self._backend.info.dispatch,
-            figures=record.figures,
+            figures=record.figures if self._figures_of_backend is None else record.figures | self._figures_now(),
             static_batch=record.static_batch,
         )
         callbacks.return_stats(to_json(stats))
+
+    def _figures_now(self) -> dict[str, int]:
+        """What the backend counts; nothing where it cannot say."""
+        with self._in_figures:
+            return {str(name): index(value) for name, value in self._figures_of_backend().items()}
+        return {}
 
     def _memory_now(self) -> MemoryUsage:
         """Zeros from a backend that does not know: a number for people to look at costs no request."""

@@ -1,6 +1,8 @@
 """A model on a CPU as compiled code: its forward, as it was recorded, in one call over the rows of each step; its head
 in another."""
 
+import time
+
 import numpy as np
 import torch
 
@@ -9,6 +11,7 @@ from ..layers.recording import Recording
 from ..triton_kernels.cpu.large_pages import allocate
 from ..triton_kernels.cpu.native.library import TYPES, Cache, Step, address, load_library
 from ..triton_kernels.cpu.native.matrix import PackedMatrix
+from .thread_governor import ThreadGovernor
 
 REGISTER_BYTES = 64                # where one register may begin behind another: a cache line
 
@@ -20,13 +23,13 @@ class CompiledStep:
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
     num_heads     query heads
     head          the matrix that is all of the model's head; None: the head is something else
-    threads       to compute with, the calling one among them
+    threads       to compute with at most, the calling one among them
     Raises        CannotCompileError, which packing the matrices has raised before
     """
 
     def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, head: PackedMatrix | None,
                  threads: int) -> None:
-        self._head, self._threads = head, threads
+        self._head, self._governor = head, ThreadGovernor(threads)
         _, num_layers, _, kv_heads, block_tokens, head_size = kv_pool.shape
         self._library, self._recording, self._kv_pool = load_library(), recording, kv_pool
         self._type = TYPES[recording.dtype]
@@ -57,10 +60,18 @@ class CompiledStep:
         call = self._step
         call.positions, call.pool_slots, call.query_starts, call.block_tables = (array.ctypes.data for array in arrays)
         call.rows, call.num_sequences, call.table_stride = rows, len(step.slots), step.block_tables.shape[1]
-        if self._library.run_step(address(call), self._operations.ctypes.data, len(self._operations),
-                                  self._threads):
+        threads = self._governor.threads_for(rows)
+        start_s, start_ns = time.perf_counter(), self._library.processor_nanoseconds()
+        if self._library.run_step(address(call), self._operations.ctypes.data, len(self._operations), threads):
             raise MemoryError(f"no memory for the list of pieces of a step of {rows:,} tokens")
+        self._governor.report(rows, time.perf_counter() - start_s,
+                              (self._library.processor_nanoseconds() - start_ns) * 1e-9)
         return result[:, : hidden.shape[1]]
+
+    @property
+    def threads(self) -> int:
+        """Those of the newest step."""
+        return self._governor.newest
 
     @property
     def has_head(self) -> bool:
@@ -69,12 +80,12 @@ class CompiledStep:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [r, hidden size] -> [r, vocab] float32."""
-        return self._head.multiply(hidden, torch.float32, self._threads)
+        return self._head.multiply(hidden, torch.float32, self.threads)
 
     def largest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [r, hidden size] -> (the token of the largest of each row's logits [r] int64, the lowest of equals;
         that logit [r] float32, NaN where a logit is). The logits themselves are not kept."""
-        return self._head.largest(hidden, self._threads)
+        return self._head.largest(hidden, self.threads)
 
     def _make_room(self, rows: int) -> None:
         """Registers for so many rows: zeros, and what lies behind the last column of a row stays zero."""

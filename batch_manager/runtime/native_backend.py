@@ -279,6 +279,12 @@ class NativeBackend:
         return MemoryUsage(gpu=self._allocated.num_bytes(), cpu=self._host_bytes,
                            pinned=self._pinned_bytes + self._uploads.pinned_bytes)
 
+    def figures(self) -> dict[str, int]:
+        if self._device.type != "cpu" or self._runner is None:
+            return {}
+        compiled = self._runner.compiled
+        return {"Compute Threads": compiled.threads if compiled else self._num_threads or torch.get_num_threads()}
+
     def close(self) -> None:
         if self._runner is not None:
             finish_stream(self._stream)               # others may get the memory as soon as it is given back

@@ -82,3 +82,21 @@ def test_the_packed_weights_are_counted_as_those_of_onednn_are():
     sizes = [load_model(MODEL, device="cpu", compiled_step=compiled).weight_bytes for compiled in (True, False)]
     assert sizes[0] == sizes[1]
     assert step_compilation.TOLERANCES.keys() == {torch.float32, torch.bfloat16}
+
+
+def test_the_threads_of_the_newest_step_are_a_statistic():
+    made = backend(num_threads=2)
+    assert made.figures() == {"Compute Threads": 2}
+    made._runner.compiled._governor.newest = 1
+    assert made.figures() == {"Compute Threads": 1}
+    assert backend(False, num_threads=2).figures() == {"Compute Threads": 2}
+    made.close()
+    assert made.figures() == {}
+
+
+def test_torch_has_one_thread_inside_a_compiled_step_and_the_host_its_own_number():
+    made, before, seen = backend(num_threads=3), torch.get_num_threads(), []
+    embed = made._runner._model.embed
+    made._runner._model.embed = lambda ids: seen.append(torch.get_num_threads()) or embed(ids)
+    made.warm_up()
+    assert set(seen) == {1} and torch.get_num_threads() == before

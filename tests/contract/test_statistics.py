@@ -3,7 +3,11 @@
 import json
 import re
 
+import numpy as np
+import pytest
+
 from batch_manager import KvCacheConfig, SchedulerPolicy
+from batch_manager.testing import EngineHarness, ScriptedBackend
 
 NAMES = ["Timestamp", "Iteration Counter", "Active Request Count", "Max Request Count", "Runtime GPU Memory Usage",
          "Runtime CPU Memory Usage", "Runtime Pinned Memory Usage", "Max KV cache blocks", "Free KV cache blocks",
@@ -73,6 +77,35 @@ def test_the_kernel_dispatch_and_the_block_size_are_named(make_world, new_reques
     world.run()
     record = json.loads(world.client.stats[-1])
     assert record["Kernel Dispatch"] == "scripted" and record["Tokens per KV cache block"] == 16
+
+
+class CountingBackend(ScriptedBackend):
+    answer = {"Compute Threads": np.int64(3)}
+
+    def figures(self):
+        return self.answer
+
+
+def test_numbers_of_the_backend_are_in_every_record(new_request):
+    pending, records = [new_request(1, [1], 3)], []
+    with EngineHarness(lambda count: [pending.pop()] if pending else [], lambda *response: None, stats=records.append,
+                       backend=CountingBackend()) as engine:
+        for _ in range(4):
+            engine.step()
+    assert [json.loads(record)["Compute Threads"] for record in records] == [3] * len(records) and records
+
+
+@pytest.mark.parametrize("answer", [None, {"Compute Threads": "many"}, {1: 1.5}])
+def test_a_backend_whose_numbers_are_none_costs_nobody_a_record(new_request, answer):
+    pending, records, finals = [new_request(1, [1], 3)], [], []
+    backend = CountingBackend()
+    backend.answer = answer
+    with EngineHarness(lambda count: [pending.pop()] if pending else [],
+                       lambda number, tensors, is_final, error: finals.append(error) if is_final else None,
+                       stats=records.append, backend=backend) as engine:
+        for _ in range(4):
+            engine.step()
+    assert finals == [""] and "Failed figures Callbacks" in json.loads(records[-1])
 
 
 def test_c26_no_record_and_no_error_text_holds_tokens_of_a_request(make_world, new_request):

@@ -89,6 +89,7 @@ def _load_once() -> ctypes.CDLL | str:
     library.run_step.argtypes, library.run_step.restype = [pointer, pointer, number, ctypes.c_int], ctypes.c_int
     library.largest_outputs_of.argtypes = [pointer, pointer, number, number, pointer, pointer, ctypes.c_int]
     library.largest_outputs_of.restype = ctypes.c_int
+    library.processor_nanoseconds.argtypes, library.processor_nanoseconds.restype = [], number
     library.pack_matrix.argtypes, library.pack_matrix.restype = [pointer, pointer, number, number], None
     return library
 

@@ -11,6 +11,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 
 /* Kinds of operations, and what their numbers are. A place is three: register, entries between rows, first entry. */
 enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD, LARGEST };
@@ -284,6 +285,7 @@ static struct {
     _Atomic uint64_t state;
     _Atomic int64_t num_done;
     _Atomic int threads;
+    _Atomic int64_t processor_ns;     /* of all that worked on jobs, since the library was loaded */
     Job job;
     _Atomic int64_t num_pieces[MOST_OPERATIONS];
 } pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
@@ -306,8 +308,13 @@ static uint64_t next_operation(int64_t operation) {
     return operation < pool.job.num_operations ? (uint64_t)operation : NO_OPERATION;
 }
 
-/* Take pieces until the job of this number is over. */
-static void work_on(uint64_t number, int threads) {
+static int64_t processor_time_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return time.tv_sec * 1000000000ll + time.tv_nsec;
+}
+
+static void take_pieces(uint64_t number, int threads) {
     int looks = 0;
     for (;;) {
         uint64_t seen = atomic_load_explicit(&pool.state, memory_order_acquire), operation = OPERATION(seen);
@@ -328,6 +335,13 @@ static void work_on(uint64_t number, int threads) {
                                   memory_order_release);
         }
     }
+}
+
+/* Take pieces until the job of this number is over. */
+static void work_on(uint64_t number, int threads) {
+    int64_t start = processor_time_ns();
+    take_pieces(number, threads);
+    atomic_fetch_add_explicit(&pool.processor_ns, processor_time_ns() - start, memory_order_relaxed);
 }
 
 INLINE int is_for(uint64_t state, uint64_t done, int index) {
@@ -384,10 +398,12 @@ static void start_helpers(int threads) {
 }
 
 static void run_alone(const Job *job) {
+    int64_t start = processor_time_ns();
     for (int64_t i = 0; i < job->num_operations; i++) {
         int64_t count = count_pieces(job, job->operations + i, 1);
         for (int64_t piece = 0; piece < count; piece++) run_piece(job, job->operations + i, piece, 1);
     }
+    atomic_fetch_add_explicit(&pool.processor_ns, processor_time_ns() - start, memory_order_relaxed);
 }
 
 /* ---------------------------------------------------------------- what Python calls */
@@ -438,6 +454,10 @@ int run_step(const Step *step, const Operation *operations, int64_t num_operatio
     free(job.items);
     return 0;
 }
+
+/* Processor time of all threads in jobs so far. A thread adds its own when it leaves a job, the last one a moment after
+   the job. */
+int64_t processor_nanoseconds(void) { return atomic_load_explicit(&pool.processor_ns, memory_order_relaxed); }
 
 /* The largest output of each row of x, NaN where one is, and the lowest index of those that equal it. Returns 0, or 1
    where there is no memory. */
