@@ -93,7 +93,8 @@ class TrtGptModelOptionalParams:
     gather_context_logits, gather_generation_logits   whether requests may ask for logits
     num_threads                 threads a CPU backend computes with, at most 1,024; None: torch's current setting. Holds
                                 for the worker's thread, callbacks included, and for no other. Where steps are compiled
-                                (cpu_compile) torch has one thread inside a step, also in stages and post-processors
+                                (cpu_compile) torch has one thread inside a step, also in stages and post-processors,
+                                and steps compute on fewer while other programs keep the cores busy
     cuda_graphs                 replay captured graphs for generation steps; None: where it can
     deterministic               bit by bit the same tokens, log-probabilities and logits alone or batched, whole or
                                 chunked, paused or not, cached or not, in any layout. Holds for one machine, build of

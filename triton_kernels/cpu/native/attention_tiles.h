@@ -43,6 +43,8 @@ typedef struct {
     float sums[MOST_QUERY_ROWS][MOST_HEAD_SIZE];         /* entries in the order that `pair_values` leaves them in */
 } __attribute__((aligned(64))) AttentionTiles;
 
+static __thread AttentionTiles attention_tiles;          /* not on the stack: the host decides how large that is */
+
 /* Pairs of tokens side by side. Of 32 entries the first tile has 0-3, 8-11, 16-19, 24-27, the second one the others. */
 static void pair_values(AttentionTiles *a, const char *values, int64_t size, int64_t tokens, const char *soon) {
     for (int64_t t = 0; t < tokens; t += 2)
@@ -143,7 +145,7 @@ static int takes_tiles(const Cache *c, int rows) {
 static void attend_in_tiles(const Cache *c, const Scores *how, int64_t layer, int64_t head, const int32_t *blocks,
                             const char *queries, const int64_t *position, int rows, const char *next_keys,
                             float *result) {
-    AttentionTiles a;
+    AttentionTiles *a = &attention_tiles;
     int64_t size = c->head_size, width = size * 2, first = position[0], last = position[0];
     int groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
     integers positions[QUERY_GROUPS];
@@ -153,7 +155,7 @@ static void attend_in_tiles(const Cache *c, const Scores *how, int64_t layer, in
         positions[row / TILE_ROWS][row % TILE_ROWS] = (int32_t)at;
         first = at < first ? at : first;
         last = at > last ? at : last;
-        memset(a.sums[row], 0, sizeof(float) * (size_t)size);
+        memset(a->sums[row], 0, sizeof(float) * (size_t)size);
     }
     for (int group = 0; group < groups; group++) {
         maximum[group] = all(-1e30f);
@@ -164,7 +166,7 @@ static void attend_in_tiles(const Cache *c, const Scores *how, int64_t layer, in
                 int of = group * TILE_ROWS + row;
                 pairs[row] = *(const words *)(queries + (of < rows ? of : 0) * width + i * 2);
             }
-            transpose(pairs, a.queries[group][i / 32][0]);
+            transpose(pairs, a->queries[group][i / 32][0]);
         }
     }
     shape_tiles((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
@@ -177,11 +179,11 @@ static void attend_in_tiles(const Cache *c, const Scores *how, int64_t layer, in
         const char *keys = page_of(c, block, layer, 0, head), *values = page_of(c, block, layer, 1, head);
         const char *soon = end <= last ? page_of(c, blocks[end / c->block_tokens], layer, 0, head) : next_keys;
         int is_whole = end <= first + 1 && (!how->window || start > last - how->window);
-        score_page(&a, keys, groups, size, tokens, values);
+        score_page(a, keys, groups, size, tokens, values);
         for (int group = 0; group < groups; group++)
-            weigh_page(&a, how, group, positions[group], start, tokens, is_whole, size, maximum + group, total + group);
-        pair_values(&a, values, size, tokens, soon);
-        add_page(&a, groups, size, tokens);
+            weigh_page(a, how, group, positions[group], start, tokens, is_whole, size, maximum + group, total + group);
+        pair_values(a, values, size, tokens, soon);
+        add_page(a, groups, size, tokens);
     }
     _tile_release();
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -189,7 +191,7 @@ static void attend_in_tiles(const Cache *c, const Scores *how, int64_t layer, in
     for (int row = 0; row < rows; row++) {
         float all_of = total[row / TILE_ROWS][row % TILE_ROWS];
         for (int64_t i = 0; i < size; i += 32) {
-            __m512 x = _mm512_load_ps(a.sums[row] + i), y = _mm512_load_ps(a.sums[row] + i + 16);
+            __m512 x = _mm512_load_ps(a->sums[row] + i), y = _mm512_load_ps(a->sums[row] + i + 16);
             *(floats *)(result + row * MOST_HEAD_SIZE + i) = (floats)_mm512_permutex2var_ps(x, low, y) / all_of;
             *(floats *)(result + row * MOST_HEAD_SIZE + i + 16) = (floats)_mm512_permutex2var_ps(x, high, y) / all_of;
         }
