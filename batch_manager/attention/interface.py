@@ -52,6 +52,30 @@ class PackedStep:
         return int(self.query_starts[self.num_contexts])
 
 
+@dataclass(frozen=True, slots=True)
+class GenerationInputs:
+    """What the attention of a generation step reads on the device, at addresses that stay.
+
+    R rows of one token each; some of them may be padding, of length 0.
+
+    positions      [R] int32
+    pool_slots     [R] int64   where each token's key and value go; -1: nowhere
+    kv_lengths     [R] int32   tokens in the KV cache once this step's are written; 0: padding
+    table_rows     [R] int32   the row of `block_tables` of each sequence
+    block_tables   [rows, m] int32   of all sequences
+    work           window -> (work list [W, 4] int32, part starts [R + 1] int32), as of `decode_work_list`
+    is_split       whether sequences may be cut into parts
+    """
+
+    positions: torch.Tensor
+    pool_slots: torch.Tensor
+    kv_lengths: torch.Tensor
+    table_rows: torch.Tensor
+    block_tables: torch.Tensor
+    work: dict[int | None, tuple[torch.Tensor, torch.Tensor]]
+    is_split: bool
+
+
 class RotaryTable(Protocol):
     """Cosines and sines of the rotary position embedding; a layers.Rotary is one.
 
@@ -117,6 +141,30 @@ class Attention(Protocol):
         Shapes   query [T, heads, head_size]; key, value [T, kv_heads, head_size]; result [T, heads * head_size]
         Mutates  the pool's pages of this layer; may overwrite query and key
         """
+        ...
+
+
+class BindableAttention(Attention, Protocol):
+    """An attention that also serves generation steps whose inputs stay where they are, so that graphs can replay them.
+
+    windows    the different windows of the layers, in any order
+    can_bind   whether it does, as it was made; an attention without this member does not
+    """
+
+    windows: tuple[int | None, ...]
+    can_bind: bool
+
+    def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
+        """On the host, by window: work list [W, 4] and part starts [s + 1] of sequences of these lengths [s]."""
+        ...
+
+    def most_parts(self, num_rows: int, max_blocks: int) -> int:
+        """Rows that such a work list has at most, for so many sequences of up to so many blocks."""
+        ...
+
+    def bind_generation(self, given: GenerationInputs) -> None:
+        """Let `run` serve the generation step that reads these, in place of `plan` and `receive`. What `run` launches
+        follows from their shapes and addresses, and from `is_split`, alone."""
         ...
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from ..triton_kernels.context_work_list import context_tile_rows, context_work_list
-from ..triton_kernels.decode_work_list import decode_work_list
+from ..triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, decode_work_list
 from ..triton_kernels.device_limits import device_limits
 from ..triton_kernels.paged_attention_context import paged_attention_context
 from ..triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
 from ..triton_kernels.rope_kv_append import rope_kv_append
-from .interface import HeadLayout, PackedStep, RotaryTable
+from .interface import GenerationInputs, HeadLayout, PackedStep, RotaryTable
 
 NO_WORK = np.empty((0, 2), np.int32)
 UNIFORM_ROWS = 16      # of a tile when deterministic: the least a matrix instruction takes, as most rows stand alone
@@ -42,7 +42,7 @@ class TritonPagedAttention:
     def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
         self._num_contexts = contexts = len(step.slots) if self.deterministic else step.num_contexts
         self._num_context_tokens = int(step.query_starts[contexts])
-        decode_work = self._decode_work(step.kv_lengths[contexts:])
+        decode_work = self.plan_generation(step.kv_lengths[contexts:])
         self._are_split = {window: bool(part_starts[-1]) for window, (_, part_starts) in decode_work.items()}
         context_work = NO_WORK
         if contexts:
@@ -56,6 +56,7 @@ class TritonPagedAttention:
         return [np.concatenate([array.ravel() for array in arrays], dtype=np.int32)]
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._table_rows = None
         slots, self._positions, self._kv_lengths, self._query_starts, table, context_work, *more = (
             tensors[0].split(self._sizes))
         self._pool_slots = slots.view(torch.int64)
@@ -65,16 +66,39 @@ class TritonPagedAttention:
             window: (work_list.view(-1, 4), part_starts if is_split else None)
             for (window, is_split), work_list, part_starts in zip(self._are_split.items(), more[::2], more[1::2])}
 
-    def _decode_work(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
-        """Work list and part starts by window; kv_lengths [s] of the generation rows."""
+    @property
+    def can_bind(self) -> bool:
+        """Whether `bind_generation` serves generation steps: deterministic, their rows run as contexts do."""
+        return not self.deterministic
+
+    def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
+        """Work list and part starts by window, see `decode_work_list`; kv_lengths [s] of the generation rows."""
         if not len(kv_lengths):
             return {}
-        pool = self.layer_pools[0]
-        kv_heads, tokens_per_block, head_size = pool.shape[2:]
-        # On the device that the engine runs on: it is the current one during a step.
-        places = decode_settings(head_size, tokens_per_block, pool.element_size(), device_limits()).places
+        kv_heads, tokens_per_block = self.layer_pools[0].shape[2:4]
+        places = self._places()
         return {window: decode_work_list(kv_lengths, tokens_per_block, kv_heads, places, window, self.sink)
                 for window in self.windows}
+
+    def most_parts(self, num_rows: int, max_blocks: int) -> int:
+        """Rows that a work list of `plan_generation` has at most, for so many sequences of up to so many blocks."""
+        kv_heads = self.layer_pools[0].shape[2]
+        in_sequences = num_rows * -(-max_blocks // MIN_PAGES_PER_PART)
+        return max(num_rows, min(in_sequences, num_rows + ROUNDS * self._places() // kv_heads))
+
+    def bind_generation(self, given: GenerationInputs) -> None:
+        """Let `run` serve a generation step that reads these; in place of `plan` and `receive`."""
+        self._num_contexts = self._num_context_tokens = 0
+        self._pool_slots, self._positions, self._kv_lengths = given.pool_slots, given.positions, given.kv_lengths
+        self._block_tables, self._table_rows = given.block_tables, given.table_rows
+        self._decode_work_on_device = {window: (work_list, part_starts if given.is_split else None)
+                                       for window, (work_list, part_starts) in given.work.items()}
+
+    def _places(self) -> int:
+        pool = self.layer_pools[0]
+        tokens_per_block, head_size = pool.shape[3:]
+        # On the device that the engine runs on: it is the current one during a step.
+        return decode_settings(head_size, tokens_per_block, pool.element_size(), device_limits()).places
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None) -> torch.Tensor:
@@ -92,5 +116,6 @@ class TritonPagedAttention:
         if split < len(query):
             paged_attention_decode(query[split:], pool, self._block_tables[contexts:], self._kv_lengths[contexts:],
                                    *self._decode_work_on_device[attention.window], attention.scale, attention.window,
-                                   out=result[split:], sink=self.sink, softcap=attention.softcap)
+                                   slots=self._table_rows, out=result[split:], sink=self.sink,
+                                   softcap=attention.softcap)
         return result.flatten(1)

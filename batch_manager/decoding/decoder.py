@@ -16,6 +16,7 @@ from .logits_post_processors import LogitsPostProcessors
 from .logits_return import generation_logits
 from .logits_rows import LogitsRows
 from .logits_stage import LogitsStage
+from .plain_draw import draw_plainly
 from .slots import (
     BEAMS,
     GENERATION_LOGITS,
@@ -142,6 +143,11 @@ class GptDecoder:
         if of.features & STAGES:
             self.stages.keep(of, drawn.tokens)
         self.state.last_tokens.put(of.device_slots, of.device_positions, drawn.tokens.long())
+
+    def draw_plainly(self, logits: torch.Tensor, slots: torch.Tensor, draw_positions: torch.Tensor,
+                     kv_lengths: torch.Tensor, results: torch.Tensor) -> None:
+        """Draw and keep, for rows that nothing but the numbers of `sample_token` matters for; see plain_draw.py."""
+        draw_plainly(self.state, self._sample_token, SAMPLED_BY, logits, slots, draw_positions, kv_lengths, results)
 
     def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:
         of, finite = LogitsRows(rows.beams, self.state, self.history), None

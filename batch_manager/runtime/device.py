@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,15 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return _free_host_memory()
+
+
+def used_memory(device: torch.device) -> int:
+    """Bytes of a GPU that are not free to anybody, as its driver says, when what was launched is done; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def device_name(device: torch.device) -> str:
@@ -167,6 +176,17 @@ class Uploads:
         return [there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
                 for array, start in zip(arrays, starts)]
 
+    def into(self, there: torch.Tensor, array: np.ndarray) -> None:
+        """The bytes of an array to a tensor of uint8 on the device, of the same length, behind what was launched so
+        far. The array may be written again at once."""
+        if self._shares_memory:
+            there.copy_(torch.from_numpy(array))
+            return
+        buffer, copied = self._free_buffer(array.nbytes)
+        buffer.numpy()[: array.nbytes] = array
+        there.copy_(buffer[: array.nbytes], non_blocking=True)
+        copied.record(torch.cuda.current_stream(self._device))
+
     def _free_buffer(self, num_bytes: int):
         index, self._next = self._next, (self._next + 1) % UPLOAD_BUFFERS
         held = self._buffers[index]
@@ -180,18 +200,58 @@ class Uploads:
         return self._buffers[index]
 
 
-class Readback:
-    """Tensors on their way from the device to the host: the small ones, of which every step has some, in one copy."""
+class CapturedGraph:
+    """What a function launches, recorded once and launched again in one call.
 
-    def __init__(self, device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+    memory_of   a graph whose memory for what the function allocates serves this one too: only one of them may be
+                running, and nothing that one leaves there is read after the other has run. None: memory of its own
+
+    Recorded are launches with their arguments: the addresses are those of the capture, whatever they hold by then.
+    """
+
+    def __init__(self, device: torch.device, memory_of: "CapturedGraph | None" = None) -> None:
+        self._device = device
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = torch.cuda.graph_pool_handle() if memory_of is None else memory_of._pool
+
+    def capture(self, function: Callable[[], None]) -> None:
+        """Record what the function launches on the current stream, which is not the default one. Nothing runs.
+
+        Raises RuntimeError where the function does what cannot be recorded: copies from memory that is not pinned,
+        waits, reads results. The stream records no more then.
+        """
+        torch.cuda.synchronize(self._device)
+        # Other threads of the process go on with the GPU meanwhile.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            function()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._graph.capture_end()
+            raise
+        self._graph.capture_end()
+
+    def replay(self) -> None:
+        """Launch all of it, behind what the current stream has."""
+        self._graph.replay()
+
+
+class Readback:
+    """Tensors on their way from the device to the host: the small ones, of which every step has some, in one copy.
+
+    is_reused   the tensors are written again by a later step, which may be launched before these are read
+    """
+
+    def __init__(self, device: torch.device, tensors: dict[str, torch.Tensor], is_reused: bool = False) -> None:
         self._device, self._done = device, None
         if device.type == "cpu":
-            self._host = tensors
+            self._host = {name: tensor.clone() for name, tensor in tensors.items()} if is_reused else tensors
             return
         # Large elements first: then each tensor begins at a multiple of what its elements take.
         small = sorted((name for name, tensor in tensors.items() if tensor.nbytes <= LARGE_READBACK_BYTES),
                        key=lambda name: -tensors[name].element_size())
-        block = _fetch(torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in small])) if small else None
+        parts = [tensors[name].reshape(-1).view(torch.uint8) for name in small]
+        block = _fetch(parts[0] if len(parts) == 1 else torch.cat(parts)) if small else None
         self._host, start = {}, 0
         for name, tensor in tensors.items():
             if name not in small:

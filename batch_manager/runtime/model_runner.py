@@ -116,6 +116,14 @@ class ModelRunner:
             hidden = hidden[logits_rows]
         return CallResult(hidden, DrawRows(slots, drawn_at, device_slots, device_drawn_at), finite, returned_logits)
 
+    def generate(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [r, vocab] behind one token a row, through an attention that was bound to their step.
+
+        Shapes   token_ids, positions [r] int64 on the device
+        """
+        hidden = self._model.embed(token_ids)
+        return self._model.logits(self._model.forward(hidden, positions, self.attention))
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[r, hidden size] -> [r, vocab], float32 or in the dtype of the weights."""
         if self.compiled is not None and self.compiled.has_head:

@@ -57,6 +57,9 @@ from .device import (
     release_memory,
     resolve_device,
 )
+from .generation_step import GenerationSteps, PlainStep, can_bind
+from .graph_shapes import graph_rows
+from .graphs import may_capture
 from .kv_pool import block_bytes, clear_block, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
@@ -84,9 +87,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     is_own_thread   (threading.Thread) -> whether it runs nothing but the engine, so that it may keep num_threads
     Raises      ConfigError and its subclasses; nothing is left behind then
     """
-    if params.cuda_graphs:
-        raise ConfigError("cuda_graphs was asked for", "it is not built yet in this version", "leave it out")
     device = resolve_device(params.device)
+    captures = may_capture(params, device, layout, attention_factory is not None)
     if params.num_threads is not None and device.type == "cpu":
         require_own_count()
     compiles = may_compile(params, device, attention_factory)
@@ -117,11 +119,15 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                       kv.sink_token_length, max_seq_len)
     host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size, block_bytes=one_block,    # sinks rule reuse out
                                    free_bytes=free_memory(torch.device("cpu")))
+    set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width)
+    if captures:                                # what a graph allocates stays its own
+        most_rows = graph_rows(num_slots)[-1]
+        set_aside += step_bytes(spec, loaded.dtype, most_rows, most_rows)
     plan = plan_memory(
         kv,
         block_bytes=one_block,
         free_bytes=free_memory(device) - (host_blocks * one_block if on_cpu else 0),
-        step_bytes=step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width),
+        step_bytes=set_aside,
         on_gpu=not on_cpu,
         max_seq_len=max_seq_len,
         max_num_sequences=None if params.max_num_sequences == -1 else num_slots * max_beam_width)
@@ -138,10 +144,12 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 _with_windows(spec, windows), pool, **({"sink": sink} if sink else {}),
                 **({"deterministic": True} if params.deterministic else {}))
         backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
-                                windows=windows, sink_tokens=sink, host_pool=host_pool,
+                                max_beam_width=max_beam_width, windows=windows, sink_tokens=sink, host_pool=host_pool,
                                 num_threads=params.num_threads, is_own_thread=is_own_thread,
                                 own_stages=own_stages(num_slots, device) if own_stages else ())
         backend.warm_up(max_beam_width)
+        if captures:
+            backend.capture_graphs()
         if compiles:
             backend.compile_step(loaded, _with_windows(spec, windows), must=params.cpu_compile is True)
     except Exception as error:
@@ -197,6 +205,7 @@ def _with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
 class NativeBackend:
     """seams.ModelBackend over a loaded model, an attention and the pool that attention was built for.
 
+    max_beam_width   beams a sequence may have
     windows, sink_tokens   what the attention was made with; None: no layer has a window
     host_pool     blocks in host memory
     num_threads   threads a step on a CPU computes with; None: torch's setting
@@ -205,8 +214,8 @@ class NativeBackend:
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
-                 max_seq_len: int, windows: Sequence[int | None] = (None,), sink_tokens: int = 0,
-                 host_pool: Sequence[torch.Tensor] = (), num_threads: int | None = None,
+                 max_seq_len: int, max_beam_width: int = 1, windows: Sequence[int | None] = (None,),
+                 sink_tokens: int = 0, host_pool: Sequence[torch.Tensor] = (), num_threads: int | None = None,
                  is_own_thread: Callable[..., bool] = lambda thread: False,
                  own_stages: Sequence[LogitsStage] = ()) -> None:
         spec, device = loaded.spec, loaded.device
@@ -232,17 +241,25 @@ class NativeBackend:
         # Steps run on a stream of the backend's own: on the default one they would wait for, and hold up, whatever else
         # the process does with the GPU.
         self._stream = make_stream(device)
+        # One slot more where steps have padding rows: it is theirs.
+        is_plain = layout is not layouts.padded and can_bind(attention)
         with on_stream(self._stream), torch.inference_mode():
-            self._decoder = GptDecoder(num_slots, device, self._own_stages, deterministic=loaded.deterministic,
-                                       send=self._uploads.send)
+            self._decoder = GptDecoder(num_slots + is_plain, device, self._own_stages,
+                                       deterministic=loaded.deterministic, send=self._uploads.send)
         if loaded.deterministic and num_threads is None:
             num_threads = torch.get_num_threads()                              # on others the bits might be others
         self._num_threads = num_threads
         self._threads = partial(compute_threads, device, num_threads, is_own_thread)
         self._torch_threads: int | None = None            # inside a step; None: as outside
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
+        self._plain_steps: GenerationSteps | None = None
+        if is_plain:
+            with on_device(device, self._stream), torch.inference_mode():
+                self._plain_steps = GenerationSteps(
+                    self._runner, attention, self._decoder, self._tables, self._uploads, device, num_slots=num_slots,
+                    max_beam_width=max_beam_width, max_seq_len=max_seq_len, tokens_per_block=tokens_per_block)
 
-    def start(self, batch: ScheduledBatch) -> "NativeStep":
+    def start(self, batch: ScheduledBatch) -> "NativeStep | PlainStep":
         """Launch a step; see seams.ModelBackend. A raise leaves pages written that the next run writes again, and
         nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
         if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):
@@ -251,12 +268,16 @@ class NativeBackend:
               compute_threads(self._device, self._torch_threads)):
             if batch.context or batch.block_table_updates is not NO_UPDATES:
                 self._tables.update(batch)
+                if self._plain_steps is not None:
+                    self._plain_steps.resident.note(batch.block_table_updates)
             if batch.operations:
                 for operation in batch.new_operations(self._num_operations):
                     self._carry_out(operation)
                     self._num_operations += 1
             if batch.context:
                 self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
+            if self._plain_steps is not None and self._plain_steps.serves(batch):
+                return self._plain_steps.start(batch)
             fed_tokens = None
             if batch.generation.beam_width > 1:
                 fed_tokens = self._decoder.searches.fed_tokens(batch.generation)
@@ -288,7 +309,7 @@ class NativeBackend:
     def close(self) -> None:
         if self._runner is not None:
             finish_stream(self._stream)               # others may get the memory as soon as it is given back
-            self._runner = self._decoder = self._pool = self._layout = None
+            self._runner = self._decoder = self._plain_steps = self._pool = self._layout = None
             self._host_pool = ()
             self._uploads, self._host_bytes, self._pinned_bytes = Uploads(self._device), 0, 0
             release_memory(self._device)
@@ -327,6 +348,11 @@ class NativeBackend:
                                           max_beam_width=max_beam_width)).finish()
         with on_device(self._device, self._stream), torch.inference_mode():
             clear_block(self._pool, 0)
+
+    def capture_graphs(self) -> None:
+        """Replay generation steps from here on, where they are plain: see generation_step.py. After the warm-up."""
+        with on_device(self._device, self._stream), torch.inference_mode():
+            self._plain_steps.capture_graphs()
 
     def _cached_by_a_long_sequence(self) -> int:
         """Tokens before the newest one of a sequence that attention cuts into parts, if it does that to any.

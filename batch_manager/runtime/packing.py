@@ -4,6 +4,7 @@ Where a call is padded, `Padding` says at which of its rows the packed tokens st
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -108,18 +109,45 @@ def virtual_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | None:
     return np.concatenate(given) if given else None
 
 
-def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
-    """One token per row: nothing to repeat, nothing to concatenate."""
+class GenerationPlaces(NamedTuple):
+    """Where the one token of each generation row belongs.
+
+    slots        [n] int32   sequence slots; a slot with beams once for each
+    positions    [n] int32
+    kv_lengths   [n] int32   tokens in the KV cache once this step's are written
+    table_rows   [n] int32   rows of the block tables
+    pool_slots   [n] int64   block id * tokens_per_block + offset
+    max_blocks   of the longest sequence
+    """
+
+    slots: np.ndarray
+    positions: np.ndarray
+    kv_lengths: np.ndarray
+    table_rows: np.ndarray
+    pool_slots: np.ndarray
+    max_blocks: int
+
+
+def generation_places(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> GenerationPlaces:
+    """Of the generation rows of a batch without drafts. Raises as `pack`."""
     slots = table_rows = batch.generation.slots
     positions = batch.generation.kv_lengths
     if batch.max_beam_width > 1:
         slots, positions, table_rows = generation_rows(batch)
     kv_lengths = positions + np.int32(1)
     max_blocks = _check(table_rows, kv_lengths, tables, tokens_per_block)
+    return GenerationPlaces(slots, positions, kv_lengths, table_rows,
+                            _pool_slots(tables, table_rows, positions, tokens_per_block), max_blocks)
+
+
+def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
+    """One token per row: nothing to repeat, nothing to concatenate."""
+    slots, positions, kv_lengths, table_rows, pool_slots, max_blocks = generation_places(
+        batch, tables, tokens_per_block)
     return PackedStep(
         token_ids=np.zeros(len(slots), np.int32),
         positions=positions,
-        pool_slots=_pool_slots(tables, table_rows, positions, tokens_per_block),
+        pool_slots=pool_slots,
         slots=slots,
         query_starts=np.arange(len(slots) + 1, dtype=np.int32),
         kv_lengths=kv_lengths,

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.integration.engine_modes FOLDER [MODE ...]      one line of JSON for each mode
 
-FOLDER is where the model's checkpoint is made, or was. In a process with TRITON_INTERPRET=1 the engine runs all of its
-Triton kernels, interpreted on the CPU; without it, in torch. Run by test_whole_engine_interpreted.py.
+FOLDER is where the models' checkpoints are made, or were. In a process with TRITON_INTERPRET=1 the engine runs all of
+its Triton kernels, interpreted on the CPU; without it, in torch. Run by test_whole_engine_interpreted.py.
 """
 
 import json
@@ -27,7 +27,7 @@ from batch_manager.kv.audit import audit
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 
 VOCAB, MOST_ITERATIONS = 60, 200
-SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4,
+SMALL = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 128}
 
 # What each request asks for beside a prompt, of that many tokens, and new tokens; `beam_width` in one mode alone.
@@ -38,6 +38,9 @@ REQUESTS = [
     (25, {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.2, "no_repeat_ngram_size": 2}),
     (3, {"bad_words_list": [[7], [8, 9]], "stop_words_list": [[11, 12]], "min_length": 4, "end_id": 3}),
 ]
+# None that needs more than the sampling kernel; the second one is cut into parts by attention.
+PLAIN = [(19, {}), (84, {}), (5, {"temperature": 0.9, "runtime_top_k": 20, "random_seed": 5}),
+         (12, {"temperature": 1.1, "runtime_top_p": 0.8, "random_seed": 2**63 + 9}), (30, {"end_id": 3})]
 BEAMS = [(6, {"beam_width": 3}), (17, {"beam_width": 2, "len_penalty": 1.0})]
 
 # mode -> options of the engine; `pool` is the KV cache in blocks of 16 tokens.
@@ -50,25 +53,34 @@ MODES = {
     "windows": {"pool": 40, "max_attention_window": 18, "sink_token_length": 2},
     "v1": {"pool": 40, "model_type": TrtGptModelType.V1},
     "deterministic": {"pool": 40, "deterministic": True},
+    "plain_rows": {"pool": 40, "run_ahead": True},
 }
 
 
 def make_requests(mode):
     """The requests of a mode, in order of arrival: two at first, then one in every second iteration."""
     draw = random.Random(1)
-    asked = [*REQUESTS, *(BEAMS if mode == "beams" else [])]
+    asked = PLAIN if mode == "plain_rows" else [*REQUESTS, *(BEAMS if mode == "beams" else [])]
     if mode == "reuse":                                # prompts that begin alike, in blocks that are full
         asked = [(33, {}), (20, {"temperature": 0.9, "runtime_top_k": 20, "random_seed": 5}), (33, {})]
+    num_tokens = 7 if mode == "plain_rows" else 3
     shared = [draw.randrange(VOCAB) for _ in range(33)]
     for index, (length, options) in enumerate(asked):
         prompt = shared[:length] if mode == "reuse" else [draw.randrange(VOCAB) for _ in range(length)]
-        yield InferenceRequest(index, {"input_ids": prompt, "request_output_len": 3 + index % 2,
+        yield InferenceRequest(index, {"input_ids": prompt, "request_output_len": num_tokens + index % 2,
                                        "return_log_probs": True, **options}, is_streaming=index == 1)
+
+
+def checkpoint(folder, num_layers=1):
+    """The folder of a small model of so many layers, in one of its own within `folder`; made where it is not there."""
+    CONFIGS["qwen3"] |= SMALL | {"num_hidden_layers": num_layers}
+    parent = Path(folder) / f"{num_layers} layers"
+    parent.mkdir(exist_ok=True)
+    return make_checkpoint("qwen3", parent)
 
 
 def run(folder, mode):
     """The mode, what runs its operations, the answers by request, and the most that some statistics reached."""
-    CONFIGS["qwen3"] |= SMALL
     options = dict(MODES[mode])
     pool, kv_names = options.pop("pool"), ("enable_block_reuse", "max_attention_window", "sink_token_length")
     kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * pool,
@@ -95,8 +107,9 @@ def run(folder, mode):
 
     static = arguments["model_type"] is TrtGptModelType.V1
     loop = build_loop(
-        model_path=make_checkpoint("qwen3", Path(folder)), get_inference_requests_cb=get, send_response_cb=send,
-        poll_stop_signal_cb=None, return_batch_manager_stats_cb=lambda record: records.append(json.loads(record)),
+        model_path=checkpoint(folder, 2 if mode == "plain" else 1), get_inference_requests_cb=get,
+        send_response_cb=send, poll_stop_signal_cb=None,
+        return_batch_manager_stats_cb=lambda record: records.append(json.loads(record)),
         optional_params=TrtGptModelOptionalParams(
             device="cpu", dtype="float32", num_threads=1, cpu_compile=False, max_batch_size=4, max_num_tokens=48,
             enable_chunked_context=not static, kv_cache_config=kv, **options),

@@ -29,7 +29,6 @@ def interpreted(tmp_path_factory):
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU; with one the kernels run compiled")
     folder = tmp_path_factory.mktemp("engine")
-    engine_modes.run(folder, "plain")                         # makes the checkpoint
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.engine_modes", folder], cwd=REPOSITORY,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,

@@ -19,13 +19,14 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from batch_manager.attention.interface import PackedStep
+from batch_manager.attention.interface import GenerationInputs, PackedStep
 from batch_manager.attention.triton_paged import TritonPagedAttention
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.runtime import layouts
 from batch_manager.runtime.native_backend import build_native_backend
 
 TOKENS_PER_BLOCK, MAX_BATCH, MAX_PAGES = 16, 256, 128
+TABLES = torch.zeros((MAX_BATCH + 1, MAX_PAGES), dtype=torch.int32)
 
 compiled = Counter()
 
@@ -83,7 +84,22 @@ def serve(attention, spec):
         attention.receive([torch.from_numpy(array) for array in attention.plan(step)])
         for layer in range(spec.num_layers):
             attention.run(layer, *packed[: step.num_tokens].split(heads, 1), rotary)
+        count += serve_bound(attention, step, *packed[: step.num_tokens].split(heads, 1), rotary)
     return count
+
+
+def serve_bound(attention, step, query, key, value, rotary):
+    """The same generation step over tables that stay where they are."""
+    if step.num_contexts or len(step.slots) % 16 > 1:        # all numbers of rows are served above
+        return 0
+    work = attention.plan_generation(step.kv_lengths)
+    attention.bind_generation(GenerationInputs(
+        torch.from_numpy(step.positions), torch.from_numpy(step.pool_slots), torch.from_numpy(step.kv_lengths),
+        torch.from_numpy(step.slots), TABLES, {window: tuple(map(torch.from_numpy, arrays))
+                                               for window, arrays in work.items()},
+        is_split=any(starts[-1] for _, starts in work.values())))
+    attention.run(0, query, key, value, rotary)
+    return 1
 
 
 def main(folders):

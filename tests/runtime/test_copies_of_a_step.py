@@ -17,10 +17,13 @@ from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import layouts
 from batch_manager.runtime.block_tables import BlockTables
+from batch_manager.runtime.generation_step import GenerationSteps
 from batch_manager.runtime.model_runner import ModelRunner
+from batch_manager.runtime.step_inputs import SPARE_CHANGES
+from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 
-META, VOCAB, HIDDEN, SIZE = torch.device("meta"), 50, 24, 16
+META, VOCAB, HIDDEN, SIZE, SLOTS = torch.device("meta"), 50, 24, 16, 8
 
 
 class CopiesFromTheHost(TorchDispatchMode):
@@ -47,6 +50,10 @@ class CountedUploads:
     def send(self, arrays):
         self.sent.append([array.nbytes for array in arrays])
         return [torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, device=META) for array in arrays]
+
+    def into(self, there, array):
+        assert (there.device, there.nbytes) == (META, array.nbytes)
+        self.sent.append(array.nbytes)
 
 
 class Model:
@@ -81,10 +88,12 @@ class Engine:
         self.uploads, self.tables = CountedUploads(), BlockTables(8, 20)
         self.attention = triton_paged.TritonPagedAttention(spec, pool)
         self.runner = ModelRunner(Model(self.attention), self.attention, self.uploads, VOCAB)
-        self.decoder = GptDecoder(8, META, send=self.uploads.send)
+        self.decoder = GptDecoder(SLOTS + 1, META, send=self.uploads.send)
         self.decoder._sample_token = lambda logits, **_: (
             torch.empty(len(logits), dtype=torch.int32, device=META), torch.empty(len(logits), device=META),
             torch.empty(len(logits), dtype=torch.bool, device=META))
+        self.steps = GenerationSteps(self.runner, self.attention, self.decoder, self.tables, self.uploads, META,
+                                     num_slots=SLOTS, max_beam_width=1, max_seq_len=20 * SIZE, tokens_per_block=SIZE)
 
     def run(self, batch):
         """(uploads, other copies) of a step."""
@@ -96,6 +105,20 @@ class Engine:
             result = self.runner.run(call, self.decoder.state)
             self.decoder.keep(self.decoder.draw(self.runner.logits(result.hidden), result.rows))
         return len(self.uploads.sent), copies.found
+
+    def run_plainly(self, batch):
+        """(sizes of uploads, other copies) of a plain step; None where it is none."""
+        self.uploads.sent.clear()
+        self.tables.update(batch)
+        self.steps.resident.note(batch.block_table_updates)
+        if not self.steps.serves(batch):
+            return None
+        with CopiesFromTheHost() as copies, torch.inference_mode():
+            shape = self.steps._write(batch)
+            self.steps.inputs.send(shape)
+            self.steps.run_step(shape)
+        self.steps.resident.are_sent()
+        return self.uploads.sent, copies.found
 
 
 def context(slot, length):
@@ -115,6 +138,50 @@ def test_a_step_sends_its_arrays_in_one_copy_and_one_more_where_sequences_enter(
     assert engine.run(ScheduledBatch(3, context=(context(2, 3),), generation=generation,
                                      block_table_updates=tables)) == (2, [])
     assert engine.attention._decode_work_on_device[None][1] is not None
+
+
+def generation(*rows):
+    """rows: (slot, tokens in the KV cache)"""
+    return GenerationWork(*np.array(rows, np.int32).reshape(-1, 2).T)
+
+
+def tables_of(slots, num_blocks):
+    rows, indices = np.divmod(np.arange(slots * num_blocks, dtype=np.int32), np.int32(num_blocks))
+    return BlockTableUpdates(rows, indices, np.arange(len(rows), dtype=np.int32))
+
+
+def test_a_plain_step_sends_one_buffer_whose_size_its_shape_gives(monkeypatch):
+    engine = Engine(monkeypatch)
+    # As many changes as fit beside the step's own, then some more, which take a copy of theirs.
+    fits = tables_of(2, (2 + SPARE_CHANGES) // 2)
+    (size,), others = engine.run_plainly(ScheduledBatch(
+        0, generation=generation((0, 37), (1, 5)), block_table_updates=fits))
+    assert others == []
+    assert engine.run_plainly(ScheduledBatch(1, generation=generation((1, 40), (0, 1)))) == ([size], [])
+    found, others = engine.run_plainly(ScheduledBatch(
+        2, generation=generation((1, 40), (0, 1)), block_table_updates=tables_of(8, 20)))
+    assert (len(found), found[-1], others) == (2, size, [])
+
+
+def test_what_is_not_plain_is_known(monkeypatch):
+    engine = Engine(monkeypatch)
+    engine.run_plainly(ScheduledBatch(0, generation=generation((0, 1)), block_table_updates=tables_of(8, 20)))
+
+    def serves(*rows, **changes):
+        return engine.steps.serves(ScheduledBatch(1, generation=generation(*rows), **changes))
+
+    assert serves((0, 37), (1, 5)) and serves((7, 20 * SIZE - 1)) and not serves((7, 20 * SIZE)) and not serves()
+    assert not serves((0, 37), context=(context(1, 3),))
+    setups = {1: SlotSetup(SamplingConfig(top_k=5, temperature=0.5, min_p=0.1), return_log_probs=True, end_id=4),
+              2: SlotSetup(SamplingConfig(repetition_penalty=1.5), history=np.zeros(1, np.int32)),
+              3: SlotSetup(stop_words=((5,),)), 4: SlotSetup(return_generation_logits=True),
+              5: SlotSetup(SamplingConfig(top_p=0.5, top_p_decay=0.5), history=np.zeros(1, np.int32))}
+    engine.decoder.set_up(setups.items())
+    assert [slot for slot in range(8) if not serves((0, 3), (slot, 3))] == [2, 3, 4, 5]
+    assert not engine.steps.serves(ScheduledBatch(1, generation=GenerationWork(
+        np.zeros(1, np.int32), np.ones(1, np.int32), beam_width=2), max_beam_width=2))
+    engine.decoder.set_up([(SLOTS + 1, SlotSetup())])       # the padding rows' slot may be somebody's now
+    assert not serves((0, 37))
 
 
 def test_planning_touches_no_tensor(monkeypatch):

@@ -29,8 +29,9 @@ def test_the_warm_up_compiles_every_variant_of_the_attention_kernels_that_servin
     assert done.returncode == 0, done.stderr[-3000:]
     for line in done.stdout.splitlines():
         found = json.loads(line)
-        assert found["steps"] > 256 * 128
+        assert found["steps"] > 256 * 128 + 2 * 16 * 128
         assert found["serving"] == {}
-        assert found["warm_up"] == {"_rope_kv_append_kernel": 1, "_context_kernel": 1, "_decode_kernel": 1,
+        # Generation reads the block tables of its step, or, where it is plain, those of all sequences.
+        assert found["warm_up"] == {"_rope_kv_append_kernel": 1, "_context_kernel": 1, "_decode_kernel": 2,
                                     "_merge_kernel": 1}
     assert len(done.stdout.splitlines()) == len(CONFIGS)

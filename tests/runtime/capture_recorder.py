@@ -1,0 +1,152 @@
+"""What a function launches, recorded on a CPU: operations of torch, and Triton kernels that are interpreted.
+
+A graph of launches can stand for a step only where two steps of one shape launch the same: the same operations in the
+same order, with the same grids, numbers, sizes and addresses. `Recorder.entries` is that, to be compared; `refusals` is
+what a capture would refuse. `replay` does what replaying a graph does: it runs what was recorded again, with the
+arguments of the recording, in the same memory.
+"""
+
+import gc
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+# They read the device, or make a tensor from the host's memory.
+REFUSED = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique", "aten.is_nonzero",
+           "aten.equal", "aten.lift_fresh", "aten._pin_memory")
+READING_METHODS = ("tolist", "numpy", "item", "cpu")
+
+
+def storage_of(tensor):
+    """What tells the memory of a tensor from others': an address, or of a matrix that is packed itself."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else f"packed {id(tensor)}"
+
+
+def tensors_in(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Recorder(TorchDispatchMode):
+    """Records within `with`.
+
+    entries    one for each operation and launch
+    refusals   names of what cannot be recorded
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.entries, self.refusals, self.is_launching = [], [], False
+        self._calls, self._made, self._held = [], {}, []
+
+    def __enter__(self):
+        # By type: some objects become something else when they are asked for their class.
+        self._kept = {storage_of(value) for value in gc.get_objects()
+                      if issubclass(type(value), torch.Tensor)}
+        self._restore = _patch(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for owner, name, before in self._restore:
+            setattr(owner, name, before)
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = str(function)
+        if name.startswith(REFUSED) or name.startswith("aten.index.") and any(
+                tensor.dtype == torch.bool for tensor in tensors_in(args[1])):
+            self.refusals.append(name)
+        entry = name, self._described((args, kwargs))
+        given = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
+        result = function(*args, **kwargs)
+        made = [tensor for tensor in tensors_in(result) if storage_of(tensor) not in given]
+        for tensor in made:
+            self._made[storage_of(tensor)] = len(self.entries)
+        self._held.append((args, kwargs, result))       # so that no other tensor gets the memory
+        self.entries.append(entry)
+        self._calls.append((lambda: function(*args, **kwargs), made if "empty" not in name else []))
+        return result
+
+    def launch(self, run, executor, args, kwargs):
+        """A Triton kernel, in the interpreter's words."""
+        with _disable_current_modes():
+            self.entries.append((executor.fn.__name__, executor.grid, self._described((args, kwargs))))
+            self._held.append((args, kwargs))
+            self._calls.append((lambda: run(executor, *args, **kwargs), []))
+            self.is_launching = True                    # what the interpreter reads, a GPU would not
+            try:
+                return run(executor, *args, **kwargs)
+            finally:
+                self.is_launching = False
+
+    def replay(self):
+        with torch.inference_mode():
+            for call, made in self._calls:
+                for before, now in zip(made, tensors_in(call())):
+                    before.copy_(now)
+
+    def _described(self, tree):
+        return str(tree_map(self._describe, tree))
+
+    def _describe(self, value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = storage_of(value)
+        if value.layout != torch.strided:
+            return storage
+        if storage in self._made:
+            where = f"made by {self._made[storage]} + {value.storage_offset()}"
+        elif storage in self._kept:
+            where = f"at {value.data_ptr():#x}"
+        else:
+            where = "new from the host"
+            self.refusals.append(where)
+        return f"{value.dtype} {list(value.shape)} {list(value.stride())} {where}"
+
+
+def _patch(recorder):
+    """Put the recorder in the way of launches and of readings that no operation shows. Returns what undoes it."""
+    patches = []
+
+    def patch(owner, name, make):
+        before = getattr(owner, name)
+        patches.append((owner, name, before))
+        setattr(owner, name, make(before))
+
+    def refused(before):
+        def read(tensor, *args, **kwargs):
+            if not recorder.is_launching:
+                recorder.refusals.append(before.__name__)
+            return before(tensor, *args, **kwargs)
+        return read
+
+    for name in READING_METHODS:
+        patch(torch.Tensor, name, refused)
+    try:
+        from triton.runtime.interpreter import GridExecutor
+    except ImportError:
+        return patches
+    patch(GridExecutor, "__call__", lambda run: lambda executor, *args, **kwargs: recorder.launch(
+        run, executor, args, kwargs))
+    return patches
+
+
+class ReplayedGraph:
+    """In place of device.CapturedGraph: a graph on a CPU."""
+
+    captured = replayed = 0
+
+    def __init__(self, device, memory_of=None):
+        self.memory_of, self._recorder = memory_of, Recorder()
+
+    def capture(self, function):
+        with self._recorder:
+            function()
+        if self._recorder.refusals:
+            raise RuntimeError(f"a capture refuses {self._recorder.refusals}")
+        ReplayedGraph.captured += 1
+
+    def replay(self):
+        self._recorder.replay()
+        ReplayedGraph.replayed += 1

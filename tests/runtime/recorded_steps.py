@@ -1,0 +1,117 @@
+"""Plain generation steps on interpreted Triton kernels: what they launch, and what replaying that gives.
+
+    TRITON_INTERPRET=1 python -m tests.runtime.recorded_steps FOLDER      one line of JSON for each finding
+
+FOLDER holds a checkpoint of tests/integration/engine_modes.py. Run by test_recorded_steps.py.
+"""
+
+import json
+import sys
+
+import numpy as np
+import torch
+
+from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.handover import BlockTableUpdates, GenerationWork, ScheduledBatch
+from batch_manager.runtime import generation_step, graphs, layouts, native_backend
+from batch_manager.runtime.graph_shapes import graph_rows
+from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.step_inputs import StepShape
+from tests.integration import engine_modes
+from tests.runtime.capture_recorder import Recorder, ReplayedGraph
+
+SLOTS, BLOCK, BLOCKS = 6, 16, 48
+SHORT, LONG = (1, 40), (90, 127)                  # tokens of sequences in one part, and of those in several
+
+
+def random_batch(draw, num_rows, is_split):
+    """Rows in slots of any order; some blocks are new to them."""
+    slots = draw.permutation(SLOTS)[:num_rows].astype(np.int32)
+    lengths = draw.integers(*SHORT, num_rows).astype(np.int32)
+    if is_split:
+        lengths[draw.integers(num_rows)] = draw.integers(*LONG)
+    rows, indices = np.divmod(np.arange(SLOTS * 8, dtype=np.int32), np.int32(8))
+    updates = BlockTableUpdates(rows, indices, draw.permutation(BLOCKS).astype(np.int32))
+    return ScheduledBatch(0, generation=GenerationWork(slots, lengths), block_table_updates=updates)
+
+
+def make_steps(folder):
+    """(a backend with the model of one layer that is in the folder, its plain steps)"""
+    params = TrtGptModelOptionalParams(
+        device="cpu", dtype="float32", num_threads=1,
+        kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * BLOCKS))
+    backend = build_native_backend(engine_modes.checkpoint(folder), params, layout=layouts.fused, num_slots=SLOTS)
+    backend._plain_steps._graph_rows = graph_rows(SLOTS)
+    return backend, backend._plain_steps
+
+
+def record(backend, steps, batch):
+    """(shape, recorder, results) of a step"""
+    with torch.inference_mode():
+        backend._tables.update(batch)
+        steps.resident.note(batch.block_table_updates)
+        shape = steps._write(batch)
+        steps.inputs.send(shape)
+        with Recorder() as recorder:
+            steps.run_step(shape)
+    steps.resident.are_sent()
+    return shape, recorder, steps.inputs.tensors(shape).results.clone()
+
+
+def recordings(backend, steps):
+    """For each shape: whether two batches, the second with more padding, launch the same; what a capture refuses;
+    whether what the first one launched gives the second one's results, from its inputs."""
+    draw = np.random.default_rng(5)
+    for rows in steps._graph_rows:
+        for is_split in (False, True):
+            first, second = (random_batch(draw, count, is_split) for count in (min(rows, SLOTS), rows // 2 + 1))
+            shape, one, _ = record(backend, steps, first)
+            assert shape == StepShape(rows, is_split), shape
+            shape, other, expected = record(backend, steps, second)
+            assert shape == StepShape(rows, is_split), shape
+            with torch.inference_mode():
+                steps.inputs.tensors(shape).results.fill_(-7)
+            one.replay()
+            count = len(second.generation)               # padding goes on from what the last step left in its slot
+            found = steps.inputs.tensors(shape).results
+            yield {"finding": "recording", "shape": list(shape), "launches": [len(one.entries), len(other.entries)],
+                   "different": [pair for pair in zip(one.entries, other.entries) if pair[0] != pair[1]][:2],
+                   "refusals": one.refusals + other.refusals,
+                   "replayed": np.array_equal(found[:, :count], expected[:, :count]),
+                   "drawn": found[0, :count].tolist()}
+
+
+def planted(backend, steps):
+    """What the recorder says of steps that take one thing from the host, or wait for the device."""
+    def positions_of_the_host(steps, given, shape):
+        given.attention.positions.copy_(torch.from_numpy(steps.inputs.arrays(shape)["short_positions"].copy()))
+
+    def length_as_a_number(steps, given, shape):
+        given.attention.kv_lengths[:1].fill_(int(steps.inputs.arrays(shape)["kv_lengths"][0]))
+
+    def waits(steps, given, shape):
+        given.slots[0].item()
+
+    right = generation_step.GenerationSteps.run_step
+    for plant in (positions_of_the_host, length_as_a_number, waits):
+        def run_step(steps, shape, plant=plant):
+            plant(steps, steps.inputs.tensors(shape), shape)
+            right(steps, shape)
+
+        generation_step.GenerationSteps.run_step = run_step
+        yield {**next(recordings(backend, steps)), "finding": plant.__name__}
+    generation_step.GenerationSteps.run_step = right
+
+
+def replays(folder):
+    """An engine whose graphs are replayed."""
+    native_backend.may_capture = lambda *_: True
+    graphs.CapturedGraph = ReplayedGraph
+    yield {"finding": "replay", **engine_modes.run(folder, "plain_rows"), "captured": ReplayedGraph.captured,
+           "replayed": ReplayedGraph.replayed}
+
+
+if __name__ == "__main__":
+    made = make_steps(sys.argv[1])
+    for finding in (*recordings(*made), *planted(*made), *replays(sys.argv[1])):
+        print(json.dumps(finding), flush=True)

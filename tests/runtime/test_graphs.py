@@ -1,0 +1,94 @@
+import logging
+
+import pytest
+import torch
+
+from batch_manager.config import TrtGptModelOptionalParams
+from batch_manager.errors import ConfigError
+from batch_manager.runtime import graphs, layouts
+from batch_manager.runtime.graphs import Graphs, may_capture
+from batch_manager.runtime.step_inputs import StepShape
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SHAPES = [StepShape(rows, is_split) for rows in (1, 2, 8) for is_split in (False, True)]
+
+
+class Graph:
+    """Runs what it captured again."""
+
+    def __init__(self, device, memory_of=None):
+        self.memory_of = memory_of
+
+    def capture(self, function):
+        if self.fails_at is not None and function.args[0] == self.fails_at:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+        self.function = function
+
+    def replay(self):
+        events.append("replayed")
+        self.function()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """made(fails_at) -> (whether graphs were captured, the graphs); what happens is in `events`"""
+    def make(fails_at=None):
+        events.clear()
+        monkeypatch.setattr(Graph, "fails_at", fails_at, raising=False)
+        monkeypatch.setattr(graphs, "CapturedGraph", Graph)
+        made = Graphs(CPU, lambda shape: events.append(shape))
+        return made.capture(SHAPES, lambda shape: events.append(("prepared", shape))), made
+    return make
+
+
+events = []
+
+
+def test_shapes_are_captured_largest_first_after_a_run_in_memory_of_the_first(made, caplog):
+    caplog.set_level(logging.INFO, "batch_manager")
+    is_done, captured = made()
+    in_order = sorted(SHAPES, reverse=True)
+    assert is_done and events == [event for shape in in_order for event in (("prepared", shape), shape)]
+    first, *others = (captured._graphs[shape] for shape in in_order)
+    assert first.memory_of is None and all(graph.memory_of is first for graph in others)
+    assert "6 graphs of generation steps of up to 8 rows captured in " in caplog.text and " 0 bytes" in caplog.text
+    events.clear()
+    captured.run(StepShape(2, True))
+    captured.run(StepShape(9, False))                             # no graph is as large
+    assert events == ["replayed", StepShape(2, True), StepShape(9, False)]
+
+
+def test_a_capture_that_fails_leaves_no_graph_and_one_warning_that_says_why(made, caplog):
+    is_done, captured = made(fails_at=StepShape(2, False))
+    assert not is_done
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning == (
+        "generation steps are launched without graphs: capturing StepShape(rows=2, is_split=False) raised "
+        "RuntimeError: operation not permitted when stream is capturing")
+    events.clear()
+    captured.run(StepShape(8, False))
+    assert events == [StepShape(8, False)]
+
+
+@pytest.mark.parametrize("changes, device, has_triton, own_attention, layout, obstacle", [
+    ({}, GPU, True, False, layouts.fused, None),
+    ({}, GPU, True, False, layouts.split, None),
+    ({}, CPU, True, False, layouts.fused, "the device is cpu"),
+    ({}, GPU, False, False, layouts.fused, "triton is not installed"),
+    ({}, GPU, True, True, layouts.fused, "there is an attention of the user's own"),
+    ({}, GPU, True, False, layouts.padded, "steps of TrtGptModelType.V1"),
+    ({"deterministic": True}, GPU, True, False, layouts.fused, "deterministic is set"),
+])
+def test_what_has_no_graphs_is_refused_by_name_where_they_are_asked_for(
+        monkeypatch, changes, device, has_triton, own_attention, layout, obstacle):
+    monkeypatch.setattr(graphs, "use_triton", lambda _: has_triton)
+
+    def asked(cuda_graphs):
+        return may_capture(TrtGptModelOptionalParams(cuda_graphs=cuda_graphs, **changes), device, layout, own_attention)
+
+    assert asked(None) == (obstacle is None) and asked(False) is False
+    if obstacle is None:
+        assert asked(True)
+    else:
+        with pytest.raises(ConfigError, match=f"cuda_graphs was asked for, and {obstacle}"):
+            asked(True)

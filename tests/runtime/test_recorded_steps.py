@@ -1,0 +1,100 @@
+"""Plain generation steps can be replayed: what they launch follows from their shape, and a replay is the step.
+
+The steps run on interpreted kernels, in a process of their own; see recorded_steps.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration import engine_modes
+
+from .capture_recorder import Recorder
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory):
+    """(what the engine in torch answers, what the program found)"""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU; with one graphs are captured")
+    folder = tmp_path_factory.mktemp("engine")
+    expected = json.loads(json.dumps(engine_modes.run(folder, "plain_rows")["requests"]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.recorded_steps", folder], cwd=REPOSITORY,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
+        timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {}
+    for line in map(json.loads, done.stdout.splitlines()):
+        found.setdefault(line["finding"], []).append(line)
+    return expected, found
+
+
+def test_two_batches_of_a_shape_launch_the_same_and_a_replay_of_one_gives_the_other(findings):
+    recordings = findings[1]["recording"]
+    assert len(recordings) == 8
+    for recording in recordings:
+        assert recording["different"] == [] and recording["refusals"] == [], recording
+        one, other = recording["launches"]
+        assert one == other > 20
+        assert recording["replayed"] and min(recording["drawn"]) >= 0
+
+
+@pytest.mark.parametrize("plant, shows", [("positions_of_the_host", "refusals"), ("length_as_a_number", "different"),
+                                          ("waits", "refusals")])
+def test_what_is_not_an_input_of_the_step_shows(findings, plant, shows):
+    (found,) = findings[1][plant]
+    assert found[shows]
+    assert found["replayed"] == (plant == "waits")
+
+
+def test_an_engine_that_replays_its_steps_gives_what_the_engine_in_torch_gives(findings):
+    expected, (replay,) = findings[0], findings[1]["replay"]
+    assert replay["captured"] == 6 and replay["replayed"] >= 6
+    assert replay["requests"].keys() == expected.keys()
+    for number, answer in expected.items():
+        np.testing.assert_allclose(replay["requests"][number]["log_probs"], answer["log_probs"], atol=1e-4, rtol=0)
+        assert replay["requests"][number]["tokens"] == answer["tokens"]
+
+
+def record(function):
+    with Recorder() as recorder:
+        function()
+    return recorder
+
+
+def test_the_recorder_tells_numbers_sizes_and_addresses_apart():
+    memory, other = torch.zeros(8), torch.zeros(8)
+    same = [record(lambda: memory[2:].add_(3).mul(2)) for _ in range(2)]
+    assert same[0].entries == same[1].entries and len(same[0].entries) == 3 and same[0].refusals == []
+    for different in (lambda: memory[2:].add_(4).mul(2), lambda: memory[1:].add_(3).mul(2),
+                      lambda: memory[2:7].add_(3).mul(2), lambda: other[2:].add_(3).mul(2),
+                      lambda: memory[2:].add_(3).add(2)):
+        assert record(different).entries != same[0].entries
+
+
+@pytest.mark.parametrize("function", [
+    lambda memory: memory.sum().item(), lambda memory: memory.tolist(), lambda memory: bool(memory[0] > 1),
+    lambda memory: memory[memory > 1], lambda memory: memory.nonzero(), lambda memory: memory.numpy(),
+    lambda memory: memory.copy_(torch.from_numpy(np.ones(8, np.float32))), lambda memory: memory + torch.tensor(2.0)])
+def test_the_recorder_names_what_a_capture_refuses(function):
+    memory = torch.zeros(8)
+    assert record(lambda: function(memory)).refusals
+
+
+def test_a_replay_runs_with_the_arguments_of_the_recording_in_its_memory():
+    memory, result, number = torch.arange(4.0), torch.zeros(4), [2]
+    recorder = record(lambda: result.copy_(memory.mul(number[0])[1:].sum().expand(4)))
+    memory.add_(1)
+    number[0] = 5
+    recorder.replay()
+    assert result.tolist() == [18.0] * 4
