@@ -1,0 +1,91 @@
+"""A stream of a GPU that is as late as it may be, on a CPU: what device.py copies waits in a queue.
+
+A stream carries out what it was given in order, and as late as it likes. So a legal order is how far it has come at
+each moment at which the host writes memory that it reads. `every_order` tries all of them.
+"""
+
+import contextlib
+from collections import deque
+
+import torch
+
+from batch_manager.runtime import device as device_module
+
+
+class LazyStream:
+    """waits   how often the host had to wait for what was not done"""
+
+    def __init__(self):
+        self.queue, self.done, self.given, self.waits = deque(), 0, 0, 0
+
+    def give(self, action):
+        self.queue.append(action)
+        self.given += 1
+
+    def run(self, count):
+        for _ in range(count):
+            self.queue.popleft()()
+            self.done += 1
+
+    def wait_until(self, number):
+        """Until so many actions are done."""
+        if number > self.done:
+            self.waits += 1
+            self.run(number - self.done)
+
+
+class Event:
+    def __init__(self, **_):
+        self._number, self._stream = 0, None
+
+    def record(self, stream):
+        self._number, self._stream = stream.given, stream
+
+    def synchronize(self):
+        self._stream.wait_until(self._number)
+
+
+@contextlib.contextmanager
+def lazily(monkeypatch):
+    """Within it, device.py's copies and events are those of the LazyStream that it gives."""
+    stream, copy = LazyStream(), torch.Tensor.copy_
+
+    def copy_(tensor, source, non_blocking=False):
+        if not non_blocking:
+            return copy(tensor, source)
+        stream.give(lambda: copy(tensor, source))
+        return tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", copy_)
+        patch.setattr(device_module, "pinned", lambda shape, dtype: torch.full(shape, 0, dtype=dtype, device="cpu"))
+        patch.setattr(device_module.torch.cuda, "Event", Event)
+        patch.setattr(device_module.torch.cuda, "current_stream", lambda _: stream)
+        yield stream
+
+
+def every_order(run):
+    """Call run(choose) until choose(n), which is one of 0..n, has made every choice. Returns how often that was."""
+    path, count = [], 0
+    while True:
+        taken = _run_along(run, path)
+        count += 1
+        while taken and taken[-1][0] == taken[-1][1]:
+            taken.pop()
+        if not taken:
+            return count
+        chosen, most = taken.pop()
+        path = [*taken, (chosen + 1, most)]
+
+
+def _run_along(run, path):
+    """The choices (chosen, most) of a run that begins with those of `path` and goes on with 0."""
+    taken = []
+
+    def choose(most):
+        index = len(taken)
+        taken.append((path[index][0] if index < len(path) else 0, most))
+        return taken[-1][0]
+
+    run(choose)
+    return taken

@@ -1,0 +1,79 @@
+"""Uploads and results of steps on a stream that is late: each arrives as it was when it was sent, in every order."""
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager.runtime import device as device_module
+from batch_manager.runtime.device import Readback, Uploads
+
+from .lazy_stream import every_order, lazily
+
+ELSEWHERE = torch.device("meta")               # a device that is no CPU; the tensors are a CPU's all the same
+STEPS, SIZE = 5, 6
+
+
+def steps_ahead(monkeypatch, choose):
+    """An engine that reads a step when the next one is launched, in fixed memory. (results, waits for an upload)"""
+    results, waits_of_uploads = [], 0
+    with lazily(monkeypatch) as stream:
+        uploads, there, block = Uploads(ELSEWHERE), torch.zeros(SIZE, dtype=torch.uint8), torch.zeros(SIZE)
+        staging, unread = np.zeros(SIZE, np.uint8), None
+        for number in range(1, STEPS + 1):
+            stream.run(choose(len(stream.queue)))
+            staging[:] = number
+            waits = stream.waits
+            uploads.into(there, staging)
+            waits_of_uploads += stream.waits - waits
+            stream.give(lambda: torch.mul(there, 2.0, out=block))          # the step
+            unread, before = Readback(ELSEWHERE, {"block": block}, is_reused=True), unread
+            if before is not None:
+                results.append(before.wait()["block"].tolist())
+        results.append(unread.wait()["block"].tolist())
+    return results, waits_of_uploads
+
+
+EXPECTED = [[2.0 * number] * SIZE for number in range(1, STEPS + 1)]
+
+
+def test_every_step_reads_what_was_sent_to_it_and_no_upload_waits(monkeypatch):
+    def run(choose):
+        assert steps_ahead(monkeypatch, choose) == (EXPECTED, 0)
+
+    assert every_order(run) == 4 ** (STEPS - 1)              # three actions of the step before are done, or not yet
+
+
+def test_with_a_ring_of_one_uploads_wait_for_the_step_before(monkeypatch):
+    monkeypatch.setattr(device_module, "UPLOAD_BUFFERS", 1)
+    results, waits = steps_ahead(monkeypatch, lambda _: 0)
+    assert results == EXPECTED and waits > 0
+
+
+def test_without_events_a_ring_of_one_sends_what_comes_later(monkeypatch):
+    monkeypatch.setattr(device_module, "UPLOAD_BUFFERS", 1)
+    monkeypatch.setattr("tests.runtime.lazy_stream.Event.synchronize", lambda event: None)
+    with lazily(monkeypatch) as stream:
+        uploads, there = Uploads(ELSEWHERE), [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
+        for number, tensor in enumerate(there):
+            uploads.into(tensor, np.full(SIZE, number + 1, np.uint8))
+        stream.run(len(stream.queue))
+    assert there[0].tolist() == [2] * SIZE
+
+
+@pytest.mark.parametrize("num_sends", [2, 5])
+def test_arrays_that_are_sent_arrive_as_they_were(monkeypatch, num_sends):
+    def run(choose):
+        with lazily(monkeypatch) as stream:
+            uploads = Uploads(torch.device("cpu"))
+            uploads._shares_memory = False
+            arrays, sent = [np.zeros(3, np.int64), np.zeros(5, np.int32)], []
+            for number in range(1, num_sends + 1):
+                stream.run(choose(len(stream.queue)))
+                for array in arrays:
+                    array[:] = number
+                sent.append(uploads.send(arrays))
+            stream.run(len(stream.queue))
+        assert [[tensor.tolist() for tensor in tensors] for tensors in sent] == [
+            [[number] * 3, [number] * 5] for number in range(1, num_sends + 1)]
+
+    assert every_order(run) > 1
