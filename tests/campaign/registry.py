@@ -51,6 +51,7 @@ SUITES: dict[str, str] = {
     "T14-mutants": "tests.campaign.mutants",
     "T16": "tests.campaign.safety_cost",
     "T17": "tests.campaign.run_ahead",
+    "T18": "tests.campaign.ahead_of_time",
 }
 
 

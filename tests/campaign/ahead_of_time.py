@@ -1,0 +1,155 @@
+"""T18: every call of a kernel in tests/kernels, and its bfloat16 twin, compiles for GPUs that are not here.
+
+    python -m tests.campaign --suite T18
+
+For sm_80, sm_90, sm_100 and gfx942, with the installed Triton and with each of OTHER_TRITONS, which is installed into a
+folder of its own under the system's temporary one. Nothing may spill, need a stack or take more shared memory than a
+program of the GPU has, but for what ALLOWED says. The seed makes no difference. Jobs are GPUs at a time; what one run
+compiled is in Triton's cache for the next.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .registry import Options, Summary
+
+ROOT = Path(__file__).parents[2]
+KERNEL_TESTS = ROOT / "tests" / "kernels"
+GPUS = ("sm_80", "sm_90", "sm_100", "gfx942")
+OTHER_TRITONS = ("3.6.0",)
+NO_CALLS = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_sets.py",       # of kernels
+            "tests/kernels/test_activation.py::test_an_unknown_kind_is_refused")
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Bytes of stack, and spills, that kernels may have in some dtypes on some GPUs, and why that is left so."""
+
+    kernels: tuple[str, ...]
+    gpus: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    stack_bytes: int
+    spills: int
+    reason: str
+
+
+ALLOWED = (
+    Allowed(("_context_kernel", "_decode_kernel", "_deterministic_linear_kernel"), GPUS, ("float32",), 4512, 0,
+            "products without matrix instructions: float32 is there to compare with"),
+    Allowed(("_sample_kernel",), GPUS, ("float32", "float16", "bfloat16"), 16, 0,
+            "four registers of a program that waits for memory"),
+    Allowed(("_decode_kernel",), ("gfx942",), ("bfloat16",), 8, 1, "one register, with heads of 256 entries"),
+)
+
+
+def record_calls(file: Path, tests: tuple[Path, ...] = (KERNEL_TESTS,)) -> None:
+    """Write down every call of a kernel in the tests. Raises RuntimeError where a test did not get to its end."""
+    environment = {**os.environ, "BATCH_MANAGER_ARGUMENT_SETS": str(file)}
+    left_out = [f"--deselect={ROOT / test}" for test in NO_CALLS]
+    ran = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", *left_out, *map(str, tests)], cwd=ROOT,
+                         env=environment, text=True, capture_output=True)
+    if ran.returncode:
+        raise RuntimeError(f"not every call was reached:\n{ran.stdout[-4000:]}{ran.stderr[-1000:]}")
+
+
+def folder_of(triton: str) -> Path:
+    """Where a version of Triton is, installed if it is not. Raises RuntimeError without one."""
+    folder = Path(tempfile.gettempdir()) / f"triton-{triton}"
+    if not (folder / "triton").exists():
+        ran = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder),
+                              f"triton=={triton}"], text=True, capture_output=True)
+        if ran.returncode:
+            raise RuntimeError(f"triton {triton} could not be installed: {ran.stderr[-500:]}")
+    return folder
+
+
+def compile_calls(file: Path, gpus: tuple[str, ...], *, triton: Path | None = None,
+                  seconds: float | None = None) -> list[dict]:
+    """The records of compile_argument_sets.py. Raises RuntimeError where it failed as a whole.
+
+    triton   the folder of a version; None: the installed one
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton
+    if triton is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(triton), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(KERNEL_TESTS / "compile_argument_sets.py"), str(file), *gpus]
+    ran = subprocess.run([*command, *([] if seconds is None else ["--seconds", str(seconds)])], env=environment,
+                         text=True, capture_output=True)
+    if ran.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {ran.stderr[-2000:]}")
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def judge(records: list[dict], allowed: tuple[Allowed, ...] = ALLOWED) -> list[str]:
+    """What is wrong with them, a line each."""
+    wrong = []
+    for record in records:
+        if "error" in record:
+            wrong.append(f"{record['gpu']}: {record['module']} does not compile: {record['error']}; {record['call']}")
+        elif "kernel" in record:
+            wrong += [f"{record['gpu']}: {record['kernel']} {text}; {record['call']}"
+                      for text in _figures_that_are_wrong(record, allowed)]
+    return wrong
+
+
+def _figures_that_are_wrong(record: dict, allowed: tuple[Allowed, ...]) -> list[str]:
+    wrong = []
+    if record["shared_bytes"] > record["shared_limit_bytes"]:
+        wrong.append(f"takes {record['shared_bytes']:,} bytes of shared memory of {record['shared_limit_bytes']:,}")
+    dtype = dtype_of(record["call"])
+    entries = [one for one in allowed if record["kernel"] in one.kernels and record["gpu"] in one.gpus
+               and dtype in one.dtypes]
+    if (record["stack_bytes"] > max((one.stack_bytes for one in entries), default=0)
+            or record["spills"] > max((one.spills for one in entries), default=0)):
+        wrong.append(f"spills {record['spills']} and takes {record['stack_bytes']} bytes of stack in {dtype}")
+    return wrong
+
+
+def dtype_of(call: dict) -> str:
+    """Of the first floating-point argument."""
+    tensors = [value for value in [*call["args"], *call["kwargs"].values()] if isinstance(value, dict)]
+    return next((value["dtype"] for value in tensors if "float" in value["dtype"]), "integers")
+
+
+def run(options: Options) -> Summary:
+    failures, short, parts, unusual = [], [], [], Counter()
+    deadline = None if options.seconds is None else time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "calls"
+        try:
+            record_calls(file)
+        except RuntimeError as error:
+            return Summary("T18: nothing was compiled", [f"{error}\n(python -m tests.campaign --suite T18)"])
+        for triton in (None, *OTHER_TRITONS):
+            try:
+                where = None if triton is None else folder_of(triton)
+            except RuntimeError as error:
+                short.append(str(error))
+                continue
+
+            def compile_one(gpu: str, where: Path | None = where) -> list[dict]:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                return compile_calls(file, (gpu,), triton=where, seconds=left)
+
+            with ThreadPoolExecutor(options.jobs) as pool:
+                for records in pool.map(compile_one, GPUS):
+                    end = records[-1]
+                    failures += [f"triton {end['triton']}: {line}" for line in judge(records)]
+                    unusual.update(f"{record['kernel']} on {record['gpu']} in {dtype_of(record['call'])} with triton "
+                                   f"{end['triton']}" for record in records if record.get("spills", 0)
+                                   or record.get("stack_bytes", 0))
+                    parts.append(f"{end['gpu']} {end['calls']:,} calls, {end['variants']:,} variants (triton "
+                                 f"{end['triton']})")
+                    if end["left"]:
+                        short.append(f"{end['gpu']} with triton {end['triton']}: {end['left']} calls are left")
+    return Summary(f"T18: {'; '.join(parts)}", failures, short,
+                   [f"{count} variants spill or need a stack: {what}" for what, count in sorted(unusual.items())])

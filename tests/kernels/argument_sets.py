@@ -1,0 +1,104 @@
+"""What kernels are called with, without the values: written down by one process, to be compiled in another.
+
+    BATCH_MANAGER_ARGUMENT_SETS=FILE pytest tests/kernels          writes every call of a kernel to FILE
+    python tests/kernels/compile_argument_sets.py FILE sm_90       compiles them
+
+A line of the file is one call as JSON: module, function, args, kwargs. A tensor is its shape, strides, dtype and the
+bytes that its first element is past a multiple of 16; all else stands as it is.
+"""
+
+import inspect
+import json
+import math
+
+import numpy as np
+import torch
+
+ALIGNMENT = 16      # bytes; what triton looks at of an address
+
+# Arguments that hold what a model computes in, and so bfloat16 in an engine. Others are float32 or integers always.
+OF_THE_MODEL = {
+    "activation": ("hidden", "out"),
+    "beam_topk": ("logits",),
+    "deterministic_linear": ("x", "weight", "bias", "out"),
+    "gated_activation": ("gate_up", "out"),
+    "layer_norm": ("hidden", "weight", "bias", "residual", "out"),
+    "paged_attention_context": ("query", "kv_pool", "out"),
+    "paged_attention_decode": ("query", "kv_pool", "out"),
+    "paged_attention_merge": ("out",),
+    "rms_norm": ("hidden", "weight", "residual", "out"),
+    "rope_kv_append": ("query", "key", "value", "kv_pool", "query_out"),
+    "sample_token": ("logits",),
+    "token_bitmask": ("logits",),
+}
+
+
+def described(module, function, args, kwargs):
+    """The call as a line of the file."""
+    call = {"module": module, "function": function, "args": [_described(value) for value in args],
+            "kwargs": {name: _described(value) for name, value in sorted(kwargs.items())}}
+    return json.dumps(call)
+
+
+def _described(value):
+    if isinstance(value, torch.Tensor):
+        return {"shape": list(value.shape), "stride": list(value.stride()),
+                "dtype": str(value.dtype).removeprefix("torch."), "past": value.data_ptr() % ALIGNMENT}
+    if isinstance(value, np.ndarray):
+        return {"array": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    assert value is None or isinstance(value, bool | int | float | str), f"no way to write down a {type(value)}"
+    return value
+
+
+def read(lines):
+    """Every different call, and the bfloat16 twin of each that has a twin: (number of the line, call)."""
+    seen = set()
+    for number, line in enumerate(lines):
+        call = json.loads(line)
+        for form in (call, in_bfloat16(call)):
+            key = json.dumps(form)
+            if key not in seen:
+                seen.add(key)
+                yield number, form
+
+
+def in_bfloat16(call):
+    """The same call with everything of the model in bfloat16."""
+    names = OF_THE_MODEL.get(call["module"], ())
+    parameters = list(inspect.signature(launcher(call)).parameters)
+
+    def twin(name, value):
+        if name in names and isinstance(value, dict) and value["dtype"] in ("float32", "float16"):
+            size = torch.finfo(getattr(torch, value["dtype"])).bits // 8
+            return {**value, "dtype": "bfloat16", "past": 2 * (value["past"] // size) % ALIGNMENT}
+        return value
+
+    return {**call, "args": [twin(*pair) for pair in zip(parameters, call["args"])],
+            "kwargs": {name: twin(name, value) for name, value in call["kwargs"].items()}}
+
+
+def launcher(call):
+    """The function of the package that a call is of."""
+    import importlib
+
+    return getattr(importlib.import_module(f"batch_manager.triton_kernels.{call['module']}"), call["function"])
+
+
+def arguments(call):
+    """(args, kwargs) with tensors of this machine's memory, whose values are nobody's."""
+    return [_made(value) for value in call["args"]], {name: _made(value) for name, value in call["kwargs"].items()}
+
+
+def _made(value):
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        return np.array(value["array"], value["dtype"])
+    dtype = getattr(torch, value["dtype"])
+    first = value["past"] // dtype.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(value["shape"], value["stride"]))
+    if math.prod(value["shape"]) == 0:
+        last = 0
+    return torch.empty(first + last + 1, dtype=dtype).as_strided(value["shape"], value["stride"], first)
