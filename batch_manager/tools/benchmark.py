@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import csv
 import json
+import math
 import os
 import platform
 import subprocess
@@ -108,13 +109,14 @@ class Client:
             self._num_open -= 1
             self._is_answered = not self._num_open
 
-    def serve(self, manager: GptManager, requests: list[dict], *, streaming: bool,
-              started: float) -> dict[int, Receipt]:
+    def serve(self, manager: GptManager, requests: list[dict], *, streaming: bool, started: float,
+              limit_s: float = math.inf) -> dict[int, Receipt]:
         """Hand requests over at their arrival times; return once each has had its final response.
 
         started   the perf_counter() that arrival times and stamps count from
+        limit_s   seconds from `started` after which it is given up
 
-        Raises BenchmarkError when a request fails.
+        Raises BenchmarkError when a request fails, or the time is up.
         """
         self._started = started
         self._receipts = {request["id"]: Receipt() for request in requests}
@@ -134,6 +136,8 @@ class Client:
         while not self._all_done.wait(1.0):
             if manager.wait_until_terminate(0) or manager.health()["callback_failures"]["send"]:
                 raise BenchmarkError(f"not all requests were answered; the manager says {manager.health()}")
+            if time.perf_counter() - started > limit_s:
+                raise BenchmarkError(f"{self._num_open} of {len(requests)} requests are not done after {limit_s:.0f} s")
         errors = [receipt.error for receipt in self._receipts.values() if receipt.error]
         if errors:
             raise BenchmarkError(f"{len(errors)} of {len(requests)} requests failed, the first with: {errors[0]}")

@@ -60,7 +60,7 @@ FLOORS: dict[str, list[str]] = {
     "gpt_manager": ["clock", "arguments", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker"],
     "arguments": GROUND,
     "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
-    "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "build", "gpt_manager", "testing"],
+    "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager", "testing"],
     "extras": [*GROUND, "triton_kernels"],
     "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager"],
 }

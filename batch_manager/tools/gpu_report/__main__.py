@@ -1,0 +1,168 @@
+"""Measure this package on the GPU at hand against its goals.
+
+    python -m batch_manager.tools.gpu_report --out FOLDER                      everything, within 8 minutes
+    python -m batch_manager.tools.gpu_report --out FOLDER --goal G1 G3         only these, and what they rest on
+    python -m batch_manager.tools.gpu_report --out FOLDER --peers FOLDER       beside what the folder holds of others
+    TRITON_INTERPRET=1 python -m batch_manager.tools.gpu_report --out FOLDER --dry-run   all of it, on a CPU
+
+First every kernel is compared with its oracle by value, then copying, reading and multiplying are timed, then the
+goals, each as a ratio of two numbers of the same run. FOLDER/gpu_report.jsonl has one JSON object for each case of a
+goal, as soon as it is known; FOLDER/gpu_report.md the same as a table. What was not reached is in both, and why.
+
+The folder of peers may hold `attention.py` (an attention kernel of others; see attention_peer.py) and results of other
+engines on FOLDER/headline.json, in the form of batch_manager.tools.benchmark.
+
+Exit status 0: nothing failed, whether goals are met or not; 1: something did; 2: nothing could be measured here.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..._version import __version__
+from .goals import GOALS, family
+
+LINES, TABLE = "gpu_report.jsonl", "gpu_report.md"
+HARD_STOP_SECONDS = 60.0       # after the time is up: the device hangs, or a section does not look at its time
+
+
+def versions() -> dict[str, str]:
+    found = {"batch_manager": __version__, "python": platform.python_version()}
+    for package in ("torch", "triton", "transformers", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def commit_of_the_checkout() -> str:
+    """As git describes it, with a + when the tree differs from it; "unknown" without git, or outside a repository."""
+    if shutil.which("git") is None:
+        return "unknown"
+    described = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True,
+                               cwd=Path(__file__).parent, check=False)
+    return described.stdout.strip() or "unknown"
+
+
+def run(bench: Any, minutes: float) -> Iterator[Any]:
+    """The records of all sections that the goals of the bench ask for.
+
+    Whatever a section raises ends that section alone, and is a record.
+    """
+    from .bench import OutOfTimeError
+    from .records import FAILED, NOT_REACHED, Record
+    from .sections import SECONDS, SECTIONS
+
+    left, began = 60.0 * minutes, time.monotonic()
+    shares, wrong = SECONDS, []
+    for section in SECTIONS:
+        if section.goals and not bench.wants(*section.goals):
+            shares -= section.seconds
+            continue
+        started = time.monotonic()
+        bench.deadline = started + left * section.seconds / shares
+        wanted = [name for name in GOALS if family(name) in section.goals and bench.wants(family(name))]
+        seen = set()
+        status, reason = None, ""
+        try:
+            for record in section.run(bench):
+                seen.add(record.goal)
+                if record.goal == "correctness" and record.status == FAILED:
+                    wrong.append(record.case)
+                yield not_held_against(record, wrong) if section.goals else record
+        except OutOfTimeError as error:
+            status, reason = NOT_REACHED, f"{section.name}: {error}"
+        except Exception as error:
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
+            lines = str(error).strip().splitlines()
+            status, reason = FAILED, f"{section.name}: {type(error).__name__}: {lines[0] if lines else ''}"[:300]
+        if status is not None:
+            for goal in [name for name in wanted if name not in seen] or ([] if wanted else ["fact"]):
+                yield Record(goal, section.name, status=status, note=reason)
+            if wanted and seen:
+                yield Record("fact", section.name, status=status, note=reason)
+        print(f"-- {section.name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        bench.clock.forget()
+        shares -= section.seconds
+        left = 60.0 * minutes - (time.monotonic() - began)
+
+
+def not_held_against(record: Any, wrong: list[str]) -> Any:
+    """The record as it is; where kernels are wrong, without a judgement: what is wrong may be fast."""
+    if not wrong:
+        return record
+    return dataclasses.replace(record, judged=False, note=f"wrong kernels: {', '.join(wrong)}; {record.note}")
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.gpu_report", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for the report; it is made")
+    add("--goal", nargs="+", choices=sorted({family(name) for name in GOALS}), default=[], help="only these (all)")
+    add("--peers", type=Path, help="folder with what others do")
+    add("--minutes", type=float, default=8.0, help="that it may take (8)")
+    add("--device", default="cuda", help='"cuda", "cuda:1" (cuda)')
+    add("--commit", help="of the code that is measured (what git says)")
+    add("--dry-run", action="store_true", help="run every line on a CPU, in Triton's interpreter; numbers are null")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(argv)
+    if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
+        print("gpu_report: a dry run interprets the kernels, and TRITON_INTERPRET is not 1; set it", file=sys.stderr)
+        return 2
+    import torch
+
+    from ...triton_kernels.dispatch import use_triton
+    from .bench import Bench
+    from .device_clock import DryClock, GpuClock
+    from .records import FAILED, check, table
+
+    if not options.dry_run and not torch.accelerator.is_available():
+        print("gpu_report: torch finds no GPU; --dry-run runs without one", file=sys.stderr)
+        return 2
+    device = torch.device("cpu" if options.dry_run else options.device)
+    if not use_triton(device):
+        print("gpu_report: the kernels do not run here, because triton is not installed", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    faulthandler.dump_traceback_later(60 * options.minutes + HARD_STOP_SECONDS, exit=True)
+    clock = DryClock(device) if options.dry_run else GpuClock(device)
+    header = {"device": clock.name, "versions": versions(), "commit": options.commit or commit_of_the_checkout(),
+              "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    lines = []
+    with tempfile.TemporaryDirectory() as folder, (options.out / LINES).open("w") as file, torch.inference_mode(), \
+            contextlib.nullcontext() if options.dry_run else torch.get_device_module(device).device(device):
+        bench = Bench(clock, torch.float32 if options.dry_run else torch.bfloat16, Path(folder), options.peers,
+                      goals=tuple(options.goal))
+        for record in run(bench, options.minutes):
+            line = record.line(header, dry=options.dry_run)
+            check(line)
+            lines.append(line)
+            print(json.dumps(line), file=file, flush=True)
+            print(f"{line['goal']} {line['case']}: {line['status']} {line['ratio'] or ''} {line['note']}", flush=True)
+        for workload in Path(folder).glob("*.json"):
+            (options.out / workload.name).write_text(workload.read_text())
+    faulthandler.cancel_dump_traceback_later()
+    (options.out / TABLE).write_text(table(lines) + "\n")
+    print(table(lines))
+    return 1 if any(line["status"] == FAILED for line in lines) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

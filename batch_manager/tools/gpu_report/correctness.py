@@ -1,0 +1,222 @@
+"""Every kernel by value, in the dtype that engines compute in, before anything is timed.
+
+Fresh random inputs, outputs full of NaN, and the oracle in float64 on the same inputs. Tokens, masks and random numbers
+are counted where they differ; all else is compared in relative norm. Both have to stay within `Bench.allowed_error`.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...triton_kernels.dispatch import kernel
+from .bench import Bench
+from .pages import Heads, PagedSequences, relative_error
+from .records import FAILED, Record
+
+KERNELS = f"{__package__.rpartition('.tools.')[0]}.triton_kernels"
+
+
+def run(bench: Bench) -> Iterator[Record]:
+    for name, check in CHECKS.items():
+        bench.require(2)
+        try:
+            error = check(bench)
+        except RuntimeError as problem:
+            yield Record("correctness", name, status=FAILED, note=f"{type(problem).__name__}: {problem}"[:300])
+            continue
+        if error > bench.allowed_error:
+            yield Record("correctness", name, status=FAILED,
+                         note=f"the result is wrong: error {error:.2g}, allowed {bench.allowed_error:.2g}")
+        else:
+            yield Record("correctness", name, error, bench.allowed_error)
+
+
+# ---------------------------------------------------------------------- comparing
+
+
+def error_of(bench: Bench, name: str, *args: Any, oracle_as_is: bool = False, **kwargs: Any) -> float:
+    """The largest error of a kernel's result and of what it wrote to its arguments.
+
+    oracle_as_is   the oracle gets the arguments in their own dtypes, because what it draws depends on them
+    """
+    given = [*args, *kwargs.values()]
+    copies = {id(value): _copy(value, wide=not oracle_as_is) for value in given if isinstance(value, torch.Tensor)}
+    theirs = [copies.get(id(value), value) for value in given]
+    oracle = getattr(importlib.import_module(f"{KERNELS}.reference.{name}"), name)
+    expected = oracle(*theirs[: len(args)], **dict(zip(kwargs, theirs[len(args) :], strict=True)))
+    result = kernel(name, bench.device)(*args, **kwargs)
+    pairs = list(zip(_tensors(result), _tensors(expected), strict=True))
+    pairs += [(mine, copies[id(mine)]) for mine in given if isinstance(mine, torch.Tensor)]
+    return max(difference(mine, their) for mine, their in pairs)
+
+
+def difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative norm; of integers and flags the share that differs. What is infinite must be so on both sides."""
+    if not mine.is_floating_point():
+        return float((mine != theirs).double().mean())
+    infinite = theirs.isinf()
+    if not torch.equal(mine.isinf(), infinite) or not torch.equal(mine[infinite].double(), theirs[infinite].double()):
+        return float("inf")
+    return relative_error(mine.masked_fill(infinite, 0), theirs.masked_fill(infinite, 0))
+
+
+def _copy(value: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    return value.to(torch.float64 if wide and value.is_floating_point() else value.dtype, copy=True)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [one for one in (result if isinstance(result, tuple) else (result,)) if isinstance(one, torch.Tensor)]
+
+
+# ---------------------------------------------------------------------- the kernels
+
+
+def _rms_norm(bench: Bench) -> float:
+    rows, size = bench.pick((64, 4096), (2, 24))
+    return error_of(bench, "rms_norm", bench.normal(rows, size), bench.normal(size), 1e-5,
+                    residual=bench.normal(rows, size), out=bench.poisoned(rows, size))
+
+
+def _layer_norm(bench: Bench) -> float:
+    rows, size = bench.pick((64, 4096), (2, 24))
+    return error_of(bench, "layer_norm", bench.normal(rows, size), bench.normal(size), bench.normal(size), 1e-5,
+                    residual=bench.normal(rows, size), out=bench.poisoned(rows, size))
+
+
+def _activation(bench: Bench) -> float:
+    rows, size = bench.pick((64, 3072), (2, 24))
+    return error_of(bench, "activation", bench.normal(rows, size), "gelu_new", out=bench.poisoned(rows, size))
+
+
+def _gated_activation(bench: Bench) -> float:
+    rows, size = bench.pick((64, 14336), (2, 24))
+    return error_of(bench, "gated_activation", bench.normal(rows, 2 * size), "silu", out=bench.poisoned(rows, size))
+
+
+def _rope_kv_append(bench: Bench) -> float:
+    tokens, heads, block = bench.pick((64, Heads(8, 4, 128), 64), (2, Heads(1, 2, 16), 4))
+    query, key, value = bench.normal(tokens, heads.query + 2 * heads.kv, heads.size).split(
+        [heads.query, heads.kv, heads.kv], 1)
+    pool = bench.normal(2 * tokens // block + 1, 2, heads.kv, block, heads.size)
+    slots = bench.tensor(np.random.default_rng(0).permutation(pool.shape[0] * block)[:tokens], torch.int64)
+    angles = bench.normal(4096, heads.size // 2, dtype=torch.float32)
+    return error_of(bench, "rope_kv_append", query, key, value, pool, slots, bench.integers(0, 4096, tokens),
+                    angles.cos(), angles.sin(), query_out=bench.poisoned(tokens, heads.query, heads.size))
+
+
+def _deterministic_linear(bench: Bench) -> float:
+    rows, size, columns = bench.pick((33, 4096, 6144), (3, 20, 17))
+    return error_of(bench, "deterministic_linear", bench.normal(rows, size), bench.normal(columns, size),
+                    bench.normal(columns), out=bench.poisoned(rows, columns))
+
+
+def _decode(bench: Bench) -> float:
+    lengths = bench.pick(np.random.default_rng(2).integers(1, 3000, 128), np.array([5, 17]))
+    sequences = PagedSequences(bench, bench.pick(Heads(8, 4, 128), Heads(1, 2, 16)), lengths,
+                               tokens_per_block=bench.pick(64, 16))
+    return sequences.decode_error(sequences.decode())
+
+
+def _decode_in_parts(bench: Bench) -> float:
+    lengths = bench.pick(np.array([30000, 700, 1]), np.array([16 * 6, 3]))
+    sequences = PagedSequences(bench, bench.pick(Heads(3, 3, 64), Heads(1, 2, 16)), lengths,
+                               tokens_per_block=bench.pick(64, 16))
+    return sequences.decode_error(sequences.decode())
+
+
+def _context(bench: Bench) -> float:
+    lengths = bench.pick(np.array([1500, 200, 4000]), np.array([9, 20]))
+    sequences = PagedSequences(bench, bench.pick(Heads(8, 4, 128), Heads(1, 2, 16)), lengths,
+                               new_tokens=bench.pick(200, 9), tokens_per_block=bench.pick(64, 16))
+    return sequences.context_error(sequences.context())
+
+
+def _merge(bench: Bench) -> float:
+    heads, size = bench.pick((32, 128), (2, 16))
+    starts = bench.tensor(np.array([0, 3, 20, 22]), torch.int32)
+    return error_of(bench, "paged_attention_merge", bench.normal(22, heads, size, dtype=torch.float32),
+                    bench.normal(22, heads, dtype=torch.float32), starts, bench.poisoned(3, heads, size))
+
+
+def _sample_token(bench: Bench) -> float:
+    rows, vocabulary = bench.pick((256, 32000), (4, 50))
+    number = np.arange(rows)
+    settings = ((np.where(number % 4, 0.8, 0.0), torch.float32), (np.where(number % 4 == 1, 20, 0), torch.int32),
+                (np.where(number % 4 == 2, 0.9, 0.0) + (number % 4 == 3), torch.float32))
+    return error_of(bench, "sample_token", 3 * bench.normal(rows, vocabulary),
+                    *(bench.tensor(values, dtype) for values, dtype in settings),
+                    bench.integers(0, 2**31, rows, dtype=torch.int64), bench.integers(0, 4096, rows), oracle_as_is=True)
+
+
+def _philox(bench: Bench) -> float:
+    rows = bench.pick(1000, 5)
+    return error_of(bench, "philox", bench.integers(0, 2**32, rows, 2, dtype=torch.int64),
+                    bench.integers(0, 2**32, rows, 4, dtype=torch.int64))
+
+
+def _histories(bench: Bench) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+    """(rows, logits [rows, V] float32, [history, history_row, length])"""
+    rows, vocabulary, longest = bench.pick((8, 32000, 2048), (2, 40, 24))
+    history = bench.integers(0, min(vocabulary, 200), rows + 2, longest)
+    order = bench.tensor(np.arange(rows)[::-1].copy() + 2, torch.int64)
+    lengths = bench.integers(longest // 2, longest + 1, rows, dtype=torch.int64)
+    return rows, bench.normal(rows, vocabulary, dtype=torch.float32), [history, order, lengths]
+
+
+def _word_lists(bench: Bench, rows: int) -> list[torch.Tensor]:
+    """Two words for each row, of two tokens and of one: ends, then tokens."""
+    lists = np.array([2, 3, 5, 7, 11], np.int32)
+    return [bench.tensor(lists, torch.int32), bench.tensor(np.zeros(rows), torch.int32),
+            bench.tensor(np.full(rows, 2), torch.int32)]
+
+
+def _token_penalties(bench: Bench) -> float:
+    rows, logits, history = _histories(bench)
+    factors = [bench.tensor(np.linspace(low, high, rows), torch.float32)
+               for low, high in ((0.8, 1.5), (0.0, 1.0), (0.0, 0.5))]
+    return error_of(bench, "token_penalties", logits, *history, *factors)
+
+
+def _ban_ngrams(bench: Bench) -> float:
+    rows, logits, history = _histories(bench)
+    return error_of(bench, "ban_ngrams", logits, *history, bench.tensor(1 + np.arange(rows) % 3, torch.int32))
+
+
+def _ban_words(bench: Bench) -> float:
+    rows, logits, history = _histories(bench)
+    return error_of(bench, "ban_words", logits, *history, *_word_lists(bench, rows), 2)
+
+
+def _match_stop_words(bench: Bench) -> float:
+    rows, _, history = _histories(bench)
+    tokens = bench.tensor(np.where(np.arange(rows) % 2, 11, 7), torch.int32)
+    return error_of(bench, "match_stop_words", tokens, *history, *_word_lists(bench, rows))
+
+
+def _token_bitmask(bench: Bench) -> float:
+    rows, vocabulary = bench.pick((8, 128256), (2, 40))
+    return error_of(bench, "token_bitmask", bench.normal(rows, vocabulary),
+                    bench.integers(-(2**31), 2**31, rows, -(-vocabulary // 32)))
+
+
+def _beam_topk(bench: Bench) -> float:
+    width, vocabulary = bench.pick((4, 32000), (2, 40))
+    rows = 2 * width
+    numbers = [bench.normal(rows, dtype=torch.float32).abs() + 0.5, -bench.normal(rows, dtype=torch.float32).abs(),
+               bench.tensor(np.array([0.0, 0.3]), torch.float32)]
+    starts = bench.tensor(np.array([0, width, rows]), torch.int32)
+    return error_of(bench, "beam_topk", bench.normal(rows, vocabulary), *numbers, starts, 2 * width, width,
+                    oracle_as_is=True)
+
+
+CHECKS: dict[str, Callable[[Bench], float]] = {
+    "rms_norm": _rms_norm, "layer_norm": _layer_norm, "activation": _activation, "gated_activation": _gated_activation,
+    "rope_kv_append": _rope_kv_append, "deterministic_linear": _deterministic_linear,
+    "paged_attention_decode": _decode, "paged_attention_decode in parts": _decode_in_parts,
+    "paged_attention_merge": _merge, "paged_attention_context": _context, "sample_token": _sample_token,
+    "philox": _philox, "token_penalties": _token_penalties, "ban_ngrams": _ban_ngrams, "ban_words": _ban_words,
+    "match_stop_words": _match_stop_words, "token_bitmask": _token_bitmask, "beam_topk": _beam_topk,
+}

@@ -1,0 +1,180 @@
+"""Time on the device, and what the device is. Two clocks: the GPU's, and one that stands in where there is none.
+
+The GPU's clock captures a number of launches as a graph and puts events around its replays: what the host does between
+launches is in none of the figures.
+"""
+
+import contextlib
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+WARM_SECONDS = 1.0         # of computing before anything is timed: clocks go up from a fifth of what they become
+DRY_LAUNCHES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one launch, one entry for each repetition."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """How far the medians of the first and the second half are apart, relative to the smaller."""
+        half = len(self.seconds) // 2
+        if not half:
+            return 0.0
+        first, second = median(self.seconds[:half]), median(self.seconds[half:])
+        return max(first, second) / min(first, second) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceActivity:
+    """What ran on the device while something was watched.
+
+    busy_seconds   in which at least one kernel or copy ran
+    launches       kernels
+    uploads        copies from the host to the device
+    """
+
+    busy_seconds: float
+    launches: int
+    uploads: int
+
+
+class GpuClock:
+    """The clock of a GPU. `device` is a torch.device that is the current one."""
+
+    is_dry = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = torch.get_device_module(device)
+
+    @property
+    def name(self) -> str:
+        properties = self._module.get_device_properties(self.device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self.device)
+
+    def warm(self) -> None:
+        """Compute for WARM_SECONDS."""
+        a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device)
+        until = time.monotonic() + WARM_SECONDS
+        while time.monotonic() < until:
+            for _ in range(20):
+                torch.mm(a, a)
+            self.synchronize()
+
+    def time(self, launch: Callable[[int], object], *, launches: int = 20, repeats: int = 20) -> Timing:
+        """How long `launch(0)`, `launch(1)`, ... take, one after the other, on average in each repetition.
+
+        They are run once before, and then captured: nothing in them may depend on the host.
+        """
+        stream = self._module.Stream(self.device)
+        stream.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(stream):
+            for number in range(launches):
+                launch(number)
+        self.synchronize()
+        graph = self._module.CUDAGraph()
+        with self._module.graph(graph, stream=stream):
+            for number in range(launches):
+                launch(number)
+        events = [(self._event(), self._event()) for _ in range(repeats)]
+        graph.replay()
+        for begin, end in events:
+            begin.record()
+            graph.replay()
+            end.record()
+        self.synchronize()
+        timing = Timing(tuple(begin.elapsed_time(end) / 1e3 / launches for begin, end in events))
+        graph.reset()
+        return timing
+
+    def _event(self) -> Any:
+        return self._module.Event(enable_timing=True)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[list[DeviceActivity]]:
+        """Within it the device's activity is traced; the list then holds it. Launching is slower meanwhile."""
+        found: list[DeviceActivity] = []
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        with profile:
+            yield found
+            self.synchronize()
+        events = [event for event in profile.events() if event.device_type != torch.autograd.DeviceType.CPU]
+        spans = [(event.time_range.start, event.time_range.end, event.name) for event in events]
+        found.append(activity_of(spans))
+
+    @contextlib.contextmanager
+    def refusing_hidden_waits(self) -> Iterator[None]:
+        """Within it an operation that makes the host wait for the device raises RuntimeError."""
+        self._module.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            self._module.set_sync_debug_mode("default")
+
+    def forget(self) -> None:
+        """Give memory that nobody uses back."""
+        self._module.empty_cache()
+
+
+def activity_of(spans: list[tuple[float, float, str]]) -> DeviceActivity:
+    """Of (begin, end, name) in microseconds: overlapping ones are counted once."""
+    busy, reached = 0.0, float("-inf")
+    for begin, end, _ in sorted(spans):
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    copies = [name for _, _, name in spans if name.startswith(("Memcpy", "Memset"))]
+    return DeviceActivity(busy / 1e6, len(spans) - len(copies), sum("HtoD" in name for name in copies))
+
+
+class DryClock:
+    """Stands in where there is no GPU: everything runs, on the CPU, and every duration is a second."""
+
+    is_dry = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def name(self) -> str:
+        return f"dry run on {platform.machine()}"
+
+    def synchronize(self) -> None:
+        pass
+
+    def warm(self) -> None:
+        torch.mm(*2 * [torch.ones(4, 4, dtype=torch.float32, device=self.device)])
+
+    def time(self, launch: Callable[[int], object], *, launches: int = 20, repeats: int = 20) -> Timing:
+        for number in range(min(launches, DRY_LAUNCHES)):
+            launch(number)
+        return Timing((1.0,) * repeats)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[list[DeviceActivity]]:
+        found: list[DeviceActivity] = []
+        yield found
+        found.append(activity_of([(0.0, 5e5, "kernel"), (2e5, 1e6, "Memcpy HtoD")]))
+
+    @contextlib.contextmanager
+    def refusing_hidden_waits(self) -> Iterator[None]:
+        yield
+
+    def forget(self) -> None:
+        pass

@@ -1,0 +1,213 @@
+"""Engines that are measured from outside: through GptManager, its callbacks and its statistics."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from ...errors import ConfigError
+from ...gpt_manager import GptManager
+from ...names import SchedulerPolicy, TrtGptModelType
+from ..benchmark import BenchmarkError, Client, Receipt, warm_up_requests
+from .bench import Bench
+from .records import NOT_REACHED, Record
+from .shapes import TINY, Shape
+
+STEP_TOKENS = 8192          # max_num_tokens, as an engine has it by default
+TOKENS_PER_BLOCK = 64
+GATE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """One iteration, when its statistics came.
+
+    seconds               perf_counter()
+    generating, contexts  requests of its step
+    """
+
+    seconds: float
+    generating: int
+    contexts: int
+    gpu_bytes: int
+
+
+class MeasuredClient(Client):
+    """Callbacks that also stamp every iteration, and can hold the worker between two of them.
+
+    stamps   of the iterations so far
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stamps: list[Stamp] = []
+        self._hold_when: Callable[[Stamp], bool] | None = None
+        self._is_held, self._may_go = threading.Event(), threading.Event()
+
+    def return_stats(self, text: str) -> None:
+        record = json.loads(text)
+        stamp = Stamp(time.perf_counter(), record.get("Generation Requests", 0), record["Context Requests"],
+                      record["Runtime GPU Memory Usage"])
+        self.stamps.append(stamp)
+        if self._hold_when is not None and self._hold_when(stamp):
+            self._hold_when = None
+            self._is_held.set()
+            self._may_go.wait(GATE_SECONDS)
+
+    def hold_when(self, condition: Callable[[Stamp], bool]) -> None:
+        """Hold the worker after the next iteration for which this is true."""
+        self._is_held.clear()
+        self._may_go.clear()
+        self._hold_when = condition
+
+    def let_go_until(self, condition: Callable[[Stamp], bool]) -> None:
+        """Let the held worker go on, and hold it again."""
+        released, self._may_go = self._may_go, threading.Event()
+        self._is_held.clear()
+        self._hold_when = condition
+        released.set()
+
+    def wait_until_held(self) -> None:
+        """Raises BenchmarkError where that does not happen."""
+        if not self._is_held.wait(GATE_SECONDS):
+            raise BenchmarkError(f"the engine was not where it should be held after {GATE_SECONDS:.0f} s")
+
+    def let_go(self) -> None:
+        self._may_go.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of requests.
+
+    stamps    of their iterations
+    receipts  request id -> its tokens and when they came
+    seconds   from the start to the last response
+    """
+
+    stamps: list[Stamp]
+    receipts: dict[int, Receipt]
+    seconds: float
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(receipt.tokens) for receipt in self.receipts.values())
+
+    def step_seconds(self, batch: int) -> float:
+        """Median time of a step in which the whole batch generates and no context is computed.
+
+        Raises BenchmarkError where there are no two of them in a row.
+        """
+        between = [later.seconds - earlier.seconds for earlier, later in zip(self.stamps, self.stamps[1:])
+                   if earlier.generating == later.generating == batch and not earlier.contexts + later.contexts]
+        if not between:
+            raise BenchmarkError(f"no two steps in a row generated for {batch} requests")
+        return median(between)
+
+    def generation_rate(self) -> float:
+        """Tokens in a second between the last context and the first request that ended."""
+        last_context = max((number for number, stamp in enumerate(self.stamps) if stamp.contexts), default=-1)
+        most = max(stamp.generating for stamp in self.stamps)
+        steps = [stamp for stamp in self.stamps[last_context + 1 :] if stamp.generating == most]
+        if len(steps) < 2:
+            raise BenchmarkError("no two steps in a row generated for all requests")
+        return sum(stamp.generating for stamp in steps[1:]) / (steps[-1].seconds - steps[0].seconds)
+
+
+class Engine:
+    """One manager, and the client that measures it."""
+
+    def __init__(self, bench: Bench, manager: GptManager, client: MeasuredClient, shape: Shape,
+                 load_seconds: float) -> None:
+        self.bench, self.manager, self.client, self.shape = bench, manager, client, shape
+        self.load_seconds = load_seconds
+
+    def serve(self, requests: list[dict[str, Any]], *, streaming: bool = False) -> Served:
+        """Serve them, within the time that the section has left.
+
+        Raises BenchmarkError where that does not suffice, and where a request fails or is not as long as it asked for.
+        """
+        self.client.stamps = []
+        limit = max(self.bench.seconds_left, 1.0)
+        receipts = self.client.serve(self.manager, requests, streaming=streaming, started=time.perf_counter(),
+                                     limit_s=limit)
+        wrong = [request["id"] for request in requests
+                 if len(receipts[request["id"]].tokens) != request["max_tokens"]]
+        if wrong:
+            raise BenchmarkError(f"{len(wrong)} of {len(requests)} outputs have the wrong length")
+        return Served(self.client.stamps, receipts, self.client.last_response)
+
+    def generate(self, batch: int, context: int, steps: int) -> Served:
+        """`batch` equal requests, of which about `steps` steps are generation for all of them."""
+        steps += 2 * -(-batch * context // STEP_TOKENS) + 2
+        return self.serve(equal_requests(self.shape, batch, max(context - steps // 2, 1), steps))
+
+    def warm_up(self, batch: int) -> None:
+        """A full batch that shrinks to one."""
+        self.serve(warm_up_requests(self.bench.pick(batch, 1), self.shape.vocabulary, None, 0))
+
+
+def equal_requests(shape: Shape, count: int, prompt: int, output: int) -> list[dict[str, Any]]:
+    """Requests of random tokens that all arrive at once."""
+    return make_requests(shape, [(prompt, output)] * count)
+
+
+def make_requests(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Of these lengths of prompt and output, as a workload has them."""
+    random = np.random.default_rng(0)
+    return [{"id": number, "arrival_s": 0.0, "max_tokens": int(output),
+             "prompt": random.integers(3, shape.vocabulary, prompt).tolist()}
+            for number, (prompt, output) in enumerate(lengths)]
+
+
+@contextlib.contextmanager
+def engine(bench: Bench, shape: Shape, *, max_batch: int, kv_tokens: int | None = None,
+           max_num_tokens: int = STEP_TOKENS, **options: Any) -> Iterator[Engine]:
+    """An engine of random weights, warmed up; it ends with the block, whatever it is doing.
+
+    kv_tokens   of the KV cache pool; None: most of the free memory
+    options     of TrtGptModelOptionalParams
+    """
+    shape, client = bench.pick(shape, TINY), MeasuredClient()
+    block = bench.pick(TOKENS_PER_BLOCK, 16)
+    if bench.is_dry:
+        max_batch, kv_tokens, max_num_tokens = min(max_batch, 2), 512, 128
+        options["cpu_compile"] = False            # else the kernels would not run
+    began = time.perf_counter()
+    manager = GptManager(
+        shape.write(bench.folder), TrtGptModelType.InflightFusedBatching, max_beam_width=1,
+        scheduler_policy=SchedulerPolicy.GUARANTEED_NO_EVICT, get_inference_requests_cb=client.get,
+        send_response_cb=client.send, return_batch_manager_stats_cb=client.return_stats,
+        optional_params=TrtGptModelOptionalParams(
+            kv_cache_config=KvCacheConfig(max_tokens=kv_tokens, tokens_per_block=block),
+            enable_chunked_context=True, max_batch_size=max_batch, max_num_tokens=max_num_tokens,
+            device=str(bench.device), dtype=str(bench.dtype).removeprefix("torch."), load_format="dummy", **options),
+        exclude_input_in_output=True, parts=Parts())
+    try:
+        made = Engine(bench, manager, client, shape, time.perf_counter() - began)
+        if not bench.is_dry:
+            made.warm_up(max_batch)
+        yield made
+    finally:
+        client.let_go()
+        manager.shutdown(drain=False, timeout=30)
+        bench.clock.forget()
+
+
+GRAPHS: tuple[tuple[str, bool], ...] = (("graphs", True), ("eager", False))
+
+
+def refusal_of_graphs(error: ConfigError, graphs: bool) -> str | None:
+    """Why an engine does not capture graphs here; None: the error is about something else."""
+    return str(error) if graphs and "cuda_graphs" in str(error) else None
+
+
+def not_reached(goal: str, case: str, reason: str) -> Record:
+    return Record(goal, case, status=NOT_REACHED, note=reason)

@@ -1,0 +1,78 @@
+"""G6, G6b: 256 requests of very different lengths at once, against other engines."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .bench import Bench
+from .engines import engine, make_requests, not_reached
+from .records import FAILED, Record
+from .shapes import QWEN3_600M, TINY, Shape
+from .transformers_peer import serve_with_transformers
+
+COUNT, SHORTEST, LONGEST = 256, 100, 1024
+WORKLOAD = "headline.json"
+
+
+def run(bench: Bench) -> Iterator[Record]:
+    if not bench.wants("G6", "G6b"):
+        return
+    bench.require(25)
+    shape = bench.pick(QWEN3_600M, TINY)
+    workload = headline_workload(shape, bench.pick(COUNT, 2), *bench.pick((SHORTEST, LONGEST), (3, 5)))
+    (bench.folder / WORKLOAD).write_text(json.dumps(workload))        # for a peer that is run another day
+    requests, rates = workload["requests"], []
+    with engine(bench, QWEN3_600M, max_batch=COUNT) as made:
+        for _ in range(bench.pick(2, 1)):
+            served = made.serve(requests)
+            rates.append(served.output_tokens / served.seconds)
+    ours, spread = max(rates), max(rates) / min(rates) - 1
+    case = f"{COUNT} requests"
+    if bench.wants("G6"):
+        yield from _against_results(bench, case, ours, spread, workload)
+    if bench.wants("G6b"):
+        yield _against_transformers(bench, case, ours, spread, shape, requests)
+
+
+def headline_workload(shape: Shape, count: int, shortest: int, longest: int) -> dict[str, Any]:
+    """As batch_manager.tools.workload writes one: lengths of prompts and of outputs drawn evenly, all at once."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(shortest, longest + 1, (count, 2))
+    prompt_tokens, output_tokens = lengths.sum(0).tolist()
+    return {"seed": 0, "vocab": shape.vocabulary, "mode": "offline", "rate": 0.0, "n": count,
+            "prompt_tokens": prompt_tokens, "output_tokens": output_tokens,
+            "requests": make_requests(shape, [tuple(pair) for pair in lengths.tolist()])}
+
+
+def _against_results(bench: Bench, case: str, ours: float, spread: float,
+                     workload: dict[str, Any]) -> Iterator[Record]:
+    """Results of the same workload on the same device, as batch_manager.tools.benchmark writes them."""
+    found = list(peer_results(bench.peers, workload))
+    if not found:
+        yield Record("G6", case, ours, None, "tokens/s", spread, note="no peer's result of this workload was given")
+    for name, rate in found:
+        yield Record("G6", f"{case}, against {name}", ours, rate, "tokens/s", spread)
+
+
+def peer_results(folder: Path | None, workload: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """(name, output tokens in a second) of the folder's results that are of this workload."""
+    for path in sorted(folder.glob("*.json")) if folder is not None else ():
+        result = json.loads(path.read_text())
+        if isinstance(result, dict) and result.get("workload") == WORKLOAD and not result.get("wrong_length") and all(
+                result.get(name) == workload[name] for name in ("n", "prompt_tokens", "output_tokens")):
+            yield f"{result['peer']} {result.get('variant', '')}".strip(), float(result["output_tok_s"])
+
+
+def _against_transformers(bench: Bench, case: str, ours: float, spread: float, shape: Shape,
+                          requests: list[dict[str, Any]]) -> Record:
+    case = f"{case}, against transformers"
+    if not bench.is_dry and bench.seconds_left < 30:
+        return not_reached("G6b", case, f"{bench.seconds_left:.0f} s were left")
+    try:
+        rate, note = serve_with_transformers(bench, shape, requests, max(bench.seconds_left - 5, 1.0))
+    except Exception as error:
+        return Record("G6b", case, status=FAILED, note=f"{type(error).__name__}: {error}"[:300])
+    return Record("G6b", case, ours, rate, "tokens/s", spread, note=note)

@@ -1,0 +1,132 @@
+"""Inputs of the attention kernels as an engine has them: pages in random order, several layers in one pool."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...triton_kernels.context_work_list import context_tile_rows, context_work_list
+from ...triton_kernels.decode_work_list import decode_work_list
+from ...triton_kernels.device_limits import device_limits
+from ...triton_kernels.paged_attention_context import paged_attention_context
+from ...triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
+from ...triton_kernels.reference.paged_attention_context import paged_attention_context as context_oracle
+from ...triton_kernels.reference.paged_attention_decode import paged_attention_decode as decode_oracle
+from .bench import Bench
+
+LAYERS = 4          # that launches take turns on: together far more than a GPU's cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """kv: KV heads; group: query heads of each; size: entries of a head."""
+
+    kv: int
+    group: int
+    size: int
+
+    @property
+    def query(self) -> int:
+        return self.kv * self.group
+
+    @property
+    def scale(self) -> float:
+        return self.size**-0.5
+
+
+class PagedSequences:
+    """Keys and values of some sequences, random ones, in pages that lie in no order.
+
+    lengths        [S] keys of each sequence
+    new_tokens     query tokens of each, its last ones: 1 for a generation step
+    """
+
+    def __init__(self, bench: Bench, heads: Heads, lengths: np.ndarray, new_tokens: int = 1,
+                 tokens_per_block: int = 64) -> None:
+        self.heads, self.lengths, self.new_tokens = heads, np.asarray(lengths, np.int64), new_tokens
+        pages = -(-self.lengths // tokens_per_block)
+        num_blocks = int(pages.sum())
+        self.pool = bench.normal(num_blocks, LAYERS, 2, heads.kv, tokens_per_block, heads.size)
+        order = np.random.default_rng(num_blocks).permutation(num_blocks)
+        table = np.zeros((len(pages), int(pages.max())), np.int32)
+        starts = pages.cumsum() - pages
+        for row, (start, count) in enumerate(zip(starts, pages, strict=True)):
+            table[row, :count] = order[start : start + count]
+        self.block_table = bench.tensor(table, torch.int32)
+        self.kv_lengths = bench.tensor(self.lengths, torch.int32)
+        rows = len(pages) * new_tokens
+        self.query = bench.normal(rows, heads.query, heads.size)
+        self.out = bench.poisoned(rows, heads.query, heads.size)
+        self.starts = np.arange(len(pages) + 1) * new_tokens
+        self.cu_seqlens = bench.tensor(self.starts, torch.int32)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one layer: what a generation step has to read."""
+        return int(self.lengths.sum()) * 2 * self.heads.kv * self.heads.size * self.pool.element_size()
+
+    @property
+    def causal_operations(self) -> float:
+        """Of one layer: two products of 2 D operations for every query and key that it sees."""
+        first = self.lengths - self.new_tokens
+        pairs = self.new_tokens * first + self.new_tokens * (self.new_tokens + 1) // 2
+        return 4.0 * self.heads.query * self.heads.size * float(pairs.sum())
+
+    def layer(self, number: int) -> torch.Tensor:
+        """[N, 2, HK, B, D], the view that a kernel gets."""
+        return self.pool[:, number % LAYERS]
+
+    def decode(self) -> Callable[[int], torch.Tensor]:
+        """A launch of decode attention on layer `number`, with the work list that an engine would make."""
+        block, size = self.pool.shape[4:]
+        places = decode_settings(size, block, self.pool.element_size(), device_limits()).places
+        work_list, part_starts = decode_work_list(self.lengths, block, self.heads.kv, places)
+        work = torch.from_numpy(work_list).to(self.query.device)
+        starts = torch.from_numpy(part_starts).to(self.query.device) if part_starts[-1] else None
+        return lambda number: paged_attention_decode(
+            self.query, self.layer(number), self.block_table, self.kv_lengths, work, starts, self.heads.scale,
+            out=self.out)
+
+    def context(self) -> Callable[[int], torch.Tensor]:
+        """A launch of context attention on layer `number`."""
+        rows = context_tile_rows(self.heads.size, self.pool.element_size())
+        queries = np.full(len(self.lengths), self.new_tokens)
+        work = torch.from_numpy(context_work_list(queries, self.lengths, rows)).to(self.query.device)
+        return lambda number: paged_attention_context(
+            self.query, self.layer(number), self.block_table, self.cu_seqlens, self.kv_lengths, work, self.heads.scale,
+            out=self.out)
+
+    def decode_error(self, launch: Callable[[int], torch.Tensor]) -> float:
+        """Of what one launch returns, against the oracle in float64, on a few sequences."""
+        self.out.fill_(torch.nan)
+        result = launch(0)
+        some = np.unique(np.linspace(0, len(self.lengths) - 1, 4).astype(int))
+        expected = torch.cat([decode_oracle(
+            self.query[row : row + 1].double(), self.layer(0), self.block_table[row : row + 1],
+            self.kv_lengths[row : row + 1], None, None, self.heads.scale) for row in some])
+        # Rows that are not compared must have been written all the same.
+        return relative_error(result[some], expected) if result.isfinite().all() else float("inf")
+
+    def context_error(self, launch: Callable[[int], torch.Tensor], most_rows: int = 64) -> float:
+        """Likewise, on the last query tokens of the first and the last sequence."""
+        self.out.fill_(torch.nan)
+        result = launch(0)
+        rows = min(most_rows, self.new_tokens)
+        errors = []
+        for sequence in {0, len(self.lengths) - 1}:
+            stop = (sequence + 1) * self.new_tokens
+            ends = torch.tensor([0, rows], dtype=torch.int32, device=self.query.device)
+            expected = context_oracle(
+                self.query[stop - rows : stop].double(), self.layer(0), self.block_table[sequence : sequence + 1], ends,
+                self.kv_lengths[sequence : sequence + 1], None, self.heads.scale)
+            errors.append(relative_error(result[stop - rows : stop], expected))
+        return max(errors) if result.isfinite().all() else float("inf")
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is expected; infinite where `out` is not a number."""
+    out, expected = out.double(), expected.double()
+    if not out.isfinite().all():
+        return float("inf")
+    return float((out - expected).norm() / expected.norm().clamp(min=1e-30))

@@ -1,0 +1,119 @@
+"""What a run found, line by line: a JSON object for each case of a goal."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .goals import ALL
+
+MEASURED, DRY, NOT_REACHED, FAILED = "measured", "dry", "not reached", "failed"
+STATUSES = (MEASURED, DRY, NOT_REACHED, FAILED)
+NUMBERS = ("numerator", "denominator", "ratio", "spread")
+
+# field -> types of its value. A line has these fields and no others.
+SCHEMA: dict[str, tuple[type, ...]] = {
+    "goal": (str,), "case": (str,), "status": (str,),
+    "numerator": (int, float, type(None)), "denominator": (int, float, type(None)), "unit": (str,),
+    "ratio": (int, float, type(None)), "floor": (int, float, type(None)), "met": (bool, type(None)),
+    "spread": (int, float, type(None)), "note": (str,),
+    "device": (str,), "versions": (dict,), "commit": (str,), "date": (str,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One case of a goal.
+
+    numerator, denominator   in `unit`; their ratio is what the goal is about
+    spread                   of the numerator or denominator, whichever was measured repeatedly: largest / smallest - 1
+    judged                   False: the ratio stands for something else than the goal's, so it is not held against it
+    note                     what a reader must know; of a case without numbers, why there are none
+    figures                  more of that, with numbers in it: not in the lines of a dry run
+    """
+
+    goal: str
+    case: str
+    numerator: float | None = None
+    denominator: float | None = None
+    unit: str = ""
+    spread: float | None = None
+    judged: bool = True
+    note: str = ""
+    figures: str = ""
+    status: str = MEASURED
+
+    @property
+    def ratio(self) -> float | None:
+        if self.numerator is None or not self.denominator:
+            return None
+        return self.numerator / self.denominator
+
+    @property
+    def met(self) -> bool | None:
+        goal, ratio = ALL[self.goal], self.ratio
+        if goal.floor is None or ratio is None or not self.judged:
+            return None
+        return ratio <= goal.floor if goal.lower_is_better else ratio >= goal.floor
+
+    def line(self, header: dict[str, Any], *, dry: bool) -> dict[str, Any]:
+        """As it stands in the file. Of a dry run the numbers are nobody's: they are null."""
+        note = self.note if dry else "; ".join(filter(None, [self.note, self.figures]))
+        numbers = {name: None if dry else _rounded(getattr(self, name)) for name in NUMBERS}
+        return {"goal": self.goal, "case": self.case,
+                "status": DRY if dry and self.status == MEASURED else self.status, **numbers, "unit": self.unit,
+                "floor": ALL[self.goal].floor, "met": None if dry else self.met, "note": note, **header}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def check(line: Any) -> None:
+    """Raise ValueError for what is no line of a report."""
+    if not isinstance(line, dict) or line.keys() != SCHEMA.keys():
+        raise ValueError(f"a line has the fields {', '.join(SCHEMA)}; this one is {line!r:.200}")
+    for name, types in SCHEMA.items():
+        if not isinstance(line[name], types) or isinstance(line[name], bool) and bool not in types:
+            raise ValueError(f"{name} is {line[name]!r}; it must be of {', '.join(one.__name__ for one in types)}")
+    if line["goal"] not in ALL or line["status"] not in STATUSES:
+        raise ValueError(f"no goal or status is {line['goal']!r}, {line['status']!r}")
+    if line["status"] != MEASURED and any(line[name] is not None for name in (*NUMBERS, "met")):
+        raise ValueError(f"a case that is {line['status']} has numbers: {line}")
+    if line["status"] == MEASURED and line["numerator"] is None:
+        raise ValueError(f"a case that was measured has no number: {line}")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a report. Raises ValueError for one that is none."""
+    lines = [json.loads(text) for text in path.read_text().splitlines() if text]
+    for line in lines:
+        check(line)
+    return lines
+
+
+def table(lines: Iterable[dict[str, Any]]) -> str:
+    """Markdown, a row for each case."""
+    rows = ["| goal | case | value | of | ratio | floor | met | spread | note |",
+            "|---|---|---|---|---|---|---|---|---|"]
+    rows += [f"| {line['goal']} | {line['case']} | {value(line)} "
+             f"| {number(line['denominator'])} | {number(line['ratio'])} | {number(line['floor'])} | {verdict(line)} "
+             f"| {number(line['spread'])} | {line['note']} |" for line in lines]
+    return "\n".join(rows)
+
+
+def value(line: dict[str, Any]) -> str:
+    """The numerator with its unit."""
+    return "-" if line["numerator"] is None else f"{number(line['numerator'])} {line['unit']}".strip()
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def verdict(line: dict[str, Any]) -> str:
+    """ "yes" or "no" for a case that is judged, what became of it for one without numbers."""
+    if line["status"] != MEASURED:
+        return line["status"]
+    return {True: "yes", False: "no", None: "-"}[line["met"]]

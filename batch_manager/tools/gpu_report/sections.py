@@ -1,0 +1,49 @@
+"""The sections of a report in the order in which they run, and the share of its time that each may take.
+
+What others need comes first, then what says most; a section that is through early leaves its time to those after it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from . import (
+    context_attention,
+    correctness,
+    decode_attention,
+    decode_steps,
+    denominators,
+    facts,
+    headline,
+    host_time,
+    idle,
+    latency,
+    published_workloads,
+)
+from .bench import Bench
+from .records import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """seconds: of a report of eight minutes; goals: those that it measures, empty for what goals rest on"""
+
+    name: str
+    run: Callable[[Bench], Iterator[Record]]
+    seconds: float
+    goals: tuple[str, ...] = ()
+
+
+SECTIONS = (
+    Section("correctness", correctness.run, 60),
+    Section("denominators", denominators.run, 20),
+    Section("decode attention", decode_attention.run, 45, ("G1", "G1b", "G1c")),
+    Section("context attention", context_attention.run, 35, ("G2", "G2b")),
+    Section("decode steps", decode_steps.run, 85, ("G3", "G3b")),
+    Section("idle time", idle.run, 50, ("G4", "G8")),
+    Section("headline workload", headline.run, 80, ("G6", "G6b")),
+    Section("latency", latency.run, 35, ("G7",)),
+    Section("host time", host_time.run, 10, ("G5", "G5b")),
+    Section("facts", facts.run, 20),
+    Section("published workloads", published_workloads.run, 40, ("G9",)),
+)
+SECONDS = sum(section.seconds for section in SECTIONS)

@@ -1,0 +1,75 @@
+"""transformers' continuous batching in this process, on the same device, with random weights of the same shape."""
+
+import time
+from typing import Any
+
+from .bench import Bench
+from .shapes import Shape
+
+WARM_UP_TOKENS = 4
+
+
+def serve_with_transformers(bench: Bench, shape: Shape, requests: list[dict[str, Any]],
+                            limit_seconds: float) -> tuple[float, str]:
+    """(output tokens in a second, what to say of it). Greedy, every output as long as asked for.
+
+    Stops after `limit_seconds`; then the tokens of those that are done count. Raises whatever transformers raises, and
+    RuntimeError where it ends before its time.
+    """
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    path = shape.write(bench.folder)
+    attention = "sdpa"
+    with torch.device(bench.device):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path), dtype=bench.dtype, attn_implementation=attention).eval()
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0,
+                              max_new_tokens=max(request["max_tokens"] for request in requests))
+    manager = model.init_continuous_batching(generation_config=config, **_sizes(bench))
+    manager.start()
+    try:
+        warm_up = [{"id": f"warm-up {number}", "prompt": [5] * (20 + number), "max_tokens": WARM_UP_TOKENS}
+                   for number in range(bench.pick(16, 1))]
+        _serve(manager, warm_up, time.monotonic() + limit_seconds)
+        began = time.monotonic()
+        tokens = _serve(manager, requests, began + limit_seconds)
+        seconds = time.monotonic() - began
+    finally:
+        manager.stop(block=True, timeout=10)
+        del model
+        bench.clock.forget()
+    if not tokens:
+        raise RuntimeError(f"transformers finished no request in {limit_seconds:.0f} s")
+    asked = sum(request["max_tokens"] for request in requests)
+    note = f"transformers {transformers.__version__}, {attention}, other random weights"
+    return tokens / seconds, note if tokens == asked else f"{note}; stopped at {tokens:,} of {asked:,} tokens"
+
+
+def _sizes(bench: Bench) -> dict[str, Any]:
+    """On a GPU transformers sizes its cache by itself."""
+    if not bench.is_dry:
+        return {}
+    from transformers import ContinuousBatchingConfig
+
+    return {"continuous_batching_config": ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=32)}
+
+
+def _serve(manager: Any, requests: list[dict[str, Any]], deadline: float) -> int:
+    """Tokens of the requests that were finished in time."""
+    for request in requests:
+        manager.add_request(request["prompt"], request_id=f"request {request['id']}",
+                            max_new_tokens=request["max_tokens"], eos_token_id=-1)
+    tokens, num_open = 0, len(requests)
+    while num_open and time.monotonic() < deadline:
+        result = manager.get_result(timeout=1.0)
+        if result is None:
+            if not manager.is_running():
+                raise RuntimeError("the generation thread of transformers ended")
+        elif result.is_finished():
+            if result.error:
+                raise RuntimeError(f"transformers: {result.error}")
+            tokens, num_open = tokens + len(result.generated_tokens), num_open - 1
+    return tokens
+

@@ -1,0 +1,82 @@
+"""Write what the newest GPU report says into the README, or that nothing was measured.
+
+    python -m batch_manager.tools.gpu_table                                        from the results in the package
+    python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl          with one more result
+    python -m batch_manager.tools.gpu_table --check                                does the README say just that?
+
+The README has two lines between which this program writes; nothing else is touched. Exit status 1: the README differs
+(--check), or a file is no report.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .gpu_report.goals import ALL
+from .gpu_report.records import number, value, verdict
+from .results import add, newest
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN = "<!-- written by python -m batch_manager.tools.gpu_table: begin -->"
+END = "<!-- written by python -m batch_manager.tools.gpu_table: end -->"
+NOT_MEASURED = "Not measured: no GPU has run this version."
+
+
+def text_of(lines: Sequence[dict[str, Any]]) -> str:
+    """What the README says of a report; of none, that nothing was measured."""
+    if not lines:
+        return NOT_MEASURED
+    first = lines[0]
+    versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
+    rows = ["| goal | | case | value | of | ratio | floor | met |", "|---|---|---|---|---|---|---|---|"]
+    rows += [f"| {line['goal']} | {ALL[line['goal']].text} | {_case(line)} | {value(line)} "
+             f"| {number(line['denominator'])} | {number(line['ratio'])} | {number(line['floor'])} "
+             f"| {verdict(line)} |" for line in lines if line["goal"] not in ("correctness", "fact")]
+    wrong = [line["case"] for line in lines if line["goal"] == "correctness" and line["status"] != "measured"]
+    checked = sum(line["goal"] == "correctness" for line in lines) - len(wrong)
+    kernels = f"{checked} kernels were right by value"
+    kernels += f"; wrong or not reached: {', '.join(wrong)}" if wrong else ""
+    return "\n".join([f"{first['device']}, {versions}, commit `{first['commit']}`, {first['date']}. {kernels}.", "",
+                      *rows])
+
+
+def _case(line: dict[str, Any]) -> str:
+    return line["case"] if not line["note"] else f"{line['case']} ({line['note']})"
+
+
+def written_into(readme: str, text: str) -> str:
+    """The README with this text between its two lines. Raises ValueError where it has no such lines."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the README has no lines {BEGIN!r} and {END!r}; put them where the table belongs")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.gpu_table", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", type=Path, help="a report to add to the results first")
+    parser.add_argument("--readme", type=Path, default=README, help="(that of the checkout)")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    try:
+        if options.add is not None and not options.check:
+            print(f"added {add(options.add)}")
+        before = options.readme.read_text(encoding="utf-8")
+        after = written_into(before, text_of(newest()))
+    except (OSError, ValueError) as error:
+        print(f"gpu_table: {error}", file=sys.stderr)
+        return 1
+    if before != after and options.check:
+        print("gpu_table: the README does not say what the newest result says; run this program", file=sys.stderr)
+        return 1
+    if not options.check:
+        options.readme.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
