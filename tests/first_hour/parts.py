@@ -1,0 +1,86 @@
+"""What is done in the first hour on a GPU: each part a command with a limit of its own."""
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SITE = Path("/tmp/site")                 # where wheels are installed on a machine that has no registry
+REQUIRED_WHEELS = ("orjson",)            # what the package needs and the machine's image does not have
+PROCESSES = 4                            # of tests that share one GPU
+TINY_RUN = ("-m", "tests.first_hour.tiny_run")
+BF16_TEST = "tests/runtime/test_bf16_engine.py"
+# They compile for GPUs that are not there.
+WITHOUT_A_GPU = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_sets.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part.
+
+    seconds     after which it is ended
+    arguments   of the interpreter, {out} the folder for its output
+    dry         the same for a machine without a GPU: as much of it as runs there
+    program     in front of the interpreter, where the machine has it
+    dry_environment   beside the process's own, in a dry run
+    """
+
+    name: str
+    text: str
+    seconds: int
+    arguments: tuple[str, ...]
+    dry: tuple[str, ...]
+    program: tuple[str, ...] = ()
+    dry_environment: tuple[tuple[str, str], ...] = ()
+
+    def command(self, out: Path, *, is_dry: bool) -> list[str]:
+        """To run in ROOT. Raises FileNotFoundError without the program."""
+        before = () if is_dry else self.program
+        if before and shutil.which(before[0]) is None:
+            raise FileNotFoundError(f"{before[0]} is not installed on this machine")
+        arguments = self.dry if is_dry else self.arguments
+        return [*before, sys.executable, *(argument.format(out=out) for argument in arguments)]
+
+
+def _pytest(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+def _report(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "batch_manager.tools.gpu_report", "--out", *arguments)
+
+
+def gpu_test_files() -> tuple[str, ...]:
+    """Files with tests that need a GPU, beside those of the kernels and of the engine in bfloat16."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    names = [file.relative_to(ROOT).as_posix() for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
+    return tuple(name for name in names if name != BF16_TEST and not name.startswith("tests/kernels/"))
+
+
+_LEFT_OUT = tuple(f"--ignore={test}" for test in WITHOUT_A_GPU)
+_INTERPRETED = (("TRITON_INTERPRET", "1"), ("OMP_NUM_THREADS", "1"))
+
+PARTS = (
+    Part("engine", "a bfloat16 engine on the GPU against float32 on the CPU", 90,
+         _pytest("-n", "0", "-m", "gpu", BF16_TEST), _pytest("-n", "0", "-m", "gpu", BF16_TEST)),
+    Part("kernels", "every kernel test, on the GPU, by four processes", 270,
+         _pytest("-n", str(PROCESSES), *_LEFT_OUT, "tests/kernels"),
+         _pytest("-n", "0", "--collect-only", *_LEFT_OUT, "tests/kernels")),
+    Part("gpu-tests", "all other tests that need a GPU", 150,
+         _pytest("-n", str(PROCESSES), "-m", "gpu", *gpu_test_files()),
+         _pytest("-n", "0", "-m", "gpu", *gpu_test_files())),
+    Part("report", "correctness by value, then every goal", 520,
+         _report("{out}", "--minutes", "7.5"), _report("{out}", "--dry-run"), dry_environment=_INTERPRETED),
+    Part("launches", "kernels and copies of a decode step, by the profiler", 120,
+         _report("{out}/launches", "--goal", "G4", "--minutes", "1.5"),
+         _report("{out}/launches", "--goal", "G4", "--dry-run"), dry_environment=_INTERPRETED),
+    Part("memcheck", "accesses outside of memory, in a tiny engine", 120, (*TINY_RUN, "--device", "cuda"),
+         (*TINY_RUN, "--device", "cpu"), program=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")),
+    Part("racecheck", "races in shared memory, in a tiny engine", 120, (*TINY_RUN, "--device", "cuda"),
+         (*TINY_RUN, "--device", "cpu"), program=("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9")),
+)
+
+# Parts of one call of at most ten minutes each; together they stay within half an hour.
+CALLS = (("engine", "kernels", "gpu-tests"), ("report",), ("launches", "memcheck", "racecheck"))
+CALL_MINUTES = 9.5
