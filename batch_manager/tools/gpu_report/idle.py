@@ -8,7 +8,7 @@ from ...errors import ConfigError
 from ..benchmark import BenchmarkError
 from .bench import Bench
 from .device_clock import DeviceActivity
-from .engines import GRAPHS, Engine, Served, Stamp, engine, equal_requests, not_reached, refusal_of_graphs
+from .engines import GRAPHS, STEP_TOKENS, Engine, Served, Stamp, engine, equal_requests, not_reached, refusal_of_graphs
 from .records import Record
 from .shapes import LLAMA_135M
 
@@ -65,7 +65,7 @@ def _watch(bench: Bench, made: Engine, batch: int, context: int, steps: int) -> 
         return seen >= steps
 
     client.hold_when(all_generate)
-    output = 2 * -(-batch * context // 8192) + 2 * steps + 8
+    output = 2 * -(-batch * context // STEP_TOKENS) + steps + bench.pick(16, 2)
     requests = equal_requests(made.shape, batch, context, output)
     failures: list[BenchmarkError] = []
 
