@@ -251,7 +251,7 @@ def test_steps_are_timed_where_the_whole_batch_generates():
     def stamps(*rows):
         return [Stamp(seconds, generating, contexts, 0) for seconds, generating, contexts in rows]
 
-    served = Served(stamps((0.0, 0, 2), (1.0, 1, 1), (1.5, 2, 0), (1.7, 2, 0), (2.0, 2, 0), (2.1, 2, 0), (9.0, 1, 0)),
+    served = Served(stamps((0.0, 0, 2), (1.2, 2, 1), (1.5, 2, 0), (1.7, 2, 0), (2.0, 2, 0), (2.1, 2, 0), (9.0, 1, 0)),
                     {}, 9.0)
     assert served.step_seconds(2) == pytest.approx(0.2)
     assert served.generation_rate() == pytest.approx(6 / 0.6)
