@@ -1,6 +1,7 @@
 """Logits to tokens: stages, sampling, and what is reported about it."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ class GptDecoder:
         self._sample_token = dispatch.kernel("sample_token", device)
         self._samples_any_dtype = dispatch.use_triton(device)
         self._one_by_one = deterministic and not dispatch.use_triton(device)
-        self._all_greedy: dict[str, torch.Tensor] = {}
+        self._all_greedy: dict[str, Any] = {}
         self._beam_kernel = dispatch.kernel("beam_topk", device)
 
     def set_up(self, setups: Iterable[tuple[int, SlotSetup]]) -> None:
@@ -193,7 +194,7 @@ class GptDecoder:
         finite[changed] = logits[changed].amax(1).isfinite()
         return finite
 
-    def _greedy(self, num_rows: int) -> dict[str, torch.Tensor]:
+    def _greedy(self, num_rows: int) -> dict[str, Any]:
         """What `sample_token` is given where each row is greedy, whatever its numbers are, and wants no log-prob."""
         if not self._all_greedy or num_rows != len(self._all_greedy["temperature"]):
             device = self.state.device
@@ -202,6 +203,7 @@ class GptDecoder:
                 for name, argument in SAMPLED_BY.items()}
             self._all_greedy["position"] = torch.zeros(num_rows, dtype=torch.int32, device=device)
             self._all_greedy["wants_log_prob"] = torch.zeros(num_rows, dtype=torch.bool, device="cpu")
+            self._all_greedy["only_greedy"] = True
         return self._all_greedy
 
     def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows):

@@ -316,8 +316,9 @@ class NativeBackend:
             self._allocated = AllocatedMemory(self._device)
 
     def warm_up(self, max_beam_width: int = 1) -> None:
-        """Run a context and a generation step of one sequence in block 0, then of one that has no features and goes on
-        as if it were long, then of one with as many beams as there may be, and leave the block as it was.
+        """Run a context and a generation step of one sequence in block 0, then of one that is sampled and has no other
+        features, then of one that has none and goes on as if it were long, then of one with as many beams as there may
+        be, and leave the block as it was.
 
         Kernels that every variant of a step needs are compiled by that, so that none is while requests wait.
         """
@@ -325,8 +326,10 @@ class NativeBackend:
         every_number = {name: parameter.other for name, parameter in PARAMETERS.items() if name != "beam_width"}
         every_feature = SlotSetup(SamplingConfig(**every_number), return_log_probs=True, end_id=0, bad_words=((0, 0),),
                                   stop_words=((0, 0),), prompt_length=1)
+        sampled = SlotSetup(SamplingConfig(top_k=2, top_p=0.5, random_seed=0), prompt_length=1)
         # (beams, setup, tokens in the KV cache before the generation step)
-        sequences = [(1, every_feature, 1), (1, SlotSetup(prompt_length=1), self._cached_by_a_long_sequence())]
+        sequences = [(1, every_feature, 1), (1, sampled, 1),
+                     (1, SlotSetup(prompt_length=1), self._cached_by_a_long_sequence())]
         if max_beam_width > 1:
             beams = SlotSetup(SamplingConfig(beam_width=max_beam_width), max_new_tokens=2, prompt_length=1)
             sequences.append((max_beam_width, beams, 1))

@@ -46,8 +46,6 @@ ALLOWED = (
             "products without matrix instructions: float32 is there to compare with"),
     Allowed(("_context_kernel",), ("sm_100",), ("float16", "bfloat16"), 24, 0,
             "two to six registers, mostly with a window"),
-    Allowed(("_sample_kernel",), GPUS, ("float32", "float16", "bfloat16"), 16, 0,
-            "four registers of a program that waits for memory"),
     Allowed(("_decode_kernel",), ("gfx942",), ("bfloat16",), 8, 1, "one register, with heads of 256 entries"),
 )
 

@@ -140,7 +140,9 @@ def drawing():
 
     philox(tensor(8, 2, dtype=torch.int64), tensor(8, 4, dtype=torch.int64))
     numbers = tensor(8, dtype=torch.float32)
-    sample_token(tensor(8, 128256), numbers, integers(8), numbers, tensor(8, dtype=torch.int64), integers(8))
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = tensor(8, 128256, dtype=dtype)
+        sample_token(logits, numbers, integers(8), numbers, tensor(8, dtype=torch.int64), integers(8))
 
 
 def histories():
@@ -309,7 +311,7 @@ def main(gpu_names):
             began = time.perf_counter()
             case()
             seconds = time.perf_counter() - began
-            for kernel in compiled:
+            for kernel in {id(kernel): kernel for kernel in compiled}.values():
                 figures = nvidia_figures(kernel, name == "sm_90") if target.backend == "cuda" else amd_figures(kernel)
                 record = {
                     "gpu": name, "case": label, "kernel": kernel.metadata.name, "warps": kernel.metadata.num_warps,

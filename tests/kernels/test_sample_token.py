@@ -49,6 +49,22 @@ def test_mixed_rows_equal_the_oracle(assert_same_draw, random, row_parameters, d
     assert_same_draw(logits, row_parameters(temperature, top_k, top_p))
 
 
+@pytest.mark.parametrize("dtype_of_logits", [torch.float32, torch.float16])
+def test_a_vocabulary_of_several_pieces(assert_same_draw, random, row_parameters, dtype_of_logits):
+    logits = random(6, 20_000).to(dtype_of_logits)         # evenly spread: the draws fall into all pieces
+    parameters = row_parameters([1.0] * 6, [0, 3000, 0, 9000, 0, 0], [1.0, 0.0, 0.6, 0.7, 0.0, 0.99])
+    tokens = assert_same_draw(logits, parameters)
+    assert len((tokens // 4096).unique()) > 2
+
+
+def test_rows_that_are_all_greedy_need_nothing_but_maxima(assert_same_draw, random, row_parameters):
+    logits = random(5, 5000)
+    logits[2, 4999] = logits[2, 17] = 8.0
+    parameters = row_parameters([0.0, 1.0, 1.0, 0.0, 0.0], [0, 1, 0, 50, 0], [0.0, 0.9, 0.0, 0.9, 0.5])
+    tokens = assert_same_draw(logits, parameters, only_greedy=True)
+    assert tokens.tolist() == logits.argmax(1).tolist() and tokens[2] == 17
+
+
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (20, 0.0), (0, 0.8), (20, 0.8)])
 def test_many_positions_of_one_request(assert_same_draw, random, row_parameters, top_k, top_p):
     rows = 12

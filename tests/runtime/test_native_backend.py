@@ -386,11 +386,13 @@ def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoi
         def __init__(self, *given, **named):
             super().__init__(*given, **named)
             sample, self._samples_any_dtype = self._sample_token, True
-            self._sample_token = lambda logits, **more: seen.add(logits.dtype) or sample(logits.float(), **more)
+            self._sample_token = lambda logits, only_greedy=False, **more: (
+                seen.add((logits.dtype, only_greedy)) or sample(logits.float(), **more))
 
     monkeypatch.setattr(native_backend, "GptDecoder", ReadsAnyDtype)
     build(checkpoint, dtype="bfloat16")
-    assert seen == {torch.bfloat16, torch.float32}
+    # What is greedy alone needs no kernel that the others do not need.
+    assert seen == {(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)}
 
 
 def test_the_pool_is_clean_after_the_warm_up_and_nobodys_random_state_moved(checkpoint):

@@ -27,7 +27,7 @@ WORD = np.uint64(0xFFFFFFFF)
 
 
 def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None,
-                 min_p=None, wants_log_prob=None):
+                 min_p=None, wants_log_prob=None, only_greedy=False):
     """One token per row; see the kernel's docstring for shapes. Returns (tokens, log_probs, finite)."""
     if logits.dtype != torch.float32:
         logits = logits.float()

@@ -20,6 +20,7 @@ Shapes      logits                   [R, V]   any float dtype, contiguous rows, 
             finite                   [R] bool
             wants_log_prob           [R] bool on the host: rows whose log-prob is looked at; those of the others may be
                                      anything. None: all
+            only_greedy              True: the caller knows that every row is greedy
 Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit, the lowest id among
             equals.
 Mutates     tokens, log_probs, finite. finite is False where a row holds NaN or +inf or nothing but -inf; the token is
@@ -36,7 +37,7 @@ from .philox import uniform
 
 def sample_token(
     logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None, min_p=None,
-    wants_log_prob=None,
+    wants_log_prob=None, only_greedy=False,
 ):
     """One token per row; see the module's docstring for shapes."""
     num_rows = logits.shape[0]
