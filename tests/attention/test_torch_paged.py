@@ -57,6 +57,14 @@ def test_wide_heads_in_bfloat16(attention_class, heads, tokens_per_block, layout
     check(attention_class, shape, step, by_oracle, shape.rotary())
 
 
+@pytest.mark.parametrize("heads", [(6, 2, 16), (14, 2, 64), (40, 1, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_long_sequences_that_are_cut_into_parts(attention_class, heads, dtype, layout, step_of, by_oracle):
+    shape = layout(*heads, windows=(None, 600), dtype=dtype, tokens_per_block=64)
+    check(attention_class, shape, step_of([(0, 40)], [510, 511, 512, 1100, 1500], 72, 64), by_oracle,
+          shape.rotary(2048))
+
+
 @pytest.mark.parametrize("sink", [1, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_sink_tokens_are_seen_from_behind_every_window(attention_class, sink, dtype, layout, step_of, by_oracle):

@@ -7,19 +7,20 @@ enum { INPUTS = 64, OUTPUTS = 256, ROWS = 40, OPERATIONS = 6, JOBS = 200 };
 
 /* Three sequences of bfloat16, one of them with many rows: nothing outside of the pool's pages and the registers. */
 static int attention_jobs(void) {
-    enum { HEADS = 14, KEY_HEADS = 2, SIZE = 64, BLOCK = 32, BLOCKS = 6, TOKENS = 12, WIDTH = (HEADS + 2 * KEY_HEADS) * SIZE };
+    enum { HEADS = 14, KEY_HEADS = 2, SIZE = 64, BLOCK = 32, BLOCKS = 44, TOKENS = 12, WIDTH = (HEADS + 2 * KEY_HEADS) * SIZE };
     size_t pool_bytes = (size_t)BLOCKS * 2 * KEY_HEADS * BLOCK * SIZE * 2;
     uint16_t *pool = aligned_alloc(64, pool_bytes), *x = aligned_alloc(64, TOKENS * WIDTH * 2);
     uint16_t *y = aligned_alloc(64, TOKENS * HEADS * SIZE * 2), *kept = malloc(TOKENS * HEADS * SIZE * 2);
     for (size_t i = 0; i < pool_bytes / 2; i++) pool[i] = (uint16_t)(0x3f00 + i % 97);
     for (int i = 0; i < TOKENS * WIDTH; i++) x[i] = (uint16_t)(0x3e00 + i % 251);
     Cache cache = {(char *)pool, 1, KEY_HEADS, BLOCK, SIZE, HEADS, BFLOAT16};
-    int32_t positions[TOKENS] = {70, 5}, starts[] = {0, 1, 2, TOKENS}, tables[3][3] = {{4, 1, 5}, {0, 0, 0}, {2, 3, 0}};
-    int64_t slots[TOKENS] = {5 * BLOCK + 6, 5};
+    int32_t positions[TOKENS] = {1200, 5}, starts[] = {0, 1, 2, TOKENS}, tables[3][40] = {{0}, {0}, {2, 3}};
+    int64_t slots[TOKENS] = {(4 + 1200 / BLOCK) * BLOCK + 1200 % BLOCK, 5};      /* the first one is cut into parts */
+    for (int i = 0; i < 40; i++) tables[0][i] = 4 + i;
     for (int i = 2; i < TOKENS; i++) positions[i] = 28 + i, slots[i] = tables[2][(28 + i) / BLOCK] * BLOCK + (28 + i) % BLOCK;
     char *registers[2] = {(char *)x, (char *)y};
     Step step = {.rows = TOKENS, .registers = registers, .cache = &cache, .positions = positions, .pool_slots = slots,
-                 .query_starts = starts, .block_tables = tables[0], .num_sequences = 3, .table_stride = 3, .type = BFLOAT16};
+                 .query_starts = starts, .block_tables = tables[0], .num_sequences = 3, .table_stride = 40, .type = BFLOAT16};
     double scale = 0.125;
     int64_t scale_bits;
     memcpy(&scale_bits, &scale, 8);

@@ -126,17 +126,46 @@ INLINE void add_values(const char *values, int rows, int64_t size, int64_t token
     }
 }
 
-/* `rows` queries of one key head; query row r stands at position[r] and sees what is written up to there.
+/* What some queries of one key head look at; query row r stands at position[r] and sees what is written up to there.
 
-   queries    [rows][head_size], packed
-   result     [rows][MOST_HEAD_SIZE] float32
    blocks     of the sequence; entries that no row sees are not read
+   queries    [rows][head_size], packed
+   first_key, end_key   of the keys, those that are looked at; first_key begins a block
    next_keys  the page of keys that this thread is likely to read after these */
-INLINE void attend(const Cache *c, const Scores *how, int64_t layer, int64_t head, const int32_t *blocks,
-                   const char *queries, const int64_t *position, int rows, const char *next_keys, float *result,
-                   int type) {
-    float scores[MOST_QUERY_ROWS][MOST_BLOCK_TOKENS] __attribute__((aligned(64)));
+typedef struct {
+    int64_t layer, head;
+    const int32_t *blocks;
+    const char *queries;
+    const int64_t *position;
+    int rows;
+    int64_t first_key, end_key;
+    const char *next_keys;
+} Look;
+
+/* What they found: sums of values, each times e^(score - maximum), and the sums of those weights. */
+typedef struct {
+    float sums[MOST_QUERY_ROWS][MOST_HEAD_SIZE] __attribute__((aligned(64)));
     float maximum[MOST_QUERY_ROWS], total[MOST_QUERY_ROWS];
+} Found;
+
+/* other's to found's, as if one had found both. */
+INLINE void add_found(Found *found, const Found *other, int rows, int64_t size) {
+    for (int row = 0; row < rows; row++) {
+        float top = found->maximum[row] > other->maximum[row] ? found->maximum[row] : other->maximum[row];
+        float shrink = exponential(all(found->maximum[row] - top))[0];
+        float shrink_other = exponential(all(other->maximum[row] - top))[0];
+        found->maximum[row] = top;
+        found->total[row] = found->total[row] * shrink + other->total[row] * shrink_other;
+        for (int64_t i = 0; i < size; i++)
+            found->sums[row][i] = found->sums[row][i] * shrink + other->sums[row][i] * shrink_other;
+    }
+}
+
+INLINE void attend(const Cache *c, const Scores *how, const Look *look, Found *found, int type) {
+    float scores[MOST_QUERY_ROWS][MOST_BLOCK_TOKENS] __attribute__((aligned(64)));
+    const int64_t *position = look->position;
+    float *maximum = found->maximum, *total = found->total, *result = found->sums[0];
+    int rows = look->rows;
     int64_t size = c->head_size, width = size * bytes_of(type), first = position[0], last = position[0];
     for (int row = 0; row < rows; row++) {
         maximum[row] = -1e30f;
@@ -146,16 +175,18 @@ INLINE void attend(const Cache *c, const Scores *how, int64_t layer, int64_t hea
         memset(result + row * MOST_HEAD_SIZE, 0, sizeof(float) * (size_t)size);
     }
     int64_t behind = how->window && first - how->window + 1 > 0 ? first - how->window + 1 : 0;    /* of the first row */
-    for (int64_t start = 0; start <= last; start += c->block_tokens) {
+    int64_t last_of_all = last;
+    if (last >= look->end_key) last = look->end_key - 1;
+    for (int64_t start = look->first_key; start <= last; start += c->block_tokens) {
         int64_t end = start + c->block_tokens;
         if (end <= behind && start >= how->sinks) continue;
         int64_t tokens = last + 1 - start < c->block_tokens ? last + 1 - start : c->block_tokens;
-        int64_t block = blocks[start / c->block_tokens];
-        const char *keys = page_of(c, block, layer, 0, head), *values = page_of(c, block, layer, 1, head);
+        const char *keys = page_of(c, look->blocks[start / c->block_tokens], look->layer, 0, look->head);
+        const char *values = page_of(c, look->blocks[start / c->block_tokens], look->layer, 1, look->head);
         int64_t whole = (tokens + LANES - 1) / LANES * LANES;
         for (int64_t t = 0; t < whole; t += LANES)
-            score_sixteen(keys + t * width, queries, rows, size, type, scores, t, values + t * width);
-        int is_whole = end <= first + 1 && end - 1 <= first && (!how->window || start > last - how->window);
+            score_sixteen(keys + t * width, look->queries, rows, size, type, scores, t, values + t * width);
+        int is_whole = end <= first + 1 && end - 1 <= first && (!how->window || start > last_of_all - how->window);
         for (int row = 0; row < rows; row++) {
             floats most = all(-1e30f);
             for (int64_t t = 0; t < whole; t += LANES) {
@@ -189,9 +220,8 @@ INLINE void attend(const Cache *c, const Scores *how, int64_t layer, int64_t hea
             }
             total[row] += sum(sums);
         }
-        const char *soon = end <= last ? page_of(c, blocks[end / c->block_tokens], layer, 0, head) : next_keys;
+        const char *soon = look->next_keys;
+        if (end <= last) soon = page_of(c, look->blocks[end / c->block_tokens], look->layer, 0, look->head);
         add_values(values, rows, size, tokens, type, scores, result, soon);
     }
-    for (int row = 0; row < rows; row++)
-        for (int64_t i = 0; i < size; i++) result[row * MOST_HEAD_SIZE + i] /= total[row];
 }

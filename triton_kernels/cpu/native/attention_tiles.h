@@ -142,12 +142,11 @@ static int takes_tiles(const Cache *c, int rows) {
 }
 
 /* As `attend`, where `takes_tiles`. */
-static void attend_in_tiles(const Cache *c, const Scores *how, int64_t layer, int64_t head, const int32_t *blocks,
-                            const char *queries, const int64_t *position, int rows, const char *next_keys,
-                            float *result) {
+static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look, Found *found) {
     AttentionTiles *a = &attention_tiles;
+    const int64_t *position = look->position;
+    int rows = look->rows, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
     int64_t size = c->head_size, width = size * 2, first = position[0], last = position[0];
-    int groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
     integers positions[QUERY_GROUPS];
     floats maximum[QUERY_GROUPS], total[QUERY_GROUPS];
     for (int row = 0; row < groups * TILE_ROWS; row++) {
@@ -164,21 +163,24 @@ static void attend_in_tiles(const Cache *c, const Scores *how, int64_t layer, in
             words pairs[16];
             for (int row = 0; row < TILE_ROWS; row++) {
                 int of = group * TILE_ROWS + row;
-                pairs[row] = *(const words *)(queries + (of < rows ? of : 0) * width + i * 2);
+                pairs[row] = *(const words *)(look->queries + (of < rows ? of : 0) * width + i * 2);
             }
             transpose(pairs, a->queries[group][i / 32][0]);
         }
     }
     shape_tiles((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
     int64_t behind = how->window && first - how->window + 1 > 0 ? first - how->window + 1 : 0;    /* of the first row */
-    for (int64_t start = 0; start <= last; start += c->block_tokens) {
+    int64_t last_of_all = last;
+    if (last >= look->end_key) last = look->end_key - 1;
+    for (int64_t start = look->first_key; start <= last; start += c->block_tokens) {
         int64_t end = start + c->block_tokens;
         if (end <= behind && start >= how->sinks) continue;
         int64_t tokens = last + 1 - start < c->block_tokens ? (last + 1 - start + 31) / 32 * 32 : c->block_tokens;
-        int64_t block = blocks[start / c->block_tokens];
-        const char *keys = page_of(c, block, layer, 0, head), *values = page_of(c, block, layer, 1, head);
-        const char *soon = end <= last ? page_of(c, blocks[end / c->block_tokens], layer, 0, head) : next_keys;
-        int is_whole = end <= first + 1 && (!how->window || start > last - how->window);
+        const char *keys = page_of(c, look->blocks[start / c->block_tokens], look->layer, 0, look->head);
+        const char *values = page_of(c, look->blocks[start / c->block_tokens], look->layer, 1, look->head);
+        const char *soon = look->next_keys;
+        if (end <= last) soon = page_of(c, look->blocks[end / c->block_tokens], look->layer, 0, look->head);
+        int is_whole = end <= first + 1 && (!how->window || start > last_of_all - how->window);
         score_page(a, keys, groups, size, tokens, values);
         for (int group = 0; group < groups; group++)
             weigh_page(a, how, group, positions[group], start, tokens, is_whole, size, maximum + group, total + group);
@@ -189,11 +191,12 @@ static void attend_in_tiles(const Cache *c, const Scores *how, int64_t layer, in
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     for (int row = 0; row < rows; row++) {
-        float all_of = total[row / TILE_ROWS][row % TILE_ROWS];
+        found->maximum[row] = maximum[row / TILE_ROWS][row % TILE_ROWS];
+        found->total[row] = total[row / TILE_ROWS][row % TILE_ROWS];
         for (int64_t i = 0; i < size; i += 32) {
             __m512 x = _mm512_load_ps(a->sums[row] + i), y = _mm512_load_ps(a->sums[row] + i + 16);
-            *(floats *)(result + row * MOST_HEAD_SIZE + i) = (floats)_mm512_permutex2var_ps(x, low, y) / all_of;
-            *(floats *)(result + row * MOST_HEAD_SIZE + i + 16) = (floats)_mm512_permutex2var_ps(x, high, y) / all_of;
+            _mm512_store_ps(found->sums[row] + i, _mm512_permutex2var_ps(x, low, y));
+            _mm512_store_ps(found->sums[row] + i + 16, _mm512_permutex2var_ps(x, high, y));
         }
     }
 }

@@ -33,17 +33,25 @@ typedef struct {
     int64_t type;
 } Step;
 
-/* Some query rows of one key head of one sequence. */
+/* Some query rows of one key head of one sequence, and the keys that they look at. One row of a long sequence is several
+   items, its parts: who finishes the last of them puts them together.
+
+   parts      how many there are; 1: the item is all
+   share      the first of the parts in Job.shares, and in Job.num_finished */
 typedef struct {
-    int32_t sequence, head, first_row, num_rows;
+    int32_t sequence, head, first_row, num_rows, part, parts;
+    int64_t share;
 } Item;
+#define TOKENS_A_PART 512             /* about: whole blocks */
 
 typedef struct {
     const Step *step;
     const Operation *operations;
     int64_t num_operations;
     Item *items;
-    int64_t num_items, tokens_an_item;
+    int64_t num_items, tokens_an_item, blocks_a_part, num_shares;
+    Found *shares;                    /* what parts found */
+    _Atomic int32_t *num_finished;    /* of the parts that begin there; 0 between operations */
 } Job;
 
 typedef struct {
@@ -155,12 +163,18 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
     const Cache *c = s->cache;
     Place query = place_at(s, n + 1), to = place_at(s, n + 4);
     int64_t size = c->head_size, width = size * bytes_of(type), group = c->query_heads / c->kv_heads;
+    int64_t tokens_a_part = job->blocks_a_part * c->block_tokens;
     char queries[MOST_QUERY_ROWS * MOST_HEAD_SIZE * 4] __attribute__((aligned(64)));
-    float result[MOST_QUERY_ROWS * MOST_HEAD_SIZE] __attribute__((aligned(64)));
     int64_t position[MOST_QUERY_ROWS];
+    Found here, *found = item->parts > 1 ? job->shares + item->share + item->part : &here;
     Scores how = {as_float(n[8]), as_float(n[9]), n[10], n[11]};
-    const int32_t *blocks = s->block_tables + item->sequence * s->table_stride;
-    const char *next_keys = page_of(c, s->block_tables[next->sequence * s->table_stride], n[7], 0, next->head);
+    Look look = {n[7], item->head, s->block_tables + item->sequence * s->table_stride, queries, position, 0, 0, INT64_MAX,
+                 page_of(c, s->block_tables[next->sequence * s->table_stride
+                                            + next->part * job->blocks_a_part], n[7], 0, next->head)};
+    if (item->parts > 1) {
+        look.first_key = item->part * tokens_a_part;
+        look.end_key = item->part + 1 < item->parts ? look.first_key + tokens_a_part : INT64_MAX;
+    }
     for (int64_t at = 0; at < group; at += MOST_QUERY_ROWS) {        /* more than once for very large groups alone */
         int64_t heads = group - at < MOST_QUERY_ROWS ? group - at : MOST_QUERY_ROWS, count = 0;
         for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
@@ -169,22 +183,29 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
                 memcpy(queries + count * width, row_at(query, row, type) + query_head * width, width);
                 position[count] = s->positions[row];
             }
+        look.rows = (int)count;
 #if defined(HAS_TILES)
-        if (takes_tiles(c, (int)count))
-            attend_in_tiles(c, &how, n[7], item->head, blocks, queries, position, (int)count, next_keys, result);
+        if (takes_tiles(c, look.rows)) attend_in_tiles(c, &how, &look, found);
         else
 #endif
-        if (type == FLOAT32) attend(c, &how, n[7], item->head, blocks, queries, position, (int)count, next_keys, result,
-                                    FLOAT32);
-        else attend(c, &how, n[7], item->head, blocks, queries, position, (int)count, next_keys, result, BFLOAT16);
+        if (type == FLOAT32) attend(c, &how, &look, found, FLOAT32);
+        else attend(c, &how, &look, found, BFLOAT16);
+        if (item->parts > 1) {
+            _Atomic int32_t *finished = job->num_finished + item->share;
+            if (atomic_fetch_add_explicit(finished, 1, memory_order_acq_rel) + 1 < item->parts) return;
+            atomic_store_explicit(finished, 0, memory_order_relaxed);
+            found = job->shares + item->share;
+            for (int part = 1; part < item->parts; part++) add_found(found, found + part, look.rows, size);
+        }
         count = 0;
         for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
             for (int64_t g = 0; g < heads; g++, count++) {
                 char *y = row_at(to, row, type) + (item->head * group + at + g) * width;
-                const float *from = result + count * MOST_HEAD_SIZE;
+                const float *from = found->sums[count];
+                float total = found->total[count];
                 int64_t i = 0;
-                for (; i + LANES <= size; i += LANES) store(y, i, *(const floats *)(from + i), type);
-                for (; i < size; i++) store_one(y, i, from[i], type);
+                for (; i + LANES <= size; i += LANES) store(y, i, *(const floats *)(from + i) / total, type);
+                for (; i < size; i++) store_one(y, i, from[i] / total, type);
             }
     }
 }
@@ -408,31 +429,56 @@ static void run_alone(const Job *job) {
 
 /* ---------------------------------------------------------------- what Python calls */
 
-static int64_t list_items(const Step *s, Item *items, int64_t tokens_an_item) {
-    int64_t count = 0;
+/* The items of a step, and how many shares their parts have; items 0: they are counted only. */
+static void list_items(Job *job, Item *items) {
+    const Step *s = job->step;
+    int64_t group = s->cache->query_heads / s->cache->kv_heads, count = 0, shares = 0;
+    int64_t tokens_a_part = job->blocks_a_part * s->cache->block_tokens;
     for (int64_t sequence = 0; sequence < s->num_sequences; sequence++) {
-        int64_t start = s->query_starts[sequence], end = s->query_starts[sequence + 1];
-        for (int64_t row = end; row > start; row -= tokens_an_item) {        /* the longest first */
-            int64_t first = row - tokens_an_item > start ? row - tokens_an_item : start;
-            for (int64_t head = 0; head < s->cache->kv_heads; head++, count++) {
-                if (!items) continue;
-                items[count] = (Item){(int32_t)sequence, (int32_t)head, (int32_t)first, (int32_t)(row - first)};
+        int64_t start = s->query_starts[sequence], end = s->query_starts[sequence + 1], parts = 1;
+        if (end - start == 1 && group <= MOST_QUERY_ROWS) parts = s->positions[start] / tokens_a_part + 1;
+        for (int64_t row = end; row > start; row -= job->tokens_an_item) {        /* the longest first */
+            int64_t first = row - job->tokens_an_item > start ? row - job->tokens_an_item : start;
+            for (int64_t head = 0; head < s->cache->kv_heads; head++) {
+                for (int64_t part = 0; part < parts; part++, count++)
+                    if (items)
+                        items[count] = (Item){(int32_t)sequence, (int32_t)head, (int32_t)first, (int32_t)(row - first),
+                                              (int32_t)part, (int32_t)parts, shares};
+                if (parts > 1) shares += parts;
             }
         }
     }
-    return count;
+    job->num_items = count;
+    job->num_shares = shares;
+}
+
+/* Returns whether there is memory for the lists. */
+static int make_lists(Job *job) {
+    const Cache *c = job->step->cache;
+    int64_t group = c->query_heads / c->kv_heads;
+    job->tokens_an_item = group >= MOST_QUERY_ROWS ? 1 : MOST_QUERY_ROWS / group;
+    job->blocks_a_part = (TOKENS_A_PART + c->block_tokens - 1) / c->block_tokens;
+    list_items(job, 0);
+    job->items = malloc((size_t)job->num_items * sizeof(Item) + 1);
+    job->shares = aligned_alloc(64, (size_t)(job->num_shares + 1) * sizeof(Found));
+    job->num_finished = calloc((size_t)job->num_shares + 1, sizeof *job->num_finished);
+    if (!job->items || !job->shares || !job->num_finished) return 0;
+    list_items(job, job->items);
+    return 1;
+}
+
+static void free_lists(Job *job) {
+    free(job->items);
+    free(job->shares);
+    free(job->num_finished);
 }
 
 /* Returns 0, or 1 where there is no memory for the list of pieces: then nothing was done. */
 int run_step(const Step *step, const Operation *operations, int64_t num_operations, int threads) {
-    Job job = {step, operations, num_operations, 0, 0, 0};
-    if (step->cache) {
-        int64_t group = step->cache->query_heads / step->cache->kv_heads;
-        job.tokens_an_item = group >= MOST_QUERY_ROWS ? 1 : MOST_QUERY_ROWS / group;
-        job.num_items = list_items(step, 0, job.tokens_an_item);
-        job.items = malloc((size_t)job.num_items * sizeof(Item));
-        if (!job.items) return 1;
-        list_items(step, job.items, job.tokens_an_item);
+    Job job = {.step = step, .operations = operations, .num_operations = num_operations};
+    if (step->cache && !make_lists(&job)) {
+        free_lists(&job);
+        return 1;
     }
     if (threads < 2 || num_operations > MOST_OPERATIONS || pthread_mutex_trylock(&pool.owner)) {
         run_alone(&job);
@@ -451,7 +497,7 @@ int run_step(const Step *step, const Operation *operations, int64_t num_operatio
         work_on(number, threads);
         pthread_mutex_unlock(&pool.owner);
     }
-    free(job.items);
+    free_lists(&job);
     return 0;
 }
 
