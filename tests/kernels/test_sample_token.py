@@ -113,6 +113,14 @@ def test_forbidden_tokens_are_never_drawn(assert_same_draw, random, row_paramete
     assert (tokens[:3] < 5).all() and tokens[3] == 1234
 
 
+def test_a_top_k_above_the_number_of_allowed_tokens_keeps_them_all(assert_same_draw, random, row_parameters):
+    rows = 12
+    logits = random(1, 300).repeat(rows, 1)
+    logits[:, 5:] = -torch.inf
+    tokens = assert_same_draw(logits, row_parameters([2.0] * rows, [50] * rows, [0.0] * rows))
+    assert len(tokens.unique()) > 2
+
+
 def test_extreme_logits_and_temperatures(assert_same_draw, random, row_parameters):
     logits = random(5, 100)
     logits[0, 7] = 3e38
