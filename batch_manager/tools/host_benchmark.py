@@ -6,6 +6,9 @@ Turns the generation loop without a thread, first without streaming, then with a
 full batch generates and nobody comes or goes; with --output-len N a request ends and another one enters N tokens later.
 The callbacks do next to nothing: what a real one costs comes on top.
 
+With --waiting N so many requests more wait for a place in the full batch, and the scheduler looks at them in every
+iteration: max_num_sequences is larger than max_batch_size. With --queued N they wait in the manager's queue.
+
 With --native the scripted model gives way to the native backend around a model that computes nothing: its packing,
 drawing and reading back are the host's work, too, and count as such. They run on the CPU; what a GPU adds to them,
 copies and launches, is not in it.
@@ -66,6 +69,8 @@ class Setting:
     step_ms      milliseconds that an asynchronous device works on a step; 0: the device is synchronous and takes none
     run_ahead    launch the next step before the last one is read; None: where the device is asynchronous
     native       the native backend around a model that computes nothing; False: a scripted one
+    waiting      active requests beyond the batch, which has no place for them
+    queued       requests in the manager's queue, which wait to become active
     """
 
     batch: int
@@ -77,6 +82,12 @@ class Setting:
     step_ms: float = 0.0
     run_ahead: bool | None = None
     native: bool = False
+    waiting: int = 0
+    queued: int = 0
+
+    @property
+    def num_active(self) -> int:
+        return self.batch + self.waiting
 
 
 class Stopwatch:
@@ -130,14 +141,16 @@ class TimedStep:
 class Clients:
     """Callbacks that cost next to nothing. What is handed over was made beforehand."""
 
-    def __init__(self, requests: list[InferenceRequest]) -> None:
+    def __init__(self, requests: list[InferenceRequest], *, more_than_asked: int = 0) -> None:
         self._requests = deque(requests)
+        self._more_than_asked = more_than_asked         # handed over with the first ones
         self.num_responses = self.num_records = 0
 
     def get(self, max_num_requests: int) -> list[InferenceRequest]:
         if not max_num_requests:
             return []
-        return [self._requests.popleft() for _ in range(min(max_num_requests, len(self._requests)))]
+        count, self._more_than_asked = max_num_requests + self._more_than_asked, 0
+        return [self._requests.popleft() for _ in range(min(count, len(self._requests)))]
 
     def send(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
         self.num_responses += 1
@@ -156,7 +169,7 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
     max_seq_len = longest_prompt + max(turns, setting.output_len)
     blocks_of_each = -(-max_seq_len // setting.tokens_per_block) + 1
     sizes = dict(vocab_size=32000, max_seq_len=max_seq_len, num_blocks=batch * blocks_of_each,
-                 tokens_per_block=setting.tokens_per_block, num_slots=batch)
+                 tokens_per_block=setting.tokens_per_block, num_slots=setting.num_active)
     if setting.native:
         from .stub_model import native_backend_without_a_model
 
@@ -165,7 +178,7 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
         model = ScriptedBackend(**sizes, verify=False, is_asynchronous=setting.step_ms > 0,
                                 step_seconds=setting.step_ms / 1e3)
     backend = TimedBackend(model, stopwatch)
-    clients = Clients(list(_requests(setting, turns)))
+    clients = Clients(list(_requests(setting, turns)), more_than_asked=setting.queued)
     loop = build_loop(
         model_path=None,
         model_type=TrtGptModelType.InflightFusedBatching,
@@ -177,6 +190,8 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
         return_batch_manager_stats_cb=clients.return_stats,
         optional_params=TrtGptModelOptionalParams(
             kv_cache_config=KvCacheConfig(tokens_per_block=setting.tokens_per_block), max_batch_size=batch,
+            max_num_sequences=setting.num_active, max_queued_requests=setting.queued,
+            max_admissions_per_iteration=setting.num_active + setting.queued,
             max_num_tokens=batch * longest_prompt, run_ahead=setting.run_ahead),
         terminate_req_id=None,
         exclude_input_in_output=True,
@@ -188,10 +203,10 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
 
 
 def _requests(setting: Setting, turns: int):
-    """A full batch, its prompts of different lengths so that not all need a new block at the same time; then, where
-    requests end, those that take their places. The first ones end one after the other."""
+    """A full batch, its prompts of different lengths so that not all need a new block at the same time; then those that
+    wait, and where requests end, those that take their places. The first ones end one after the other."""
     batch, output_len = setting.batch, setting.output_len
-    successors = -(-turns * batch // output_len) + batch if output_len else 0
+    successors = setting.waiting + setting.queued + (-(-turns * batch // output_len) + batch if output_len else 0)
     for number in range(batch + successors):
         prompt = [7 + number % 1000] * (SHORTEST_PROMPT + number % setting.tokens_per_block)
         length = output_len or turns
@@ -234,13 +249,18 @@ def measure(setting: Setting) -> dict[str, Any]:
     if num_undisturbed > setting.iterations // 10:
         rows = undisturbed
     host = [row["host"] for row in rows]
-    assert len(loop.active) == setting.batch or setting.output_len, "requests ended that were to go on"
+    generating = sum(request.is_generating for request in loop.active)
+    assert (generating, len(loop.active)) == (setting.batch, setting.num_active) or setting.output_len, (
+        "requests ended that were to go on, or began that were to wait")
+    assert len(loop.intake) == setting.queued or setting.output_len, "requests left the queue that were to wait"
     loop.backend.close()
 
     return {
         "batch": setting.batch,
         "streaming": setting.streaming,
         "output_len": setting.output_len,
+        "waiting": setting.waiting,
+        "queued": setting.queued,
         "iterations": setting.iterations,
         "undisturbed": num_undisturbed,
         "step_ms": setting.step_ms,
@@ -249,7 +269,8 @@ def measure(setting: Setting) -> dict[str, Any]:
         "native": setting.native,
         "ratio": round(min(host) / min(calibration), 3) if calibration else None,
         "responses_per_iteration": round((clients.num_responses - responses) / setting.iterations, 2),
-        "host_us": {"median": _us(np.median(host)), "min": _us(min(host)), "p99": _us(np.percentile(host, 99))},
+        "host_us": {"median": _us(np.median(host)), "min": _us(min(host)),
+                    **{f"p{percent}": _us(np.percentile(host, percent)) for percent in (10, 90, 99)}},
         "phases_us": {phase: _us(np.median([row[phase] for row in rows])) for phase in COLUMNS},
     }
 
@@ -322,6 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--run-ahead", action=argparse.BooleanOptionalAction, default=None,
         help="launch steps ahead of reading, or not (where --step-ms is given)")
     add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=64, help="of the KV cache (64)")
+    add("--waiting", type=at_least(0), default=0, help="active requests that wait for a place in the batch (0)")
+    add("--queued", type=at_least(0), default=0, help="requests in the manager's queue (0)")
     add("--native", action="store_true", help="the native backend around a model that computes nothing, as host time")
     add("--spinning-client", action="store_true", help="another thread that never stops computing, as a client might")
     add("--switch-interval", type=float, help="seconds, sys.setswitchinterval; matters with --spinning-client")
@@ -339,7 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         setting = partial(Setting, iterations=options.iterations, policy=options.policy, output_len=options.output_len,
                           tokens_per_block=options.tokens_per_block, step_ms=options.step_ms,
-                          run_ahead=options.run_ahead, native=options.native)
+                          run_ahead=options.run_ahead, native=options.native, waiting=options.waiting,
+                          queued=options.queued)
         results = [measure(setting(batch=batch, streaming=streaming))
                    for streaming in ((False, True) if options.streaming is None else (options.streaming,))
                    for batch in options.batch]
@@ -350,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(results))
     print(json.dumps({"tool": "host_benchmark", "python": platform.python_version(), "policy": options.policy,
                       "tokens_per_block": options.tokens_per_block, "spinning_client": options.spinning_client,
+                      "waiting": options.waiting, "queued": options.queued,
                       "results": results}), flush=True)
     return 0
 

@@ -24,6 +24,7 @@ from ..names import ContextChunkingPolicy, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from ..stats.trace import IterationTrace, Trace, read_trace, write_trace
 from ..testing.scripted_backend import ScriptedBackend
+from .svg import BLUE, FAINT, INK, ORANGE, document
 
 LEGEND = "C12 context, 12 tokens   G generation, 1 token   P paused   . waiting   * ended in this iteration"
 SHORTEST_FOLD = 3
@@ -186,10 +187,10 @@ def _span(iterations: list[int], start: int, count: int) -> str:
 
 # ---------------------------------------------------------------------- SVG
 
-FILL = {WAITING: "#e3e6ea", CONTEXT: "#2f6db5", GENERATION: "#8cc5a2", PAUSED: "#e0803a"}
+FILL = {WAITING: "#e3e6ea", CONTEXT: BLUE, GENERATION: "#8cc5a2", PAUSED: ORANGE}
 WORDS = {CONTEXT: "context (prompt) tokens", GENERATION: "generation, one token", PAUSED: "paused",
          WAITING: "waiting"}
-INK, FAINT, ENDED = "#1f2933", "#6b7785", "#14202b"
+ENDED = "#14202b"
 ROW_HEIGHT, BAR_HEIGHT, MARGIN = 24, 64, 16
 
 
@@ -205,9 +206,6 @@ def render_svg(trace: Iterable[IterationTrace]) -> str:
     width = round(max(left + cell * count + MARGIN, 640))
     height = bars_top + BAR_HEIGHT + 44
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         *_svg_legend(),
         f'<text x="{left - 10}" y="{top - 8}" text-anchor="end" fill="{FAINT}">request</text>',
     ]
@@ -218,8 +216,7 @@ def render_svg(trace: Iterable[IterationTrace]) -> str:
         out.append(f'<text x="{left - 10}" y="{y + 16}" text-anchor="end" fill="{INK}">{request_id}</text>')
         out += _svg_row(picture, request_id, column, left, y, cell)
     out += _svg_bars(picture, left, bars_top, cell)
-    out.append("</svg>")
-    return "\n".join(out) + "\n"
+    return document(width, height, out)
 
 
 def _svg_legend() -> list[str]:

@@ -56,3 +56,15 @@ def test_the_program_prints_a_table_and_a_line_of_json(capsys):
     report = json.loads(last)
     assert [(row["batch"], row["streaming"]) for row in report["results"]] == [
         (1, False), (3, False), (1, True), (3, True)]
+
+
+@pytest.mark.parametrize("waiting, queued", [(7, 0), (0, 9), (7, 9)])
+def test_requests_that_wait_go_on_waiting(waiting, queued):
+    setting = Setting(streaming=True, waiting=waiting, queued=queued, **SETTING)
+    loop, _ = host_benchmark.make_loop(setting, Stopwatch())
+    for _ in range(3):
+        loop.step(accept_new=True)
+    assert [request.is_generating for request in loop.active] == [True] * 5 + [False] * waiting
+    assert len(loop.intake) == queued
+    result = measure(setting)
+    assert (result["waiting"], result["queued"], result["responses_per_iteration"]) == (waiting, queued, 5)

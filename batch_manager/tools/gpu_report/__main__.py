@@ -21,40 +21,20 @@ import dataclasses
 import faulthandler
 import json
 import os
-import platform
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..._version import __version__
+from ..provenance import commit_of_the_checkout, versions
 from .goals import GOALS, family
 
 LINES, TABLE = "gpu_report.jsonl", "gpu_report.md"
+PACKAGES = ("torch", "triton", "transformers", "numpy")
 HARD_STOP_SECONDS = 60.0       # after the time is up: the device hangs, or a section does not look at its time
-
-
-def versions() -> dict[str, str]:
-    found = {"batch_manager": __version__, "python": platform.python_version()}
-    for package in ("torch", "triton", "transformers", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
-def commit_of_the_checkout() -> str:
-    """As git describes it, with a + when the tree differs from it; "unknown" without git, or outside a repository."""
-    if shutil.which("git") is None:
-        return "unknown"
-    described = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True,
-                               cwd=Path(__file__).parent, check=False)
-    return described.stdout.strip() or "unknown"
 
 
 def run(bench: Any, minutes: float) -> Iterator[Any]:
@@ -143,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     faulthandler.dump_traceback_later(60 * options.minutes + HARD_STOP_SECONDS, exit=True)
     clock = DryClock(device) if options.dry_run else GpuClock(device)
-    header = {"device": clock.name, "versions": versions(), "commit": options.commit or commit_of_the_checkout(),
-              "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    header = {"device": clock.name, "versions": versions(*PACKAGES),
+              "commit": options.commit or commit_of_the_checkout(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     lines = []
     with tempfile.TemporaryDirectory() as folder, (options.out / LINES).open("w") as file, torch.inference_mode(), \
             contextlib.nullcontext() if options.dry_run else torch.get_device_module(device).device(device):

@@ -1,0 +1,176 @@
+"""Draw what `batch_manager.tools.scaling` measured: plots as SVG, and tables.
+
+    python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                      four files, tables printed
+    python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER --page PERFORMANCE.md
+
+With --page the plots, their tables and the command that measured them are written into that file, between two lines
+that it has for them. The same measurements always give the same files. Exit status 1: a file cannot be read or written,
+or holds no measurements.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .line_plot import Line, LinePlot, Point
+
+BEGIN = "<!-- written by python -m batch_manager.tools.draw_scaling: begin -->"
+END = "<!-- written by python -m batch_manager.tools.draw_scaling: end -->"
+MIDDLE = "points: medians; bars: 10th to 90th percentile"
+WHERE = {"active": "in the scheduler's sight", "queued": "in the manager's queue"}
+
+Result = dict[str, Any]
+Row = dict[str, Any]
+
+
+# ---------------------------------------------------------------------- plots
+
+
+def plots(result: Result) -> dict[str, LinePlot]:
+    """File name -> plot. Raises ValueError where a series has no points."""
+    context, batch = result["batch"][0]["context"], result["context"][0]["batch"]
+    generating = result["waiting"][0]["generating"]
+    return {
+        "batch-time.svg": LinePlot(
+            "Time of a decode step by batch", f"{context} tokens of prompt each; {MIDDLE}",
+            "requests in the step", "milliseconds",
+            [Line("", [_milliseconds(row, "batch") for row in result["batch"]])], doubles_x=True),
+        "batch-rate.svg": LinePlot(
+            "Tokens a second by batch", f"{context} tokens of prompt each; {MIDDLE}",
+            "requests in the step", "generated tokens a second", [Line("", [_rate(row) for row in result["batch"]])],
+            doubles_x=True),
+        "context-time.svg": LinePlot(
+            "Time of a decode step by context", f"{batch} requests in the step; {MIDDLE}",
+            "tokens of each request in the KV cache", "milliseconds",
+            [Line("", [_milliseconds(row, "mean_context") for row in result["context"]])]),
+        "waiting-time.svg": LinePlot(
+            "The host's work by waiting requests", f"{generating} others generate; {MIDDLE}",
+            "waiting requests", "microseconds an iteration",
+            [Line(words, [_microseconds(row) for row in result["waiting"] if row["where"] == where])
+             for where, words in WHERE.items()]),
+    }
+
+
+def _milliseconds(row: Row, x: str) -> Point:
+    return Point(row[x], row["ms"]["median"], row["ms"]["p10"], row["ms"]["p90"])
+
+
+def _microseconds(row: Row) -> Point:
+    return Point(row["waiting"], row["us"]["median"], row["us"]["p10"], row["us"]["p90"])
+
+
+def _rate(row: Row) -> Point:
+    """Of the steps of _milliseconds: a longer step is a lower rate."""
+    median, low, high = (1e3 * row["batch"] / row["ms"][name] for name in ("median", "p90", "p10"))
+    return Point(row["batch"], median, low, high)
+
+
+# ---------------------------------------------------------------------- text
+
+
+def tables(result: Result) -> dict[str, str]:
+    """Series -> a table in Markdown."""
+    step = ["ms: median", "10th to 90th percentile", "shortest", "tokens a second", "threads",
+            "cores taken by others"]
+
+    def steps(row: Row) -> list[str]:
+        ms = row["ms"]
+        return [f"{ms['median']:.2f}", f"{ms['p10']:.2f} to {ms['p90']:.2f}", f"{ms['min']:.2f}",
+                f"{row['tokens_per_second']:,.0f}",
+                "-" if row["compute_threads"] is None else f"{row['compute_threads']:.3g}",
+                f"{row['foreign_cores']:.2f}"]
+
+    waiting: dict[int, dict[str, Row]] = {}
+    for row in result["waiting"]:
+        waiting.setdefault(row["waiting"], {})[row["where"]] = row
+    return {
+        "batch": _table(["requests", "tokens of each", *step],
+                        [[f"{row['batch']}", f"{row['mean_context']:.0f}", *steps(row)] for row in result["batch"]]),
+        "context": _table(["tokens of each", "requests", *step],
+                          [[f"{row['mean_context']:.0f}", f"{row['batch']}", *steps(row)]
+                           for row in result["context"]]),
+        "waiting": _table(
+            ["waiting requests", *(f"{words}, us: median (10th to 90th percentile)" for words in WHERE.values())],
+            [[f"{count:,}", *(_of_the_host(rows[where]) for where in WHERE)] for count, rows in waiting.items()]),
+    }
+
+
+def _of_the_host(row: Row) -> str:
+    return f"{row['us']['median']:.0f} ({row['us']['p10']:.0f} to {row['us']['p90']:.0f})"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)])
+
+
+def measured_on(result: Result) -> str:
+    """Machine, versions, commit, model, in words."""
+    machine, model = result["machine"], result["model"]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['extensions'])}); {versions}; commit "
+        f"`{result['commit']}`, {result['date']}. {model['architecture']} with {model['weights'] / 1e6:.0f}M weights: "
+        f"hidden {model['hidden_size']}, {model['layers']} layers, {model['heads']} query and {model['kv_heads']} key "
+        f"heads of {model['head_size']}, vocabulary {model['vocab_size']:,}; {result['dtype']}, "
+        f"{result['threads']} threads.")
+
+
+def page(result: Result, folder: str) -> str:
+    """The part of the page that is measured. folder: of the plots, as the page reaches it."""
+    found = tables(result)
+    pictures = {name: f"![{plot.title}]({folder}/{name})" for name, plot in plots(result).items()}
+    return "\n\n".join([
+        measured_on(result), f"```\n{result['command']}\n```",
+        "### Batch", pictures["batch-time.svg"], pictures["batch-rate.svg"], found["batch"],
+        "### Context", pictures["context-time.svg"], found["context"],
+        "### Waiting requests", pictures["waiting-time.svg"], found["waiting"]])
+
+
+def written_into(text: str, part: str) -> str:
+    """A page with this part between its two lines. Raises ValueError where it has no such lines."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r}; put them where the measurements belong")
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+
+
+def read(path: Path) -> Result:
+    """The measurements in a file. Raises ValueError for one that has none."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(result, dict) or result.get("tool") != "scaling":
+        raise ValueError(f"{path} is no result of batch_manager.tools.scaling")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.draw_scaling", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help="a JSON file that batch_manager.tools.scaling wrote")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write the plots to")
+    parser.add_argument("--page", type=Path, help="a Markdown file to write plots and tables into")
+    options = parser.parse_args(argv)
+    try:
+        result = read(options.result)
+        drawn = {name: plot.render() for name, plot in plots(result).items()}
+        options.out.mkdir(parents=True, exist_ok=True)
+        for name, svg in drawn.items():
+            (options.out / name).write_text(svg, encoding="utf-8")
+        if options.page is not None:
+            folder = Path(os.path.relpath(options.out, options.page.parent)).as_posix()
+            text = options.page.read_text(encoding="utf-8")
+            options.page.write_text(written_into(text, page(result, folder)), encoding="utf-8")
+    except (OSError, ValueError, LookupError) as error:
+        print(f"draw_scaling: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    if options.page is None:
+        print(measured_on(result), *tables(result).values(), sep="\n\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

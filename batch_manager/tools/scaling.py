@@ -1,0 +1,250 @@
+"""How the time of a step grows with the batch, with the context, and with the requests that wait.
+
+    python -m batch_manager.tools.scaling --model FOLDER --threads 2 --out scaling.json
+    python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                        plots and tables of it
+
+Three series, each of settings that differ in one number:
+
+    batch     decode steps with so many requests, each with --batch-context tokens in the KV cache
+    context   decode steps of --context-batch requests, each with so many tokens in the KV cache
+    waiting   the host's work in an iteration with so many waiting requests, around --generating requests that generate
+              with a scripted model: no device in it. It is measured twice. "active": the scheduler looks at them in
+              every iteration. "queued": they are in the manager's queue, before that.
+
+A decode step is one whole iteration of the engine: get, schedule, the step of the model, a token for every request,
+poll, statistics. Greedy, without streaming; the loop is turned without a thread. Prompts are random tokens, all of one
+length, and share nothing. Once all of them generate, and after some steps more, --steps iterations are timed.
+
+Each setting has the median of its iterations, the shortest, and the 10th and 90th percentile, on the clock on the wall.
+`context` is the length of the prompts; `mean_context` is what the KV cache has of a request in the middle of the timed
+iterations. `foreign_cores` says how many cores other processes and the hypervisor took meanwhile: where that is not
+about 0, measure again. Times of --waiting are in microseconds, all others in milliseconds. Reads /proc, hence Linux.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ..build import build_loop
+from ..config import DTYPES, LOAD_FORMATS, KvCacheConfig, Parts, TrtGptModelOptionalParams
+from ..errors import BatchManagerError
+from ..models import read_spec
+from ..names import SchedulerPolicy, TrtGptModelType
+from ..requests.inference_request import InferenceRequest
+from .benchmark import ProcessMeter
+from .host_benchmark import Setting
+from .host_benchmark import measure as measure_host
+from .provenance import commit_of_the_checkout, machine, versions
+from .workload import FIRST_ORDINARY_TOKEN, at_least
+
+WARM_UP_STEPS = 5
+HOST_ITERATIONS = 300
+
+
+class DecodeSteps:
+    """An engine whose iterations are timed while a full batch generates.
+
+    settings   (batch, context) of what is to be measured: the KV cache holds any of them
+    """
+
+    def __init__(self, options: argparse.Namespace, settings: Sequence[tuple[int, int]]) -> None:
+        self._arriving: deque[InferenceRequest] = deque()
+        self._stops: set[int] = set()
+        self._errors: list[str] = []
+        self._record = "{}"
+        self._next_id = 0
+        self._random = np.random.default_rng(0)
+        # A request generates while the prompts of the others are computed, one at a time at worst.
+        self._output_len = WARM_UP_STEPS + options.steps + 2
+        largest, size = max(batch for batch, _ in settings), KvCacheConfig().tokens_per_block
+        blocks = max(batch * (-(-(context + self._output_len + batch) // size) + 1) for batch, context in settings)
+        self._loop = build_loop(
+            model_path=options.model, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1,
+            scheduler_policy=SchedulerPolicy.GUARANTEED_NO_EVICT, get_inference_requests_cb=self._get,
+            send_response_cb=self._send, poll_stop_signal_cb=self._poll, return_batch_manager_stats_cb=self._keep,
+            optional_params=TrtGptModelOptionalParams(
+                kv_cache_config=KvCacheConfig(max_tokens=blocks * size, enable_block_reuse=False),
+                device="cpu", dtype=options.dtype, load_format=options.load_format, num_threads=options.threads,
+                cpu_compile=options.cpu_compile, max_batch_size=largest,
+                max_num_tokens=options.max_tokens_per_step),
+            terminate_req_id=None, exclude_input_in_output=True, parts=Parts())
+
+    def measure(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        """Time so many decode steps of a batch. Raises RuntimeError when a request failed."""
+        ids = range(self._next_id, self._next_id + batch)
+        self._next_id += batch
+        vocab_size = self._loop.limits.vocab_size
+        for request_id in ids:
+            prompt = self._random.integers(min(FIRST_ORDINARY_TOKEN, vocab_size - 1), vocab_size, context)
+            self._arriving.append(InferenceRequest(request_id, {
+                "input_ids": prompt.astype(np.int32), "request_output_len": self._output_len + batch, "end_id": -1}))
+        self._turn()
+        while not all(request.is_generating for request in self._loop.active):
+            self._turn()
+        for _ in range(WARM_UP_STEPS):
+            self._turn()
+
+        requests = list(self._loop.active)
+        before, seconds, threads, meter = sum(len(request.tokens[0]) for request in requests), [], [], ProcessMeter()
+        meter.start()
+        for _ in range(steps):
+            began = perf_counter()
+            self._loop.step(accept_new=True)
+            seconds.append(perf_counter() - began)
+            threads.append(json.loads(self._record).get("Compute Threads"))
+        meter.stop()
+        after = sum(len(request.tokens[0]) for request in requests)
+        assert len(requests) == len(self._loop.active) == batch, "requests ended that were to go on"
+        assert after - before == batch * steps, "an iteration was no decode step of the whole batch"
+
+        self._stops.update(ids)
+        while not self._loop.is_empty:
+            self._turn()
+        self._stops.clear()
+        ms = spread([1e3 * one for one in seconds])
+        return {"batch": batch, "context": context, "mean_context": round((before + after) / 2 / batch, 1),
+                "steps": steps, "ms": ms, "tokens_per_second": round(1e3 * batch / ms["median"], 1),
+                "compute_threads": None if None in threads else float(np.mean(threads)),
+                "foreign_cores": round(meter.cpu["foreign_cores"] + meter.cpu["steal_cores"], 2)}
+
+    def close(self) -> None:
+        self._loop.backend.close()
+
+    def _turn(self) -> None:
+        self._loop.step(accept_new=True)
+        if self._errors:
+            raise RuntimeError(f"a request failed: {self._errors[0]}")
+
+    def _get(self, max_num_requests: int) -> list[InferenceRequest]:
+        return [self._arriving.popleft() for _ in range(min(max_num_requests, len(self._arriving)))]
+
+    def _send(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
+        if error_message:
+            self._errors.append(error_message)
+
+    def _poll(self) -> set[int]:
+        return self._stops
+
+    def _keep(self, record: str) -> None:
+        self._record = record
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Median, shortest, 10th and 90th percentile."""
+    p10, median, p90 = np.percentile(times, (10, 50, 90))
+    return {name: round(float(value), 3)
+            for name, value in (("median", median), ("min", min(times)), ("p10", p10), ("p90", p90))}
+
+
+def measure_waiting(generating: int, waiting: int, iterations: int) -> list[dict[str, Any]]:
+    """The host's time of an iteration while so many requests wait, among the active ones and in the queue."""
+    rows = []
+    for where in ("active", "queued"):
+        numbers = {"waiting" if where == "active" else "queued": waiting}
+        host = measure_host(Setting(batch=generating, iterations=iterations, streaming=False,
+                                    policy="guaranteed_no_evict", **numbers))
+        rows.append({"where": where, "waiting": waiting, "generating": generating, "iterations": iterations,
+                     "undisturbed": host["undisturbed"], "us": host["host_us"], "ratio": host["ratio"],
+                     "phases_us": host["phases_us"]})
+    return rows
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All three series, and what they were measured on. Raises what building an engine raises."""
+    spec = read_spec(options.model)
+    settings = [(batch, options.batch_context) for batch in options.batches]
+    settings += [(options.context_batch, context) for context in options.contexts]
+    longest = max(context + WARM_UP_STEPS + options.steps + 2 + batch for batch, context in settings)
+    if longest > spec.max_position_embeddings:
+        raise ValueError(f"a request would have up to {longest} tokens, and the model has positions for "
+                         f"{spec.max_position_embeddings}; shorten --contexts, --batch-context or --steps")
+    began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    engine = DecodeSteps(options, settings)
+    try:
+        rows = [engine.measure(batch, context, options.steps) for batch, context in settings]
+    finally:
+        engine.close()
+    waiting = [row for count in options.waiting
+               for row in measure_waiting(options.generating, count, options.host_iterations)]
+    return {
+        "tool": "scaling", "date": began, "commit": commit_of_the_checkout(), "machine": machine(),
+        "versions": versions("torch", "numpy"),
+        "model": {"architecture": spec.architecture, "hidden_size": spec.hidden_size, "layers": spec.num_layers,
+                  "heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "head_size": spec.head_size,
+                  "vocab_size": spec.vocab_size, "weights": spec.num_weights},
+        "command": command_of(options), "dtype": options.dtype, "threads": options.threads,
+        "cpu_compile": options.cpu_compile,
+        "batch": rows[: len(options.batches)], "context": rows[len(options.batches):], "waiting": waiting,
+    }
+
+
+def command_of(options: argparse.Namespace) -> str:
+    """The command that measures the same, with other folders."""
+    parts = ["python -m batch_manager.tools.scaling --model FOLDER --out FILE.json", f"--dtype {options.dtype}",
+             f"--threads {options.threads}"]
+    if options.cpu_compile is not None:
+        parts.append("--cpu-compile" if options.cpu_compile else "--no-cpu-compile")
+    if options.load_format != "auto":
+        parts.append(f"--load-format {options.load_format}")
+    for name in ("batches", "batch_context", "contexts", "context_batch", "max_tokens_per_step", "steps",
+                 "waiting", "generating", "host_iterations"):
+        value = getattr(options, name)
+        numbers = value if isinstance(value, list) else [value]
+        parts.append(f"--{name.replace('_', '-')} {' '.join(map(str, numbers))}")
+    return " ".join(parts)
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.scaling", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of a checkpoint")
+    add("--out", type=Path, required=True, help="the JSON file to write")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV cache (bfloat16)")
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights for a config.json (auto)")
+    add("--threads", type=at_least(1), default=2, help="threads of a step, at most (2)")
+    add("--cpu-compile", action=argparse.BooleanOptionalAction, default=None,
+        help="steps in compiled code, or not (where that can be)")
+    add("--batches", type=at_least(1), nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="(1 2 4 8 16 32 64)")
+    add("--batch-context", type=at_least(1), default=256, help="tokens of each prompt where the batch varies (256)")
+    add("--contexts", type=at_least(1), nargs="+", default=[128, 512, 1024, 2048], help="(128 512 1024 2048)")
+    add("--context-batch", type=at_least(1), default=8, help="requests where the context varies (8)")
+    add("--max-tokens-per-step", type=at_least(1), default=8192, help="tokens in one step, as prompts come in (8192)")
+    add("--steps", type=at_least(1), default=40, help="timed iterations of each batch and context (40)")
+    add("--waiting", type=at_least(0), nargs="+", default=[0, 256, 1024, 4096], help="(0 256 1024 4096)")
+    add("--generating", type=at_least(1), default=256, help="requests that generate where others wait (256)")
+    add("--host-iterations", type=at_least(1), default=HOST_ITERATIONS,
+        help=f"timed iterations for each number of waiting requests ({HOST_ITERATIONS})")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(argv)
+    # Read when torch is imported, for every thread.
+    os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
+    try:
+        result = measure(options)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    except (BatchManagerError, OSError, RuntimeError, ValueError) as error:
+        print(f"scaling: {error}", file=sys.stderr)
+        return 1
+    for series in ("batch", "context"):
+        for row in result[series]:
+            print(f"{row['batch']:>5} requests of {row['mean_context']:>7} tokens: {row['ms']['median']:8.2f} ms "
+                  f"({row['ms']['p10']:.2f} to {row['ms']['p90']:.2f}), others took {row['foreign_cores']} cores")
+    for row in result["waiting"]:
+        print(f"{row['waiting']:>5} waiting requests, {row['where']}: {row['us']['median']:8.1f} us of the host")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

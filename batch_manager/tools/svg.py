@@ -1,0 +1,17 @@
+"""What the pictures of the tools have in common: colours, a font, and a background of their own, so that they can be
+read on a dark page as well."""
+
+from collections.abc import Iterable
+
+INK, FAINT, GRID = "#1f2933", "#6b7785", "#e3e6ea"
+BLUE, ORANGE = "#2f6db5", "#e0803a"
+
+
+def document(width: float, height: float, elements: Iterable[str]) -> str:
+    """An SVG document of these elements, a line each. Units: pixels."""
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        *elements,
+        "</svg>"]) + "\n"
