@@ -124,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.dump_traceback_later(60 * options.minutes + HARD_STOP_SECONDS, exit=True)
     clock = DryClock(device) if options.dry_run else GpuClock(device)
     header = {"device": clock.name, "versions": versions(*PACKAGES),
-              "commit": options.commit or commit_of_the_checkout(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+              "commit": options.commit or commit_of_the_checkout(),
+              "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     lines = []
     with tempfile.TemporaryDirectory() as folder, (options.out / LINES).open("w") as file, torch.inference_mode(), \
             contextlib.nullcontext() if options.dry_run else torch.get_device_module(device).device(device):
