@@ -167,7 +167,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if longest > spec.max_position_embeddings:
         raise ValueError(f"a request would have up to {longest} tokens, and the model has positions for "
                          f"{spec.max_position_embeddings}; shorten --contexts, --batch-context or --steps")
-    began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    header = {"tool": "scaling", "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+              "commit": commit_of_the_checkout(), "machine": machine(), "versions": versions("torch", "numpy")}
     engine = DecodeSteps(options, settings)
     try:
         rows = [engine.measure(batch, context, options.steps) for batch, context in settings]
@@ -176,8 +177,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     waiting = [row for count in options.waiting
                for row in measure_waiting(options.generating, count, options.host_iterations)]
     return {
-        "tool": "scaling", "date": began, "commit": commit_of_the_checkout(), "machine": machine(),
-        "versions": versions("torch", "numpy"),
+        **header,
         "model": {"architecture": spec.architecture, "hidden_size": spec.hidden_size, "layers": spec.num_layers,
                   "heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "head_size": spec.head_size,
                   "vocab_size": spec.vocab_size, "weights": spec.num_weights},
