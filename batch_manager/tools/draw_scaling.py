@@ -113,7 +113,7 @@ def measured_on(result: Result) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     return (
         f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['extensions'])}); {versions}; commit "
-        f"`{result['commit']}`, {result['date']}. {model['architecture']} with {model['weights'] / 1e6:.0f}M weights: "
+        f"`{result['commit']}`, {result['date']}. {model['architecture']} with {model['weights'] / 1e6:.1f}M weights: "
         f"hidden {model['hidden_size']}, {model['layers']} layers, {model['heads']} query and {model['kv_heads']} key "
         f"heads of {model['head_size']}, vocabulary {model['vocab_size']:,}; {result['dtype']}, "
         f"{result['threads']} threads.")

@@ -8,7 +8,7 @@ from html import escape
 from .svg import BLUE, FAINT, GRID, INK, ORANGE, document
 
 COLOURS = (BLUE, ORANGE)
-WIDTH, HEIGHT = 520, 320
+WIDTH, HEIGHT, LEGEND_HEIGHT = 520, 320, 20
 LEFT, RIGHT, TOP, BOTTOM = 64, 496, 72, 268         # of the area that the points lie in
 MOST_INTERVALS = 5
 
@@ -91,7 +91,8 @@ class LinePlot:
                            f'stroke="{colour}" stroke-width="6" stroke-opacity="0.35"/>')
                 out.append(f'<circle cx="{x:.2f}" cy="{at_y(point.y):.2f}" r="3.5" fill="{colour}">'
                            f"<title>{escape(title)}</title></circle>")
-        return document(WIDTH, HEIGHT, out)
+        has_legend = any(line.name for line in self.lines)
+        return document(WIDTH, HEIGHT + (LEGEND_HEIGHT if has_legend else 0), out)
 
     def _texts(self) -> list[str]:
         out = [f'<text x="16" y="24" font-size="15" font-weight="600" fill="{INK}">{escape(self.title)}</text>',
@@ -99,13 +100,12 @@ class LinePlot:
                f'<text x="16" y="60" fill="{INK}">{escape(self.y_label)}</text>',
                f'<text x="{(LEFT + RIGHT) / 2:.0f}" y="{HEIGHT - 14}" text-anchor="middle" fill="{INK}">'
                f"{escape(self.x_label)}</text>"]
-        x = float(RIGHT)
-        for line, colour in reversed(list(zip(self.lines, COLOURS))):
+        x = float(LEFT)
+        for line, colour in zip(self.lines, COLOURS):
             if line.name:
-                out.append(f'<text x="{x:.0f}" y="60" text-anchor="end" fill="{INK}">{escape(line.name)}</text>')
-                x -= 6.6 * len(line.name) + 8
-                out.append(f'<circle cx="{x:.1f}" cy="56" r="4" fill="{colour}"/>')
-                x -= 16
+                out.append(f'<circle cx="{x:.1f}" cy="{HEIGHT + 4}" r="4" fill="{colour}"/>')
+                out.append(f'<text x="{x + 10:.1f}" y="{HEIGHT + 8}" fill="{INK}">{escape(line.name)}</text>')
+                x += 7.2 * len(line.name) + 36
         return out
 
 

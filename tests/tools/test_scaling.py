@@ -1,4 +1,4 @@
-"""The scaling of steps: what is measured, and where its points lie in the plots."""
+"""The scaling of steps: what is measured, where its points lie in the plots, and what the page says of it."""
 
 import json
 import re
@@ -172,6 +172,16 @@ def test_a_page_without_its_two_lines_is_left_alone(result_file, tmp_path, capsy
     assert draw_scaling.main([str(result_file), "--out", str(tmp_path), "--page", str(page)]) == 1
     assert "put them where the measurements belong" in capsys.readouterr().err
     assert page.read_text() == "mine\n"
+
+
+def test_the_page_in_the_repository_is_what_is_drawn_from_the_measurements_beside_it():
+    tools = REPOSITORY / "batch_manager" / "tools"
+    result = draw_scaling.read(tools / "performance" / "scaling.json")
+    assert not result["commit"].endswith("+"), "it was measured on a tree that is no commit"
+    text = (tools / "PERFORMANCE.md").read_text(encoding="utf-8")
+    assert draw_scaling.written_into(text, draw_scaling.page(result, "performance")) == text
+    drawn = {name: plot.render() for name, plot in draw_scaling.plots(result).items()}
+    assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (tools / "performance").glob("*.svg")}
 
 
 # ---------------------------------------------------------------------- the program that measures
