@@ -97,8 +97,9 @@ class TrtGptModelOptionalParams:
                                 and steps compute on fewer while other programs keep the cores busy
     cuda_graphs                 replay captured graphs for generation steps whose requests have no beams, and change
                                 logits by nothing but temperature, top-k, top-p and min-p; other steps launch each
-                                kernel by itself. None: on a GPU with Triton's kernels; True: refused by name where that
-                                cannot be (a CPU, `deterministic`, an attention of one's own, TrtGptModelType.V1)
+                                kernel by itself. None: no graphs, until they have run on a GPU; True: refused by name
+                                where that cannot be (a CPU, `deterministic`, an attention of one's own,
+                                TrtGptModelType.V1)
     deterministic               bit by bit the same tokens, log-probabilities and logits alone or batched, whole or
                                 chunked, paused or not, cached or not, in any layout. Holds for one machine, build of
                                 torch and number of threads; slower, see tools/deterministic_benchmark.py. Refused with

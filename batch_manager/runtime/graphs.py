@@ -25,13 +25,13 @@ from .step_inputs import StepShape
 def may_capture(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
                 ) -> bool:
     """Whether generation steps are to be replayed. Raises ConfigError where it was asked for and cannot be."""
-    if params.cuda_graphs is False:
+    if not params.cuda_graphs:         # None too: no GPU has shown yet that what is replayed is right
         return False
     obstacle = _obstacle(params, device, layout, has_own_attention)
-    if obstacle and params.cuda_graphs:
+    if obstacle:
         raise ConfigError(f"cuda_graphs was asked for, and {obstacle}", "a GPU, Triton's kernels, and no such option",
                           "leave cuda_graphs out: each kernel of a step is then launched by itself")
-    return not obstacle
+    return True
 
 
 def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool) -> str:

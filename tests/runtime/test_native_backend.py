@@ -569,7 +569,7 @@ def test_on_a_gpu_features_do_what_they_do_on_the_cpu(checkpoint):
 def _check_on_a_gpu(checkpoint, layout, setups):
     prompts, results = prompts_of(9, 20, 3), []
     setups = [setup.continuing(prompt) for setup, prompt in zip(setups, prompts)]
-    for device, options in (("cpu", {}), ("cuda", {"cuda_graphs": False}), ("cuda", {})):
+    for device, options in (("cpu", {}), ("cuda", {"cuda_graphs": False}), ("cuda", {"cuda_graphs": True})):
         driver = Driver(build(checkpoint, layout=layout, device=device, dtype="float32", **options))
         if layout is not layouts.padded and device == "cuda":
             assert (driver.backend._plain_steps.graphs is None) == (options != {})
