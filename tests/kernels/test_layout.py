@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 WORK_LISTS = {"context_work_list", "decode_work_list"}
 NOT_KERNELS = {"__init__", "dispatch", "device_limits", "soft_cap", "strides", *WORK_LISTS}
 NAMES = sorted({path.stem for path in KERNELS.glob("*.py")} - NOT_KERNELS)
-TWINS = sorted({path.stem for path in (KERNELS / "cpu").glob("*.py")} - {"__init__", "fixed_pieces"})
+TWINS = sorted({path.stem for path in (KERNELS / "cpu").glob("*.py")} - {"__init__", "fixed_pieces", "large_pages"})
 
 
 def parameters_of(path, name):
