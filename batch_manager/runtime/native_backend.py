@@ -38,6 +38,7 @@ from ..models.registry import LoadedModel, load_model
 from ..names import ErrorCode
 from ..sampling_config import PARAMETERS, SamplingConfig
 from ..seams import BackendInfo, MemoryUsage
+from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
 from ..triton_kernels.decode_work_list import MIN_PAGES_PER_PART
 from ..triton_kernels.dispatch import use_triton
 from . import layouts
@@ -147,6 +148,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                 max_beam_width=max_beam_width, windows=windows, sink_tokens=sink, host_pool=host_pool,
                                 num_threads=params.num_threads, is_own_thread=is_own_thread,
                                 own_stages=own_stages(num_slots, device) if own_stages else ())
+        if compiles:
+            hold_helpers(backend)                         # products have them from the warm-up on
         backend.warm_up(max_beam_width)
         if captures:
             backend.capture_graphs()
@@ -309,6 +312,7 @@ class NativeBackend:
     def close(self) -> None:
         if self._runner is not None:
             finish_stream(self._stream)               # others may get the memory as soon as it is given back
+            release_helpers(self)
             self._runner = self._decoder = self._plain_steps = self._pool = self._layout = None
             self._host_pool = ()
             self._uploads, self._host_bytes, self._pinned_bytes = Uploads(self._device), 0, 0

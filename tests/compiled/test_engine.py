@@ -1,6 +1,8 @@
 """A manager whose steps are compiled gives the tokens of one whose steps run in torch."""
 
 import logging
+import os
+import threading
 
 import pytest
 import torch
@@ -82,6 +84,27 @@ def test_the_packed_weights_are_counted_as_those_of_onednn_are():
     sizes = [load_model(MODEL, device="cpu", compiled_step=compiled).weight_bytes for compiled in (True, False)]
     assert sizes[0] == sizes[1]
     assert step_compilation.TOLERANCES.keys() == {torch.float32, torch.bfloat16}
+
+
+def helper_count():
+    """Threads of the process that Python does not know."""
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads of the process as Linux does")
+def test_c23_the_threads_that_helped_are_gone_with_the_last_backend():
+    first = backend(num_threads=5)
+    before = helper_count()
+    second = backend(num_threads=5)
+    first.close()
+    assert helper_count() >= 4                     # the second one has them
+    second.close()
+    second.close()
+    assert helper_count() <= before - 4
+    third = backend(num_threads=3)
+    assert third.figures() == {"Compute Threads": 3}
+    third.close()
+    assert helper_count() <= before - 4
 
 
 def test_the_threads_of_the_newest_step_are_a_statistic():

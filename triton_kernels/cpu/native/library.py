@@ -15,7 +15,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +32,7 @@ SECONDS_TO_COMPILE = 300
 PANEL, INPUTS_ALIGNED = 16, 32
 RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD = range(8)    # kinds in step.c
 OPERATION_NUMBERS = 24             # of one operation: its kind, and what that kind says in step.c
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -74,6 +77,19 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
+def hold_helpers(owner: Any) -> None:
+    """The threads that help with steps may stay until `owner` releases them, or is gone."""
+    _holders.add(owner)
+
+
+def release_helpers(owner: Any) -> None:
+    """End the threads, unless somebody else holds them. Again, or by one that does not hold them: nothing happens."""
+    if owner in _holders:
+        _holders.discard(owner)
+        if not _holders:
+            load_library().stop_helpers()
+
+
 @functools.cache
 def _load_once() -> ctypes.CDLL | str:
     if platform.system() not in ("Linux", "Darwin"):
@@ -86,6 +102,7 @@ def _load_once() -> ctypes.CDLL | str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"compiling with {compiler} failed: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.stop_helpers.argtypes, library.stop_helpers.restype = [], None
     library.run_step.argtypes, library.run_step.restype = [pointer, pointer, number, ctypes.c_int], ctypes.c_int
     library.largest_outputs_of.argtypes = [pointer, pointer, number, number, pointer, pointer, ctypes.c_int]
     library.largest_outputs_of.restype = ctypes.c_int

@@ -302,7 +302,9 @@ static struct {
     pthread_mutex_t owner;            /* held by whose job it is; who does not get it works alone */
     pthread_mutex_t lock;
     pthread_cond_t work;
+    pthread_t helpers[MOST_THREADS];
     int num_helpers, num_asleep;
+    _Atomic int is_stopping;
     _Atomic uint64_t state;
     _Atomic int64_t num_done;
     _Atomic int threads;
@@ -373,7 +375,7 @@ INLINE int is_for(uint64_t state, uint64_t done, int index) {
 static void *help(void *argument) {
     int index = (int)(intptr_t)argument, looks = 0;
     uint64_t done = 0;
-    for (;;) {
+    while (!atomic_load_explicit(&pool.is_stopping, memory_order_relaxed)) {
         uint64_t seen = atomic_load_explicit(&pool.state, memory_order_acquire);
         if (is_for(seen, done, index)) {
             work_on(JOB(seen), atomic_load_explicit(&pool.threads, memory_order_relaxed));
@@ -383,7 +385,7 @@ static void *help(void *argument) {
             pause_a_moment();
         } else {
             pthread_mutex_lock(&pool.lock);
-            if (!is_for(atomic_load(&pool.state), done, index)) {
+            if (!is_for(atomic_load(&pool.state), done, index) && !atomic_load(&pool.is_stopping)) {
                 pool.num_asleep++;
                 pthread_cond_wait(&pool.work, &pool.lock);
                 pool.num_asleep--;
@@ -401,21 +403,18 @@ static void forget_helpers(void) {
     pthread_mutex_init(&pool.lock, 0);
     pthread_cond_init(&pool.work, 0);
     pool.num_helpers = pool.num_asleep = 0;
+    atomic_store(&pool.is_stopping, 0);
 }
 
 /* As many helpers as can be had, up to threads - 1. */
 static void start_helpers(int threads) {
     static int is_watching_forks;
     if (!is_watching_forks) is_watching_forks = !pthread_atfork(0, 0, forget_helpers);
-    pthread_attr_t detached;
-    pthread_attr_init(&detached);
-    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     while (pool.num_helpers < threads - 1 && pool.num_helpers < MOST_THREADS) {
-        pthread_t thread;
-        if (pthread_create(&thread, &detached, help, (void *)(intptr_t)(pool.num_helpers + 1))) break;
+        void *index = (void *)(intptr_t)(pool.num_helpers + 1);
+        if (pthread_create(pool.helpers + pool.num_helpers, 0, help, index)) break;
         pool.num_helpers++;
     }
-    pthread_attr_destroy(&detached);
 }
 
 static void run_alone(const Job *job) {
@@ -499,6 +498,19 @@ int run_step(const Step *step, const Operation *operations, int64_t num_operatio
     }
     free_lists(&job);
     return 0;
+}
+
+/* End the helpers, after the job that runs. The next job makes new ones. */
+void stop_helpers(void) {
+    pthread_mutex_lock(&pool.owner);
+    pthread_mutex_lock(&pool.lock);
+    atomic_store(&pool.is_stopping, 1);
+    pthread_cond_broadcast(&pool.work);
+    pthread_mutex_unlock(&pool.lock);
+    for (int i = 0; i < pool.num_helpers; i++) pthread_join(pool.helpers[i], 0);
+    pool.num_helpers = 0;
+    atomic_store(&pool.is_stopping, 0);
+    pthread_mutex_unlock(&pool.owner);
 }
 
 /* Processor time of all threads in jobs so far. A thread adds its own when it leaves a job, the last one a moment after
