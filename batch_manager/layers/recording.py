@@ -234,9 +234,8 @@ def record_head(logits: Callable[..., Any], hidden_size: int, dtype: torch.dtype
         result = logits(hidden)
     except Exception:                       # no operation here does what it does, or it takes tensors only
         return None
-    (matrix,) = recording.kept if len(recording.kept) == 1 else (None,)
     is_product = isinstance(result, Rows) and [operation[0] for operation in recording.operations] == [PRODUCT]
-    return matrix if is_product and result.register != hidden.register else None
+    return recording.kept[0] if is_product and result.register != hidden.register else None
 
 
 def _bits(number: float) -> int:

@@ -13,8 +13,6 @@ from ..triton_kernels.cpu.native.library import TYPES, Cache, Step, address, loa
 from ..triton_kernels.cpu.native.matrix import PackedMatrix
 from .thread_governor import ThreadGovernor
 
-REGISTER_BYTES = 64                # where one register may begin behind another: a cache line
-
 
 class CompiledStep:
     """The recorded operations, where their rows lie, and the cache they attend to.
@@ -89,11 +87,11 @@ class CompiledStep:
 
     def _make_room(self, rows: int) -> None:
         """Registers for so many rows: zeros, and what lies behind the last column of a row stays zero."""
-        self._capacity = max(rows, 2 * self._capacity)
-        itemsize = self._recording.dtype.itemsize
-        self._memory = allocate(self._capacity * self._row_entries * itemsize)
+        capacity, itemsize = max(rows, 2 * self._capacity), self._recording.dtype.itemsize
+        self._memory = allocate(capacity * self._row_entries * itemsize)
         start = self._memory.ctypes.data
-        self._registers[:] = [start + offset * self._capacity * itemsize for offset in self._offsets]
+        self._registers[:] = [start + offset * capacity * itemsize for offset in self._offsets]
+        self._capacity = capacity              # last: where there is no memory, the registers are the ones before
 
 
 def arrange(recording: Recording) -> tuple[list[int], int]:

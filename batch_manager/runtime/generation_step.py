@@ -38,8 +38,9 @@ class GenerationSteps:
     attention   one that `can_bind`
     decoder     made for num_slots + 1 sequences: the last slot is that of padding rows
     tables      the host's block tables
-    most_rows   rows of the largest step
+    num_slots   sequences of the largest step
     max_beam_width   rows of the block tables that belong to a slot
+    max_seq_len   tokens of the longest sequence
 
     graphs   replay steps of some shapes; None: each launch is made by itself
 

@@ -304,6 +304,7 @@ class NativeBackend:
                            pinned=self._pinned_bytes + self._uploads.pinned_bytes)
 
     def figures(self) -> dict[str, int]:
+        """Statistics of the backend's own: on a CPU, how many threads the newest step computed with."""
         if self._device.type != "cpu" or self._runner is None:
             return {}
         compiled = self._runner.compiled

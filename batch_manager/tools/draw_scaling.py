@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .line_plot import Line, LinePlot, Point
+from .marked_part import written_between
 
 BEGIN = "<!-- written by python -m batch_manager.tools.draw_scaling: begin -->"
 END = "<!-- written by python -m batch_manager.tools.draw_scaling: end -->"
@@ -132,11 +133,7 @@ def page(result: Result, folder: str) -> str:
 
 def written_into(text: str, part: str) -> str:
     """A page with this part between its two lines. Raises ValueError where it has no such lines."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r}; put them where the measurements belong")
-    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
+    return written_between(text, BEGIN, f"\n\n{part}\n\n", END, what="the page", belongs="the measurements belong")
 
 
 def read(path: Path) -> Result:

@@ -16,6 +16,7 @@ from typing import Any
 
 from .gpu_report.goals import ALL
 from .gpu_report.records import number, value, verdict
+from .marked_part import written_between
 from .results import add, newest
 
 README = Path(__file__).parents[2] / "README.md"
@@ -48,11 +49,7 @@ def _case(line: dict[str, Any]) -> str:
 
 def written_into(readme: str, text: str) -> str:
     """The README with this text between its two lines. Raises ValueError where it has no such lines."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the README has no lines {BEGIN!r} and {END!r}; put them where the table belongs")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+    return written_between(readme, BEGIN, f"\n{text}\n", END, what="the README", belongs="the table belongs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

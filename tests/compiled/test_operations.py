@@ -129,3 +129,21 @@ def test_a_step_may_be_larger_than_those_before():
                                kv_lengths=np.zeros(0), block_tables=np.zeros((0, 1)), slots=[])
         found = compiled.run(x.clone(), step)
         check(found, functional.rms_norm(x, (50,), weight, 1e-5).relu(), torch.float32)
+
+
+def test_where_there_is_no_memory_for_a_larger_step_smaller_ones_go_on(monkeypatch):
+    weight = torch.rand(50) + 0.5
+    recording = Recording(torch.float32, strides=[50])
+    recording.result = Rows(recording, 0, 0, 50).normed(weight, None, 1e-5).activated("relu", gated=False).register
+    compiled = CompiledStep(recording, torch.zeros(POOL), 1, head=None, threads=2)
+    compiled._make_room(3)
+    registers = compiled._registers.copy()
+
+    def no_memory(num_bytes):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("batch_manager.runtime.compiled_step.allocate", no_memory)
+        with pytest.raises(MemoryError):
+            compiled._make_room(500)
+    assert compiled._capacity == 3 and (compiled._registers == registers).all()

@@ -142,6 +142,34 @@ typedef struct {
     const char *next_keys;
 } Look;
 
+/* A page that rows look at.
+
+   tokens     of the page that are looked at, from its first one on
+   is_whole   each row sees all of them
+   soon       the page of keys that is read next */
+typedef struct {
+    const char *keys, *values, *soon;
+    int64_t tokens;
+    int is_whole;
+} Page;
+
+/* The first key that is not looked at; `last` is the last position of the rows. */
+INLINE int64_t end_of(const Look *look, int64_t last) { return last < look->end_key ? last + 1 : look->end_key; }
+
+/* The page that begins with the key `start`, for rows from position `first` to `last`. Returns whether a row sees it. */
+INLINE int find_page(const Cache *c, const Scores *how, const Look *look, int64_t first, int64_t last, int64_t start,
+                     Page *page) {
+    int64_t next = start + c->block_tokens, end = end_of(look, last);
+    if (how->window && next <= first - how->window + 1 && start >= how->sinks) return 0;
+    const int32_t *block = look->blocks + start / c->block_tokens;
+    page->keys = page_of(c, block[0], look->layer, 0, look->head);
+    page->values = page_of(c, block[0], look->layer, 1, look->head);
+    page->soon = next < end ? page_of(c, block[1], look->layer, 0, look->head) : look->next_keys;
+    page->tokens = next < end ? c->block_tokens : end - start;
+    page->is_whole = next <= first + 1 && (!how->window || start > last - how->window);
+    return 1;
+}
+
 /* What they found: sums of values, each times e^(score - maximum), and the sums of those weights. */
 typedef struct {
     float sums[MOST_QUERY_ROWS][MOST_HEAD_SIZE] __attribute__((aligned(64)));
@@ -161,6 +189,7 @@ INLINE void add_found(Found *found, const Found *other, int rows, int64_t size) 
     }
 }
 
+/* What rows find, page by page. Overwrites `found`. */
 INLINE void attend(const Cache *c, const Scores *how, const Look *look, Found *found, int type) {
     float scores[MOST_QUERY_ROWS][MOST_BLOCK_TOKENS] __attribute__((aligned(64)));
     const int64_t *position = look->position;
@@ -174,25 +203,19 @@ INLINE void attend(const Cache *c, const Scores *how, const Look *look, Found *f
         last = position[row] > last ? position[row] : last;
         memset(result + row * MOST_HEAD_SIZE, 0, sizeof(float) * (size_t)size);
     }
-    int64_t behind = how->window && first - how->window + 1 > 0 ? first - how->window + 1 : 0;    /* of the first row */
-    int64_t last_of_all = last;
-    if (last >= look->end_key) last = look->end_key - 1;
-    for (int64_t start = look->first_key; start <= last; start += c->block_tokens) {
-        int64_t end = start + c->block_tokens;
-        if (end <= behind && start >= how->sinks) continue;
-        int64_t tokens = last + 1 - start < c->block_tokens ? last + 1 - start : c->block_tokens;
-        const char *keys = page_of(c, look->blocks[start / c->block_tokens], look->layer, 0, look->head);
-        const char *values = page_of(c, look->blocks[start / c->block_tokens], look->layer, 1, look->head);
-        int64_t whole = (tokens + LANES - 1) / LANES * LANES;
+    int64_t end = end_of(look, last);
+    Page page;
+    for (int64_t start = look->first_key; start < end; start += c->block_tokens) {
+        if (!find_page(c, how, look, first, last, start, &page)) continue;
+        int64_t whole = (page.tokens + LANES - 1) / LANES * LANES;
         for (int64_t t = 0; t < whole; t += LANES)
-            score_sixteen(keys + t * width, look->queries, rows, size, type, scores, t, values + t * width);
-        int is_whole = end <= first + 1 && end - 1 <= first && (!how->window || start > last_of_all - how->window);
+            score_sixteen(page.keys + t * width, look->queries, rows, size, type, scores, t, page.values + t * width);
         for (int row = 0; row < rows; row++) {
             floats most = all(-1e30f);
             for (int64_t t = 0; t < whole; t += LANES) {
                 floats s = *(floats *)(scores[row] + t) * how->scale;
                 if (how->softcap != 0) s = hyperbolic_tangent(s / how->softcap) * how->softcap;
-                if (!is_whole) {
+                if (!page.is_whole) {
                     integers key = FIRST_INTEGERS + (int32_t)(start + t);
                     integers sees = key <= (int32_t)position[row];
                     if (how->window)
@@ -220,8 +243,6 @@ INLINE void attend(const Cache *c, const Scores *how, const Look *look, Found *f
             }
             total[row] += sum(sums);
         }
-        const char *soon = look->next_keys;
-        if (end <= last) soon = page_of(c, look->blocks[end / c->block_tokens], look->layer, 0, look->head);
-        add_values(values, rows, size, tokens, type, scores, result, soon);
+        add_values(page.values, rows, size, page.tokens, type, scores, result, page.soon);
     }
 }

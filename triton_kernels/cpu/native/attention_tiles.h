@@ -169,22 +169,16 @@ static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look,
         }
     }
     shape_tiles((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
-    int64_t behind = how->window && first - how->window + 1 > 0 ? first - how->window + 1 : 0;    /* of the first row */
-    int64_t last_of_all = last;
-    if (last >= look->end_key) last = look->end_key - 1;
-    for (int64_t start = look->first_key; start <= last; start += c->block_tokens) {
-        int64_t end = start + c->block_tokens;
-        if (end <= behind && start >= how->sinks) continue;
-        int64_t tokens = last + 1 - start < c->block_tokens ? (last + 1 - start + 31) / 32 * 32 : c->block_tokens;
-        const char *keys = page_of(c, look->blocks[start / c->block_tokens], look->layer, 0, look->head);
-        const char *values = page_of(c, look->blocks[start / c->block_tokens], look->layer, 1, look->head);
-        const char *soon = look->next_keys;
-        if (end <= last) soon = page_of(c, look->blocks[end / c->block_tokens], look->layer, 0, look->head);
-        int is_whole = end <= first + 1 && (!how->window || start > last_of_all - how->window);
-        score_page(a, keys, groups, size, tokens, values);
+    int64_t end = end_of(look, last);
+    Page page;
+    for (int64_t start = look->first_key; start < end; start += c->block_tokens) {
+        if (!find_page(c, how, look, first, last, start, &page)) continue;
+        int64_t tokens = (page.tokens + 31) / 32 * 32;
+        score_page(a, page.keys, groups, size, tokens, page.values);
         for (int group = 0; group < groups; group++)
-            weigh_page(a, how, group, positions[group], start, tokens, is_whole, size, maximum + group, total + group);
-        pair_values(a, values, size, tokens, soon);
+            weigh_page(a, how, group, positions[group], start, tokens, page.is_whole, size, maximum + group,
+                       total + group);
+        pair_values(a, page.values, size, tokens, page.soon);
         add_page(a, groups, size, tokens);
     }
     _tile_release();

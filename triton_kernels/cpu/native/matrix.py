@@ -23,7 +23,7 @@ class PackedMatrix:
 
     type      of W, a number of vectors.h
     address   of the `Matrix` that the compiled code reads
-    Raises    CannotCompileError
+    Raises    CannotCompileError, MemoryError
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -19,6 +19,10 @@ typedef struct {
 /* How far ahead of its use a matrix is asked for: the processor does so itself only within 4 KiB. */
 #define AHEAD_BYTES 2048
 
+/* Panels that a thread multiplies with before it asks for more work. */
+#define MOST_PANELS_A_PIECE 8
+
+INLINE int64_t num_panels(const Matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }
 INLINE int64_t panel_bytes(const Matrix *m) { return m->inputs * PANEL * bytes_of(m->type); }
 
 /* What is done with sixteen sums of one row. */
@@ -194,6 +198,7 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
         if (count != shaped) shape_tiles((const uint8_t[8]){up, up, low, low, up, low, 16, 16}), shaped = count;
         for (int64_t panel = first; panel < end; panel += 2) {
             int panels = end - panel < 2 ? 1 : 2;
+            /* Most calls, compiled apart: nothing is decided in their loop. */
             if (lower && panels == 2) tiles(m, x + row * stride, stride, t, row, upper, lower, panel, 2, row == 0);
             else tiles(m, x + row * stride, stride, t, row, upper, lower, panel, panels, row == 0);
         }
@@ -227,14 +232,13 @@ static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t row
     }
 }
 
-/* The largest output of each row among the panels first .. end - 1, and the lowest index of those that equal it. The
+/* The largest output of each row among the panels first .. end - 1, of which there are MOST_PANELS_A_PIECE at most, and the lowest index of those that equal it. The
    products stay in the processor's cache. NaN where one is. */
 #define ROWS_OF_LARGEST 32
-#define PANELS_OF_LARGEST 8           /* at most; as many as a piece has */
 
 static void largest_outputs(const Matrix *m, const void *x, int64_t stride, int64_t rows, int64_t first, int64_t end,
                             float *largest_of, int64_t *index_of) {
-    float products[ROWS_OF_LARGEST * PANELS_OF_LARGEST * PANEL] __attribute__((aligned(64)));
+    float products[ROWS_OF_LARGEST * MOST_PANELS_A_PIECE * PANEL] __attribute__((aligned(64)));
     int64_t width = (end - first) * PANEL, count = m->outputs - first * PANEL;
     if (count > width) count = width;
     for (int64_t row = 0; row < rows; row += ROWS_OF_LARGEST) {

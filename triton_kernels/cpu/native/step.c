@@ -85,10 +85,19 @@ static int64_t pieces_of_rows(int64_t rows, int64_t width) {
 }
 
 static int64_t panels_a_piece(const Matrix *m, int threads) {
-    int64_t panels = (m->outputs + PANEL - 1) / PANEL;
-    for (int64_t each = PANELS_OF_LARGEST; each > 1; each /= 2)
+    int64_t panels = num_panels(m);
+    for (int64_t each = MOST_PANELS_A_PIECE; each > 1; each /= 2)
         if (panels / each >= 8 * threads) return each;
     return panels >= 8 ? 2 : 1;
+}
+
+typedef struct {
+    int64_t first, end;
+} Range;
+
+static Range panels_of(const Matrix *m, int64_t piece, int threads) {
+    int64_t each = panels_a_piece(m, threads), end = (piece + 1) * each, panels = num_panels(m);
+    return (Range){piece * each, end < panels ? end : panels};
 }
 
 /* Entries per row that an operation works on, for those that work on rows one by one. */
@@ -108,7 +117,7 @@ static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
     case PRODUCT: case LARGEST: {
         const Matrix *m = POINTER(const Matrix *, o->number[7]);
         int64_t each = panels_a_piece(m, threads);
-        return ((m->outputs + PANEL - 1) / PANEL + each - 1) / each;
+        return (num_panels(m) + each - 1) / each;
     }
     case ATTEND: return job->num_items;
     default: return pieces_of_rows(job->step->rows, width_of(o));
@@ -254,16 +263,16 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
         Place from = place_at(s, n + 1);
         int result = (int)n[9];
         Target t = {s->registers[n[4]] + n[6] * bytes_of(result), n[5], result, (int)n[8]};
-        int64_t each = panels_a_piece(m, threads), end = (m->outputs + PANEL - 1) / PANEL, first = piece * each;
-        multiply(m, from.row, from.stride, s->rows, &t, first, first + each < end ? first + each : end);
+        Range panels = panels_of(m, piece, threads);
+        multiply(m, from.row, from.stride, s->rows, &t, panels.first, panels.end);
         break;
     }
     case LARGEST: {
         /* from[1..3], matrix 7, for each piece and row the largest output 8 and its index 9 */
         const Matrix *m = POINTER(const Matrix *, n[7]);
         Place from = place_at(s, n + 1);
-        int64_t each = panels_a_piece(m, threads), end = (m->outputs + PANEL - 1) / PANEL, first = piece * each;
-        largest_outputs(m, from.row, from.stride, s->rows, first, first + each < end ? first + each : end,
+        Range panels = panels_of(m, piece, threads);
+        largest_outputs(m, from.row, from.stride, s->rows, panels.first, panels.end,
                         POINTER(float *, n[8]) + piece * s->rows, POINTER(int64_t *, n[9]) + piece * s->rows);
         break;
     }
@@ -553,5 +562,5 @@ int largest_outputs_of(const Matrix *matrix, const void *x, int64_t stride, int6
 }
 
 void pack_matrix(const Matrix *matrix, const void *plain, int64_t plain_inputs, int64_t row_stride) {
-    pack(matrix, plain, plain_inputs, row_stride, 0, (matrix->outputs + PANEL - 1) / PANEL);
+    pack(matrix, plain, plain_inputs, row_stride, 0, num_panels(matrix));
 }
