@@ -269,7 +269,8 @@ class KvCacheManager:
         updates = NO_UPDATES
         if changed:
             self._reordered = []
-            updates = BlockTableUpdates(*(np.concatenate(column) for column in zip(*changed, strict=True)))
+            updates = BlockTableUpdates(*(changed[0] if len(changed) == 1 else
+                                          map(np.concatenate, zip(*changed, strict=True))))
         copies = ()
         if self.cache is not None and self.cache.copies:
             copies, self.cache.copies = tuple(self.cache.copies), []

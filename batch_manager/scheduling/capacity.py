@@ -196,7 +196,10 @@ class _Door:
 
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:
     """The generating requests up to a number, and the contexts met on the way."""
-    generating: RequestList = []
+    generating = [request for request in active_requests if request.state in GENERATING]
+    if len(generating) == len(active_requests) <= max_num_requests:
+        return generating, []    # the common case, in a third of the time
+    generating = []
     contexts: RequestList = []
     for request in active_requests:
         if len(generating) == max_num_requests:

@@ -76,7 +76,9 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     for request in contexts:
         if not request.is_context:
             return f"{request} is a context request of the plan and not in its context phase"
-    if len([request for request in generation if request.state in GENERATING]) != len(generation):
+    generation_tokens = [request.beam_width + request.draft_len for request in generation
+                         if request.state in GENERATING]
+    if len(generation_tokens) != len(generation):
         request = next(request for request in generation if request.state not in GENERATING)
         return f"{request} is a generation request of the plan and is not generating"
     if limits.max_beam_width > 1:
@@ -89,7 +91,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
 
     if len(contexts) + len(generation) > limits.max_batch_size:
         return f"{len(contexts) + len(generation)} requests are to run and max_batch_size is {limits.max_batch_size}"
-    tokens = sum([request.beam_width + request.draft_len for request in generation])
+    tokens = sum(generation_tokens)
     if contexts or plan.chunk_sizes is not None:
         broken = _broken_chunk_rule(plan, limits)
         if broken is not None:

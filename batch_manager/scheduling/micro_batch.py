@@ -46,7 +46,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
                                 if request.request_id not in inflight_request_ids]
         if self._is_plain_generation(fitting_requests):
             taken = min(len(fitting_requests), self.max_batch_size)
-            return contexts, _by_adapter(fitting_requests[:taken if taken <= budget else int(budget)])
+            return contexts, fitting_requests[:taken if taken <= budget else int(budget)]
         for request in fitting_requests:
             if request.state in GENERATING:
                 width = request.beam_width
@@ -83,11 +83,12 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     @staticmethod
     def _is_plain_generation(requests: RequestList) -> bool:
-        """Whether each of them takes one token in this step and nothing else: so it is most of the time, and the walk
-        need not be made.
+        """Whether each of them takes one token in this step and nothing else, and none has an adapter: so it is most of
+        the time, and the walk need not be made.
         """
-        return (len([request for request in requests if request.state in GENERATING]) == len(requests)
-                == sum([request.beam_width + request.draft_len for request in requests]))
+        tokens = [request.beam_width + request.draft_len for request in requests
+                  if request.state in GENERATING and request.lora_task_id is None]
+        return len(tokens) == len(requests) == sum(tokens)
 
     def _credit(self, request: LlmRequest) -> int:
         if self.credit_of is None or not request.is_first_context_chunk:
