@@ -21,6 +21,7 @@ OF_THE_MODEL = {
     "activation": ("hidden", "out"),
     "beam_topk": ("logits",),
     "deterministic_linear": ("x", "weight", "bias", "out"),
+    "fused_linear": ("x", "weight", "bias", "norm_weight", "norm_bias", "residual", "out"),
     "gated_activation": ("gate_up", "out"),
     "layer_norm": ("hidden", "weight", "bias", "residual", "out"),
     "paged_attention_context": ("query", "kv_pool", "out"),

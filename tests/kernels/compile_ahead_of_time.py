@@ -101,6 +101,18 @@ def linear(size, columns, dtype=torch.bfloat16):
     deterministic_linear(tensor(64, size, dtype=dtype), weight, tensor(columns, dtype=dtype))
 
 
+def fused(size, columns, *, rows=16, norm="rms", dtype=torch.bfloat16, **options):
+    """The whole of columns when gated: twice as many rows of the weight."""
+    from batch_manager.triton_kernels.fused_linear import fused_linear
+
+    norms = {"none": (None, None), "rms": (tensor(size, dtype=dtype), None),
+             "layer": (tensor(size, dtype=dtype), tensor(size, dtype=dtype))}[norm]
+    bias = tensor(columns, dtype=dtype) if options.pop("bias", False) else None
+    residual = tensor(rows, columns, dtype=dtype) if options.pop("adds", False) else None
+    weight = tensor(columns * (1 + options.get("gated", False)), size, dtype=dtype)
+    fused_linear(tensor(rows, size, dtype=dtype), weight, bias, *norms, 1e-5, residual=residual, **options)
+
+
 def rope(head_size, group, num_kv_heads=8):
     from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
 
@@ -189,6 +201,15 @@ CASES = {
     "linear 4096": lambda: linear(4096, 14336),
     "linear 100": lambda: linear(100, 70),
     "linear 4096 float32": lambda: linear(4096, 14336, torch.float32),
+    "fused qkv 8B": lambda: fused(4096, 6144),
+    "fused gate up 8B": lambda: fused(4096, 14336, activation="silu", gated=True),
+    "fused qkv 135M": lambda: fused(576, 960),
+    "fused gate up 135M": lambda: fused(576, 1536, activation="silu", gated=True),
+    "fused head 8B": lambda: fused(4096, 128256),
+    "fused down GPT-2": lambda: fused(3072, 768, norm="none", bias=True, adds=True),
+    "fused expand GPT-2": lambda: fused(768, 3072, norm="layer", bias=True, activation="gelu_new"),
+    "fused 100": lambda: fused(100, 70, norm="layer", bias=True, activation="gelu"),
+    "fused qkv 8B float32": lambda: fused(4096, 6144, dtype=torch.float32),
     "rope D128": lambda: rope(128, 4),
     "norms 4096": lambda: norms(4096),
     "activations": activations,
@@ -205,6 +226,7 @@ def variants_by_alignment():
     from batch_manager.triton_kernels.ban_words import ban_words
     from batch_manager.triton_kernels.beam_topk import beam_topk
     from batch_manager.triton_kernels.deterministic_linear import deterministic_linear
+    from batch_manager.triton_kernels.fused_linear import fused_linear
     from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
@@ -242,6 +264,7 @@ def variants_by_alignment():
         match_stop_words(lengths, *of_rows, *word_lists)
     for rows in (1, 16, 17):                               # a step may have any number of rows
         deterministic_linear(tensor(rows, 64), tensor(96, 64))
+        fused_linear(tensor(min(rows, 16), 64), tensor(96, 64), None, tensor(64))
         for num_candidates in (7, 8):
             beam_topk(tensor(4, 500), numbers, numbers, numbers, sliced(begin, 5), num_candidates, 1)
     names = [kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values()]
@@ -251,12 +274,14 @@ def variants_by_alignment():
 def refusals_of_an_unknown_kind():
     """{kernel: the text of the error}, where kernels are compiled."""
     from batch_manager.triton_kernels.activation import activation
+    from batch_manager.triton_kernels.fused_linear import fused_linear
     from batch_manager.triton_kernels.gated_activation import gated_activation
 
     texts = {}
-    for launch in (activation, gated_activation):
+    for launch, arguments in ((activation, ("swish",)), (gated_activation, ("swish",)),
+                              (fused_linear, (tensor(4, 8), None, None, None, 0.0, 0.0, "swish"))):
         try:
-            launch(tensor(1, 8), "swish")
+            launch(tensor(1, 8), *arguments)
         except Exception as error:
             texts[launch.__name__] = str(error)
     return texts
@@ -283,6 +308,7 @@ def nvidia_figures(kernel, with_instructions):
             copies = re.findall(r"\bLDGSTS\S*", sass)                          # asynchronous loads to shared memory
             figures["LDGSTS.128"] = sum(copy.endswith(".128") for copy in copies)
             figures["LDGSTS.narrower"] = len(copies) - figures["LDGSTS.128"]
+            figures["HMMA"] = len(re.findall(r"\bHMMA\b", sass))
             figures["HGMMA"] = len(re.findall(r"\bHGMMA\b", sass))
     return figures
 

@@ -17,8 +17,9 @@ PROGRAM = Path(__file__).parent / "compile_ahead_of_time.py"
 GPUS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 KERNELS = {
     "_activation_kernel", "_ban_ngrams_kernel", "_ban_words_kernel", "_beam_block_kernel", "_beam_group_kernel",
-    "_beam_row_kernel", "_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_gated_activation_kernel",
-    "_layer_norm_kernel", "_match_stop_words_kernel", "_merge_kernel", "_philox_kernel", "_rms_norm_kernel",
+    "_beam_row_kernel", "_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
+    "_gated_activation_kernel", "_layer_norm_kernel", "_match_stop_words_kernel", "_merge_kernel", "_philox_kernel",
+    "_rms_norm_kernel",
     "_rope_kv_append_kernel", "_sample_digit_kernel", "_sample_draw_kernel", "_sample_mass_kernel",
     "_sample_piece_kernel", "_token_bitmask_kernel", "_token_penalties_kernel",
 }
@@ -99,10 +100,29 @@ def test_deterministic_products_use_the_matrix_units(compiled):
     assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_deterministic_linear_kernel"))
 
 
+def test_fused_products_load_the_weight_in_the_widest_pieces_several_ahead(compiled):
+    for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel"):
+        if record["case"] == "fused 100":                  # its rows begin at no multiple of 16 bytes
+            continue
+        # A piece: 512 bytes of 16 rows of x and of some of the weight, 16 bytes a thread. Narrower are norms' vectors.
+        rows = 80 if "head" in record["case"] else 48 if "gate up" in record["case"] else 32
+        assert record["LDGSTS.128"] >= rows * 512 // (16 * 128) * (record["stages"] - 1), record
+        norms = "GPT-2" not in record["case"] or "expand" in record["case"]
+        assert record["LDGSTS.narrower"] <= 2 * record["stages"] * norms, record
+        in_flight_bytes = (record["stages"] - 1) * (rows - 16) * 512
+        assert in_flight_bytes >= 24 * 1024, record
+
+
+def test_fused_products_use_the_matrix_units(compiled):
+    for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel"):
+        assert record["HMMA"] > 0 or "float32" in record["case"]
+    assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_fused_linear_kernel"))
+
+
 def test_an_unknown_kind_of_activation_is_refused_in_the_same_words_as_in_the_interpreter(compiled):
     (refusals,) = compiled["refusals"]
     text = "unknown kind of activation 'swish'; one of gelu, gelu_new, silu, relu; correct the caller"
-    assert refusals == {"gpu": "refusals", "activation": text, "gated_activation": text}
+    assert refusals == {"gpu": "refusals", "activation": text, "fused_linear": text, "gated_activation": text}
 
 
 def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
@@ -112,6 +132,6 @@ def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
         "gpu": "variants", "_decode_kernel": 1, "_merge_kernel": 1, "_context_kernel": 1, "_rope_kv_append_kernel": 1,
         "_sample_piece_kernel": 1, "_sample_digit_kernel": 1, "_sample_mass_kernel": 1, "_sample_draw_kernel": 1,
         "_token_penalties_kernel": 1, "_ban_ngrams_kernel": 1, "_ban_words_kernel": 1, "_match_stop_words_kernel": 1,
-        "_deterministic_linear_kernel": 1,
+        "_deterministic_linear_kernel": 1, "_fused_linear_kernel": 1,
         "_beam_block_kernel": 1, "_beam_row_kernel": 1, "_beam_group_kernel": 1,
     }

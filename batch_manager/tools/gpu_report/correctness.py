@@ -113,6 +113,20 @@ def _deterministic_linear(bench: Bench) -> float:
                     bench.normal(columns), out=bench.poisoned(rows, columns))
 
 
+def _fused_linear(bench: Bench) -> float:
+    size, intermediate = bench.pick((4096, 14336), (20, 18))
+    errors = []
+    for rows in bench.pick((1, 16), (3,)):
+        weight = bench.normal(2 * intermediate, size) / size**0.5
+        errors.append(error_of(
+            bench, "fused_linear", bench.normal(rows, size), weight, None, bench.normal(size), None, 1e-5,
+            activation="silu", gated=True, out=bench.poisoned(rows, intermediate)))
+        errors.append(error_of(
+            bench, "fused_linear", bench.normal(rows, size), weight, bench.normal(2 * intermediate), bench.normal(size),
+            bench.normal(size), 1e-5, residual=bench.normal(rows, 2 * intermediate)))
+    return max(errors)
+
+
 def _decode(bench: Bench) -> float:
     lengths = bench.pick(np.random.default_rng(2).integers(1, 3000, 128), np.array([5, 17]))
     sequences = PagedSequences(bench, bench.pick(Heads(8, 4, 128), Heads(1, 2, 16)), lengths,
@@ -215,6 +229,7 @@ def _beam_topk(bench: Bench) -> float:
 CHECKS: dict[str, Callable[[Bench], float]] = {
     "rms_norm": _rms_norm, "layer_norm": _layer_norm, "activation": _activation, "gated_activation": _gated_activation,
     "rope_kv_append": _rope_kv_append, "deterministic_linear": _deterministic_linear,
+    "fused_linear": _fused_linear,
     "paged_attention_decode": _decode, "paged_attention_decode in parts": _decode_in_parts,
     "paged_attention_merge": _merge, "paged_attention_context": _context, "sample_token": _sample_token,
     "philox": _philox, "token_penalties": _token_penalties, "ban_ngrams": _ban_ngrams, "ban_words": _ban_words,

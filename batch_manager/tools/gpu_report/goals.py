@@ -31,6 +31,7 @@ _ROWS = (
     Goal("G3", "decode step of an 8B Llama, least time by bandwidth and arithmetic / measured time", 0.75),
     Goal("G3b-1B", "the same of a 1B Llama, one sequence", 0.60),
     Goal("G3b-135M", "the same of a 135M Llama, 256 sequences", 0.50),
+    Goal("G3-fused", "time of norm, matrix product and activation in launches of their own / in one launch", None),
     Goal("G4", "time between decode steps in which the GPU idles / 20 microseconds", 1.0, lower_is_better=True),
     Goal("G4-share", "time in which the GPU idles / time of a decode step", 0.02, lower_is_better=True),
     Goal("G5", "host time of an iteration, 256 streaming requests, model left out / 500 microseconds", 1.0,

@@ -1,0 +1,146 @@
+import pytest
+import torch
+
+from batch_manager.triton_kernels.fused_linear_settings import MOST_ROWS, fused_linear_settings, is_fused
+
+# Sizes in, rows of the weight, that do and do not divide a program's tiles.
+SIZES = [(64, 32), (576, 80), (100, 70), (33, 5), (16, 16)]
+ROUNDINGS = {"none": 1, "norm": 8, "both": 12}       # a rounded norm is multiplied with, a rounded product activated
+
+
+def poisoned(values, spare_rows=1, spare_columns=3):
+    """The same values in memory that holds NaN behind each row and behind the last one."""
+    whole = values.new_full((len(values) + spare_rows, values.shape[1] + spare_columns), torch.nan)
+    whole[: len(values), : values.shape[1]] = values
+    return whole[: len(values), : values.shape[1]]
+
+
+def contiguous_and_poisoned(values):
+    """The same values, contiguous, with NaN behind the last of them."""
+    whole = values.new_full((values.numel() + 64,), torch.nan)
+    whole[: values.numel()] = values.flatten()
+    return whole[: values.numel()].view(values.shape)
+
+
+@pytest.fixture
+def made(random, dtype):
+    """made(rows, in_size, weight_rows, bias, norm) -> positional arguments, with NaN around them"""
+    def make(rows, in_size, weight_rows, bias=False, norm="none"):
+        x = poisoned(2 * random(rows, in_size, dtype=dtype) + 0.5)
+        weight = contiguous_and_poisoned(random(weight_rows, in_size, dtype=dtype) / in_size**0.5)
+        vectors = [contiguous_and_poisoned(random(size, dtype=dtype)) for size in (weight_rows, in_size, in_size)]
+        return (x, weight, vectors[0] if bias else None, vectors[1] if norm != "none" else None,
+                vectors[2] if norm == "layer" else None, 1e-5)
+    return make
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("in_size, weight_rows", SIZES)
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+def test_products_behind_a_norm(assert_equals_oracle, made, dtype, rows, in_size, weight_rows, norm):
+    result = assert_equals_oracle("fused_linear", *made(rows, in_size, weight_rows, rows == 3, norm),
+                                  roundings=ROUNDINGS["none" if norm == "none" else "norm"], reduction=2 * in_size,
+                                  dtype=dtype)
+    assert result.isfinite().all()
+
+
+def test_what_is_added_to_the_weight_of_the_norm(assert_equals_oracle, made, dtype):
+    assert_equals_oracle("fused_linear", *made(2, 40, 24, norm="rms"), weight_offset=1.0,
+                         roundings=ROUNDINGS["norm"], reduction=80, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_new", "relu"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias, norm", [(True, "layer"), (False, "rms")])
+def test_activations(assert_equals_oracle, made, dtype, kind, gated, bias, norm):
+    result = assert_equals_oracle("fused_linear", *made(5, 70, 84, bias, norm), activation=kind, gated=gated,
+                                  roundings=ROUNDINGS["both"], reduction=200, dtype=dtype)
+    assert result.shape == (5, 42 if gated else 84)
+
+
+@pytest.mark.parametrize("norm", ["none", "rms"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_added_to_a_residual_in_place(assert_equals_oracle, made, random, dtype, norm, bias):
+    residual = poisoned(random(16, 70, dtype=dtype))
+    result = assert_equals_oracle("fused_linear", *made(16, 100, 70, bias, norm), residual=residual,
+                                  roundings=ROUNDINGS["none" if norm == "none" else "norm"], reduction=200,
+                                  dtype=dtype)
+    assert result.data_ptr() == residual.data_ptr() or result.device.type == "cpu"
+    assert residual.isfinite().all()
+
+
+def test_strided_rows_into_strided_rows(assert_equals_oracle, random):
+    packed = random(5, 3, 40)
+    out = torch.full((5, 2, 24), torch.nan, device=packed.device)
+    assert_equals_oracle("fused_linear", packed[:, 1], random(24, 40), out=out[:, 0], reduction=40,
+                         dtype=torch.float32)
+    assert out[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_it_is_what_separate_launches_give(run_kernel, made, dtype, norm):
+    """Rounded where they round: the two differ by the order of sums alone."""
+    x, weight, bias, norm_weight, norm_bias, epsilon = made(7, 200, 96, True, norm)
+    if norm == "rms":
+        normed = run_kernel("rms_norm", x, norm_weight, epsilon)
+    else:
+        normed = run_kernel("layer_norm", x, norm_weight, norm_bias, epsilon)
+    product = (normed.double() @ weight.double().t() + bias.double()).to(dtype)
+    expected = run_kernel("gated_activation", product, "silu").double()
+    found = run_kernel("fused_linear", x, weight, bias, norm_weight, norm_bias, epsilon, activation="silu",
+                       gated=True).double()
+    step = torch.finfo(dtype).eps * expected.abs().max()
+    assert (found - expected).abs().max() <= 4 * step
+    assert (found == expected).double().mean() > (0.9 if dtype != torch.float32 else 0.1)
+
+
+def test_a_row_that_is_not_finite_is_alone(run_kernel, random):
+    x = random(4, 48)
+    x[1, 7], x[2, 0] = torch.nan, torch.inf
+    found = run_kernel("fused_linear", x, random(20, 48), None, random(48), None, 1e-5)
+    assert found.isfinite().all(1).tolist() == [True, False, False, True]
+
+
+def test_nothing_to_do(run_kernel, random):
+    assert run_kernel("fused_linear", random(0, 8), random(3, 8)).shape == (0, 3)
+
+
+def test_an_unknown_kind_of_activation_is_refused(run_kernel, random):
+    with pytest.raises((AssertionError, ValueError, KeyError), match="swish"):
+        run_kernel("fused_linear", random(1, 8), random(4, 8), activation="swish")
+
+
+class Limits:
+    """Of a DeviceLimits, what settings look at."""
+
+    def __init__(self, shared_kib, multiprocessors):
+        self.shared_bytes, self.multiprocessors = shared_kib * 1024, multiprocessors
+
+
+@pytest.mark.parametrize("limits", [Limits(227, 132), Limits(163, 108), Limits(64, 304)])
+@pytest.mark.parametrize("element_size_bytes", [2, 4])
+@pytest.mark.parametrize("in_size, out_size, gated", [
+    (4096, 6144, False), (4096, 14336, True), (576, 960, False), (4096, 128256, False), (5, 3, False), (8, 40, True)])
+def test_settings_fit_the_device_and_cover_it(limits, element_size_bytes, in_size, out_size, gated):
+    columns, step, _, num_stages = fused_linear_settings(in_size, out_size, gated, element_size_bytes, limits)
+    weight_rows = columns * (1 + gated)
+    pieces = num_stages * (weight_rows + MOST_ROWS) * step * element_size_bytes
+    assert num_stages >= 1 and pieces < limits.shared_bytes
+    assert 16 <= step <= 512 // element_size_bytes and (step == 16 or step < 2 * in_size)
+    programs = -(-out_size // columns)
+    assert columns == 16 or programs >= 2 * limits.multiprocessors
+    assert weight_rows <= 64
+    assert gated or columns == 64 or out_size / (2 * columns) < 2 * limits.multiprocessors
+
+
+def test_which_products_are_fused():
+    limits = Limits(227, 132)
+    assert is_fused(16, 4096, 6144, False, "rms", 2, limits) and not is_fused(17, 4096, 6144, False, "rms", 2, limits)
+    # A layer norm looks at x three times: with as few rows of the weight a program, fewer rows of x pay.
+    assert is_fused(10, 768, 2304, False, "layer", 2, limits) and not is_fused(11, 768, 2304, False, "layer", 2, limits)
+    assert is_fused(16, 4096, 128256, False, "layer", 2, limits)
+    for gated in (False, True):
+        for norm in ("none", "rms", "layer"):
+            fused = [is_fused(rows, 576, 960, gated, norm, 2, limits) for rows in range(1, 40)]
+            assert fused[0] and not any(fused[16:])
+            assert fused == sorted(fused, reverse=True)      # what is fused for some rows is for fewer

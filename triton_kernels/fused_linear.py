@@ -1,0 +1,173 @@
+"""A linear map of few rows in one launch with the norm before it and with what comes after it.
+
+    n    = x, or its root-mean-square norm, or its layer norm, rounded to the dtype of x
+    y    = n W^T + bias
+    out  = y                                             plain
+           f(y), of y rounded to the dtype               with an activation, one of `activation.KINDS`
+           f(y[:, :I]) * y[:, I:], likewise              gated; I is half of the rows of W
+           residual + y, rounded once                    with a residual, in place
+
+Shapes      x                        [T, K]   contiguous rows, any row stride; T is at most MOST_ROWS
+            weight                   [N, K]   contiguous; [2 I, K] when gated, the gate's rows first
+            bias                     [N]   may be None
+            norm_weight, norm_bias   [K]   norm_weight None: no norm; norm_bias None: the root-mean-square norm,
+                                           x / sqrt(mean(x^2) + epsilon) * (weight_offset + norm_weight)
+            residual                 [T, N]   contiguous rows; None: nothing is added
+            out                      [T, N], or [T, I] when gated   None: allocated
+Mutates     residual, or out where there is none. Neither may share memory with x.
+Returns     what it mutates.
+Raises      ValueError for another kind of activation.
+Oracle      triton_kernels/reference/fused_linear.py
+Source      tiled matrix product; norms as in rms_norm and layer_norm; written for this project.
+
+With few rows a product takes as long as reading the weight. One program reads some rows of the weight from end to end,
+several pieces of them ahead, and multiplies them with all rows of x. It looks at all of x once more before that, twice
+for a layer norm, to learn what divides each row: x is small, and in the cache. No sum is split between programs, so the
+order of additions depends on the sizes alone. What is rounded in separate launches is rounded here too.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .activation import apply_activation, refuse_unknown_kind
+from .device_limits import device_limits
+from .fused_linear_settings import MOST_ROWS, fused_linear_settings
+
+
+@triton.jit
+def _rows_of(x_row_ptr, row_inside, start, STEP: tl.constexpr, K: tl.constexpr):
+    """Entries start .. start + STEP of each row; zeros outside."""
+    inner = start + tl.arange(0, STEP)
+    if K % STEP == 0:
+        return tl.load(x_row_ptr + inner[None, :], mask=row_inside[:, None], other=0.0)
+    else:
+        return tl.load(x_row_ptr + inner[None, :], mask=row_inside[:, None] & (inner < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _piece_of(weight_row_ptr, column_inside, start, STEP: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
+    """Entries start .. start + STEP of some rows of the weight, transposed; zeros outside."""
+    inner = start + tl.arange(0, STEP)
+    if K % STEP == 0:
+        if MASKED:
+            return tl.load(weight_row_ptr + inner[:, None], mask=column_inside[None, :], other=0.0)
+        else:
+            return tl.load(weight_row_ptr + inner[:, None])
+    else:
+        return tl.load(weight_row_ptr + inner[:, None], mask=(inner < K)[:, None] & column_inside[None, :], other=0.0)
+
+
+# The number of rows changes from step to step: it must not make a variant of the kernel.
+@triton.jit(do_not_specialize=["num_rows"])
+def _fused_linear_kernel(
+    x_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, bias_ptr, out_ptr,
+    epsilon, weight_offset,
+    num_rows, x_stride_t, out_stride_t,                   # elements from one row to the next
+    N: tl.constexpr, K: tl.constexpr,                     # N: of out
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr,                                   # "none", "rms" or "layer"
+    HAS_BIAS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    row_inside = row < num_rows
+    column_inside = column < N
+    x_row_ptr = x_ptr + row.to(tl.int64)[:, None] * x_stride_t
+    weight_row_ptr = weight_ptr + column.to(tl.int64)[None, :] * K        # arrives transposed
+    out_place_ptr = out_ptr + row.to(tl.int64)[:, None] * out_stride_t + column[None, :]
+    out_inside = row_inside[:, None] & column_inside[None, :]
+
+    # Asked for here, looked at below.
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=column_inside, other=0.0)
+        if GATED:
+            up_bias = tl.load(bias_ptr + N + column, mask=column_inside, other=0.0)
+    if ADDS:
+        residual = tl.load(out_place_ptr, mask=out_inside, other=0.0)
+
+    if NORM == "layer":
+        total = tl.zeros([ROWS, STEP], tl.float32)
+        for start in tl.range(0, K, STEP):
+            total += _rows_of(x_row_ptr, row_inside, start, STEP, K).to(tl.float32)
+        mean = tl.sum(total, 1) / K
+    if NORM != "none":
+        squares = tl.zeros([ROWS, STEP], tl.float32)
+        for start in tl.range(0, K, STEP):
+            x = _rows_of(x_row_ptr, row_inside, start, STEP, K).to(tl.float32)
+            if NORM == "layer":
+                x -= mean[:, None]
+                if K % STEP != 0:
+                    x = tl.where((start + tl.arange(0, STEP) < K)[None, :], x, 0.0)
+            squares += x * x
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + epsilon)
+
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, K, STEP, num_stages=STAGES):
+        x = _rows_of(x_row_ptr, row_inside, start, STEP, K)
+        weight = _piece_of(weight_row_ptr, column_inside, start, STEP, K, N % COLUMNS != 0)
+        if NORM != "none":
+            inner = start + tl.arange(0, STEP)
+            inner_inside = inner < K
+            normed = x.to(tl.float32)
+            if NORM == "layer":
+                normed -= mean[:, None]
+            norm_weight = tl.load(norm_weight_ptr + inner, mask=inner_inside, other=0.0).to(tl.float32)
+            normed = normed * scale[:, None] * (norm_weight + weight_offset)[None, :]
+            if NORM == "layer":
+                norm_bias = tl.load(norm_bias_ptr + inner, mask=inner_inside, other=0.0).to(tl.float32)
+                normed += norm_bias[None, :]
+            x = normed.to(x.dtype)
+        product = tl.dot(x, weight, product, input_precision="ieee")
+        if GATED:
+            # N * K may exceed 32 bits.
+            up_weight = _piece_of(weight_row_ptr + tl.full([], N, tl.int64) * K, column_inside, start, STEP, K,
+                                  N % COLUMNS != 0)
+            up = tl.dot(x, up_weight, up, input_precision="ieee")
+
+    if HAS_BIAS:
+        product += bias.to(tl.float32)[None, :]
+    dtype = out_ptr.dtype.element_ty
+    if KIND != "none":
+        product = apply_activation(product.to(dtype).to(tl.float32), KIND)
+    if GATED:
+        if HAS_BIAS:
+            up += up_bias.to(tl.float32)[None, :]
+        product *= up.to(dtype).to(tl.float32)
+    if ADDS:
+        product += residual.to(tl.float32)
+    tl.store(out_place_ptr, product.to(dtype), mask=out_inside)
+
+
+def fused_linear(x, weight, bias=None, norm_weight=None, norm_bias=None, epsilon=0.0, weight_offset=0.0,
+                 activation=None, gated=False, residual=None, out=None):
+    """Norm, product and what comes after it; see the module's docstring for shapes."""
+    num_rows, in_size = x.shape
+    out_size = weight.shape[0] // (2 if gated else 1)
+    assert residual is None or activation is None and out is None
+    assert activation is not None or not gated
+    if activation is not None:
+        refuse_unknown_kind(activation)
+    if residual is not None:
+        out = residual
+    elif out is None:
+        out = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
+    assert weight.shape == (out_size * (2 if gated else 1), in_size) and weight.is_contiguous()
+    assert out.shape == (num_rows, out_size) and x.stride(1) == out.stride(1) == 1
+    assert x.dtype == weight.dtype == out.dtype
+    assert num_rows <= MOST_ROWS
+    if num_rows == 0:
+        return out
+
+    settings = fused_linear_settings(in_size, out_size, gated, x.element_size(), device_limits())
+    _fused_linear_kernel[(triton.cdiv(out_size, settings.columns),)](
+        x, norm_weight, norm_bias, weight, bias, out, float(epsilon), float(weight_offset),
+        num_rows, x.stride(0), out.stride(0),
+        N=out_size, K=in_size, ROWS=MOST_ROWS, COLUMNS=settings.columns, STEP=settings.step,
+        STAGES=settings.num_stages,
+        NORM="none" if norm_weight is None else "rms" if norm_bias is None else "layer",
+        HAS_BIAS=bias is not None, KIND=activation or "none", GATED=gated, ADDS=residual is not None,
+        num_warps=settings.num_warps, num_stages=settings.num_stages,
+    )
+    return out
