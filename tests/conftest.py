@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -32,9 +33,62 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 
 SECONDS_UNTIL_A_TEST_GIVES_UP = 60.0
 
+# Where several processes run the suite: the files that take longest, to begin with. None of the others takes as long as
+# eight seconds, so that no process is left alone with a long one at the end.
+LONGEST_FILES = (
+    "kernels/test_paged_attention_context.py",
+    "simulation/test_simulation.py",
+    "integration/test_whole_engine_interpreted.py",
+    "contract/test_process_level.py",
+    "runtime/test_recorded_steps.py",
+    "runtime/test_no_compilation_while_serving.py",
+    "kernels/test_ahead_of_time.py",
+    "integration/test_reuse_and_windows.py",
+    "integration/test_same_tokens_as_transformers.py",
+    "tools/test_gpu_report.py",
+    "integration/test_feature_mixtures.py",
+    "deterministic/test_differential.py",
+    "runtime/test_attention_windows.py",
+    "attention/test_torch_paged.py",
+    "compiled/test_products.py",
+    "kernels/test_sample_token.py",
+    "kernels/test_paged_attention_decode.py",
+    "property/test_kv_and_scheduling.py",
+    "runtime/test_random_schedules.py",
+    "checkpoints/test_checkpoint_fuzzing.py",
+    "decoding/test_distributions.py",
+    "property/test_loop.py",
+    "compiled/test_sanitizers.py",
+    "kv/test_state_machine.py",
+    "decoding/test_logits_post_processors.py",
+    "integration/test_same_beams_as_transformers.py",
+    "contract/test_run_ahead.py",
+    "attention/test_windows.py",
+    "compiled/test_operations.py",
+    "integration/test_features_as_transformers.py",
+    "kernels/test_argument_sets.py",
+)
+
 # The suite tries the same examples every time. Looking for new ones is what campaigns are for.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_configure(config):
+    """With `pytest -n` a process gets whole files, in the order of collection: it builds what a file's tests share."""
+    gone = [name for name in LONGEST_FILES if not (Path(__file__).parent / name).exists()]
+    if gone:
+        raise pytest.UsageError(f"tests/conftest.py names files that are gone: {', '.join(gone)}")
+    if config.getoption("dist", "no") == "load":
+        config.option.dist, config.option.loadscopereorder = "loadfile", False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """The longest files first, where several processes run."""
+    if hasattr(config, "workerinput"):
+        place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST_FILES)}
+        items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def open_files() -> set[str]:

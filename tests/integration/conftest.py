@@ -1,5 +1,6 @@
 """Checkpoints saved by transformers with random weights, and what transformers itself generates from them."""
 
+import functools
 import json
 
 import pytest
@@ -67,11 +68,17 @@ class Reference:
             return self.model(torch.tensor([tokens])).logits[0].numpy()
 
 
+@pytest.fixture(scope="session")
+def references(tmp_path_factory):
+    """references(family) -> Reference; each is made once in a process, and keeps what it generated."""
+    return functools.cache(lambda family: Reference(family, tmp_path_factory.mktemp(family)))
+
+
 @pytest.fixture(scope="session", params=FAMILIES)
-def reference(request, tmp_path_factory):
-    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+def reference(request, references):
+    return references(request.param)
 
 
 @pytest.fixture(scope="session")
-def llama_reference(tmp_path_factory):
-    return Reference("llama", tmp_path_factory.mktemp("llama-alone"))
+def llama_reference(references):
+    return references("llama")
