@@ -6,13 +6,7 @@ import textwrap
 
 import pytest
 
-from tests.contract.test_process_level import FINALS
-from tests.contract.test_process_level import PREAMBLE as EVERYTHING
-
-# Without the names that import torch: a process starts in a third of the time.
-PREAMBLE = EVERYTHING.replace("from batch_manager import *", "from batch_manager import ("
-                              "GptManager, InferenceRequest, ManagerClosedError, Parts, SchedulerPolicy, "
-                              "TrtGptModelType)")
+from tests.contract.test_process_level import FINALS, PREAMBLE
 
 
 def run(body: str, seconds: float = 60.0) -> subprocess.CompletedProcess:

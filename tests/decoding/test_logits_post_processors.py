@@ -195,30 +195,38 @@ def test_the_token_and_its_log_prob_are_of_the_changed_logits_and_what_is_return
     assert decoder.draw(logits[1:].clone(), rows_of([1])).post_processed is None
 
 
-@pytest.mark.parametrize("is_batched", [False, True])
-@pytest.mark.parametrize(("ending", "status"), [("return logits", 0), ("sys.exit(5)", 5), ("raise ValueError", 1)])
-def test_a_child_that_is_forked_in_a_function_ends_where_it_leaves_it(is_batched, ending, status):
+def test_a_child_that_is_forked_in_a_function_ends_where_it_leaves_it():
     """The rest of the step would be computed by threads that the child does not have."""
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(f"""
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent("""
         import os, sys
         import numpy as np, torch
         from batch_manager.decoding.logits_post_processors import LogitsPostProcessors
         from batch_manager.handover import LogitsPostProcessor, SlotSetup
 
-        def function(ids, logits, token_ids):
-            child = os.fork()
-            if child == 0:
-                {ending}
-            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-            return None if {is_batched} else logits
+        def raises():
+            raise ValueError
 
-        processor = LogitsPostProcessor(1, function, lambda: [[1]], {is_batched})
-        processors = LogitsPostProcessors()
-        processors.set_up(0, SlotSetup(logits_post_processor=processor))
-        processors.apply(torch.zeros((1, 4)), np.array([0]))
-        print("came back", flush=True)
+        def step(is_batched, end):
+            def function(ids, logits, token_ids):
+                child = os.fork()
+                if child == 0:
+                    end()
+                    return logits
+                print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+                return None if is_batched else logits
+
+            processor = LogitsPostProcessor(1, function, lambda: [[1]], is_batched)
+            processors = LogitsPostProcessors()
+            processors.set_up(0, SlotSetup(logits_post_processor=processor))
+            processors.apply(torch.zeros((1, 4)), np.array([0]))
+            print("came back", flush=True)
+
+        for is_batched in (False, True):
+            for end in (lambda: None, lambda: sys.exit(5), raises):
+                step(is_batched, end)
         """)], capture_output=True, text=True, timeout=60)
-    assert result.stdout.splitlines() == [f"child {status}", "came back"], result.stderr
+    expected = [line for status in (0, 5, 1) for line in (f"child {status}", "came back")]
+    assert result.stdout.splitlines() == expected * 2, result.stderr
 
 
 def test_an_error_of_a_class_of_the_users_that_cannot_be_told_ends_its_request_alone(post_processors):
