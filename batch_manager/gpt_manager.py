@@ -20,6 +20,7 @@ from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
 from .loading_thread import in_a_thread_of_its_own
 from .names import SchedulerPolicy, TrtGptModelType
+from .thread_stack import start_with_enough_stack
 from .worker import WorkerControl, close_worker, run_worker, watch_worker
 
 SECONDS_TO_STOP_AFTER_A_TIMEOUT = 5.0
@@ -126,8 +127,8 @@ class GptManager:
         try:
             list_worker(control)
             if params.hang_warning_s:
-                self._watchdog.start()
-            self._worker.start()
+                start_with_enough_stack(self._watchdog)
+            start_with_enough_stack(self._worker)
         except BaseException:
             control.ask_to_abort()
             if control.claim_the_loop():

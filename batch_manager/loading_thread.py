@@ -12,6 +12,7 @@ from typing import Any
 from .errors import ManagerClosedError
 from .interpreter_exit import forget_worker, list_worker
 from .one_shot_event import OneShotEvent
+from .thread_stack import start_with_enough_stack
 
 SECONDS_BETWEEN_LOOKS = 1.0
 _here = threading.local()
@@ -45,7 +46,7 @@ class Loading:
             self._has_ended.set()
 
     def start(self) -> None:
-        self._thread.start()
+        start_with_enough_stack(self._thread)
 
     def wait(self) -> None:
         """Until the thread has ended, if it was started. Not by Thread.join alone, which a Ctrl-C may make believe that

@@ -48,6 +48,16 @@ def test_a_compiler_that_fails_leaves_nothing_behind(cache, monkeypatch, tmp_pat
     assert list(cache.iterdir()) == []
 
 
+def test_what_killed_processes_left_is_deleted_when_it_is_old(cache):
+    cache.mkdir(mode=0o700)
+    old, young = cache / f"{library.UNFINISHED}old.so", cache / f"{library.UNFINISHED}young.so"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (0, 0))
+    assert not isinstance(load(), str)
+    assert not old.exists() and young.exists()
+
+
 def test_a_damaged_file_in_the_cache_is_no_reason_to_fail(cache):
     cache.mkdir(mode=0o700)
     built = cache / library._file_name(library.shutil.which("cc"))

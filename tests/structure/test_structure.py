@@ -29,6 +29,7 @@ FLOORS: dict[str, list[str]] = {
     "forked_child": ["errors"],
     "guard": ["contained_log", "errors", "forked_child"],
     "one_shot_event": [],
+    "thread_stack": [],
     "sampling_config": ["errors", "names"],
     "handover": ["errors", "names", "sampling_config"],
     "seams": ["errors", "names", "handover"],
@@ -55,9 +56,10 @@ FLOORS: dict[str, list[str]] = {
     "parts": [*GROUND, "requests", "kv", "scheduling"],
     "build": ["clock", "parts", *GROUND, *HOST, *DEVICE, "triton_kernels", "interpreter_exit"],
     "interpreter_exit": ["errors", "names"],
-    "loading_thread": ["one_shot_event", "errors", "names", "interpreter_exit"],
+    "loading_thread": ["one_shot_event", "thread_stack", "errors", "names", "interpreter_exit"],
     "worker": ["one_shot_event", *GROUND, *HOST, "interpreter_exit"],
-    "gpt_manager": ["clock", "arguments", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker"],
+    "gpt_manager": ["clock", "arguments", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker",
+                    "thread_stack"],
     "arguments": GROUND,
     "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager", "testing"],
@@ -68,7 +70,8 @@ FLOORS: dict[str, list[str]] = {
 # What comes from outside, apart from the standard library.
 OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "guard", "one_shot_event", "clock",
-                     "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager", "arguments"], set()),
+                     "thread_stack", "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager",
+                     "arguments"], set()),
     **dict.fromkeys(["sampling_config", "config", "handover", "seams", "parts", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton", "numpy"},
@@ -357,7 +360,7 @@ def test_the_host_side_is_imported_without_torch(modules):
 
 def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may = {f"batch_manager/{name}.py" for name in ("gpt_manager", "worker", "one_shot_event", "loading_thread",
-                                                   "interpreter_exit", "clock")}
+                                                   "interpreter_exit", "clock", "thread_stack")}
     may.add("batch_manager/runtime/thread_count.py")    # it asks which thread calls, and starts none
     may.add("triton_kernels/cpu/large_pages.py")        # models are loaded on several threads; it starts none
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ SOURCE, HEADERS = HERE / "step.c", (
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS_TO_COMPILE = 300
+UNFINISHED = "unfinished-"
 PANEL, INPUTS_ALIGNED = 16, 32
 RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD = range(8)    # kinds in step.c
 OPERATION_NUMBERS = 24             # of one operation: its kind, and what that kind says in step.c
@@ -123,7 +125,8 @@ def _loaded(compiler: str) -> ctypes.CDLL:
             if path.exists():
                 with contextlib.suppress(OSError):         # it may be damaged: it is replaced then
                     return ctypes.CDLL(str(path))
-            handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
+            _remove_unfinished(folder)
+            handle, unfinished = tempfile.mkstemp(dir=folder, prefix=UNFINISHED, suffix=".so")
         except OSError:
             continue
         os.close(handle)
@@ -134,6 +137,14 @@ def _loaded(compiler: str) -> ctypes.CDLL:
             Path(unfinished).unlink(missing_ok=True)
         return ctypes.CDLL(str(path))
     raise OSError("no folder for the compiled file can be written")
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Delete what processes left that were killed while they compiled."""
+    for path in folder.glob(f"{UNFINISHED}*.so"):
+        with contextlib.suppress(OSError):                 # another process was faster
+            if time.time() - path.stat().st_mtime > 2 * SECONDS_TO_COMPILE:
+                path.unlink()
 
 
 def _file_name(compiler: str) -> str:
