@@ -1,6 +1,6 @@
 """Which variants of its kernels Triton attention has compiled by an engine's warm-up, and which while it serves.
 
-    python count_compilations.py FOLDER [FOLDER ...]      a config.json in each; prints one JSON object for each
+    python count_compilations.py [--every-pair] FOLDER [FOLDER ...]     a config.json in each; prints an object for each
 
 No kernel is compiled or launched: a stand-in for Triton's driver names a GPU that is not here, and compiling is
 replaced by counting. What attention returns is garbage, and nobody looks at it. Needs a process without
@@ -60,11 +60,16 @@ def packed_step(query_lengths, kv_lengths, num_contexts):
         num_contexts=num_contexts, logits_rows=starts[1:].astype(np.int64) - 1)
 
 
-def steps():
-    """Generation of all batch sizes and lengths, one long sequence among short ones, contexts alone and beside it."""
+def steps(every_pair):
+    """Generation of all batch sizes and lengths, one long sequence among short ones, contexts alone and beside it.
+
+    every_pair   of a batch size and a length; otherwise all lengths with small batches and around multiples of 16,
+                 and every eighth length, another eighth for the next size, with the others
+    """
     whole = TOKENS_PER_BLOCK * MAX_PAGES
     for batch in range(1, MAX_BATCH + 1):
-        for pages in range(1, MAX_PAGES + 1):
+        has_all = every_pair or batch <= 16 or batch % 16 <= 1
+        for pages in range(1, MAX_PAGES + 1) if has_all else range(1 + batch % 8, MAX_PAGES + 1, 8):
             yield packed_step([1] * batch, [pages * TOKENS_PER_BLOCK] * batch, 0)
         yield packed_step([1] * batch, [whole] + [1] * (batch - 1), 0)
         for context, cached in ((1, 0), (16, 0), (37, 100)):
@@ -73,13 +78,13 @@ def steps():
             yield packed_step([context] * 3, [cached + context] * 3, 3)
 
 
-def serve(attention, spec):
+def serve(attention, spec, every_pair):
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     packed = torch.zeros(2 * MAX_BATCH, sum(heads), spec.head_size)
     tables = torch.zeros(TOKENS_PER_BLOCK * MAX_PAGES, spec.head_size // 2)
     rotary = SimpleNamespace(cos=tables, sin=tables.clone())
     count = 0
-    for step in steps():
+    for step in steps(every_pair):
         count += 1
         attention.receive([torch.from_numpy(array) for array in attention.plan(step)])
         for layer in range(spec.num_layers):
@@ -102,7 +107,7 @@ def serve_bound(attention, step, query, key, value, rotary):
     return 1
 
 
-def main(folders):
+def main(folders, every_pair):
     on_gpu = pretend_to_have_a_gpu()
     for index, folder in enumerate(folders):
         on_gpu(index)                                   # another device, whose cache of kernels is empty
@@ -118,11 +123,11 @@ def main(folders):
         build_native_backend(folder, params, layout=layouts.fused, num_slots=4, attention_factory=factory)
         warm_up = dict(compiled)
         compiled.clear()
-        num_steps = serve(*made[0])
+        num_steps = serve(*made[0], every_pair)
         print(json.dumps({"steps": num_steps, "warm_up": warm_up, "serving": dict(compiled)}), flush=True)
         compiled.clear()
 
 
 if __name__ == "__main__":
     with torch.inference_mode():
-        main(sys.argv[1:])
+        main([folder for folder in sys.argv[1:] if folder != "--every-pair"], "--every-pair" in sys.argv)

@@ -19,6 +19,7 @@ CONFIGS = {
 
 
 def test_the_warm_up_compiles_every_variant_of_the_attention_kernels_that_serving_meets(tmp_path):
+    """11,000 steps a model: every batch size and every length, but not every pair. Those are 35,000, by hand."""
     pytest.importorskip("triton", reason="triton is not installed")
     for name, config in CONFIGS.items():
         (tmp_path / name).mkdir()
@@ -29,7 +30,7 @@ def test_the_warm_up_compiles_every_variant_of_the_attention_kernels_that_servin
     assert done.returncode == 0, done.stderr[-3000:]
     for line in done.stdout.splitlines():
         found = json.loads(line)
-        assert found["steps"] > 256 * 128 + 2 * 16 * 128
+        assert found["steps"] > 256 * 16 + 46 * 112
         assert found["serving"] == {}
         # Generation reads the block tables of its step, or, where it is plain, those of all sequences.
         assert found["warm_up"] == {"_rope_kv_append_kernel": 1, "_context_kernel": 1, "_decode_kernel": 2,
