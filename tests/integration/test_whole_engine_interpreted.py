@@ -30,7 +30,7 @@ def interpreted(tmp_path_factory):
         pytest.skip("the interpreter is for machines without a GPU; with one the kernels run compiled")
     folder = tmp_path_factory.mktemp("engine")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.engine_modes", folder], cwd=REPOSITORY,
+        [sys.executable, "-m", "tests.quick_interpreter", "tests.integration.engine_modes", folder], cwd=REPOSITORY,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
         timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

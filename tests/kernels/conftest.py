@@ -51,8 +51,8 @@ class Interpreter:
         if self.process is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
             self.process = subprocess.Popen(
-                [sys.executable, HERE / "interpreter_worker.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                env=environment,
+                [sys.executable, "-m", "tests.quick_interpreter", "tests.kernels.interpreter_worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=HERE.parents[1],
             )
         worker_protocol.send(self.process.stdin, (module, function, args, kwargs, dots_in_one_order))
         answer = worker_protocol.receive(self.process.stdout)

@@ -29,7 +29,7 @@ def findings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     expected = json.loads(json.dumps(engine_modes.run(folder, "plain_rows")["requests"]))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.recorded_steps", folder], cwd=REPOSITORY,
+        [sys.executable, "-m", "tests.quick_interpreter", "tests.runtime.recorded_steps", folder], cwd=REPOSITORY,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
         timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -37,9 +38,10 @@ def dry_run(tmp_path_factory):
     peers.mkdir()
     (peers / "attention.py").write_text(PEER_ATTENTION)
     done = subprocess.run(
-        [sys.executable, "-m", "batch_manager.tools.gpu_report", "--out", str(folder), "--dry-run", "--peers",
-         str(peers), "--goal", *sorted({family(name) for name in GOALS} - {"G6b"})],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        [sys.executable, "-m", "tests.quick_interpreter", "batch_manager.tools.gpu_report", "--out", str(folder),
+         "--dry-run", "--peers", str(peers), "--goal", *sorted({family(name) for name in GOALS} - {"G6b"})],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read(folder / "gpu_report.jsonl"), folder
 

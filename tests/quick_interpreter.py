@@ -1,0 +1,33 @@
+"""Runs a program on interpreted Triton kernels; what the interpreter does at every call of a function is done once.
+
+    TRITON_INTERPRET=1 python -m tests.quick_interpreter MODULE [ARGUMENT ...]     as python -m MODULE [ARGUMENT ...]
+    TRITON_INTERPRET=1 python -m tests.quick_interpreter -c CODE [ARGUMENT ...]    as python -c CODE [ARGUMENT ...]
+
+The interpreter puts its own functions in the place of those of triton.language when a kernel is launched, and again
+whenever the kernel calls a function of its own. By then all are in place: looking for them takes a quarter of the time.
+"""
+
+import runpy
+import sys
+
+from triton.runtime import interpreter
+
+replace_functions = interpreter._patch_lang
+
+
+def replace_functions_once(function):
+    """What `_patch_lang` does, unless a kernel that runs has had it done for the same modules."""
+    language = interpreter.tl
+    modules = [value for value in function.__globals__.values() if value is language or value is language.core]
+    if modules and not any(language.core.is_builtin(module.load) for module in modules):
+        return interpreter._LangPatchScope()
+    return replace_functions(function)
+
+
+if __name__ == "__main__":
+    interpreter._patch_lang = replace_functions_once
+    del sys.argv[0]
+    if sys.argv[0] == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
