@@ -4,6 +4,7 @@ No GPU has measured any of it: the constants are estimates from the bandwidths a
 `python -m batch_manager.tools.gpu_report` times fused against separate launches.
 """
 
+import functools
 from typing import NamedTuple
 
 MOST_ROWS = 16                      # of x: the least that a matrix instruction takes
@@ -24,6 +25,7 @@ class FusedLinearSettings(NamedTuple):
     num_stages: int
 
 
+@functools.cache
 def fused_linear_settings(in_size, out_size, gated, element_size_bytes, limits) -> FusedLinearSettings:
     """How to launch, for any number of rows.
 

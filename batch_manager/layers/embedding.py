@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from ..triton_kernels.cpu.fixed_pieces import elementwise
+from ..triton_kernels.cpu.native.matrix import PackedMatrix
 from ..weights.source import Weights
 from .context import LayerContext
 from .recording import LookedUp, Positions, Rows
@@ -55,7 +56,7 @@ class Head:
                 weights.count_copy(tied_to.weight.nbytes)
         self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap
         self._matrix, self._rows = form.matrix, rows
-        if form.matrix is not None:    # its sums are float32 before they are rounded: they need not be
+        if isinstance(form.matrix, PackedMatrix):    # its sums are float32 before they are rounded: they need not be
             self._multiply_arguments = (torch.float32,)
         in_pieces = context.deterministic and context.device.type == "cpu"       # a vector loop's tail rounds otherwise
         self._tanh = partial(elementwise, torch.tanh) if in_pieces else torch.tanh

@@ -2,7 +2,8 @@
 
 `record` calls a model's `forward` with `Rows` instead of a tensor. Each layer adds to them the operations that it would
 have carried out; a model that does with its rows what no operation here does is not recorded, and computes in torch.
-The operations are those of triton_kernels/cpu/native/step.c.
+The operations of a `Recording` are those of triton_kernels/cpu/native/step.c; another kind of recording has the same
+methods and writes down something else, as runtime/launch_recording.py does for a GPU.
 """
 
 import struct
@@ -25,6 +26,7 @@ from ..triton_kernels.cpu.native.library import (
     RMS_NORM,
     ROTATE_AND_KEEP,
 )
+from ..triton_kernels.cpu.native.matrix import PackedMatrix
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu": 3}
 ANY_ROWS = 1_000_000_007           # what `len` of recorded rows is; `view` takes it back
@@ -34,61 +36,17 @@ class NotRecordableError(Exception):
     """The text says what a model did that no operation does."""
 
 
-@dataclass(slots=True)
-class Recording:
-    """The operations of one model's forward.
-
-    dtype       of all rows
-    operations  each OPERATION_NUMBERS integers; see step.c
-    uses        the registers of each operation
-    strides     entries between the rows of each register; register 0 holds the hidden states that go in
-    whole       registers whose rows fill their stride
-    result      the register whose rows come out
-    kept        what the operations point at: it lives as long as the recording
-    """
-
-    dtype: torch.dtype
-    operations: list[list[int]] = field(default_factory=list)
-    uses: list[list[int]] = field(default_factory=list)
-    strides: list[int] = field(default_factory=list)
-    whole: set[int] = field(default_factory=set)
-    result: int = 0
-    kept: list[Any] = field(default_factory=list)
-
-    def add(self, kind: int, rows: Sequence["Rows"], numbers: Sequence[int] = ()) -> None:
-        """rows   what it reads and writes, in the order of step.c"""
-        operation = [kind, *chain.from_iterable(one.place for one in rows), *numbers]
-        self.operations.append(operation + [0] * (OPERATION_NUMBERS - len(operation)))
-        self.uses.append([one.register for one in rows])
-
-    def register(self, width: int) -> "Rows":
-        register = len(self.strides)
-        self.strides.append(-(-width // INPUTS_ALIGNED) * INPUTS_ALIGNED)
-        if width % INPUTS_ALIGNED == 0:
-            self.whole.add(register)
-        return Rows(self, register, 0, width)
-
-    def floats(self, tensor: torch.Tensor) -> int:
-        """The address of the tensor in float32."""
-        kept = tensor.detach().to(torch.float32).contiguous()
-        self.kept.append(kept)
-        return kept.data_ptr()
-
-
 class Rows:
     """Rows of a register, all of it or some columns, as a layer's argument and result.
 
-    heads   None, or how many heads the columns are; `size` is then the entries of one
+    recording   what is done to them is written down there: a Recording, or another one with its methods
+    heads       None, or how many heads the columns are; `size` is then the entries of one
     """
 
     __slots__ = ("recording", "register", "column", "width", "heads")
 
-    def __init__(self, recording: Recording, register: int, column: int, width: int, heads: int | None = None) -> None:
+    def __init__(self, recording: Any, register: int, column: int, width: int, heads: int | None = None) -> None:
         self.recording, self.register, self.column, self.width, self.heads = recording, register, column, width, heads
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        return self.register, self.recording.strides[self.register], self.column
 
     @property
     def size(self) -> int:
@@ -120,46 +78,116 @@ class Rows:
         return parts
 
     def __add__(self, other: Any) -> "Rows":
-        result = self.recording.register(self.width)
-        if isinstance(other, LookedUp) and other.table.shape[1] == self.width:
-            table = other.table.contiguous()
-            self.recording.kept.append(table)
-            self.recording.add(ADD_LOOKED_UP, [self, result], [self.width, table.data_ptr()])
-        elif isinstance(other, Rows) and other.width == self.width and other.heads == self.heads:
-            self.recording.add(ADD, [self, result, other], [self.width])
-        else:
+        is_table = isinstance(other, LookedUp) and other.table.shape[1] == self.width
+        if not is_table and not (isinstance(other, Rows) and (other.width, other.heads) == (self.width, self.heads)):
             raise NotRecordableError(f"it adds a {type(other).__name__} to its hidden states")
-        result.heads = self.heads
-        return result
+        return self.recording.sum(self, other)
 
     # ------------------------------------------------------------------ what layers do to rows
 
     def normed(self, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, offset: float = 0.0) -> "Rows":
         """Each row, or each head of it. bias None: by the root of the mean square."""
-        recording, heads = self.recording, self.heads or 1
-        result = recording.register(self.width)
-        result.heads = self.heads
-        recording.add(RMS_NORM if bias is None else LAYER_NORM, [self, result], [
-            self.size, heads, recording.floats(weight),
-            0 if bias is None else recording.floats(bias), _bits(epsilon), _bits(offset)])
-        return result
+        return self.recording.norm(self, weight, bias, epsilon, offset)
 
     def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
-        """matrix   a native Matrix, or None where the layer holds another form"""
-        if matrix is None:
-            raise NotRecordableError("one of its matrices is held in another form")
-        recording = self.recording
-        if self.register == 0 or self.column % INPUTS_ALIGNED and self.width % INPUTS_ALIGNED:
-            raise NotRecordableError("a product takes rows that are not those of a layer")
-        result = recording.register(outputs) if adds_to is None else adds_to
-        recording.kept.append(matrix)
-        recording.add(PRODUCT, [self, result], [matrix.address, int(adds_to is not None), matrix.type])
-        return Rows(recording, result.register, result.column, result.width)
+        """matrix   that of the layer's WeightForm"""
+        return self.recording.product(self, matrix, outputs, adds_to)
 
     def activated(self, kind: str, *, gated: bool) -> "Rows":
-        width = self.width // 2 if gated else self.width
-        result = self.recording.register(width)
-        self.recording.add(ACTIVATE, [self, result], [width, ACTIVATIONS[kind], int(gated)])
+        return self.recording.activation(self, kind, gated)
+
+
+@dataclass(slots=True)
+class Recording:
+    """The operations of one model's forward.
+
+    dtype       of all rows
+    operations  each OPERATION_NUMBERS integers; see step.c
+    uses        the registers of each operation
+    strides     entries between the rows of each register; register 0 holds the hidden states that go in
+    whole       registers whose rows fill their stride
+    result      the register whose rows come out
+    kept        what the operations point at: it lives as long as the recording
+    """
+
+    dtype: torch.dtype
+    operations: list[list[int]] = field(default_factory=list)
+    uses: list[list[int]] = field(default_factory=list)
+    strides: list[int] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)
+    result: int = 0
+    kept: list[Any] = field(default_factory=list)
+
+    def incoming(self, width: int) -> Rows:
+        """The rows of register 0. Called once, before all else."""
+        self.strides.append(width)
+        return Rows(self, 0, 0, width)
+
+    def add(self, kind: int, rows: Sequence[Rows], numbers: Sequence[int] = ()) -> None:
+        """rows   what it reads and writes, in the order of step.c"""
+        places = ((one.register, self.strides[one.register], one.column) for one in rows)
+        operation = [kind, *chain.from_iterable(places), *numbers]
+        self.operations.append(operation + [0] * (OPERATION_NUMBERS - len(operation)))
+        self.uses.append([one.register for one in rows])
+
+    def register(self, width: int) -> Rows:
+        register = len(self.strides)
+        self.strides.append(-(-width // INPUTS_ALIGNED) * INPUTS_ALIGNED)
+        if width % INPUTS_ALIGNED == 0:
+            self.whole.add(register)
+        return Rows(self, register, 0, width)
+
+    def floats(self, tensor: torch.Tensor) -> int:
+        """The address of the tensor in float32."""
+        kept = tensor.detach().to(torch.float32).contiguous()
+        self.kept.append(kept)
+        return kept.data_ptr()
+
+    # ------------------------------------------------------------------ what rows are asked for; see Rows
+
+    def sum(self, rows: Rows, other: "Rows | LookedUp") -> Rows:
+        result = self.register(rows.width)
+        if isinstance(other, LookedUp):
+            table = other.table.contiguous()
+            self.kept.append(table)
+            self.add(ADD_LOOKED_UP, [rows, result], [rows.width, table.data_ptr()])
+        else:
+            self.add(ADD, [rows, result, other], [rows.width])
+        result.heads = rows.heads
+        return result
+
+    def norm(self, rows: Rows, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, offset: float) -> Rows:
+        result = self.register(rows.width)
+        result.heads = rows.heads
+        self.add(RMS_NORM if bias is None else LAYER_NORM, [rows, result], [
+            rows.size, rows.heads or 1, self.floats(weight),
+            0 if bias is None else self.floats(bias), _bits(epsilon), _bits(offset)])
+        return result
+
+    def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
+        if not isinstance(matrix, PackedMatrix):
+            raise NotRecordableError("one of its matrices is held in another form")
+        if rows.register == 0 or rows.column % INPUTS_ALIGNED and rows.width % INPUTS_ALIGNED:
+            raise NotRecordableError("a product takes rows that are not those of a layer")
+        result = self.register(outputs) if adds_to is None else adds_to
+        self.kept.append(matrix)
+        self.add(PRODUCT, [rows, result], [matrix.address, int(adds_to is not None), matrix.type])
+        return Rows(self, result.register, result.column, result.width)
+
+    def activation(self, rows: Rows, kind: str, gated: bool) -> Rows:
+        width = rows.width // 2 if gated else rows.width
+        result = self.register(width)
+        self.add(ACTIVATE, [rows, result], [width, ACTIVATIONS[kind], int(gated)])
+        return result
+
+    def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int) -> Rows:
+        """how   a LayerAttention"""
+        tables = (0, 0, 0)
+        if rotary is not None:
+            tables = (self.floats(rotary.cos), self.floats(rotary.sin), rotary.cos.shape[1])
+        self.add(ROTATE_AND_KEEP, [query, key, value], [layer, *tables])
+        result = self.register(query.width)
+        self.add(ATTEND, [query, result], [layer, _bits(how.scale), _bits(how.softcap or 0.0), how.window or 0, sink])
         return result
 
 
@@ -197,23 +225,17 @@ class RecordedAttention:
         if not all(isinstance(rows, Rows) and rows.heads == heads and rows.size == self._size
                    for rows, heads in expected):
             raise NotRecordableError("it attends with something else than heads of its rows")
-        recording, how = query.recording, self._layers[layer]
-        tables = (0, 0, 0)
-        if rotary is not None:
-            tables = (recording.floats(rotary.cos), recording.floats(rotary.sin), rotary.cos.shape[1])
-        recording.add(ROTATE_AND_KEEP, [query, key, value], [layer, *tables])
-        result = recording.register(self._query_heads * self._size)
-        recording.add(ATTEND, [query, result], [layer, _bits(how.scale), _bits(how.softcap or 0.0), how.window or 0,
-                                                self._sink])
-        return result
+        return query.recording.attention(layer, query, key, value, rotary, self._layers[layer], self._sink)
 
 
-def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype,
-           attention: RecordedAttention) -> Recording:
-    """What `forward(hidden, positions, attention)` does. Raises NotRecordableError."""
-    recording = Recording(dtype)
-    hidden = Rows(recording, 0, 0, hidden_size)
-    recording.strides.append(hidden_size)
+def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, attention: RecordedAttention,
+           make: Callable[[torch.dtype], Any] = Recording) -> Any:
+    """What `forward(hidden, positions, attention)` does, in a Recording or what else is to be made.
+
+    Raises NotRecordableError.
+    """
+    recording = make(dtype)
+    hidden = recording.incoming(hidden_size)
     try:
         result = forward(hidden, Positions(), attention)
     except NotRecordableError:

@@ -27,7 +27,8 @@ class WeightForm:
     add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b, the sum rounded once where the
                     form can. May overwrite `residual`
     shares_weight   the form holds the tensor it was made from
-    matrix          what a compiled step multiplies with; None: this form is none of its
+    matrix          what recorded steps multiply with: a PackedMatrix where they are compiled, a PlainMatrix where they
+                    are launched; None: this form is none of theirs
     """
 
     multiply: Callable[..., torch.Tensor]
@@ -35,7 +36,15 @@ class WeightForm:
     add_product: Callable[..., torch.Tensor]
     add_arguments: tuple[Any, ...]
     shares_weight: bool
-    matrix: PackedMatrix | None = None
+    matrix: "PackedMatrix | PlainMatrix | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMatrix:
+    """weight [out, in] contiguous, bias [out] or None: in the dtype of the rows, on their device."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
 def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: LayerContext) -> WeightForm:
@@ -46,13 +55,14 @@ def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: L
         return _row_by_row(weight if on_triton else _packed(weight), bias)     # the kernel takes it plain
     if context.compiled_step and weight.dtype in COMPILED_TYPES:
         return _in_panels(PackedMatrix(weight, bias))
-    packed = _packed(weight)
+    packed = weight if on_triton else _packed(weight)
     return _plain(weight, bias) if packed is weight else _in_one_dnn(packed, bias)
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
     """The matrix as it is; torch's products."""
-    return WeightForm(functional.linear, (weight, bias), _add_plain_product, (weight.t(), bias), shares_weight=True)
+    return WeightForm(functional.linear, (weight, bias), _add_plain_product, (weight.t(), bias), shares_weight=True,
+                      matrix=PlainMatrix(weight, bias))
 
 
 def _add_plain_product(x: torch.Tensor, residual: torch.Tensor, transposed: torch.Tensor,

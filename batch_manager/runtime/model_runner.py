@@ -13,6 +13,7 @@ from ..decoding.slots import CONTEXT_LOGITS, DrawRows, SlotState
 from ..models.registry import Model
 from .compiled_step import CompiledStep
 from .device import Uploads
+from .fused_step import FusedStep
 from .layouts import ModelCall
 from .model_check import CheckedModel
 from .padded_call import forward_padded
@@ -38,12 +39,14 @@ class ModelRunner:
     """Runs calls of one model over one pool.
 
     compiled   what runs the model's forward of a call without padding; None: torch does
+    fused      what runs the model's forward of `generate` where there are few rows; None: its layers do
     """
 
     def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
         self._model, self.attention, self._uploads = model, attention, uploads
         self._vocab_size = vocab_size
         self.compiled: CompiledStep | None = None
+        self.fused: FusedStep | None = None
 
     @contextmanager
     def checking(self, hidden_size: int, dtype: torch.dtype) -> Iterator[None]:
@@ -121,8 +124,11 @@ class ModelRunner:
 
         Shapes   token_ids, positions [r] int64 on the device
         """
-        hidden = self._model.embed(token_ids)
-        return self._model.logits(self._model.forward(hidden, positions, self.attention))
+        hidden, fused = self._model.embed(token_ids), self.fused
+        if fused is None or len(hidden) > fused.most_rows:
+            return self._model.logits(self._model.forward(hidden, positions, self.attention))
+        result = fused.run(hidden, positions, self.attention)
+        return result if fused.gives_logits else self._model.logits(result)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[r, hidden size] -> [r, vocab], float32 or in the dtype of the weights."""

@@ -1,6 +1,7 @@
 """The backend that runs a loaded checkpoint with this package's own models, attention and decoding."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 from .step_compilation import compile_step, may_compile
+from .step_fusion import WrongStepError, make_fused_step
 from .thread_count import compute_threads, has_own_count, require_own_count
 
 LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # a sequence that attention cuts into parts, wherever its window ends
@@ -151,6 +153,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         if compiles:
             hold_helpers(backend)                         # products have them from the warm-up on
         backend.warm_up(max_beam_width)
+        backend.fuse_steps(loaded, _with_windows(spec, windows))
         if captures:
             backend.capture_graphs()
         if compiles:
@@ -361,6 +364,25 @@ class NativeBackend:
         """Replay generation steps from here on, where they are plain: see generation_step.py. After the warm-up."""
         with on_device(self._device, self._stream), torch.inference_mode():
             self._plain_steps.capture_graphs()
+
+    def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec) -> None:
+        """Let plain generation steps of few rows take fewer launches from here on, on Triton's kernels, where the model
+        can be recorded. After the warm-up.
+
+        spec   with the windows in force
+        """
+        if self._plain_steps is None or not use_triton(self._device):
+            return
+        with on_device(self._device, self._stream), torch.inference_mode():
+            try:
+                self._runner.fused = make_fused_step(loaded, spec, self._runner.attention, self._uploads,
+                                                     self.info.tokens_per_block)
+            except NotRecordableError as obstacle:
+                log.log(logging.WARNING if isinstance(obstacle, WrongStepError) else logging.INFO,
+                        "the layers of %s make all launches of a step: it cannot be recorded: %s",
+                        type_name(loaded.model), obstacle)
+            finally:
+                clear_block(self._pool, 0)
 
     def _cached_by_a_long_sequence(self) -> int:
         """Tokens before the newest one of a sequence that attention cuts into parts, if it does that to any.

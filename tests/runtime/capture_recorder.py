@@ -31,12 +31,13 @@ class Recorder(TorchDispatchMode):
     """Records within `with`.
 
     entries    one for each operation and launch
+    launches   names of those that the device does something for: kernels, and operations that write memory
     refusals   names of what cannot be recorded
     """
 
     def __init__(self):
         super().__init__()
-        self.entries, self.refusals, self.is_launching = [], [], False
+        self.entries, self.launches, self.refusals, self.is_launching = [], [], [], False
         self._calls, self._made, self._held = [], {}, []
 
     def __enter__(self):
@@ -65,12 +66,15 @@ class Recorder(TorchDispatchMode):
             self._made[storage_of(tensor)] = len(self.entries)
         self._held.append((args, kwargs, result))       # so that no other tensor gets the memory
         self.entries.append(entry)
+        if function._schema.is_mutable or made and "empty" not in name:
+            self.launches.append(name)
         self._calls.append((lambda: function(*args, **kwargs), made if "empty" not in name else []))
         return result
 
     def launch(self, run, executor, args, kwargs):
         """A Triton kernel, in the interpreter's words."""
         with _disable_current_modes():
+            self.launches.append(executor.fn.__name__)
             self.entries.append((executor.fn.__name__, executor.grid, self._described((args, kwargs))))
             self._held.append((args, kwargs))
             self._calls.append((lambda: run(executor, *args, **kwargs), []))

@@ -1,4 +1,5 @@
-"""Which variants of its kernels Triton attention has compiled by an engine's warm-up, and which while it serves.
+"""Which variants of its kernels Triton attention has compiled by an engine's warm-up, and which while it serves; the
+same of fused products.
 
     python count_compilations.py [--every-pair] FOLDER [FOLDER ...]     a config.json in each; prints an object for each
 
@@ -22,8 +23,13 @@ from triton.runtime.jit import JITFunction
 from batch_manager.attention.interface import GenerationInputs, PackedStep
 from batch_manager.attention.triton_paged import TritonPagedAttention
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.models import load_model
 from batch_manager.runtime import layouts
+from batch_manager.runtime.fused_step import FusedStep
 from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.step_fusion import COMPARED_TOKENS, record_step
+from batch_manager.triton_kernels import dispatch
+from batch_manager.triton_kernels.device_limits import device_limits
 
 TOKENS_PER_BLOCK, MAX_BATCH, MAX_PAGES = 16, 256, 128
 TABLES = torch.zeros((MAX_BATCH + 1, MAX_PAGES), dtype=torch.int32)
@@ -107,6 +113,30 @@ def serve_bound(attention, step, query, key, value, rotary):
     return 1
 
 
+class PassedOn:
+    """In place of attention, which is served above."""
+
+    def run(self, layer, query, key, value, rotary):
+        return query.flatten(1)
+
+
+def count_fused(folder):
+    """Variants that fused products compile in the first steps that they are compared in, and in steps after these."""
+    decide, dispatch.use_triton = dispatch.use_triton, lambda device: True
+    loaded = load_model(folder, device=torch.device("cpu"), dtype="bfloat16", load_format="dummy")
+    recording, gives_logits = record_step(loaded, loaded.spec)
+    fused = FusedStep(recording, loaded.device, device_limits(), gives_logits=gives_logits)
+    counts = []
+    for numbers_of_rows in (COMPARED_TOKENS, range(1, FusedStep.most_rows + 1)):
+        compiled.clear()
+        for rows in numbers_of_rows:
+            fused.run(torch.zeros((rows, loaded.spec.hidden_size), dtype=torch.bfloat16),
+                      torch.zeros(rows, dtype=torch.int64), PassedOn())
+        counts.append(dict(compiled))
+    dispatch.use_triton = decide
+    return counts
+
+
 def main(folders, every_pair):
     on_gpu = pretend_to_have_a_gpu()
     for index, folder in enumerate(folders):
@@ -124,7 +154,8 @@ def main(folders, every_pair):
         warm_up = dict(compiled)
         compiled.clear()
         num_steps = serve(*made[0], every_pair)
-        print(json.dumps({"steps": num_steps, "warm_up": warm_up, "serving": dict(compiled)}), flush=True)
+        serving, fused = dict(compiled), count_fused(folder)
+        print(json.dumps({"steps": num_steps, "warm_up": warm_up, "serving": serving, "fused": fused}), flush=True)
         compiled.clear()
 
 

@@ -7,6 +7,8 @@ FOLDER holds a checkpoint of tests/integration/engine_modes.py. Run by test_reco
 
 import json
 import sys
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from batch_manager.runtime import generation_step, graphs, layouts, native_backe
 from batch_manager.runtime.graph_shapes import graph_rows
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.step_inputs import StepShape
+from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.integration import engine_modes
 from tests.runtime.capture_recorder import Recorder, ReplayedGraph
 
@@ -35,12 +38,12 @@ def random_batch(draw, num_rows, is_split):
     return ScheduledBatch(0, generation=GenerationWork(slots, lengths), block_table_updates=updates)
 
 
-def make_steps(folder):
-    """(a backend with the model of one layer that is in the folder, its plain steps)"""
+def make_steps(checkpoint):
+    """(a backend with a model, its plain steps)"""
     params = TrtGptModelOptionalParams(
         device="cpu", dtype="float32", num_threads=1,
         kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * BLOCKS))
-    backend = build_native_backend(engine_modes.checkpoint(folder), params, layout=layouts.fused, num_slots=SLOTS)
+    backend = build_native_backend(checkpoint, params, layout=layouts.fused, num_slots=SLOTS)
     backend._plain_steps._graph_rows = graph_rows(SLOTS)
     return backend, backend._plain_steps
 
@@ -103,6 +106,33 @@ def planted(backend, steps):
     generation_step.GenerationSteps.run_step = right
 
 
+def launches(folder):
+    """What a layer of a Llama launches in a step of four rows, and what is launched around all layers; by the layers
+    themselves, and fused. How far the logits of both are apart."""
+    native_backend.NativeBackend.warm_up = lambda *_: None           # it takes most of the time, and is not looked at
+    found = []
+    for num_layers in (1, 2):
+        CONFIGS["llama"] |= engine_modes.SMALL | {"num_hidden_layers": num_layers}
+        parent = Path(folder) / f"{num_layers} layers"
+        parent.mkdir(exist_ok=True)
+        backend, steps = make_steps(make_checkpoint("llama", parent))
+        runner, logits = backend._runner, []
+        fused, generate = runner.fused, runner.generate
+        runner.generate = lambda *given, kept=logits, generate=generate: kept.append(generate(*given)) or kept[-1]
+        found.append({})
+        for is_split in (False, True):
+            batch = random_batch(np.random.default_rng(3), 4, is_split)
+            for label, runs in (("fused", fused), ("separate", None)):
+                runner.fused = runs
+                found[-1][label, is_split] = Counter(record(backend, steps, batch)[1].launches)
+            yield {"finding": "logits", "scale": logits[-1].abs().max().item(),
+                   "difference": (logits[-2] - logits[-1]).abs().max().item()}
+    for label, is_split in found[0]:
+        one, two = (counts[label, is_split] for counts in found)
+        yield {"finding": "launches", "label": label, "is_split": is_split, "layer": dict(two - one),
+               "around": dict(one - (two - one))}
+
+
 def replays(folder):
     """An engine whose graphs are replayed."""
     native_backend.may_capture = lambda *_: True
@@ -112,6 +142,6 @@ def replays(folder):
 
 
 if __name__ == "__main__":
-    made = make_steps(sys.argv[1])
-    for finding in (*recordings(*made), *planted(*made), *replays(sys.argv[1])):
+    made = make_steps(engine_modes.checkpoint(sys.argv[1]))
+    for finding in (*recordings(*made), *planted(*made), *replays(sys.argv[1]), *launches(sys.argv[1])):
         print(json.dumps(finding), flush=True)

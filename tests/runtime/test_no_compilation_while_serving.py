@@ -18,7 +18,7 @@ CONFIGS = {
 }
 
 
-def test_the_warm_up_compiles_every_variant_of_the_attention_kernels_that_serving_meets(tmp_path):
+def test_the_warm_up_compiles_every_variant_of_attention_and_fused_products_that_serving_meets(tmp_path):
     """11,000 steps a model: every batch size and every length, but not every pair. Those are 35,000, by hand."""
     pytest.importorskip("triton", reason="triton is not installed")
     for name, config in CONFIGS.items():
@@ -35,4 +35,6 @@ def test_the_warm_up_compiles_every_variant_of_the_attention_kernels_that_servin
         # Generation reads the block tables of its step, or, where it is plain, those of all sequences.
         assert found["warm_up"] == {"_rope_kv_append_kernel": 1, "_context_kernel": 1, "_decode_kernel": 2,
                                     "_merge_kernel": 1}
+        # Of the products behind a norm: queries, keys and values; gate and up; the head. In steps of any rows the same.
+        assert found["fused"] == [{"_fused_linear_kernel": 3}, {}]
     assert len(done.stdout.splitlines()) == len(CONFIGS)

@@ -66,6 +66,26 @@ def test_an_engine_that_replays_its_steps_gives_what_the_engine_in_torch_gives(f
         assert replay["requests"][number]["tokens"] == answer["tokens"]
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_layer_of_a_llama_takes_six_launches_with_few_rows_where_separate_ones_are_nine(findings, is_split):
+    found = {line["label"]: line for line in findings[1]["launches"] if line["is_split"] == is_split}
+    attention = {"_rope_kv_append_kernel": 1, "_decode_kernel": 1, **({"_merge_kernel": 1} if is_split else {})}
+    assert found["separate"]["layer"] == {
+        **attention, "_rms_norm_kernel": 2, "aten.linear.default": 2, "_gated_activation_kernel": 1,
+        "aten.addmm_.default": 2}
+    assert found["fused"]["layer"] == {**attention, "_fused_linear_kernel": 2, "aten.addmm_.default": 2}
+    assert sum(found["separate"]["layer"].values()) == 9 + is_split
+    assert sum(found["fused"]["layer"].values()) == 6 + is_split
+    # The norm in front of the head too.
+    assert sum(found["fused"]["around"].values()) == sum(found["separate"]["around"].values()) - 1
+
+
+def test_fused_and_separate_launches_give_the_same_logits_to_within_rounding(findings):
+    assert len(findings[1]["logits"]) == 4
+    for line in findings[1]["logits"]:
+        assert line["difference"] <= 1e-5 * line["scale"] and line["scale"] > 0.1, line
+
+
 def record(function):
     with Recorder() as recorder:
         function()

@@ -1,0 +1,162 @@
+"""A model's forward in generation steps of few rows: as it was recorded, in fewer launches than its layers make.
+
+What `product_fusion.fuse` puts together is one launch of the kernel `fused_linear`, wherever
+`fused_linear_settings.is_fused` says that this takes less time. All other operations are launched as the layers launch
+them. Layers and models know nothing of it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..attention.interface import Attention
+from ..layers.recording import LookedUp, Rows
+from ..triton_kernels import dispatch
+from ..triton_kernels.fused_linear_settings import MOST_ROWS, is_fused
+from .launch_recording import (
+    Activation,
+    Attend,
+    LaunchRecording,
+    Norm,
+    Operation,
+    Product,
+    Sum,
+    is_whole,
+    read_by,
+    written_by,
+)
+from .product_fusion import FusedProduct, fuse
+
+Registers = list[torch.Tensor | None]
+Launch = Callable[[Registers, torch.Tensor, Attention], None]          # (registers, positions, attention)
+
+
+class FusedStep:
+    """Runs a recording for steps of up to MOST_ROWS rows.
+
+    limits   a DeviceLimits, of the device that it runs on
+
+    gives_logits   what comes out are logits, not hidden states
+    """
+
+    most_rows = MOST_ROWS
+
+    def __init__(self, recording: LaunchRecording, device: torch.device, limits: Any, *, gives_logits: bool) -> None:
+        self._recording, self._device, self._limits, self.gives_logits = recording, device, limits, gives_logits
+        self._launches: dict[int, list[tuple[Launch, list[int]]]] = {}
+
+    def run(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """hidden [r, hidden size], which may be overwritten, of at most `most_rows` rows -> hidden states or logits.
+
+        positions [r] int64   attention: planned or bound for the step
+        """
+        launches = self._launches.get(len(hidden))
+        if launches is None:
+            launches = self._launches[len(hidden)] = self._prepare(len(hidden))
+        registers: Registers = [None] * len(self._recording.widths)
+        registers[0] = hidden
+        for launch, read_last in launches:
+            launch(registers, positions, attention)
+            for register in read_last:
+                registers[register] = None           # its memory may go to what comes next
+        return registers[self._recording.result]
+
+    def _prepare(self, num_rows: int) -> list[tuple[Launch, list[int]]]:
+        """(launch, registers that nobody reads any more) in order, for steps of so many rows."""
+        steps = fuse(self._recording, lambda *sizes: is_fused(
+            num_rows, *sizes, self._recording.dtype.itemsize, self._limits))
+        last_use = {register: index for index, step in enumerate(steps) for register in _touched_by(step)}
+        return [(_launch(step, self._recording.widths, self._device),
+                 [register for register in set(_touched_by(step))
+                  if last_use[register] == index and register != self._recording.result])
+                for index, step in enumerate(steps)]
+
+
+def _touched_by(step: Operation | FusedProduct) -> list[int]:
+    if isinstance(step, FusedProduct):
+        return [step.x.register, step.result.register]
+    return read_by(step) + written_by(step)
+
+
+def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.device) -> Launch:
+    """What launches one step, with everything looked up that is known before."""
+    result = step.result.register
+    match step:
+        case FusedProduct():
+            return _fused_launch(step, device)
+        case Norm():
+            name, bias = ("rms_norm", {"weight_offset": step.offset}) if step.bias is None else ("layer_norm", {})
+            vectors = (step.weight,) if step.bias is None else (step.weight, step.bias)
+            norm, read = partial(dispatch.kernel(name, device), **bias), _reader(step.x, widths)
+
+            def launch(registers, positions, attention):
+                registers[result] = norm(read(registers), *vectors, step.epsilon).flatten(1)
+        case Product():
+            weight, bias, read, place = step.matrix.weight, step.matrix.bias, _reader(step.x, widths), None
+            if step.adds:
+                place = _reader(step.result, widths)
+
+            def launch(registers, positions, attention):
+                if place is None:
+                    registers[result] = functional.linear(read(registers), weight, bias)
+                elif bias is None:
+                    place(registers).addmm_(read(registers), weight.t())
+                else:
+                    place(registers).add_(bias).addmm_(read(registers), weight.t())
+        case Activation():
+            read = _reader(step.x, widths)
+            activate = dispatch.kernel("gated_activation" if step.gated else "activation", device)
+
+            def launch(registers, positions, attention):
+                registers[result] = activate(read(registers), step.kind)
+        case Sum():
+            read = _reader(step.x, widths)
+            if isinstance(step.other, LookedUp):
+                table = step.other.table
+
+                def launch(registers, positions, attention):
+                    registers[result] = (read(registers) + functional.embedding(positions, table)).flatten(1)
+            else:
+                read_other = _reader(step.other, widths)
+
+                def launch(registers, positions, attention):
+                    registers[result] = (read(registers) + read_other(registers)).flatten(1)
+        case Attend():
+            readers = [_reader(rows, widths) for rows in (step.query, step.key, step.value)]
+
+            def launch(registers, positions, attention):
+                registers[result] = attention.run(step.layer, *(read(registers) for read in readers), step.rotary)
+    return launch
+
+
+def _fused_launch(step: FusedProduct, device: torch.device) -> Launch:
+    x, result, matrix, norm, activation = (step.x.register, step.result.register, step.product.matrix, step.norm,
+                                           step.activation)
+    options = {"bias": matrix.bias}
+    if norm is not None:
+        options |= {"norm_weight": norm.weight, "norm_bias": norm.bias, "epsilon": norm.epsilon,
+                    "weight_offset": norm.offset}
+    if activation is not None:
+        options |= {"activation": activation.kind, "gated": activation.gated}
+    linear = partial(dispatch.kernel("fused_linear", device), **options)
+
+    def launch(registers, positions, attention):
+        registers[result] = linear(registers[x], matrix.weight)
+
+    def launch_adding(registers, positions, attention):
+        linear(registers[x], matrix.weight, residual=registers[result])
+    return launch_adding if step.product.adds else launch
+
+
+def _reader(rows: Rows, widths: list[int]) -> Callable[[Registers], torch.Tensor]:
+    """(registers) -> the tensor of the rows: [r, width], or [r, heads, size]"""
+    register, begin, end, heads = rows.register, rows.column, rows.column + rows.width, rows.heads
+    if is_whole(rows, widths):
+        return lambda registers: registers[register]
+    if heads is None:
+        return lambda registers: registers[register][:, begin:end]
+    size = rows.size
+    return lambda registers: registers[register][:, begin:end].unflatten(1, (heads, size))

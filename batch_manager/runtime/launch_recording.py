@@ -1,0 +1,142 @@
+"""What a model does to the rows of a step, written down as operations that a GPU launches; see layers/recording.py."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..layers.recording import LookedUp, NotRecordableError, Rows
+from ..layers.weight_form import PlainMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """result = norm of x, of each head where it has heads; bias None: by the root of the mean square."""
+
+    x: Rows
+    result: Rows
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    epsilon: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """result = x W^T + b, or, where it adds, result += that."""
+
+    x: Rows
+    result: Rows
+    matrix: PlainMatrix
+    adds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """result = f(x), or f of the first half of x times the second one."""
+
+    x: Rows
+    result: Rows
+    kind: str
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """result = x + other."""
+
+    x: Rows
+    result: Rows
+    other: Rows | LookedUp
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """result = what the attention of a layer gives, which may overwrite query, key and value."""
+
+    layer: int
+    query: Rows
+    key: Rows
+    value: Rows
+    rotary: Any
+    result: Rows
+
+
+Operation = Norm | Product | Activation | Sum | Attend
+
+
+def is_whole(rows: Rows, widths: list[int]) -> bool:
+    """Whether they are all columns of their register, in no heads."""
+    return rows.heads is None and rows.width == widths[rows.register]
+
+
+def read_by(operation: Operation) -> list[int]:
+    """Registers."""
+    if isinstance(operation, Attend):
+        return [rows.register for rows in (operation.query, operation.key, operation.value)]
+    rows = [operation.x]
+    if isinstance(operation, Sum) and isinstance(operation.other, Rows):
+        rows.append(operation.other)
+    if isinstance(operation, Product) and operation.adds:
+        rows.append(operation.result)
+    return [one.register for one in rows]
+
+
+def written_by(operation: Operation) -> list[int]:
+    """Registers."""
+    written = [operation.result.register]
+    return written + read_by(operation) if isinstance(operation, Attend) else written
+
+
+@dataclass(slots=True)
+class LaunchRecording:
+    """The operations of one model's forward, and its head where that is recorded too.
+
+    dtype       of all rows
+    operations  in their order
+    widths      entries of the rows of each register; register 0 holds the hidden states that go in
+    result      the register that comes out
+    """
+
+    dtype: torch.dtype
+    operations: list[Operation] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+    result: int = 0
+
+    def incoming(self, width: int) -> Rows:
+        return self.register(width)
+
+    def register(self, width: int, heads: int | None = None) -> Rows:
+        self.widths.append(width)
+        return Rows(self, len(self.widths) - 1, 0, width, heads)
+
+    # ------------------------------------------------------------------ what rows are asked for; see Rows
+
+    def sum(self, rows: Rows, other: Rows | LookedUp) -> Rows:
+        result = self.register(rows.width, rows.heads)
+        self.operations.append(Sum(rows, result, other))
+        return result
+
+    def norm(self, rows: Rows, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, offset: float) -> Rows:
+        result = self.register(rows.width, rows.heads)
+        self.operations.append(Norm(rows, result, weight, bias, epsilon, offset))
+        return result
+
+    def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
+        if not isinstance(matrix, PlainMatrix):
+            raise NotRecordableError("one of its matrices is held in another form")
+        if adds_to is not None and adds_to.register == rows.register:
+            raise NotRecordableError("it adds a product to the rows that it multiplies")
+        result = self.register(outputs) if adds_to is None else adds_to
+        self.operations.append(Product(rows, result, matrix, adds_to is not None))
+        return Rows(self, result.register, result.column, result.width)
+
+    def activation(self, rows: Rows, kind: str, gated: bool) -> Rows:
+        result = self.register(rows.width // 2 if gated else rows.width)
+        self.operations.append(Activation(rows, result, kind, gated))
+        return result
+
+    def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int) -> Rows:
+        result = self.register(query.width)
+        self.operations.append(Attend(layer, query, key, value, rotary, result))
+        return result

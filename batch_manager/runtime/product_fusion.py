@@ -1,0 +1,99 @@
+"""Which operations of a recorded model share a launch: a pass over each product and its neighbours.
+
+A norm is done by the products that read it, an activation by the product before it, a bias and a sum with the residual
+by the product that they belong to.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..layers.recording import Rows
+from .launch_recording import Activation, LaunchRecording, Norm, Operation, Product, is_whole, read_by, written_by
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProduct:
+    """A product with what is done in its launch. Read and written as Operations are.
+
+    norm         of `x`; None: none
+    activation   of the product, whose result is written instead; None: none
+    """
+
+    x: Rows
+    result: Rows
+    product: Product
+    norm: Norm | None
+    activation: Activation | None
+
+
+def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]) -> list[Operation | FusedProduct]:
+    """The operations in their order, some of them in one product each.
+
+    pays   (entries of x, entries of the result, whether it is gated, "none", "rms" or "layer") -> whether a product is
+           to be fused
+    """
+    operations, widths = recording.operations, recording.widths
+    readers: dict[int, list[int]] = {}
+    for index, operation in enumerate(operations):
+        for register in read_by(operation):
+            readers.setdefault(register, []).append(index)
+
+    def can_fuse(product: Product) -> bool:
+        return is_whole(product.x, widths) and is_whole(product.result, widths)
+
+    def activation_behind(index: int) -> int | None:
+        """The operation that alone reads a product, where it is an activation of all of it."""
+        product = operations[index]
+        found = readers.get(product.result.register, [])
+        if product.adds or len(found) != 1 or product.result.register == recording.result:
+            return None
+        activation = operations[found[0]]
+        is_taken = isinstance(activation, Activation) and is_whole(activation.x, widths)
+        return found[0] if is_taken else None
+
+    def pays_with(index: int, norm: str) -> bool:
+        product, activated_at = operations[index], activation_behind(index)
+        gated = activated_at is not None and operations[activated_at].gated
+        outputs = product.matrix.weight.shape[0] // (2 if gated else 1)
+        return pays(product.matrix.weight.shape[1], outputs, gated, norm)
+
+    def takes_norm(norm_at: int, index: int) -> bool:
+        """Whether a product may look at what the norm looks at instead of at its result."""
+        norm, operation = operations[norm_at], operations[index]
+        if not isinstance(operation, Product) or not can_fuse(operation):
+            return False
+        between = operations[norm_at + 1 : index + 1]
+        return (operation.x.register == norm.result.register
+                and all(norm.x.register not in written_by(one) for one in between)
+                and pays_with(index, _kind_of(norm)))
+
+    norm_of: dict[int, Norm] = {}
+    left_out: set[int] = set()
+    for index, norm in enumerate(operations):
+        if not isinstance(norm, Norm) or not is_whole(norm.x, widths) or norm.result.register == recording.result:
+            continue
+        behind = readers.get(norm.result.register, [])
+        if behind and all(takes_norm(index, reader) for reader in behind):
+            left_out.add(index)
+            norm_of |= dict.fromkeys(behind, norm)
+
+    steps: list[Operation | FusedProduct] = []
+    for index, operation in enumerate(operations):
+        if index in left_out:
+            continue
+        if isinstance(operation, Product):
+            norm, activated_at = norm_of.get(index), activation_behind(index)
+            saves_one = norm is not None or activated_at is not None or (
+                operation.adds and operation.matrix.bias is not None)
+            if saves_one and can_fuse(operation) and (norm is not None or pays_with(index, "none")):
+                activation = None if activated_at is None else operations[activated_at]
+                left_out |= {activated_at} - {None}
+                steps.append(FusedProduct((norm or operation).x, (activation or operation).result, operation, norm,
+                                          activation))
+                continue
+        steps.append(operation)
+    return steps
+
+
+def _kind_of(norm: Norm) -> str:
+    return "rms" if norm.bias is None else "layer"

@@ -1,0 +1,275 @@
+"""Which operations share a launch: recordings made by hand, and what models of each family come down to."""
+
+import importlib.util
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.attention.registry import make_attention
+from batch_manager.layers import weight_form
+from batch_manager.layers.context import LayerContext
+from batch_manager.layers.recording import LookedUp, NotRecordableError
+from batch_manager.layers.weight_form import PlainMatrix
+from batch_manager.models.registry import LoadedModel, find_model
+from batch_manager.runtime import layouts, native_backend, step_fusion
+from batch_manager.runtime.device import Uploads
+from batch_manager.runtime.fused_step import FusedStep
+from batch_manager.runtime.kv_pool import make_kv_pool
+from batch_manager.runtime.launch_recording import Activation, LaunchRecording, Norm, Product, Sum
+from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.product_fusion import FusedProduct, fuse
+from batch_manager.runtime.step_fusion import WrongStepError, make_fused_step, record_step
+from batch_manager.triton_kernels.device_limits import DeviceLimits
+from batch_manager.weights.json_file import Fields
+from tests.deterministic.differential import CONFIGS, DECODER, _RecordedWeights
+
+CPU = torch.device("cpu")
+LIMITS = DeviceLimits(shared_bytes=227 * 1024, multiprocessors=132, operands_in_shared=True)
+OWN_MODELS = Path(__file__).parents[1] / "own_models"
+OWN = {"gemma2": ("Gemma2", {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
+                             "sliding_window": 20, "query_pre_attn_scalar": 7, "head_dim": 24}),
+       "stablelm": ("StableLm", {"architectures": ["StableLmForCausalLM"], "use_qkv_bias": True,
+                                 "layer_norm_eps": 1e-5})}
+BLOCK_TOKENS = 32
+
+
+# ---------------------------------------------------------------------- recordings made by hand
+
+
+def matrix(outputs, inputs, bias=False):
+    draw = torch.Generator().manual_seed(outputs * 1000 + inputs)
+    return PlainMatrix(torch.randn(outputs, inputs, generator=draw) / inputs**0.5,
+                       torch.randn(outputs, generator=draw) if bias else None)
+
+
+def ones(size):
+    return torch.linspace(0.5, 1.5, size)
+
+
+def recorded(operate, width=12):
+    recording = LaunchRecording(torch.float32)
+    recording.result = operate(recording.incoming(width)).register
+    return recording
+
+
+def kinds(steps):
+    """A letter for each launch: what a product is fused with in front of and behind its P."""
+    def kind(step):
+        if isinstance(step, FusedProduct):
+            adds = "+" if step.product.adds else ""
+            return ("n" if step.norm else "") + "P" + ("a" if step.activation else "") + adds
+        return {Norm: "norm", Product: "product", Activation: "activation", Sum: "sum"}.get(type(step), "attend")
+    return [kind(step) for step in steps]
+
+
+def block(x):
+    """A feed-forward network behind a norm, added to what came in."""
+    gate_up = x.normed(ones(12), None, 1e-5).multiplied(matrix(20, 12), 20)
+    return gate_up.activated("silu", gated=True).multiplied(matrix(12, 10, bias=True), 12, adds_to=x)
+
+
+def norm_for_two_products(x):
+    normed = x.normed(ones(12), ones(12), 1e-5)
+    return normed.multiplied(matrix(12, 12), 12) + normed.multiplied(matrix(12, 12, True), 12)
+
+
+def norm_of_what_is_overwritten(x):
+    """A product changes what the norm was of before another one reads the norm."""
+    normed = x.normed(ones(12), None, 1e-5)
+    x = normed.multiplied(matrix(12, 12), 12, adds_to=x)
+    return normed.multiplied(matrix(5, 12), 5).activated("relu", gated=False).multiplied(matrix(12, 5), 12, adds_to=x)
+
+
+def norm_that_others_read(x):
+    normed = x.normed(ones(12), None, 1e-5)
+    return normed + normed.multiplied(matrix(12, 12), 12)
+
+
+def product_that_others_read(x):
+    product = x.multiplied(matrix(12, 12), 12)
+    return product.activated("gelu", gated=False) + product
+
+
+def norm_of_heads(x):
+    return x.multiplied(matrix(24, 12), 24).view(len(x), -1, 6).normed(ones(6), None, 1e-5).view(len(x), -1)
+
+
+def norm_at_the_end(x):
+    return block(x).normed(ones(12), None, 1e-5)
+
+
+def some_columns(x):
+    left, right = x.multiplied(matrix(24, 12), 24).split_with_sizes([10, 14], 1)
+    return right.normed(ones(14), None, 1e-5).multiplied(matrix(10, 14), 10) + left.activated("relu", gated=False)
+
+
+def added_to_some_columns(x):
+    """Which a launch of all columns cannot do: the norm of it stays as well."""
+    wide = x.multiplied(matrix(24, 12), 24)
+    left, right = wide.split_with_sizes([12, 12], 1)
+    return x.normed(ones(12), None, 1e-5).multiplied(matrix(12, 12, bias=True), 12, adds_to=right) + left
+
+
+def learned_positions(x):
+    return block(x + LookedUp(torch.arange(60.0).view(5, 12) / 60))
+
+
+ALL_FUSED = [
+    (block, ["nPa", "P+"]), (norm_for_two_products, ["nP", "nP", "sum"]),
+    (norm_of_what_is_overwritten, ["norm", "product", "Pa", "product"]),
+    (norm_that_others_read, ["norm", "product", "sum"]),
+    (product_that_others_read, ["product", "activation", "sum"]),
+    (norm_of_heads, ["product", "norm"]), (norm_at_the_end, ["nPa", "P+", "norm"]),
+    (some_columns, ["product", "norm", "product", "activation", "sum"]),
+    (added_to_some_columns, ["product", "norm", "product", "sum"]),
+    (learned_positions, ["sum", "nPa", "P+"])]
+
+
+@pytest.mark.parametrize("operate, expected", ALL_FUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_shares_a_launch_gives_what_separate_launches_give(operate, expected, monkeypatch):
+    recording = recorded(operate)
+    assert kinds(fuse(recording, lambda *sizes: True)) == expected
+    separate = fuse(recording, lambda *sizes: False)
+    assert separate == recording.operations
+    results = []
+    for pays in (True, False):
+        monkeypatch.setattr("batch_manager.runtime.fused_step.is_fused", lambda *sizes, pays=pays: pays)
+        hidden = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
+        step = FusedStep(recording, CPU, LIMITS, gives_logits=False)
+        results.append(step.run(hidden, torch.tensor([4, 0, 2]), None))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_asked_of_each_product():
+    asked = []
+    fuse(recorded(block), lambda *sizes: asked.append(sizes) or True)
+    assert set(asked) == {(12, 10, True, "rms"), (10, 12, False, "none")}
+    # A norm that one of its products does not take stays, and so for the others.
+    steps = fuse(recorded(norm_for_two_products), lambda *sizes: len(asked.append(sizes) or asked) % 2 == 1)
+    assert kinds(steps) == ["norm", "product", "product", "sum"]
+
+
+def test_a_product_is_not_added_to_the_rows_that_it_multiplies():
+    with pytest.raises(NotRecordableError, match="it adds a product to the rows that it multiplies"):
+        recorded(lambda x: x.multiplied(matrix(12, 12), 12, adds_to=x))
+    with pytest.raises(NotRecordableError, match="one of its matrices is held in another form"):
+        recorded(lambda x: x.multiplied(None, 12))
+
+
+# ---------------------------------------------------------------------- models
+
+
+def load(family, monkeypatch, dtype=torch.float32):
+    """A small model with random weights, held as on a GPU."""
+    monkeypatch.setattr(weight_form, "_packed", lambda weight: weight)
+    if family in OWN:
+        name, fields = OWN[family]
+        config = {**DECODER, **CONFIGS["llama"], **fields, "hidden_size": 96}
+        spec = importlib.util.spec_from_file_location(f"own_{family}", OWN_MODELS / f"{family}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        made = getattr(module, name)
+    else:
+        config = CONFIGS[family] if family == "gpt2" else {**DECODER, **CONFIGS[family]}
+        made = find_model(config["architectures"][0])
+    spec = made.read_spec(Fields(config, "config.json"), config["architectures"][0])
+    torch.manual_seed(0)
+    weights = _RecordedWeights()
+    weights.dtype = dtype
+    model = made(spec, weights, LayerContext(device=CPU, dtype=dtype))
+    return LoadedModel(spec, model, 0, CPU, dtype)
+
+
+def attention_of(loaded):
+    pool = make_kv_pool(loaded.spec, 2, BLOCK_TOKENS, loaded.dtype, CPU)
+    return make_attention(loaded.spec, pool)
+
+
+LLAMA_LAYER, GPT2_LAYER = ["nP", "attend", "product", "nPa", "product"], ["nP", "attend", "P+", "nPa", "P+"]
+QWEN3_LAYER = ["nP", "norm", "norm", "attend", "product", "nPa", "product"]
+GEMMA2_LAYER = ["nP", "attend", "product", "norm", "sum", "nPa", "product", "norm", "sum"]
+MODELS = {"llama": 2 * LLAMA_LAYER + ["nP"], "mistral": 2 * LLAMA_LAYER + ["nP"], "qwen2": 2 * LLAMA_LAYER + ["nP"],
+          "qwen3": 2 * QWEN3_LAYER + ["nP"], "gpt2": ["sum", *2 * GPT2_LAYER, "nP"],
+          "stablelm": 2 * LLAMA_LAYER + ["nP"], "gemma2": 2 * GEMMA2_LAYER + ["norm"]}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", MODELS)
+def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
+    loaded = load(family, monkeypatch)
+    recording, gives_logits = record_step(loaded, loaded.spec)
+    assert gives_logits == (family != "gemma2")                     # whose logits are capped
+    assert kinds(fuse(recording, lambda *sizes: True)) == MODELS[family]
+    fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
+    monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
+    for count in (1, 3, 16):
+        step = step_fusion._first_step(count, loaded.spec.vocab_size)
+        step_fusion._compare(fused, loaded, attention_of(loaded), Uploads(CPU), step)
+
+
+@torch.inference_mode()
+def test_in_bfloat16_the_two_agree_to_within_rounding(monkeypatch):
+    loaded = load("llama", monkeypatch, torch.bfloat16)
+    monkeypatch.setitem(step_fusion.TOLERANCES, torch.bfloat16, 0.02)
+    monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
+    assert make_fused_step(loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS).gives_logits
+
+
+@torch.inference_mode()
+def test_a_recording_that_gives_something_else_is_refused(monkeypatch):
+    loaded = load("llama", monkeypatch)
+    forward = type(loaded.model).forward
+
+    def with_more_for_tensors(self, hidden, positions, attention):
+        if isinstance(hidden, torch.Tensor):
+            hidden = hidden * 1.5
+        return forward(self, hidden, positions, attention)
+
+    monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
+    made = (loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS)
+    assert isinstance(make_fused_step(*made), FusedStep)
+    monkeypatch.setattr(type(loaded.model.layers[0].mlp), "add_to", lambda self, residual, x: residual)
+    monkeypatch.setattr(type(loaded.model), "forward", with_more_for_tensors)
+    with pytest.raises(WrongStepError, match="a first step of 1 tokens differs from the model's by"):
+        make_fused_step(*made)
+
+
+def test_registers_are_given_back_behind_their_last_use(monkeypatch):
+    monkeypatch.setattr("batch_manager.runtime.fused_step.is_fused", lambda *sizes: False)
+    recording = recorded(norm_at_the_end)
+    launches = FusedStep(recording, CPU, LIMITS, gives_logits=False)._prepare(3)
+    given_back = [register for _, read_last in launches for register in read_last]
+    assert sorted([*given_back, recording.result]) == list(range(len(recording.widths)))
+
+
+@pytest.mark.parametrize("change, level", [
+    (lambda rows: rows.tanh(), logging.INFO),
+    (lambda rows: rows if not isinstance(rows, torch.Tensor) else 3 * rows, logging.WARNING)])
+def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level, monkeypatch, caplog):
+    """And leaves nothing in the pool. The attention in torch stands for Triton's, which alone has plain steps."""
+    loaded = load("llama", monkeypatch)
+    backend = build_native_backend(
+        Path(__file__).parents[2] / "examples" / "models" / "austen-4m",
+        TrtGptModelOptionalParams(device="cpu", cpu_compile=False, max_seq_len=64,
+                                  kv_cache_config=KvCacheConfig(max_tokens=512)),
+        layout=layouts.fused, num_slots=2)
+    monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
+    monkeypatch.setattr(native_backend, "use_triton", lambda device: True)
+    assert backend._runner.fused is None
+    backend._plain_steps = object()
+    runner, pool = backend._runner, backend._pool
+    runner.attention = attention_of(loaded)
+    forward = type(loaded.model).forward
+    backend.fuse_steps(loaded, loaded.spec)
+    assert isinstance(runner.fused, FusedStep) and not np.any(pool.numpy())
+    runner.fused = None
+    monkeypatch.setattr(type(loaded.model), "forward", lambda self, hidden, positions, attention: forward(
+        self, change(hidden), positions, attention))
+    with caplog.at_level(logging.INFO, "batch_manager"):
+        backend.fuse_steps(loaded, loaded.spec)
+    assert runner.fused is None and "the layers of Llama make all launches of a step" in caplog.text
+    assert caplog.records[-1].levelno == level
