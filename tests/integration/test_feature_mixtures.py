@@ -1,4 +1,4 @@
-"""C13: any mixture of requests with any mixture of features. Each gets what it gets alone."""
+"""C13: any mixture of requests with any mixture of features, 130 of them. Each gets what it gets alone."""
 
 import json
 
@@ -9,7 +9,7 @@ from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtG
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
-REQUESTS, VOCAB = 200, 211
+REQUESTS, VOCAB = 130, 211
 MIXED = [
     dict(policy=MAX, max_batch_size=64, pool=24, chunked=True, tokens=64),
     dict(policy=MAX, max_batch_size=64, pool=24, overlap=True),
