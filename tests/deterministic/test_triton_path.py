@@ -48,9 +48,9 @@ def test_company_chunks_pauses_and_layouts_do_not_show_in_the_kernels_either(tmp
     pytest.importorskip("triton", reason="triton is not installed")
     worker = HERE.parent / "kernels" / "interpreter_worker.py"
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, HERE / "differential.py", worker, tmp_path],
+        [sys.executable, "-m", "tests.quick_interpreter", "-c", SCRIPT, HERE / "differential.py", worker, tmp_path],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
-        timeout=300)
+        timeout=300, cwd=HERE.parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(done.stdout.splitlines()[-1])
     assert answers == [["qwen3", {}, 1], ["gpt2", {}, 0]]

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,9 +52,10 @@ def test_the_kernels_give_the_logits_of_transformers(reference, prompts, driver)
     helpers = os.path.join(os.path.dirname(__file__), "conftest.py")
     numbers = json.dumps([first, second, WINDOW, SINK])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, helpers, numbers, *(str(folder) for _, folder in made)],
+        [sys.executable, "-m", "tests.quick_interpreter", "-c", SCRIPT, helpers, numbers,
+         *(str(folder) for _, folder in made)],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
-        timeout=300)
+        timeout=300, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
 
     def with_sinks(spec, pool):

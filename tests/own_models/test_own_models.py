@@ -245,9 +245,10 @@ def test_the_kernels_give_the_logits_of_transformers(registered, tmp_path):
     sequence = np.random.default_rng(7).integers(0, VOCAB, 37).tolist()
     helpers = HERE.parent / "models" / "conftest.py"
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, helpers, json.dumps(sequence), HERE / "gemma2.py", tmp_path],
+        [sys.executable, "-m", "tests.quick_interpreter", "-c", SCRIPT, helpers, json.dumps(sequence),
+         HERE / "gemma2.py", tmp_path],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True,
-        timeout=300)
+        timeout=300, cwd=HERE.parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
     expected = made.logits([*sequence, 5])[[15, 36, 37]]
     np.testing.assert_allclose(json.loads(done.stdout.splitlines()[-1]), expected, atol=1e-4, rtol=0)
