@@ -1,13 +1,13 @@
-"""Every feature of scheduling and KV cache at once, on random scenarios; world.py says what is looked at.
+"""Every feature of scheduling and KV cache at once, on 250 random scenarios; world.py says what is looked at.
 
-More of the same: tests/campaigns/kv_and_scheduling.py.
+More of the same, 5,226 of them in the longest run: tests/campaigns/kv_and_scheduling.py.
 """
 
 import pytest
 
 from .runs import run_seed
 
-SEEDS, AT_A_TIME = 500, 50
+SEEDS, AT_A_TIME = 250, 50
 
 
 @pytest.mark.parametrize("first_seed", range(0, SEEDS, AT_A_TIME))

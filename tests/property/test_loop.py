@@ -1,6 +1,7 @@
 """Random streams through the whole loop, under every option of the KV cache, with faults: the oracle's text.
 
-One seed is one engine and one stream: `Stream(seed, build_world).run()`. tests/campaigns/random_streams.py runs many.
+One seed is one engine and one stream: `Stream(seed, build_world).run()`. Here run 70; tests/campaigns/random_streams.py
+runs many, 1,715 in its longest run.
 """
 
 import random
@@ -218,6 +219,6 @@ class Stream:
             assert np.argmax(rows, axis=1).tolist() == follow
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(70))
 def test_a_random_stream_gives_everybody_one_final_and_the_oracles_text(make_world, seed):
     Stream(seed, make_world).run()
