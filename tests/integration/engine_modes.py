@@ -6,10 +6,12 @@ FOLDER is where the models' checkpoints are made, or were. In a process with TRI
 its Triton kernels, interpreted on the CPU; without it, in torch. Run by test_whole_engine_interpreted.py.
 """
 
+import contextlib
 import json
 import random
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from batch_manager import (
 from batch_manager.build import build_loop
 from batch_manager.clock import SystemClock
 from batch_manager.kv.audit import audit
+from batch_manager.runtime.native_backend import NativeBackend
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 
 VOCAB, MOST_ITERATIONS = 60, 200
@@ -55,6 +58,7 @@ MODES = {
     "deterministic": {"pool": 40, "deterministic": True},
     "plain_rows": {"pool": 40, "run_ahead": True},
 }
+WARMED_UP = ("plain", "beams")      # the warm-up of the others launches the same
 
 
 def make_requests(mode):
@@ -106,14 +110,15 @@ def run(folder, mode):
             answer["log_probs"] += found["output_log_probs"].ravel().tolist()
 
     static = arguments["model_type"] is TrtGptModelType.V1
-    loop = build_loop(
-        model_path=checkpoint(folder, 2 if mode == "plain" else 1), get_inference_requests_cb=get,
-        send_response_cb=send, poll_stop_signal_cb=None,
-        return_batch_manager_stats_cb=lambda record: records.append(json.loads(record)),
-        optional_params=TrtGptModelOptionalParams(
-            device="cpu", dtype="float32", num_threads=1, cpu_compile=False, max_batch_size=4, max_num_tokens=48,
-            enable_chunked_context=not static, kv_cache_config=kv, **options),
-        terminate_req_id=None, exclude_input_in_output=True, parts=Parts(clock=SystemClock()), **arguments)
+    with contextlib.nullcontext() if mode in WARMED_UP else mock.patch.object(NativeBackend, "warm_up"):
+        loop = build_loop(
+            model_path=checkpoint(folder, 2 if mode == "plain" else 1), get_inference_requests_cb=get,
+            send_response_cb=send, poll_stop_signal_cb=None,
+            return_batch_manager_stats_cb=lambda record: records.append(json.loads(record)),
+            optional_params=TrtGptModelOptionalParams(
+                device="cpu", dtype="float32", num_threads=1, cpu_compile=False, max_batch_size=4, max_num_tokens=48,
+                enable_chunked_context=not static, kv_cache_config=kv, **options),
+            terminate_req_id=None, exclude_input_in_output=True, parts=Parts(clock=SystemClock()), **arguments)
     try:
         for _ in range(MOST_ITERATIONS):
             if not loop.step(accept_new=True) and not waiting:
