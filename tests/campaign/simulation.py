@@ -15,7 +15,7 @@ from .portions import each_done
 from .registry import Options, Summary
 
 # tier -> (iterations, seeds, hits of each fault, visits of each marker)
-ENOUGH = {"Q": (40_000, 300, 0, 0), "F": (5_000_000, 5_000, 1_000, 100), "C": (100_000_000, 100_000, 1_000, 100)}
+ENOUGH = {"Q": (24_000, 100, 0, 0), "F": (5_000_000, 5_000, 1_000, 100), "C": (100_000_000, 100_000, 1_000, 100)}
 SEEDS_A_PORTION = 10
 REPORTS = 5
 
