@@ -1,5 +1,6 @@
 """Reuse of cached prefixes, host blocks, windows and sinks on real models: the tokens of the same request alone."""
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -128,6 +129,7 @@ class Streaming:
     def __init__(self, folder, window, sink):
         self.loaded = load_model(folder, device=torch.device("cpu"), dtype="float32")
         self.spec, self.window, self.sink = self.loaded.spec, window, sink
+        self._known: dict[tuple, list[int]] = {}
 
     def run(self, layer, query, key, value, rotary):
         count, position = len(query), torch.arange(len(query))
@@ -149,12 +151,15 @@ class Streaming:
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
     def greedy(self, prompt, count):
-        tokens, model = list(prompt), self.loaded.model
+        tokens, model = self._known.setdefault(tuple(prompt), list(prompt)), self.loaded.model
         with torch.inference_mode():
-            for _ in range(count):
+            while len(tokens) < len(prompt) + count:
                 hidden = model.forward(model.embed(torch.tensor(tokens)), torch.arange(len(tokens)), self)
                 tokens.append(int(model.logits(hidden[-1:])[0].argmax()))
-        return tokens[len(prompt):]
+        return tokens[len(prompt):len(prompt) + count]
+
+
+streaming = functools.cache(Streaming)      # two engines of WINDOWED have the same window and sinks
 
 
 WINDOWED = [
@@ -174,7 +179,7 @@ def test_windows_and_sinks_are_streaming_llm(make_manager, new_client, new_reque
     prompts = family_of_prompts(reference.vocab_size, seed=5)
     finals, records = serve(make_manager, new_client, new_request, reference.folder, prompts, lambda i: 10 + 2 * i,
                             kv_cache_config=config, **engine)
-    expected = Streaming(reference.folder, window, sink)
+    expected = streaming(reference.folder, window, sink)
     for i in (0, 2, 4, 7, 9, 11):
         prompt = prompts[i]
         assert finals[i].tokens()[len(prompt):] == expected.greedy(prompt, 10 + 2 * i), f"prompt {i}"
