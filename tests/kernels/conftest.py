@@ -96,6 +96,12 @@ def run_kernel(interpreter):
     return run
 
 
+@pytest.fixture(scope="session")
+def is_recording():
+    """Whether calls of kernels are written down, and oracles answer in float64."""
+    return RECORD_TO is not None
+
+
 def _oracle_in_its_place(module, function, args, kwargs):
     """What the oracle makes of float64 copies, written to the arguments as a kernel would."""
     found = getattr(importlib.import_module(f"batch_manager.triton_kernels.reference.{module}"), function)
