@@ -1,37 +1,49 @@
-"""Attention of one query token per sequence over that sequence's pages.
+"""Append the newest token of each sequence to its pages, and attend from it over them.
 
-    out[s, h] = softmax(scale * query[s, h] . K[s, h // G]) V[s, h // G]
-    over the keys k of sequence s with k > p - window or k < sink, where its query stands at p = kv_lengths[s] - 1
+    key, value and query of sequence s are those of its token at position p = kv_lengths[s] - 1
+    rotated(x) = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged], where x1 and x2 are the
+    first and the second half of the leading R entries, and cos and sin are row p of the tables
+    page[0, h, p % B] = rotated(key[s, h]),  page[1, h, p % B] = value[s, h]   in block block_table[row of s, p // B]
+    out[s, h] = softmax(scale * rotated(query[s, h]) . K[s, h // G]) V[s, h // G]
+    over the keys k <= p of sequence s with k > p - window or k < sink
 
 Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads; heads contiguous
+            key, value               [S, HK, D]   likewise; the three may be views of one packed tensor
             kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order. An entry whose page
-                                                        holds no visible key is not looked at: its block may have
-                                                        been given to somebody else.
+            block_table              [rows, max_blocks] int32   pages of a sequence, in order, the newest token's
+                                                        included. An entry whose page holds no visible key is not looked
+                                                        at: its block may have been given to somebody else.
             kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
             work_list                [W, 4] int32   from `decode_work_list` for the same lengths, window and sink, on
                                                     the queries' device; -1 in its first column is padding
             part_starts              [S + 1] int32   likewise; None: no sequence has several parts
             slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
-            out                      [S, HQ, D]   None: allocated; may be `query` itself
+            out                      [S, HQ, D]   None: allocated; shares no memory with query, key or value
+            cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
             softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
             The result depends on where the work list cuts a sequence in the last bits only.
-Mutates     out. A row of length 0 is set to zero.
-Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
+Mutates     kv_pool, one place of each sequence, and out. A row of length 0 writes nothing and is set to zero.
+Needs       a page with a visible key holds finite numbers before the place of the newest token; from there on it is not
+            read. No two sequences append to one place.
 Oracle      triton_kernels/reference/paged_attention_decode.py
-Source      paged attention (Kwon et al. 2023), split over keys (Flash-Decoding, Dao et al. 2023); written for this
-            project.
+Source      paged attention (Kwon et al. 2023), split over keys (Flash-Decoding, Dao et al. 2023), rotary embedding (Su
+            et al. 2021) in the half-split arrangement; written for this project.
 
 One program is one row of the work list and one kv head: the G query heads of the kv head are the rows of one matrix
 tile, padded to 16, and one page is one tile of keys. A sequence in one part is written to `out` by its program;
-`paged_attention_merge` puts the parts of others together. Pages are loaded whole, without a mask; only scores are
-masked. The block id of the next page is loaded one iteration ahead: loaded in the same iteration, it would eat the
-pipeline stages that keep pages in flight. How many parts there are, and how long block tables are, makes no variant of
-the kernel.
+`paged_attention_merge` puts the parts of others together. The block id of the next page is loaded one iteration ahead:
+loaded in the same iteration, it would eat the pipeline stages that keep pages in flight. How many parts there are, and
+how long block tables are, makes no variant of the kernel.
+
+Each program rotates its queries. The one of the last part also has the newest key and value, as their projection left
+them: it writes them to the pool, and its running softmax starts from them as they are in its registers. Loads of pages
+leave out the place of the newest token and all after it, so that in no launch a place is read that the launch writes:
+no order between the write and a read is needed, in a program or between two. A page that the newest token is the first
+of is not loaded at all.
 
 With sinks the pages are walked in two ranges, the sinks' and the window's, as one loop: the sinks' pages take the
 numbers right below the window's first page, so that parts and stages run across the gap. `sink` is a compile-time
@@ -50,19 +62,36 @@ from .soft_cap import score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
 
 
+@triton.jit
+def _rotated(row_ptr, keep, lane, cos, sin, HALF: tl.constexpr):
+    """Rows of heads in float32, the leading 2 * HALF entries rotated: `sin` is negative for the first HALF of them. For
+    the other entries `cos` is 1 and `sin` is 0.
+
+    row_ptr   first entry of each row; lane: entries, from 0; keep: entries that exist
+    """
+    head = tl.load(row_ptr + lane, mask=keep, other=0.0).to(tl.float32)
+    if HALF > 0:
+        partner = tl.where(lane < HALF, lane + HALF, lane - HALF)
+        other = tl.load(row_ptr + partner, mask=keep & (lane < 2 * HALF), other=0.0).to(tl.float32)
+        head = head * cos + other * sin
+    return head
+
+
 # Slices of the index tensors start anywhere: their alignment must not make a variant of the kernel.
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
     do_not_specialize_on_alignment=["block_table_ptr", "kv_length_ptr", "slot_ptr", "work_ptr"],
 )
 def _decode_kernel(
-    query_ptr, kv_pool_ptr, block_table_ptr, kv_length_ptr, slot_ptr, work_ptr,
+    query_ptr, key_ptr, value_ptr, kv_pool_ptr, cos_ptr, sin_ptr, block_table_ptr, kv_length_ptr, slot_ptr, work_ptr,
     out_ptr, partial_out_ptr, partial_lse_ptr,            # out of a sequence in one part, the other two of others
     score_factor, window,                                 # see `score_factors`
-    query_stride_s, out_stride_s, table_stride,           # elements from one sequence, or table row, to the next
+    query_stride_s, key_stride_s, value_stride_s,         # elements from one sequence to the next
+    out_stride_s, table_stride,                           # likewise, and from one table row to the next
     pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
     HQ: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,      # ROWS: GROUP padded for the matrix unit
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
+    HALF: tl.constexpr,                                   # R / 2; 0: no rotation
     STAGES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):
@@ -79,9 +108,10 @@ def _decode_kernel(
     lane = tl.arange(0, D_POW2)
     head = kv_head * GROUP + member
     row_inside = (member < GROUP)[:, None] & (lane < D)[None, :]
-    out_offset = sequence * out_stride_s + head[:, None] * D + lane[None, :]
+    out_ptr += sequence * out_stride_s
     if num_pages == 0:                                    # a padding row
-        tl.store(out_ptr + out_offset, tl.zeros([ROWS, D_POW2], out_ptr.dtype.element_ty), mask=row_inside)
+        zeros = tl.zeros([ROWS, D_POW2], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + head[:, None] * D + lane[None, :], zeros, mask=row_inside)
         return
 
     first_key = 0
@@ -95,6 +125,9 @@ def _decode_kernel(
         first_page = skipped
     begin = first_page + tl.load(work_ptr + 1)
     end = begin + num_pages
+    newest = kv_length - 1                                # a position; its page is the last one of the last part
+    holds_newest = end * B > newest
+    end = tl.minimum(end, tl.cdiv(newest, B))             # pages with an older key
 
     table_row = sequence
     if HAS_SLOTS:
@@ -105,17 +138,39 @@ def _decode_kernel(
     else:
         block = tl.load(table_ptr + begin)
 
-    query = tl.load(
-        query_ptr + sequence * query_stride_s + head[:, None] * D + lane[None, :], mask=row_inside, other=0.0
-    )
+    cos = tl.full([D_POW2], 1.0, tl.float32)
+    sin = tl.zeros([D_POW2], tl.float32)
+    if HALF > 0:
+        angle = newest.to(tl.int64) * HALF + tl.where(lane < HALF, lane, lane - HALF)
+        cos = tl.load(cos_ptr + angle, mask=lane < 2 * HALF, other=1.0)
+        sin = tl.load(sin_ptr + angle, mask=lane < 2 * HALF, other=0.0)
+        sin = tl.where(lane < HALF, -sin, sin)
+    query = _rotated(
+        query_ptr + sequence * query_stride_s + head[:, None] * D, row_inside, lane[None, :], cos[None, :],
+        sin[None, :], HALF,
+    ).to(query_ptr.dtype.element_ty)
+
+    # The running softmax starts from the newest token, in the part that holds it.
+    writes = lane < tl.where(holds_newest, D, 0)
+    new_key = _rotated(key_ptr + sequence * key_stride_s + kv_head * D, writes, lane, cos, sin, HALF)
+    new_key = new_key.to(kv_pool_ptr.dtype.element_ty)
+    new_value = tl.load(value_ptr + sequence * value_stride_s + kv_head * D + lane, mask=writes, other=0.0)
+    new_block = tl.load(table_ptr + newest // B).to(tl.int64)
+    new_ptr = kv_pool_ptr + new_block * pool_stride_n + kv_head * pool_stride_h + (newest % B) * D + lane
+    tl.store(new_ptr, new_key, mask=writes)
+    tl.store(new_ptr + pool_stride_kv, new_value, mask=writes)
+    score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * score_factor
+    if CAP_LOG2 > 0:
+        score = soft_cap(score, CAP_LOG2)
+    top = tl.where(holds_newest, score, -float("inf"))
+    total = tl.zeros([ROWS], tl.float32) + tl.where(holds_newest, 1.0, 0.0)
+    weighted = tl.zeros([ROWS, D_POW2], tl.float32) + new_value.to(tl.float32)[None, :]
+
     token = tl.arange(0, B)
     keys_ptr = kv_pool_ptr + kv_head * pool_stride_h
     key_offset = token[None, :] * D + lane[:, None]                       # keys arrive transposed
     value_offset = pool_stride_kv + token[:, None] * D + lane[None, :]
 
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, D_POW2], tl.float32)
     for page in tl.range(begin, end, num_stages=STAGES):
         if SINK > 0:
             next_page = tl.where(page + 1 < window_page, page + 1 - skipped, page + 1)
@@ -123,17 +178,20 @@ def _decode_kernel(
         else:
             next_block = tl.load(table_ptr + page + 1, mask=page + 1 < end, other=0)
         page_ptr = keys_ptr + block.to(tl.int64) * pool_stride_n
-        if D == D_POW2:
-            keys = tl.load(page_ptr + key_offset)
+        if SINK > 0:
+            page_begin = tl.where(page < window_page, page - skipped, page) * B
         else:
-            keys = tl.load(page_ptr + key_offset, mask=(lane < D)[:, None], other=0.0)
+            page_begin = page * B
+        position = page_begin + token
+        is_older = position < newest
+        if D == D_POW2:
+            keys = tl.load(page_ptr + key_offset, mask=is_older[None, :], other=0.0)
+        else:
+            keys = tl.load(page_ptr + key_offset, mask=is_older[None, :] & (lane < D)[:, None], other=0.0)
         scores = tl.dot(query, keys, input_precision="ieee")
         if CAP_LOG2 > 0:
             scores = soft_cap(scores * score_factor, CAP_LOG2)
-        position = page * B + token
-        if SINK > 0:
-            position = tl.where(page < window_page, page - skipped, page) * B + token
-        visible = position < kv_length
+        visible = is_older
         if SINK > 0:
             visible = visible & ((position >= first_key) | (position < SINK))
         elif HAS_WINDOW:
@@ -149,9 +207,9 @@ def _decode_kernel(
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
         if D == D_POW2:
-            values = tl.load(page_ptr + value_offset)
+            values = tl.load(page_ptr + value_offset, mask=is_older[:, None], other=0.0)
         else:
-            values = tl.load(page_ptr + value_offset, mask=(lane < D)[None, :], other=0.0)
+            values = tl.load(page_ptr + value_offset, mask=is_older[:, None] & (lane < D)[None, :], other=0.0)
         weighted = weighted * shrink[:, None]
         weighted = tl.dot(weights.to(values.dtype), values, weighted, input_precision="ieee")
         top = new_top
@@ -159,7 +217,8 @@ def _decode_kernel(
 
     result = weighted / total[:, None]
     if partial < 0:
-        tl.store(out_ptr + out_offset, result.to(out_ptr.dtype.element_ty), mask=row_inside)
+        out_rows_ptr = out_ptr + head[:, None] * D + lane[None, :]
+        tl.store(out_rows_ptr, result.to(out_ptr.dtype.element_ty), mask=row_inside)
     else:
         partial_row = partial.to(tl.int64) * HQ + head
         tl.store(partial_out_ptr + partial_row[:, None] * D + lane[None, :], result, mask=row_inside)
@@ -199,16 +258,18 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
 
 
 def paged_attention_decode(
-    query, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None, out=None, sink=0,
-    softcap=None,
+    query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
+    out=None, sink=0, softcap=None, cos_table=None, sin_table=None,
 ):
-    """One query token per sequence; see the module's docstring for shapes. Returns out."""
+    """Append and attend from one token per sequence; see the module's docstring for shapes. Returns out."""
     num_sequences, num_heads, head_size = query.shape
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     assert query.dtype == kv_pool.dtype and num_heads == group * num_kv_heads
-    assert heads_contiguous(query) and heads_contiguous(out) and pages_contiguous(kv_pool)
+    half = 0 if cos_table is None else cos_table.shape[1]
+    assert all(heads_contiguous(rows) for rows in (query, key, value, out)) and pages_contiguous(kv_pool)
+    assert half == 0 or (cos_table.is_contiguous() and sin_table.is_contiguous())
     assert block_table.stride(1) == 1 and kv_lengths.is_contiguous() and work_list.is_contiguous()
     if num_sequences == 0:
         return out
@@ -220,12 +281,13 @@ def paged_attention_decode(
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=query.device)
     settings = decode_settings(head_size, tokens_per_block, query.element_size(), device_limits())
     _decode_kernel[(num_kv_heads, len(work_list))](
-        query, kv_pool, block_table, kv_lengths, slots, work_list, out, partial_out, partial_lse,
+        query, key, value, kv_pool, cos_table, sin_table, block_table, kv_lengths, slots, work_list,
+        out, partial_out, partial_lse,
         score_factor, window or 0,
-        query.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
+        query.stride(0), key.stride(0), value.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         HQ=num_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
         B=tokens_per_block, D=head_size, D_POW2=max(16, triton.next_power_of_2(head_size)),
-        STAGES=settings.num_stages,
+        HALF=half, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
         CAP_LOG2=cap_log2,
         num_warps=settings.num_warps, num_stages=settings.num_stages,

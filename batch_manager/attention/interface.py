@@ -56,10 +56,9 @@ class PackedStep:
 class GenerationInputs:
     """What the attention of a generation step reads on the device, at addresses that stay.
 
-    R rows of one token each; some of them may be padding, of length 0.
+    R rows of one token each; some of them may be padding, of length 0. A row's token is the newest of its sequence: its
+    position is one less than the length, and its key and value go to that place of the last block.
 
-    positions      [R] int32
-    pool_slots     [R] int64   where each token's key and value go; -1: nowhere
     kv_lengths     [R] int32   tokens in the KV cache once this step's are written; 0: padding
     table_rows     [R] int32   the row of `block_tables` of each sequence
     block_tables   [rows, m] int32   of all sequences
@@ -67,8 +66,6 @@ class GenerationInputs:
     is_split       whether sequences may be cut into parts
     """
 
-    positions: torch.Tensor
-    pool_slots: torch.Tensor
     kv_lengths: torch.Tensor
     table_rows: torch.Tensor
     block_tables: torch.Tensor

@@ -1,4 +1,7 @@
-"""Paged attention through the Triton kernels: rotate and append, then one kernel for contexts, one for generation."""
+"""Paged attention through the Triton kernels.
+
+Contexts: one kernel rotates and appends, another attends. Generation rows: one kernel does all of it.
+"""
 
 from collections.abc import Sequence
 
@@ -49,7 +52,8 @@ class TritonPagedAttention:
             context_work = context_work_list(np.diff(step.query_starts[: contexts + 1]), step.kv_lengths[:contexts],
                                              self.tile_rows)
         # The array of 8-byte numbers comes first: an upload begins at a multiple of that.
-        arrays = [step.pool_slots.astype(np.int64).view(np.int32), step.positions, step.kv_lengths,
+        split = self._num_context_tokens
+        arrays = [step.pool_slots[:split].astype(np.int64).view(np.int32), step.positions[:split], step.kv_lengths,
                   step.query_starts[: contexts + 1], step.block_tables, context_work,
                   *(array for pair in decode_work.values() for array in pair)]
         self._sizes, self._num_sequences = [array.size for array in arrays], len(step.slots)
@@ -89,7 +93,7 @@ class TritonPagedAttention:
     def bind_generation(self, given: GenerationInputs) -> None:
         """Let `run` serve a generation step that reads these; in place of `plan` and `receive`."""
         self._num_contexts = self._num_context_tokens = 0
-        self._pool_slots, self._positions, self._kv_lengths = given.pool_slots, given.positions, given.kv_lengths
+        self._kv_lengths = given.kv_lengths
         self._block_tables, self._table_rows = given.block_tables, given.table_rows
         self._decode_work_on_device = {window: (work_list, part_starts if given.is_split else None)
                                        for window, (work_list, part_starts) in given.work.items()}
@@ -104,18 +108,17 @@ class TritonPagedAttention:
             rotary: RotaryTable | None) -> torch.Tensor:
         pool, attention = self.layer_pools[layer], self.attention[layer]
         cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
-        query = rope_kv_append(query, key, value, pool, self._pool_slots, self._positions, cos, sin)
-
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         contexts, split = self._num_contexts, self._num_context_tokens
         if contexts:
+            rope_kv_append(query[:split], key[:split], value[:split], pool, self._pool_slots, self._positions, cos, sin)
             paged_attention_context(query, pool, self._block_tables[:contexts], self._query_starts,
                                     self._kv_lengths[:contexts], self._context_work, attention.scale, attention.window,
                                     out=result, sink=self.sink, uniform_rows=self.uniform_rows,
                                     softcap=attention.softcap)
         if split < len(query):
-            paged_attention_decode(query[split:], pool, self._block_tables[contexts:], self._kv_lengths[contexts:],
-                                   *self._decode_work_on_device[attention.window], attention.scale, attention.window,
-                                   slots=self._table_rows, out=result[split:], sink=self.sink,
-                                   softcap=attention.softcap)
+            paged_attention_decode(query[split:], key[split:], value[split:], pool, self._block_tables[contexts:],
+                                   self._kv_lengths[contexts:], *self._decode_work_on_device[attention.window],
+                                   attention.scale, attention.window, slots=self._table_rows, out=result[split:],
+                                   sink=self.sink, softcap=attention.softcap, cos_table=cos, sin_table=sin)
         return result.flatten(1)

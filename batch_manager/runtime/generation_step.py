@@ -130,8 +130,7 @@ class GenerationSteps:
         arrays = self.inputs.arrays(shape)
         for name, values, padding in (
                 ("slots", places.slots, self._num_slots), ("positions", places.positions, 0),
-                ("draw_positions", places.kv_lengths, 0), ("pool_slots", places.pool_slots, -1),
-                ("short_positions", places.positions, 0), ("kv_lengths", places.kv_lengths, 0),
+                ("draw_positions", places.kv_lengths, 0), ("kv_lengths", places.kv_lengths, 0),
                 ("table_rows", places.table_rows, 0),
                 ("table_entries", entries, self.resident.spare_entry), ("table_blocks", blocks, 0)):
             array = arrays[name]

@@ -100,9 +100,9 @@ class StepInputs:
         """Type and shape of each array, in the order in which they lie."""
         rows, changes = shape.rows, shape.rows + SPARE_CHANGES
         num_parts = self._most_parts(rows) if shape.is_split else rows
-        sections = {name: (np.int64, (rows,)) for name in ("slots", "positions", "draw_positions", "pool_slots")}
+        sections = {name: (np.int64, (rows,)) for name in ("slots", "positions", "draw_positions")}
         sections |= {"table_entries": (np.int64, (changes,)), "table_blocks": (np.int32, (changes,))}
-        sections |= {name: (np.int32, (rows,)) for name in ("short_positions", "kv_lengths", "table_rows")}
+        sections |= {name: (np.int32, (rows,)) for name in ("kv_lengths", "table_rows")}
         for index in range(len(self._windows)):
             sections |= {f"work_{index}": (np.int32, (num_parts, 4)), f"starts_{index}": (np.int32, (rows + 1,))}
         return sections
@@ -122,8 +122,8 @@ class StepInputs:
             arrays[name] = self._staging[part].view(dtype).reshape(size)
             there[name] = self._there[part].view(TORCH_DTYPES[dtype]).view(size)
         attention = GenerationInputs(
-            positions=there["short_positions"], pool_slots=there["pool_slots"], kv_lengths=there["kv_lengths"],
-            table_rows=there["table_rows"], block_tables=self._tables, is_split=shape.is_split,
+            kv_lengths=there["kv_lengths"], table_rows=there["table_rows"], block_tables=self._tables,
+            is_split=shape.is_split,
             work={window: (there[f"work_{index}"], there[f"starts_{index}"])
                   for index, window in enumerate(self._windows)})
         tensors = StepTensors(

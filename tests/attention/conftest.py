@@ -109,15 +109,17 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
     view, attention = pool[:, layer], layout.attention[layer]
     scale, window, softcap = attention.scale, attention.window, attention.softcap
     cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
-    query = rope_kv_append(query.clone(), key, value, view, torch.from_numpy(step.pool_slots),
-                           torch.from_numpy(step.positions), cos, sin)
     tables, lengths = torch.from_numpy(step.block_tables), torch.from_numpy(step.kv_lengths)
     split, contexts = step.num_context_tokens, step.num_contexts
     result = torch.empty_like(query)
-    paged_attention_context(query, view, tables[:contexts], torch.from_numpy(step.query_starts[: contexts + 1]),
+    rotated = rope_kv_append(query[:split].clone(), key[:split], value[:split], view,
+                             torch.from_numpy(step.pool_slots[:split]), torch.from_numpy(step.positions[:split]), cos,
+                             sin)
+    paged_attention_context(rotated, view, tables[:contexts], torch.from_numpy(step.query_starts[: contexts + 1]),
                             lengths[:contexts], None, scale, window, out=result, sink=layout.sink, softcap=softcap)
-    paged_attention_decode(query[split:], view, tables[contexts:], lengths[contexts:], None, None, scale, window,
-                           out=result[split:], sink=layout.sink, softcap=softcap)
+    paged_attention_decode(query[split:], key[split:], value[split:], view, tables[contexts:], lengths[contexts:], None,
+                           None, scale, window, out=result[split:], sink=layout.sink, softcap=softcap, cos_table=cos,
+                           sin_table=sin)
     return result.flatten(1)
 
 

@@ -46,6 +46,8 @@ ALLOWED = (
             "products without matrix instructions: float32 is there to compare with"),
     Allowed(("_context_kernel",), ("sm_100",), ("float16", "bfloat16"), 24, 0,
             "two to six registers, mostly with a window"),
+    Allowed(("_decode_kernel",), ("sm_100",), ("float16", "bfloat16"), 8, 0,
+            "two registers, with heads of 256 entries and a softcap"),
     Allowed(("_decode_kernel",), ("gfx942",), ("bfloat16",), 8, 1, "one register, with heads of 256 entries"),
 )
 

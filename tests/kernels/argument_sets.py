@@ -25,7 +25,7 @@ OF_THE_MODEL = {
     "gated_activation": ("gate_up", "out"),
     "layer_norm": ("hidden", "weight", "bias", "residual", "out"),
     "paged_attention_context": ("query", "kv_pool", "out"),
-    "paged_attention_decode": ("query", "kv_pool", "out"),
+    "paged_attention_decode": ("query", "key", "value", "kv_pool", "out"),
     "paged_attention_merge": ("out",),
     "rms_norm": ("hidden", "weight", "residual", "out"),
     "rope_kv_append": ("query", "key", "value", "kv_pool", "query_out"),

@@ -76,13 +76,25 @@ def pool(num_kv_heads, head_size, tokens_per_block=64):
     return tensor(1000, 4, 2, num_kv_heads, tokens_per_block, head_size)[:, 1]
 
 
-def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None):
+def tables(head_size, rotary_size=None):
+    """Cosines and sines for heads whose leading entries rotate; None: all of them."""
+    half = (head_size if rotary_size is None else rotary_size) // 2
+    return {name: tensor(4096, half, dtype=torch.float32) for name in ("cos_table", "sin_table")}
+
+
+def packed_heads(num_tokens, group, num_kv_heads, head_size):
+    """Queries, keys and values as a projection leaves them."""
+    packed = tensor(num_tokens, (group + 2) * num_kv_heads, head_size)
+    return packed.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+
+
+def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None, rotation=None):
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
 
     paged_attention_decode(
-        tensor(32, group * num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
+        *packed_heads(32, group, num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
         integers(256, 64), integers(32), integers(100, 4), integers(33), 0.1, window=window, slots=integers(32),
-        sink=sink, softcap=softcap,
+        sink=sink, softcap=softcap, **(tables(head_size) if rotation is None else rotation),
     )
 
 
@@ -118,11 +130,9 @@ def fused(size, columns, *, rows=16, norm="rms", dtype=torch.bfloat16, **options
 def rope(head_size, group, num_kv_heads=8):
     from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
 
-    packed = tensor(64, (group + 2) * num_kv_heads, head_size)
     rope_kv_append(
-        *packed.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1), pool(num_kv_heads, head_size),
-        tensor(64, dtype=torch.int64), integers(64),
-        *(tensor(4096, head_size // 2, dtype=torch.float32) for _ in range(2)),
+        *packed_heads(64, group, num_kv_heads, head_size), pool(num_kv_heads, head_size),
+        tensor(64, dtype=torch.int64), integers(64), **tables(head_size),
     )
 
 
@@ -185,6 +195,8 @@ def beams(width):
 CASES = {
     "decode D128 G4": lambda: decode(128, 4),
     "decode D64 G3": lambda: decode(64, 3, num_kv_heads=3),
+    "decode D128 without rotation": lambda: decode(128, 4, rotation={}),
+    "decode D80 a quarter rotates": lambda: decode(80, 1, rotation=tables(80, 20)),
     "decode D64 window": lambda: decode(64, 4, window=4096),
     "decode D128 window sinks": lambda: decode(128, 4, window=4096, sink=4),
     "decode D64 window sinks": lambda: decode(64, 4, window=4096, sink=4),
@@ -243,15 +255,14 @@ def variants_by_alignment():
     for begin in (0, 1):
         query, lengths, slots = tensor(4, 8, 64), sliced(begin, 4), sliced(begin, 4)
         for part_starts in (None, sliced(begin, 5)):
-            paged_attention_decode(query, pool(2, 64), sliced(begin, 4, 9), lengths, sliced(begin, 6, 4), part_starts,
-                                   0.1, slots=slots)
+            paged_attention_decode(query, tensor(4, 2, 64), tensor(4, 2, 64), pool(2, 64), sliced(begin, 4, 9), lengths,
+                                   sliced(begin, 6, 4), part_starts, 0.1, slots=slots, **tables(64))
         paged_attention_context(
             query, pool(2, 64), sliced(begin, 4, 9), sliced(begin, 5), lengths, sliced(begin, 7, 2), 0.1, slots=slots
         )
-        tables = [tensor(64, 32, dtype=torch.float32) for _ in range(2)]
         rope_kv_append(
             query, tensor(4, 2, 64), tensor(4, 2, 64), pool(2, 64), sliced(begin, 4, dtype=torch.int64),
-            sliced(begin, 4), *tables,
+            sliced(begin, 4), **tables(64),
         )
         numbers = sliced(begin, 4, dtype=torch.float32)
         sample_token(

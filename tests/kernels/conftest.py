@@ -269,6 +269,21 @@ class PagedCache:
         self.block_table = self.block_table.to(DEVICE)
         self.kv_lengths = torch.tensor(kv_lengths, dtype=torch.int32, device=DEVICE)
 
+    def take_newest(self):
+        """Take the newest token of each sequence away: from its place on its page holds NaN.
+
+        Returns its key and value, [sequences, HK, D] each; NaN for a sequence of length 0.
+        """
+        tokens_per_block = self.pool.shape[3]
+        taken = torch.full((2, len(self.contents), *self.pool.shape[2:5:2]), torch.nan, dtype=self.pool.dtype,
+                           device=DEVICE)
+        for sequence, rows in enumerate(self.contents):
+            if (length := rows.shape[2]) > 0:
+                taken[:, sequence] = rows[:, :, -1]
+                page, place = divmod(length - 1, tokens_per_block)
+                self.pool[self.block_table[sequence, page], :, :, place:] = torch.nan
+        return taken.unbind()
+
     def give_back(self, sequence, first_position, window, sink):
         """Take the pages away that no query from first_position on sees: their entries name a page of NaN, or nothing.
 

@@ -25,7 +25,8 @@ KERNELS = {
 }
 
 # Known and small; anything more is a regression.
-KNOWN_STACK_BYTES = {("sm_100", "context D64 window"): 16, ("sm_100", "context D64 window sinks"): 24}
+KNOWN_STACK_BYTES = {("sm_100", "context D64 window"): 16, ("sm_100", "context D64 window sinks"): 24,
+                     ("sm_100", "decode D256 softcap window"): 8}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,15 @@ def test_decode_keeps_several_pages_in_flight(compiled):
         head_size = int(re.search(r"D(\d+)", record["case"])[1])
         stages = 2 if head_size == 256 else 4
         assert record["stages"] == stages and record["shared_bytes"] >= (stages - 1) * 2 * 64 * head_size * 2
+
+
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100"])
+def test_as_many_decode_programs_as_share_a_multiprocessor_fit_its_registers(compiled, gpu):
+    # `decode_settings` counts programs by shared memory and warps, and the work list is cut for so many.
+    for record in of_kernel(compiled[gpu], "_decode_kernel"):
+        programs = min(record["shared_limit_bytes"] // record["shared_bytes"], 16 // record["warps"])
+        registers = -(-record["registers"] // 8) * 8
+        assert programs * record["warps"] * 32 * registers <= 65_536, record
 
 
 def test_context_attention_uses_the_matrix_units(compiled):

@@ -25,13 +25,26 @@ def work(integers):
     return make
 
 
+@pytest.fixture
+def rotation(random):
+    """rotation(size) -> the tables, as arguments, of heads whose leading entries rotate; none for 0."""
+
+    def make(size, positions=200):
+        if size == 0:
+            return {}
+        angles = random(positions, size // 2)
+        return dict(cos_table=angles.cos(), sin_table=angles.sin())
+
+    return make
+
+
 @pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_lengths_around_a_page(assert_equals_oracle, paged_cache, random, dtype, group, pages_per_part, work):
     cache = paged_cache([B - 1, B, B + 1, 1, 5 * B + 3], 2, 32, B, dtype)
     query = random(5, 2 * group, 32, dtype=dtype)
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        "paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
         *work(cache.kv_lengths, pages_per_part), 0.2, out=nan_like(query),
         roundings=2, reduction=32 + 5 * B + 3, dtype=dtype,
     )
@@ -43,7 +56,7 @@ def test_window(assert_equals_oracle, paged_cache, random, window, pages_per_par
     cache = paged_cache([7, 3 * B, 90], 1, 32, B, torch.float32)
     query = random(3, 4, 32)
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        "paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
         *work(cache.kv_lengths, pages_per_part, window), 0.2, window=window, out=nan_like(query),
         roundings=2, reduction=32 + 90, dtype=torch.float32,
     )
@@ -52,7 +65,8 @@ def test_window(assert_equals_oracle, paged_cache, random, window, pages_per_par
 def test_pages_outside_the_window_are_not_read(assert_equals_oracle, paged_cache, random, work):
     cache = paged_cache([5 * B], 1, 32, B, torch.float32)
     query = random(1, 2, 32)
-    arguments = query, cache.pool, cache.block_table, cache.kv_lengths, *work(cache.kv_lengths, window=2 * B), 0.2
+    arguments = (query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
+                 *work(cache.kv_lengths, window=2 * B), 0.2)
     for page in cache.block_table[0, :3].tolist():
         cache.pool[page] = torch.nan
     assert_equals_oracle(
@@ -71,7 +85,7 @@ def test_capped_scores(
     query = random(3, 6, 32, dtype=dtype)
     out = nan_like(query)
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        "paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
         *work(cache.kv_lengths, pages_per_part, window), 0.2 * stretch, window=window, out=out, softcap=softcap,
         roundings=2, reduction=(32 + 5 * B + 3) * min(stretch, 40),
         dtype=dtype,
@@ -85,7 +99,8 @@ def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attenti
                                                    softcap):
     cache = paged_cache([1, 20, 90], 2, 8, B, torch.float64)
     query = 3 * random(3, 4, 8, dtype=torch.float64)
-    arguments = query, cache.pool, cache.block_table, cache.kv_lengths, None, None, 0.3, window
+    arguments = (query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths, None, None, 0.3,
+                 window)
     out = run_oracle("paged_attention_decode", *arguments, softcap=softcap)
     expected = torch.stack([
         streaming_attention(query[i : i + 1], cache.contents[i], 0.3, window or 1000, 0, softcap)[0] for i in range(3)
@@ -104,8 +119,8 @@ def test_the_oracle_attends_under_the_streaming_mask(
     for sequence, length in enumerate(cache.kv_lengths.tolist()):
         cache.give_back(sequence, length - 1, window, sink)
     out = run_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, None, None, 0.3,
-        window=window, sink=sink,
+        "paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths, None,
+        None, 0.3, window=window, sink=sink,
     )
     expected = torch.stack(
         [streaming_attention(query[i : i + 1], cache.contents[i], 0.3, window, sink)[0] for i in range(4)]
@@ -126,7 +141,7 @@ def test_sinks_stay_visible_and_pages_between_are_not_read(
     assert given_back[-1] >= 6
     query = random(5, 4, 32)
     out = assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        "paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
         *work(cache.kv_lengths, pages_per_part, window, sink), 0.2, window=window, out=nan_like(query), sink=sink,
         roundings=2, reduction=32 + 90, dtype=torch.float32,
     )
@@ -140,7 +155,8 @@ def test_sinks_in_half_precision_and_through_slots(assert_equals_oracle, paged_c
     slots = integers([1, 0])
     lengths = cache.kv_lengths[slots.long()]
     assert_equals_oracle(
-        "paged_attention_decode", random(2, 6, 64, dtype=dtype), cache.pool, cache.block_table, lengths,
+        "paged_attention_decode", random(2, 6, 64, dtype=dtype), *(rows[slots.long()] for rows in cache.take_newest()),
+        cache.pool, cache.block_table, lengths,
         *work(lengths, HALVED, 40, 33, block=32), 0.1, window=40, slots=slots, sink=33,
         roundings=2, reduction=64 + 73, dtype=dtype,
     )
@@ -148,7 +164,8 @@ def test_sinks_in_half_precision_and_through_slots(assert_equals_oracle, paged_c
 
 def test_sinks_without_a_window_mean_nothing(run_kernel, run_oracle, paged_cache, random, work):
     cache = paged_cache([40], 1, 32, B, torch.float32)
-    arguments = random(1, 2, 32), cache.pool, cache.block_table, cache.kv_lengths, *work(cache.kv_lengths), 0.2
+    arguments = (random(1, 2, 32), *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
+                 *work(cache.kv_lengths), 0.2)
     for run in (run_kernel, run_oracle):
         out = [run("paged_attention_decode", *arguments, sink=sink) for sink in (0, 4)]
         assert torch.equal(*out)
@@ -159,12 +176,12 @@ def test_padding_rows_are_zero_and_read_nothing(
     assert_equals_oracle, paged_cache, random, integers, pages_per_part, work
 ):
     cache = paged_cache([20, 1, 40], 1, 32, B, torch.float32)
-    query = random(3, 2, 32)
-    query[1] = torch.nan
+    query, (key, value) = random(3, 2, 32), cache.take_newest()
+    query[1] = key[1] = value[1] = torch.nan
     cache.block_table[1] = -(2**30)                        # an address far away
     lengths = integers([20, 0, 40])
     out = assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, lengths,
+        "paged_attention_decode", query, key, value, cache.pool, cache.block_table, lengths,
         *work(lengths, pages_per_part), 0.2, out=nan_like(query), reduction=100, dtype=torch.float32,
     )
     assert (out[1] == 0).all()
@@ -175,7 +192,8 @@ def test_sequences_are_found_through_their_slots(assert_equals_oracle, paged_cac
     slots = integers([3, 0])
     lengths = cache.kv_lengths[slots.long()]
     assert_equals_oracle(
-        "paged_attention_decode", random(2, 4, 32), cache.pool, cache.block_table, lengths, *work(lengths), 0.2,
+        "paged_attention_decode", random(2, 4, 32), *(rows[slots.long()] for rows in cache.take_newest()),
+        cache.pool, cache.block_table, lengths, *work(lengths), 0.2,
         slots=slots, reduction=100, dtype=torch.float32,
     )
 
@@ -185,7 +203,7 @@ def test_head_sizes(assert_equals_oracle, paged_cache, random, dtype, head_size,
     cache = paged_cache([33, 70], 1, head_size, 64, dtype)
     query = random(2, 3, head_size, dtype=dtype)
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
+        "paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
         *work(cache.kv_lengths, block=64), head_size**-0.5, out=nan_like(query),
         roundings=2, reduction=head_size + 70, dtype=dtype,
     )
@@ -194,33 +212,98 @@ def test_head_sizes(assert_equals_oracle, paged_cache, random, dtype, head_size,
 def test_more_query_heads_than_one_tile_row_block(assert_equals_oracle, paged_cache, random, work):
     cache = paged_cache([9, 40], 1, 32, 32, torch.float32)
     assert_equals_oracle(
-        "paged_attention_decode", random(2, 20, 32), cache.pool, cache.block_table, cache.kv_lengths,
-        *work(cache.kv_lengths, block=32), 0.2,
+        "paged_attention_decode", random(2, 20, 32), *cache.take_newest(), cache.pool, cache.block_table,
+        cache.kv_lengths, *work(cache.kv_lengths, block=32), 0.2,
         reduction=100, dtype=torch.float32,
     )
 
 
 @pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
-def test_queries_may_be_views_and_receive_the_result(assert_equals_oracle, paged_cache, random, work, pages_per_part):
+def test_what_came_from_one_projection_may_be_views_of_it_and_stays(
+    assert_equals_oracle, paged_cache, random, work, rotation, pages_per_part
+):
     cache = paged_cache([20, 33], 2, 32, B, torch.float32)
+    cache.take_newest()
     packed = random(2, 8, 32)
     before = packed.clone()
-    query = packed[:, :4]
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths,
-        *work(cache.kv_lengths, pages_per_part), 0.2, out=query, reduction=100, dtype=torch.float32,
+        "paged_attention_decode", *packed.split([4, 2, 2], dim=1), cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, pages_per_part), 0.2, **rotation(32), roundings=2, reduction=100, dtype=torch.float32,
     )
-    assert torch.equal(packed[:, 4:], before[:, 4:])
+    assert torch.equal(packed, before)
 
 
 def test_the_same_bits_alone_and_in_a_batch_where_parts_are_the_same(run_kernel, paged_cache, random, work):
     cache = paged_cache([70, 20, 5], 1, 32, B, torch.float32)
     query, lengths = random(3, 2, 32), cache.kv_lengths
-    together = run_kernel("paged_attention_decode", query, cache.pool, cache.block_table, lengths,
+    key, value = cache.take_newest()
+    together = run_kernel("paged_attention_decode", query, key, value, cache.pool, cache.block_table, lengths,
                           *work(lengths, HALVED), 0.2)
-    alone = run_kernel("paged_attention_decode", query[:1], cache.pool, cache.block_table[:1], lengths[:1],
-                       *work(lengths[:1], HALVED), 0.2)
+    alone = run_kernel("paged_attention_decode", query[:1], key[:1], value[:1], cache.pool, cache.block_table[:1],
+                       lengths[:1], *work(lengths[:1], HALVED), 0.2)
     assert torch.equal(together[:1], alone)
+
+
+# ---------------------------------------------------------------------- the newest token
+
+LENGTHS = [1, 2, B, B + 1, B + 2, 3 * B, 3 * B + 1, 5 * B + 3]
+
+
+@pytest.mark.parametrize("pages_per_part", [WHOLE, 1])
+@pytest.mark.parametrize("rotary_size", [0, 20])
+@pytest.mark.parametrize("window, sink", [(None, 0), (1, 3), (20, 5)])
+def test_the_newest_token_is_rotated_appended_and_attended_to(
+    assert_equals_oracle, paged_cache, random, dtype, rotary_size, window, sink, pages_per_part, work, rotation
+):
+    """From its place on, its page is full of NaN, and so are the pages that it does not see."""
+    cache = paged_cache(LENGTHS, 2, 32, B, dtype)
+    for sequence, length in enumerate(LENGTHS):
+        if window:
+            cache.give_back(sequence, length - 1, window, sink)
+    cache.take_newest()
+    query, key, value = random(len(LENGTHS), 10, 32, dtype=dtype).split([6, 2, 2], dim=1)
+    before = cache.pool.clone()
+    out = assert_equals_oracle(
+        "paged_attention_decode", query, key, value, cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, pages_per_part, window, sink), 0.2, window=window, out=nan_like(query), sink=sink,
+        **rotation(rotary_size), roundings=4, reduction=32 + 90, dtype=dtype,
+    )
+    assert out.isfinite().all()
+    changed = ~((cache.pool == before) | cache.pool.isnan() & before.isnan())
+    assert changed.sum() == key.numel() + value.numel()
+
+
+@pytest.mark.parametrize("rotary_size", [0, 20, 32])
+def test_the_pool_holds_what_rope_kv_append_writes(
+    run_kernel, paged_cache, random, integers, dtype, rotary_size, work, rotation
+):
+    cache = paged_cache(LENGTHS, 2, 32, B, dtype)
+    cache.take_newest()
+    query, key, value = random(len(LENGTHS), 10, 32, dtype=dtype).split([6, 2, 2], dim=1)
+    newest, tables, appended = cache.kv_lengths.long() - 1, rotation(rotary_size), cache.pool.clone()
+    pool_slots = cache.block_table[range(len(LENGTHS)), newest // B] * B + newest % B
+    run_kernel("paged_attention_decode", query, key, value, cache.pool, cache.block_table, cache.kv_lengths,
+               *work(cache.kv_lengths), 0.2, **tables)
+    run_kernel("rope_kv_append", query, key, value, appended, pool_slots, newest, **tables)
+    # Compiled, a product may be fused into the sum in one kernel and not in the other.
+    eps = torch.finfo(dtype).eps if appended.is_cuda else 0.0
+    torch.testing.assert_close(cache.pool, appended, rtol=eps, atol=eps, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_beams_share_the_pages_before_those_they_append_to(
+    assert_equals_oracle, paged_cache, random, integers, width, work, rotation
+):
+    """One sequence's beams are rows of the table that name the same pages, but for the last."""
+    cache = paged_cache([2 * B + 5] * width, 2, 32, B, torch.float32)
+    cache.block_table[1:, :2] = cache.block_table[0, :2].clone()
+    cache.take_newest()
+    query, key, value = random(width, 8, 32).split([4, 2, 2], dim=1)
+    assert_equals_oracle(
+        "paged_attention_decode", query, key, value, cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, 1), 0.2, slots=integers(list(range(width))), **rotation(32), roundings=2,
+        reduction=100, dtype=torch.float32,
+    )
 
 
 # ---------------------------------------------------------------------- the work list
@@ -242,9 +325,9 @@ def test_attention_over_the_work_list_of_a_step(
     assert len(work_list) == 40 and (part_starts[-1] or window or not any(lengths))
     query = random(len(lengths), 4, 32)
     assert_equals_oracle(
-        "paged_attention_decode", query, cache.pool, cache.block_table, cache.kv_lengths, integers(work_list.tolist()),
-        integers(part_starts.tolist()), 0.2, window=window, out=nan_like(query), sink=sink, roundings=2,
-        reduction=32 + max(lengths), dtype=torch.float32,
+        "paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
+        integers(work_list.tolist()), integers(part_starts.tolist()), 0.2, window=window, out=nan_like(query),
+        sink=sink, roundings=2, reduction=32 + max(lengths), dtype=torch.float32,
     )
 
 

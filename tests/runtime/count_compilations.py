@@ -105,9 +105,8 @@ def serve_bound(attention, step, query, key, value, rotary):
         return 0
     work = attention.plan_generation(step.kv_lengths)
     attention.bind_generation(GenerationInputs(
-        torch.from_numpy(step.positions), torch.from_numpy(step.pool_slots), torch.from_numpy(step.kv_lengths),
-        torch.from_numpy(step.slots), TABLES, {window: tuple(map(torch.from_numpy, arrays))
-                                               for window, arrays in work.items()},
+        torch.from_numpy(step.kv_lengths), torch.from_numpy(step.slots), TABLES,
+        {window: tuple(map(torch.from_numpy, arrays)) for window, arrays in work.items()},
         is_split=any(starts[-1] for _, starts in work.values())))
     attention.run(0, query, key, value, rotary)
     return 1

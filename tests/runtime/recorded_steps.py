@@ -86,8 +86,8 @@ def recordings(backend, steps):
 
 def planted(backend, steps):
     """What the recorder says of steps that take one thing from the host, or wait for the device."""
-    def positions_of_the_host(steps, given, shape):
-        given.attention.positions.copy_(torch.from_numpy(steps.inputs.arrays(shape)["short_positions"].copy()))
+    def rows_of_the_host(steps, given, shape):
+        given.attention.table_rows.copy_(torch.from_numpy(steps.inputs.arrays(shape)["table_rows"].copy()))
 
     def length_as_a_number(steps, given, shape):
         given.attention.kv_lengths[:1].fill_(int(steps.inputs.arrays(shape)["kv_lengths"][0]))
@@ -96,7 +96,7 @@ def planted(backend, steps):
         given.slots[0].item()
 
     right = generation_step.GenerationSteps.run_step
-    for plant in (positions_of_the_host, length_as_a_number, waits):
+    for plant in (rows_of_the_host, length_as_a_number, waits):
         def run_step(steps, shape, plant=plant):
             plant(steps, steps.inputs.tensors(shape), shape)
             right(steps, shape)

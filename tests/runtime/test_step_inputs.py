@@ -29,8 +29,7 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
         given = inputs.tensors(shape)
         attention = given.attention
         there = {"slots": given.slots, "positions": given.positions, "draw_positions": given.draw_positions,
-                 "pool_slots": attention.pool_slots, "table_entries": given.table_entries,
-                 "table_blocks": given.table_blocks, "short_positions": attention.positions,
+                 "table_entries": given.table_entries, "table_blocks": given.table_blocks,
                  "kv_lengths": attention.kv_lengths, "table_rows": attention.table_rows}
         for index, window in enumerate(WINDOWS):
             there |= dict(zip((f"work_{index}", f"starts_{index}"), attention.work[window]))

@@ -14,14 +14,16 @@ from batch_manager.tools.gpu_report.records import DRY, FAILED, NOT_REACHED, Rec
 
 REFUSED_ON_A_CPU = "cuda_graphs"
 PEER_ATTENTION = """
+import torch
+
 from batch_manager.triton_kernels.reference.paged_attention_context import paged_attention_context
-from batch_manager.triton_kernels.reference.paged_attention_decode import paged_attention_decode
 
 NAME = "a peer"
 
 
 def decode(query, kv_pool, block_table, kv_lengths, scale):
-    return paged_attention_decode(query, kv_pool, block_table, kv_lengths, None, None, scale)
+    starts = torch.arange(len(query) + 1)
+    return paged_attention_context(query, kv_pool, block_table, starts, kv_lengths, None, scale)
 
 
 def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):

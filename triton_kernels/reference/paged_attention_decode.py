@@ -1,59 +1,73 @@
-"""Attention of one query token per sequence over that sequence's pages.
+"""Append the newest token of each sequence to its pages, and attend from it over them.
 
-    out[s, h] = softmax(scale * query[s, h] . K[s, h // G]) V[s, h // G]
-    over the keys k of sequence s with k > p - window or k < sink, where its query stands at p = kv_lengths[s] - 1
+    key, value and query of sequence s are those of its token at position p = kv_lengths[s] - 1
+    rotated(x) = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged], where x1 and x2 are the
+    first and the second half of the leading R entries, and cos and sin are row p of the tables
+    page[0, h, p % B] = rotated(key[s, h]),  page[1, h, p % B] = value[s, h]   in block block_table[row of s, p // B]
+    out[s, h] = softmax(scale * rotated(query[s, h]) . K[s, h // G]) V[s, h // G]
+    over the keys k <= p of sequence s with k > p - window or k < sink
 
 Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads; heads contiguous
+            key, value               [S, HK, D]   likewise; the three may be views of one packed tensor
             kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order. An entry whose page
-                                                        holds no visible key is not looked at: its block may have
-                                                        been given to somebody else.
+            block_table              [rows, max_blocks] int32   pages of a sequence, in order, the newest token's
+                                                        included. An entry whose page holds no visible key is not looked
+                                                        at: its block may have been given to somebody else.
             kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
             work_list                [W, 4] int32   from `decode_work_list` for the same lengths, window and sink, on
                                                     the queries' device; -1 in its first column is padding. The oracle
                                                     does not need it.
             part_starts              [S + 1] int32   likewise; None: no sequence has several parts
             slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
-            out                      [S, HQ, D]   None: allocated; may be `query` itself
+            out                      [S, HQ, D]   None: allocated; shares no memory with query, key or value
+            cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
             softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
             The result depends on where the work list cuts a sequence in the last bits only.
-Mutates     out. A row of length 0 is set to zero.
+Mutates     kv_pool, one place of each sequence, and out. A row of length 0 writes nothing and is set to zero.
 Returns     out.
-Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
+Needs       a page with a visible key holds finite numbers before the place of the newest token; from there on it is not
+            read. No two sequences append to one place.
 """
 
 import torch
 
+from .rope_kv_append import rope_kv_append
+
 
 def paged_attention_decode(
-    query, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None, out=None, sink=0,
-    softcap=None,
+    query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
+    out=None, sink=0, softcap=None, cos_table=None, sin_table=None,
 ):
-    """One query token per sequence; see the module's docstring for shapes."""
+    """Append and attend from one token per sequence; see the module's docstring for shapes."""
     num_sequences, num_heads, head_size = query.shape
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads
     wide = torch.promote_types(query.dtype, torch.float32)
     out = torch.empty_like(query) if out is None else out
 
-    for sequence in range(num_sequences):
+    rows = [sequence if slots is None else int(slots[sequence]) for sequence in range(num_sequences)]
+    newest = (kv_lengths.long() - 1).clamp(min=0)
+    block = block_table[rows, newest // tokens_per_block].long()
+    pool_slots = torch.where(kv_lengths > 0, block * tokens_per_block + newest % tokens_per_block, -1)
+    query = rope_kv_append(query, key, value, kv_pool, pool_slots, newest, cos_table, sin_table,
+                           query_out=torch.empty_like(query))
+    for sequence, row in enumerate(rows):
         kv_length = int(kv_lengths[sequence])
         if kv_length == 0:
             out[sequence] = 0
             continue
-        row = sequence if slots is None else int(slots[sequence])
         position = torch.arange(kv_length, dtype=torch.int64, device=query.device)
         if window:
             position = position[(position >= kv_length - window) | (position < sink)]
         block, offset = block_table[row, position // tokens_per_block].long(), position % tokens_per_block
         keys, values = (kv_pool[block, kind, :, offset].to(wide).transpose(0, 1) for kind in (0, 1))    # [HK, keys, D]
 
-        rows = query[sequence].to(wide).reshape(num_kv_heads, group, head_size)
-        scores = scale * rows @ keys.transpose(1, 2)
+        heads = query[sequence].to(wide).reshape(num_kv_heads, group, head_size)
+        scores = scale * heads @ keys.transpose(1, 2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         out[sequence] = (scores.softmax(-1) @ values).reshape(num_heads, head_size).to(out.dtype)

@@ -6,8 +6,9 @@ The file is a Python module of the reader's own around whatever library it carri
     decode(query, kv_pool, block_table, kv_lengths, scale) -> tensor
     context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale) -> tensor, causal
 
-with the shapes of `triton_kernels.paged_attention_decode` and `_context`. What it lays out differently, it lays out in
-its first call with a pool, and keeps. It runs while a graph is captured, and its results are checked before.
+with the shapes of `triton_kernels.paged_attention_decode` and `_context`. Queries come rotated, and the newest keys and
+values are in the pool: what the kernel does of that a peer need not do. What it lays out differently, it
+lays out in its first call with a pool, and keeps. It runs while a graph is captured. Its results are checked before.
 """
 
 import importlib.util
@@ -30,7 +31,7 @@ class AttentionPeer:
 
     def decode(self, sequences: PagedSequences) -> Callable[[int], torch.Tensor]:
         return lambda number: self._module.decode(
-            sequences.query, sequences.layer(number), sequences.block_table, sequences.kv_lengths,
+            sequences.rotated, sequences.layer(number), sequences.block_table, sequences.kv_lengths,
             sequences.heads.scale)
 
     def context(self, sequences: PagedSequences) -> Callable[[int], torch.Tensor]:

@@ -13,6 +13,7 @@ from ...triton_kernels.paged_attention_context import paged_attention_context
 from ...triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
 from ...triton_kernels.reference.paged_attention_context import paged_attention_context as context_oracle
 from ...triton_kernels.reference.paged_attention_decode import paged_attention_decode as decode_oracle
+from ...triton_kernels.reference.rope_kv_append import rope_kv_append
 from .bench import Bench
 
 LAYERS = 4          # that launches take turns on: together far more than a GPU's cache holds
@@ -40,6 +41,9 @@ class PagedSequences:
 
     lengths        [S] keys of each sequence
     new_tokens     query tokens of each, its last ones: 1 for a generation step
+
+    query, key, value   of these tokens, as their projection leaves them
+    rotated             the queries of a generation step, rotated; its keys and values are in every layer of the pool
     """
 
     def __init__(self, bench: Bench, heads: Heads, lengths: np.ndarray, new_tokens: int = 1,
@@ -56,10 +60,27 @@ class PagedSequences:
         self.block_table = bench.tensor(table, torch.int32)
         self.kv_lengths = bench.tensor(self.lengths, torch.int32)
         rows = len(pages) * new_tokens
-        self.query = bench.normal(rows, heads.query, heads.size)
+        self.query, self.key, self.value = bench.normal(rows, heads.query + 2 * heads.kv, heads.size).split(
+            [heads.query, heads.kv, heads.kv], 1)
+        if new_tokens == 1:
+            angles = bench.normal(int(self.lengths.max()), heads.size // 2, dtype=torch.float32)
+            self.tables = {"cos_table": angles.cos(), "sin_table": angles.sin()}
+            self.rotated = self._append(table, tokens_per_block)
         self.out = bench.poisoned(rows, heads.query, heads.size)
         self.starts = np.arange(len(pages) + 1) * new_tokens
         self.cu_seqlens = bench.tensor(self.starts, torch.int32)
+
+    def _append(self, table: np.ndarray, tokens_per_block: int) -> torch.Tensor:
+        """Write the newest keys and values to each layer; the rotated queries."""
+        newest = self.lengths - 1
+        blocks = table[np.arange(len(newest)), newest // tokens_per_block].astype(np.int64)
+        slots, positions = (torch.from_numpy(numbers).to(self.query.device)
+                            for numbers in (blocks * tokens_per_block + newest % tokens_per_block, newest))
+        rotated = torch.empty(self.query.shape, dtype=self.query.dtype, device=self.query.device)
+        for number in range(LAYERS):
+            rope_kv_append(self.query, self.key, self.value, self.layer(number), slots, positions, **self.tables,
+                           query_out=rotated)
+        return rotated
 
     @property
     def kv_bytes(self) -> int:
@@ -78,15 +99,15 @@ class PagedSequences:
         return self.pool[:, number % LAYERS]
 
     def decode(self) -> Callable[[int], torch.Tensor]:
-        """A launch of decode attention on layer `number`, with the work list that an engine would make."""
+        """A launch that appends to layer `number` and attends, with the work list that an engine would make."""
         block, size = self.pool.shape[4:]
         places = decode_settings(size, block, self.pool.element_size(), device_limits()).places
         work_list, part_starts = decode_work_list(self.lengths, block, self.heads.kv, places)
         work = torch.from_numpy(work_list).to(self.query.device)
         starts = torch.from_numpy(part_starts).to(self.query.device) if part_starts[-1] else None
         return lambda number: paged_attention_decode(
-            self.query, self.layer(number), self.block_table, self.kv_lengths, work, starts, self.heads.scale,
-            out=self.out)
+            self.query, self.key, self.value, self.layer(number), self.block_table, self.kv_lengths, work, starts,
+            self.heads.scale, out=self.out, **self.tables)
 
     def context(self) -> Callable[[int], torch.Tensor]:
         """A launch of context attention on layer `number`."""
@@ -103,8 +124,9 @@ class PagedSequences:
         result = launch(0)
         some = np.unique(np.linspace(0, len(self.lengths) - 1, 4).astype(int))
         expected = torch.cat([decode_oracle(
-            self.query[row : row + 1].double(), self.layer(0), self.block_table[row : row + 1],
-            self.kv_lengths[row : row + 1], None, None, self.heads.scale) for row in some])
+            *(given[row : row + 1].double() for given in (self.query, self.key, self.value)), self.layer(0),
+            self.block_table[row : row + 1], self.kv_lengths[row : row + 1], None, None, self.heads.scale,
+            **self.tables) for row in some])
         # Rows that are not compared must have been written all the same.
         return relative_error(result[some], expected) if result.isfinite().all() else float("inf")
 
