@@ -184,9 +184,12 @@ def load(family, monkeypatch, dtype=torch.float32):
     return LoadedModel(spec, model, 0, CPU, dtype)
 
 
+def pool_of(loaded):
+    return make_kv_pool(loaded.spec, 2, BLOCK_TOKENS, loaded.dtype, CPU)
+
+
 def attention_of(loaded):
-    pool = make_kv_pool(loaded.spec, 2, BLOCK_TOKENS, loaded.dtype, CPU)
-    return make_attention(loaded.spec, pool)
+    return make_attention(loaded.spec, pool_of(loaded))
 
 
 LLAMA_LAYER, GPT2_LAYER = ["nP", "attend", "product", "nPa", "product"], ["nP", "attend", "P+", "nPa", "P+"]
@@ -240,10 +243,21 @@ def test_a_recording_that_gives_something_else_is_refused(monkeypatch):
 
 def test_registers_are_given_back_behind_their_last_use(monkeypatch):
     monkeypatch.setattr("batch_manager.runtime.fused_step.is_fused", lambda *sizes: False)
-    recording = recorded(norm_at_the_end)
-    launches = FusedStep(recording, CPU, LIMITS, gives_logits=False)._prepare(3)
+    recording, held = recorded(norm_at_the_end), []
+    step = FusedStep(recording, CPU, LIMITS, gives_logits=False)
+    launches = step._prepare(3)
     given_back = [register for _, read_last in launches for register in read_last]
     assert sorted([*given_back, recording.result]) == list(range(len(recording.widths)))
+
+    def watched(launch):
+        def run(registers, *others):
+            held.append(sum(register is not None for register in registers))
+            launch(registers, *others)
+        return run
+
+    step._launches[3] = [(watched(launch), read_last) for launch, read_last in launches]
+    step.run(torch.ones(3, 12), torch.zeros(3, dtype=torch.int64), None)
+    assert held == [1, 2, 2, 2, 1]                                # what comes in, and what the one before made
 
 
 @pytest.mark.parametrize("change, level", [
@@ -261,8 +275,8 @@ def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level,
     monkeypatch.setattr(native_backend, "use_triton", lambda device: True)
     assert backend._runner.fused is None
     backend._plain_steps = object()
-    runner, pool = backend._runner, backend._pool
-    runner.attention = attention_of(loaded)
+    runner, pool = backend._runner, pool_of(loaded)
+    runner.attention, backend._pool = make_attention(loaded.spec, pool), pool
     forward = type(loaded.model).forward
     backend.fuse_steps(loaded, loaded.spec)
     assert isinstance(runner.fused, FusedStep) and not np.any(pool.numpy())
