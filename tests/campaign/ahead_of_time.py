@@ -26,7 +26,8 @@ KERNEL_TESTS = ROOT / "tests" / "kernels"
 GPUS = ("sm_80", "sm_90", "sm_100", "gfx942")
 OTHER_TRITONS = ("3.6.0",)
 NO_CALLS = ("tests/kernels/test_ahead_of_time.py", "tests/kernels/test_argument_sets.py",       # of kernels
-            "tests/kernels/test_activation.py::test_an_unknown_kind_is_refused")
+            "tests/kernels/test_activation.py::test_an_unknown_kind_is_refused",
+            "tests/kernels/test_fused_linear.py::test_an_unknown_kind_of_activation_is_refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class Allowed:
 
 
 ALLOWED = (
-    Allowed(("_context_kernel", "_decode_kernel", "_deterministic_linear_kernel"), GPUS, ("float32",), 4512, 0,
-            "products without matrix instructions: float32 is there to compare with"),
+    Allowed(("_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel"), GPUS,
+            ("float32",), 4512, 0, "products without matrix instructions: float32 is there to compare with"),
     Allowed(("_context_kernel",), ("sm_100",), ("float16", "bfloat16"), 24, 0,
             "two to six registers, mostly with a window"),
     Allowed(("_decode_kernel",), ("sm_100",), ("float16", "bfloat16"), 8, 0,
