@@ -1,5 +1,6 @@
 """Which operations share a launch: recordings made by hand, and what models of each family come down to."""
 
+import copy
 import importlib.util
 import logging
 from pathlib import Path
@@ -25,8 +26,10 @@ from batch_manager.runtime.product_fusion import FusedProduct, fuse
 from batch_manager.runtime.step_fusion import WrongStepError, make_fused_step, record_step
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 from batch_manager.weights.json_file import Fields
-from tests.deterministic.differential import CONFIGS, DECODER, _RecordedWeights
+from tests.deterministic import differential
+from tests.deterministic.differential import DECODER, _RecordedWeights
 
+CONFIGS = copy.deepcopy(differential.CONFIGS)          # other tests change the sizes there
 CPU = torch.device("cpu")
 LIMITS = DeviceLimits(shared_bytes=227 * 1024, multiprocessors=132, operands_in_shared=True)
 OWN_MODELS = Path(__file__).parents[1] / "own_models"
