@@ -10,6 +10,7 @@ from ..config import TrtGptModelOptionalParams
 from ..contained_log import log
 from ..errors import ConfigError
 from ..layers.recording import NotRecordableError, RecordedAttention, record, record_head
+from ..loading_thread import check_interruption
 from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel
 from ..triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
@@ -48,7 +49,7 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention
     if block % BLOCK_UNIT or block > LARGEST_BLOCK:
         return f"tokens_per_block is {block}; it takes multiples of {BLOCK_UNIT} up to {LARGEST_BLOCK}"
     try:
-        load_library()
+        load_library(check_interruption)
     except CannotCompileError as error:
         return str(error)
     return ""

@@ -1,18 +1,22 @@
 """The library is compiled once for a processor, and where it cannot be, everything runs in torch."""
 
 import os
+import time
 
 import pytest
 
-from batch_manager.triton_kernels.cpu.native import library
+from batch_manager.triton_kernels.cpu.native import build, library
 
-load = library._load_once.__wrapped__
+
+def load():
+    """The library, or why there is none, as a process has it that asks for the first time."""
+    return library._load(lambda: None)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "FLAGS", ("-O0", *library.FLAGS[1:]))            # a tenth of the time to compile
+    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))            # a tenth of the time to compile
     return tmp_path / "batch_manager"
 
 
@@ -20,15 +24,15 @@ def test_it_is_compiled_once_and_found_again(cache, monkeypatch):
     assert not isinstance(load(), str)
     (built,) = cache.iterdir()
     assert built.suffix == ".so" and cache.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
     assert not isinstance(load(), str)
 
 
 def test_other_sources_flags_and_processors_have_files_of_their_own(cache, monkeypatch):
     load()
-    monkeypatch.setattr(library, "_processor", lambda: "another one")
+    monkeypatch.setattr(build, "_processor", lambda: "another one")
     load()
-    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-DANOTHER"))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DANOTHER"))
     load()
     assert len(list(cache.iterdir())) == 3
 
@@ -50,7 +54,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(cache, monkeypatch, tmp_pat
 
 def test_what_killed_processes_left_is_deleted_when_it_is_old(cache):
     cache.mkdir(mode=0o700)
-    old, young = cache / f"{library.UNFINISHED}old.so", cache / f"{library.UNFINISHED}young.so"
+    old, young = cache / f"{build.UNFINISHED}old.so", cache / f"{build.UNFINISHED}young.so"
     for path in (old, young):
         path.touch()
     os.utime(old, (0, 0))
@@ -58,23 +62,121 @@ def test_what_killed_processes_left_is_deleted_when_it_is_old(cache):
     assert not old.exists() and young.exists()
 
 
-def test_a_damaged_file_in_the_cache_is_no_reason_to_fail(cache):
-    cache.mkdir(mode=0o700)
-    built = cache / library._file_name(library.shutil.which("cc"))
-    built.write_bytes(b"damaged")
+@pytest.mark.parametrize("damage", [
+    lambda content: b"damaged", lambda content: b"", lambda content: content[:4096], lambda content: content[:-1],
+    lambda content: content[:9000] + bytes([content[9000] ^ 1]) + content[9001:]], ids=[
+    "other", "empty", "first page", "last byte missing", "one bit"])
+def test_a_damaged_file_in_the_cache_is_replaced(cache, damage):
+    """Loading it would end the process: what is mapped and not there is a bus error."""
+    load()
+    (built,) = cache.iterdir()
+    content = built.read_bytes()
+    built.unlink()                          # what this process has mapped stays whole
+    built.write_bytes(damage(content))
     assert not isinstance(load(), str)
-    assert built.stat().st_size > 1000
+    assert list(cache.iterdir()) == [built] and len(built.read_bytes()) == len(content)
+
+
+def _compiler(folder, script):
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n[ \"$1\" = --version ] && exit 0\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+WRITES = 'while [ "$1" != -o ]; do shift; done; '
+
+
+@pytest.mark.parametrize(("script", "reason"), [
+    ("printf 'na\\357ve \\033[31m failure' >&2; exit 1", "na\N{REPLACEMENT CHARACTER}ve [31m failure"),
+    ("exit 3", "exit status 3"), ("kill -9 $$", "exit status -9"),
+    ("exit 0", "it said nothing and wrote nothing"),
+    (WRITES + "echo 'int other;' | cc -shared -o $2 -xc -", "the library that it built has no function stop_helpers"),
+])
+def test_what_a_broken_compiler_says_or_writes(cache, monkeypatch, tmp_path, script, reason):
+    compiler = _compiler(tmp_path, script)
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
+    assert load() == f"compiling with {compiler} failed: {reason}"
+    assert list(cache.iterdir()) == []
+
+
+def test_a_compiler_with_options(cache, monkeypatch):
+    monkeypatch.setenv("CC", "cc -DOPTION='of two words'")
+    commands, run = [], build._run
+    monkeypatch.setattr(build, "_run", lambda command, *more: commands.append(command) or run(command, *more))
+    assert not isinstance(load(), str)
+    assert [command[1] for command in commands] == ["-DOPTION=of two words"] * 2
+
+
+@pytest.mark.parametrize("when", ["--version", "compiling"])
+def test_an_interruption_ends_the_compiler_and_what_it_started(cache, monkeypatch, tmp_path, when):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\n[ {when} = compiling ] && [ \"$1\" = --version ] && exit 0\n"
+                        f"sleep 60 & echo $! > {tmp_path}/child; wait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+
+    def check():
+        if (tmp_path / "child").exists() and (tmp_path / "child").read_text().strip():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        library._load(check)
+    child, ends_at = int((tmp_path / "child").read_text()), time.monotonic() + 10
+    while _runs(child) and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    assert not _runs(child)
+    assert not cache.exists() or list(cache.iterdir()) == []
+
+
+def _runs(process_id):
+    try:
+        with open(f"/proc/{process_id}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_compiler_that_never_ends(cache, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "SECONDS_TO_COMPILE", 0.3)
+    compiler = _compiler(tmp_path, "sleep 60")
+    monkeypatch.setenv("CC", compiler)
+    assert "timed out after 0.3 seconds" in load()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_full_folder_is_no_reason_not_to_use_the_other_one(cache, monkeypatch, tmp_path):
+    compile_to = build._compile
+
+    def compile_where_there_is_room(compiler, path, check):
+        if str(cache) in path:
+            raise OSError("No space left on device")
+        compile_to(compiler, path, check)
+
+    monkeypatch.setattr(build, "_compile", compile_where_there_is_room)
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
+    assert not isinstance(load(), str)
+    assert list(cache.iterdir()) == [] and len(list((tmp_path / "other").glob("*/*.so"))) == 1
+
+
+def test_a_folder_that_everybody_can_write_to_is_not_loaded_from(cache, monkeypatch, tmp_path):
+    cache.mkdir()
+    cache.chmod(0o777)
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
+    assert not isinstance(load(), str)
+    assert list(cache.iterdir()) == [] and len(list((tmp_path / "other").glob("*/*.so"))) == 1
 
 
 def test_a_cache_that_cannot_be_written(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    monkeypatch.setattr(library.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
     assert not isinstance(load(), str)
     assert len(list((tmp_path / f"batch_manager-{os.getuid()}").iterdir())) == 1
 
 
 def test_a_folder_of_somebody_elses_is_not_loaded_from(cache, monkeypatch, tmp_path):
     load()
-    monkeypatch.setattr(library.os, "getuid", lambda: 12345)
-    monkeypatch.setattr(library.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
+    monkeypatch.setattr(build.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
     assert load().endswith("failed: no folder for the compiled file can be written")

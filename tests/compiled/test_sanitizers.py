@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_manager.triton_kernels.cpu.native.library import HERE
+from batch_manager.triton_kernels.cpu.native.build import HERE
 
 PROGRAM = Path(__file__).with_name("many_jobs.c")
 

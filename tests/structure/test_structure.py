@@ -51,7 +51,8 @@ FLOORS: dict[str, list[str]] = {
     "attention": [*GROUND, "triton_kernels", "parallel", "weights"],
     "models": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention"],
     "decoding": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention"],
-    "runtime": [*GROUND, "triton_kernels", "parallel", "weights", "layers", "attention", "models", "decoding"],
+    "runtime": [*GROUND, "loading_thread", "triton_kernels", "parallel", "weights", "layers", "attention", "models",
+                "decoding"],
 
     "parts": [*GROUND, "requests", "kv", "scheduling"],
     "build": ["clock", "parts", *GROUND, *HOST, *DEVICE, "triton_kernels", "interpreter_exit"],
@@ -96,7 +97,8 @@ ALLOWED_LOADERS = {
     ("batch_manager/models/registry.py", "importlib"): "model families are imported when wanted, from a table there",
     ("triton_kernels/dispatch.py", "importlib"): "a kernel, the CPU's own form of it or its oracle, by its name",
     ("triton_kernels/cpu/native/library.py", "ctypes"): "the compiled step: the package's own source, compiled here",
-    ("triton_kernels/cpu/native/library.py", "subprocess"): "the C compiler, on the package's own source",
+    ("triton_kernels/cpu/native/build.py", "ctypes"): "likewise",
+    ("triton_kernels/cpu/native/build.py", "subprocess"): "the C compiler, on the package's own source",
     ("batch_manager/runtime/thread_count.py", "ctypes"): "functions of the OpenMP and MKL that torch has loaded",
 }
 
@@ -116,7 +118,7 @@ BROAD_EXCEPTS = {
 
 ALLOWED_ENVIRONMENT = {
     "triton_kernels/dispatch.py": "TRITON_INTERPRET is Triton's own switch",
-    "triton_kernels/cpu/native/library.py": "$CC names the compiler, $XDG_CACHE_HOME where what it compiled is kept",
+    "triton_kernels/cpu/native/build.py": "$CC names the compiler, $XDG_CACHE_HOME where what it compiled is kept",
 }
 
 # Functions of torch whose result has the host's default dtype, or lies on its default device, unless they are told.

@@ -1,0 +1,183 @@
+"""The compiled library as a file: found in the cache, or built.
+
+It is compiled with `-march=native`, so a built file is of one kind of processor, one compiler and one state of the
+sources; all three are in its name. It ends with a digest of what is before: a damaged file would end the process that
+loads it. The cache is $XDG_CACHE_HOME/batch_manager, or ~/.cache/batch_manager, or where that cannot be used this
+user's folder among the temporary files.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+HERE = Path(__file__).parent
+SOURCE, HEADERS = HERE / "step.c", (
+    "vectors.h", "tiles.h", "products.h", "rows.h", "attention.h", "attention_tiles.h")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
+COMPILERS = ("cc", "gcc", "clang")
+SECONDS_TO_COMPILE, SECONDS_TO_SAY_A_VERSION = 300.0, 60.0
+SECONDS_BETWEEN_LOOKS = 0.1
+LONGEST_MESSAGE = 300
+UNFINISHED = "unfinished-"
+DIGEST_BYTES = hashlib.sha256().digest_size
+WRITABLE_BY_ALL = 0o002
+
+Compiler = Sequence[str]
+
+
+class CannotBuildError(Exception):
+    """The text says why."""
+
+
+def built_library(functions: Sequence[str], check_interruption: Callable[[], None]) -> ctypes.CDLL:
+    """The library from the first folder that has it, or where it can be built.
+
+    functions            what it must have
+    check_interruption   called now and then while the compiler runs; when it raises, the compiler is stopped
+
+    Raises CannotBuildError.
+    """
+    compiler = _compiler()
+    try:
+        name = _file_name(compiler, check_interruption)
+        return _loaded(compiler, name, functions, check_interruption)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotBuildError(f"compiling with {shlex.join(compiler)} failed: {error}") from error
+
+
+def _compiler() -> Compiler:
+    """$CC, which may have options, else the first of COMPILERS that there is. Raises CannotBuildError."""
+    with contextlib.suppress(ValueError):                  # quotation marks that are not closed
+        wanted = shlex.split(os.environ.get("CC", ""))
+        if wanted and (path := shutil.which(wanted[0])):
+            return [path, *wanted[1:]]
+    for path in filter(None, map(shutil.which, COMPILERS)):
+        return [path]
+    raise CannotBuildError(f"no C compiler was found: neither $CC nor {', '.join(COMPILERS)}")
+
+
+def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_interruption: Callable[[], None]
+            ) -> ctypes.CDLL:
+    """Raises OSError and SubprocessError."""
+    refusal = OSError("no folder for the compiled file can be written")
+    for folder in _folders():
+        path = folder / name
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+            if status.st_uid != os.getuid() or status.st_mode & WRITABLE_BY_ALL or path.is_dir():
+                continue                                   # who can write there decides what runs in this process
+            with contextlib.suppress(OSError):             # not there, or damaged: it is replaced then
+                return _opened(path, functions)
+            _remove_unfinished(folder)
+            handle, unfinished = tempfile.mkstemp(dir=folder, prefix=UNFINISHED, suffix=".so")
+        except OSError:
+            continue
+        os.close(handle)
+        try:
+            _compile(compiler, unfinished, check_interruption)
+            _append_digest(unfinished)
+            library = _opened(Path(unfinished), functions)
+            os.replace(unfinished, path)                   # at once: another process may look, or compile too
+            return library
+        except OSError as error:                           # this folder may be full, another one not
+            refusal = error
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
+    raise refusal
+
+
+def _opened(path: Path, functions: Sequence[str]) -> ctypes.CDLL:
+    """Raises OSError where the file is not what was built."""
+    content = path.read_bytes()
+    if hashlib.sha256(content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
+        raise OSError(f"{path} is damaged")
+    library = ctypes.CDLL(str(path))
+    for function in functions:
+        if not hasattr(library, function):
+            raise OSError(f"the library that it built has no function {function}")
+    return library
+
+
+def _append_digest(path: str) -> None:
+    """After the end of a library nothing is looked at by those who load it."""
+    with open(path, "rb+") as file:
+        content = file.read()
+        if not content:
+            raise OSError("it said nothing and wrote nothing")
+        file.write(hashlib.sha256(content).digest())
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Delete what processes left that were killed while they compiled."""
+    for path in folder.glob(f"{UNFINISHED}*.so"):
+        with contextlib.suppress(OSError):                 # another process was faster
+            if time.time() - path.stat().st_mtime > 2 * SECONDS_TO_COMPILE:
+                path.unlink()
+
+
+def _file_name(compiler: Compiler, check_interruption: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    for part in (SOURCE, *(HERE / header for header in HEADERS)):
+        digest.update(part.read_bytes())
+    version = _run([*compiler, "--version"], SECONDS_TO_SAY_A_VERSION, check_interruption)
+    for text in (version, " ".join([*compiler[1:], *FLAGS]).encode(), _processor().encode()):
+        digest.update(text)
+    return f"step-{digest.hexdigest()[:24]}.so"
+
+
+def _compile(compiler: Compiler, path: str, check_interruption: Callable[[], None]) -> None:
+    logger.info("compiling the step for this processor, which is done once")
+    _run([*compiler, *FLAGS, "-o", path, str(SOURCE), "-lm"], SECONDS_TO_COMPILE, check_interruption)
+
+
+def _run(command: Sequence[str], seconds: float, check_interruption: Callable[[], None]) -> bytes:
+    """What a command writes to its standard output. Raises OSError where it fails, TimeoutExpired."""
+    ends_at = time.monotonic() + seconds
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          start_new_session=True) as process:
+        try:
+            while True:
+                try:
+                    output, messages = process.communicate(timeout=SECONDS_BETWEEN_LOOKS)
+                    break
+                except subprocess.TimeoutExpired:
+                    check_interruption()
+                    if time.monotonic() > ends_at:
+                        raise subprocess.TimeoutExpired(list(command), seconds) from None
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)     # a compiler has processes of its own
+            raise
+    if process.returncode:
+        lines = messages.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
+        raise OSError("".join(filter(str.isprintable, lines[0]))[:LONGEST_MESSAGE])
+    return output
+
+
+def _folders() -> list[Path]:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return [Path(home) / "batch_manager", Path(tempfile.gettempdir()) / f"batch_manager-{os.getuid()}"]
+
+
+def _processor() -> str:
+    """What `-march=native` looks at: the name and the instruction sets of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)})) + platform.machine()
