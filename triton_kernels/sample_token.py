@@ -17,29 +17,39 @@ Shapes      logits                   [R, V]   any float dtype, contiguous rows, 
             position                 [R] int32   position of the token being drawn in its sequence
             tokens                   [R] int32 (or any integer dtype)      these three may be passed in, so that
             log_probs                [R] float32                           a captured graph writes to fixed places
-            finite                   [R] bool
+            finite                   [R] bool, or any integer dtype
             wants_log_prob           [R] bool on the host: rows whose log-prob is looked at; those of the others may be
                                      anything. None: all
             only_greedy              True: the caller knows that every row is greedy
+            slots                    [R] int64   where in temperature, top_k, top_p, min_p, seed and end_id the numbers
+                                     of a row are: these are [S] then. None: row r has those at r
+            end_id                   [R] int32   the token that ends a sequence; -1: none does. None: nobody asks
+            finish                   [R] any integer dtype   1 where a token is its sequence's end_id, else 0
+            last_tokens              [S, C] int64, contiguous, C a power of two: a token is kept at
+                                     [slots, position mod C]. None: nobody asks
+            counts                   [R, BUCKETS] int32, zeros: memory to work with. None: made
 Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit, the lowest id among
             equals.
-Mutates     tokens, log_probs, finite. finite is False where a row holds NaN or +inf or nothing but -inf; the token is
-            then 0 and the log-prob NaN.
+Mutates     tokens, log_probs, finite, finish, last_tokens, counts. finite is False where a row holds NaN or +inf or
+            nothing but -inf; the token is then 0 and the log-prob NaN.
 Oracle      triton_kernels/reference/sample_token.py
 Source      inverse transform sampling; the thresholds by radix selection instead of a sort; written for this project.
 
 A program is a row and a piece of the vocabulary, so that a few rows occupy a device as many do:
 
-    pieces    the maximum of each piece, its id, the sum of weights
+    pieces    the maximum of each piece, its id, the sum of weights; for top-k how many logits have which first digit
     digits    the thresholds of top-k, then of top-p, digit by digit. A digit is 11 bits of the integer that orders like
-              a logit, or the last 10: two have all of a 16-bit logit, three of a float32. For each, the logits that
-              agree with the threshold so far are counted, or weighed, by their next digit. Weights are integers, in
-              units of 2^-40 of the largest: their sums are the same in any order
+              a logit, or the last 10: two have all of a 16-bit logit, three of a float32. For each digit behind the
+              first, the logits that agree with the threshold so far are counted, and weighed, by that digit. The first
+              of these passes weighs all logits by their first digit as well, for top-p: what top-k takes away from that
+              is known when the passes of top-k are over. Weights are integers, in units of 2^-40 of the largest: their
+              sums are the same in any order
     masses    what is kept of each piece
-    draw      one program a row: the piece that u falls into, then the token
+    draw      one program a row: the piece that u falls into, then the token, and what follows from it
 
 A row's result depends on nothing but that row. What is launched depends on the dtype alone, and on `only_greedy`: then
-it is pieces and draw. Programs of a row that does not need them end at once.
+it is pieces and draw. Else it is 5 launches for logits of 16 bits and 7 for float32, and one that makes the counts
+where they are not given. Programs of a row that does not need them end at once.
 """
 
 import torch
@@ -47,10 +57,11 @@ import triton
 import triton.language as tl
 
 from .philox import philox_uniform
+from .sample_scratch import BUCKETS as NUM_BUCKETS
+from .sample_scratch import MAX_BLOCK, num_amounts, num_digits
 
-MAX_BLOCK = 4096                        # logits of a piece
-BUCKETS = tl.constexpr(2048)            # values of a digit
-LAST_BUCKETS = tl.constexpr(1024)       # of the last of three
+BUCKETS = tl.constexpr(NUM_BUCKETS)
+LAST_BUCKETS = tl.constexpr(1024)       # of the last of three digits
 FIRST_SHIFT = tl.constexpr(21)          # bits behind each digit
 SECOND_SHIFT = tl.constexpr(10)
 TOP_K = tl.constexpr(0)
@@ -106,15 +117,39 @@ def _float_of(order):
 
 
 @triton.jit
-def _target(histogram_ptr, top_k, top_p, filter):
-    """How much the logits at the threshold and above have to reach."""
-    kept = tl.sum(tl.load(histogram_ptr + tl.arange(0, BUCKETS)), 0).to(tl.float64)
-    share = tl.ceil(kept * top_p.to(tl.float64)).to(tl.int64)
-    return tl.where(filter == TOP_K, top_k.to(tl.int64), share)
+def _has_top_k(top_k, num_tokens):
+    return (top_k > 0) & (top_k < num_tokens)
 
 
 @triton.jit
-def _next_digit(histogram_ptr, digits, missing, VALUES: tl.constexpr):
+def _has_top_p(top_p):
+    return (top_p > 0.0) & (top_p < 1.0)
+
+
+@triton.jit
+def _owner(slot_ptr, row):
+    """Where the numbers of a row are."""
+    owner = row
+    if slot_ptr is not None:
+        owner = tl.load(slot_ptr + row)
+    return owner
+
+
+# The amounts of a row are histograms [3 * DIGITS - 2, BUCKETS] int64, of logits that agree with a threshold so far:
+#     counts of top-k, by digit 1 ..; weights of these logits, by digit 1 ..; weights of top-p, by digit 0, 1 ..
+@triton.jit
+def _amount_of(filter, digit, DIGITS: tl.constexpr):
+    """Which amounts a filter looks for that digit of its threshold in."""
+    return tl.where(filter == TOP_K, digit - 1, 2 * DIGITS - 2 + digit)
+
+
+@triton.jit
+def _amounts(amount_ptr, row, which, DIGITS: tl.constexpr):
+    return tl.load(amount_ptr + (row * (3 * DIGITS - 2) + which) * BUCKETS + tl.arange(0, BUCKETS))
+
+
+@triton.jit
+def _next_digit(amount, digits, missing, VALUES: tl.constexpr):
     """(digits and the next one, what is missing behind it), from the amounts by that digit.
 
     digits    of the threshold so far, 0 before the first
@@ -122,7 +157,6 @@ def _next_digit(histogram_ptr, digits, missing, VALUES: tl.constexpr):
     VALUES    that the next digit may have
     """
     digit = tl.arange(0, BUCKETS)
-    amount = tl.load(histogram_ptr + digit)
     reached = tl.sum(amount, 0) - tl.cumsum(amount, 0) + amount            # by this digit and all above it
     found = tl.max(tl.where(reached >= missing, digit, -1), 0)
     above = tl.sum(tl.where(digit > found, amount, 0), 0)
@@ -130,34 +164,73 @@ def _next_digit(histogram_ptr, digits, missing, VALUES: tl.constexpr):
 
 
 @triton.jit
-def _last_digit(histogram_ptr, digits_ptr, missing_ptr, row, filter, DIGITS: tl.constexpr):
-    """The threshold of a filter, when all its digits are counted."""
-    histogram_ptr += (row * 2 + filter) * DIGITS * BUCKETS
+def _all_digits(amount_ptr, digits_ptr, missing_ptr, row, filter, DIGITS: tl.constexpr):
+    """The threshold of a filter as digits, when all of them but the last are known."""
     place = (row * 2 + filter) * DIGITS + DIGITS - 2
     digits = tl.load(digits_ptr + place)
-    threshold = tl.full((), -float("inf"), tl.float32)
     if digits != KEEPS_ALL:
+        amount = _amounts(amount_ptr, row, _amount_of(filter, DIGITS - 1, DIGITS), DIGITS)
         if DIGITS == 2:
-            digits, _ = _next_digit(histogram_ptr + BUCKETS, digits, tl.load(missing_ptr + place), BUCKETS)
-            threshold = _float_of(digits << SECOND_SHIFT)
+            digits, _ = _next_digit(amount, digits, tl.load(missing_ptr + place), BUCKETS)
         else:
-            digits, _ = _next_digit(histogram_ptr + 2 * BUCKETS, digits, tl.load(missing_ptr + place), LAST_BUCKETS)
-            threshold = _float_of(digits)
-    return threshold
+            digits, _ = _next_digit(amount, digits, tl.load(missing_ptr + place), LAST_BUCKETS)
+    return digits
+
+
+@triton.jit
+def _threshold_of(digits, DIGITS: tl.constexpr):
+    order = digits
+    if DIGITS == 2:
+        order = digits << SECOND_SHIFT
+    return tl.where(digits == KEEPS_ALL, -float("inf"), _float_of(tl.where(digits == KEEPS_ALL, 0, order)))
+
+
+@triton.jit
+def _kept_by_top_k(amount_ptr, row, digits, DIGITS: tl.constexpr):
+    """[BUCKETS]: the weights that top-k keeps, by their first digit; `digits` of its threshold."""
+    weights = _amounts(amount_ptr, row, 2 * DIGITS - 2, DIGITS)
+    if digits != KEEPS_ALL:
+        bucket = tl.arange(0, BUCKETS)
+        if DIGITS == 2:
+            first, last = digits >> 11, digits & (BUCKETS - 1)
+            kept = tl.sum(tl.where(bucket >= last, _amounts(amount_ptr, row, 1, DIGITS), 0), 0)
+        else:
+            first, second, last = digits >> 21, (digits >> 10) & (BUCKETS - 1), digits & (LAST_BUCKETS - 1)
+            kept = tl.sum(tl.where(bucket > second, _amounts(amount_ptr, row, 2, DIGITS), 0), 0)
+            kept += tl.sum(tl.where(bucket >= last, _amounts(amount_ptr, row, 3, DIGITS), 0), 0)
+        weights = tl.where(bucket > first, weights, tl.where(bucket == first, kept, 0))
+    return weights
 
 
 # Slices of the per-row tensors start anywhere: their alignment must not make a variant of the kernel.
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "count_ptr"])
 def _sample_piece_kernel(
-    logits_ptr, temperature_ptr, best_ptr, best_token_ptr, total_ptr,
+    logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, best_token_ptr, total_ptr,
+    count_ptr,                          # [R, BUCKETS] int32, zeros before; of rows with a filter, as the next one is
+    amount_ptr,                         # [R, 3 * DIGITS - 2, BUCKETS] int64: zeros behind this
     num_tokens,                         # V
     logits_stride_r,                    # elements from one row to the next
-    BLOCK: tl.constexpr,
+    DIGITS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
+    owner = _owner(slot_ptr, row)
     x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
-    heat_log2 = _heat_log2(tl.load(temperature_ptr + row))
+    temperature = tl.load(temperature_ptr + owner)
+    top_k = tl.load(top_k_ptr + owner)
+    top_p = tl.load(top_p_ptr + owner)
+    has_top_k = _has_top_k(top_k, num_tokens)
+    if (has_top_k | _has_top_p(top_p)) & (_is_greedy(temperature, top_k, top_p) == 0):
+        for which in range(piece, 3 * DIGITS - 2, tl.num_programs(1)):
+            entries = (row * (3 * DIGITS - 2) + which) * BUCKETS + tl.arange(0, BUCKETS)
+            tl.store(amount_ptr + entries, tl.zeros([BUCKETS], tl.int64))
+        if has_top_k:
+            bucket = (_order_of(x) >> FIRST_SHIFT).to(tl.int32)
+            count = tl.histogram(bucket, BUCKETS, mask=x > -float("inf"))
+            lane = row * BUCKETS + tl.arange(0, BUCKETS)
+            tl.atomic_add(count_ptr + lane, count, mask=count > 0, sem="relaxed")
+
+    heat_log2 = _heat_log2(temperature)
     is_broken = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
     x = tl.where((x != x) | (x == float("inf")), -float("inf"), x)
     best = tl.maximum(tl.max(x, 0), LOWEST)               # not -inf: -inf minus -inf is NaN
@@ -171,75 +244,88 @@ def _sample_piece_kernel(
 
 @triton.jit(
     do_not_specialize=["filter", "digit"],
-    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"],
+    do_not_specialize_on_alignment=["slot_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "count_ptr"],
 )
 def _sample_digit_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, total_ptr,
-    histogram_ptr,                      # [R, 2, DIGITS, BUCKETS] int64, zeros before the first
+    logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, total_ptr, count_ptr, amount_ptr,
     digits_ptr, missing_ptr,            # [R, 2, DIGITS] int64
     threshold_ptr,                      # [R] float32: that of top-k
-    filter, digit,                      # TOP_K, then TOP_P; 0 .. DIGITS - 1
+    filter, digit,                      # TOP_K, then TOP_P; 1 .. DIGITS - 1: what is counted and weighed by
     num_tokens, logits_stride_r,
     DIGITS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    has_top_k = (top_k > 0) & (top_k < num_tokens)
-    is_filtered = tl.where(filter == TOP_K, has_top_k, (top_p > 0.0) & (top_p < 1.0))
+    owner = _owner(slot_ptr, row)
+    temperature = tl.load(temperature_ptr + owner)
+    top_k = tl.load(top_k_ptr + owner)
+    top_p = tl.load(top_p_ptr + owner)
+    has_top_k, has_top_p = _has_top_k(top_k, num_tokens), _has_top_p(top_p)
+    weighs_all = has_top_p & (filter == TOP_K) & (digit == 1)
+    is_filtered = tl.where(filter == TOP_K, has_top_k | weighs_all, has_top_p)
     if (is_filtered == 0) | _is_greedy(temperature, top_k, top_p):
         return
 
     # What all programs of a row compute alike, the first one keeps for later launches.
     threshold = tl.full((), -float("inf"), tl.float32)    # of top-k, for top-p
-    if (filter == TOP_P) & has_top_k:
-        if digit == 0:
-            threshold = _last_digit(histogram_ptr, digits_ptr, missing_ptr, row, TOP_K, DIGITS)
+    digits = tl.full((), KEEPS_ALL, tl.int64)
+    missing = tl.full((), 0, tl.int64)
+    place = (row * 2 + filter) * DIGITS + digit - 1
+    if filter == TOP_P:
+        if digit == 1:
+            all_digits = tl.full((), KEEPS_ALL, tl.int64)
+            if has_top_k:
+                all_digits = _all_digits(amount_ptr, digits_ptr, missing_ptr, row, TOP_K, DIGITS)
+            threshold = _threshold_of(all_digits, DIGITS)
+            kept = _kept_by_top_k(amount_ptr, row, all_digits, DIGITS)
+            share = tl.ceil(tl.sum(kept, 0).to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
+            digits, missing = _next_digit(kept, tl.full((), 0, tl.int64), share, BUCKETS)
             if piece == 0:
                 tl.store(threshold_ptr + row, threshold)
         else:
             threshold = tl.load(threshold_ptr + row)
-    histogram_ptr += (row * 2 + filter) * DIGITS * BUCKETS
-    digits = tl.full((), 0, tl.int64)
-    if digit > 0:
-        place = (row * 2 + filter) * DIGITS + digit - 1
-        if digit == 1:
-            missing = _target(histogram_ptr, top_k, top_p, filter)
-        else:
-            digits = tl.load(digits_ptr + place - 1)
-            missing = tl.load(missing_ptr + place - 1)
+    elif has_top_k & (digit == 1):
+        count = tl.load(count_ptr + row * BUCKETS + tl.arange(0, BUCKETS)).to(tl.int64)
+        digits, missing = _next_digit(count, tl.full((), 0, tl.int64), top_k.to(tl.int64), BUCKETS)
+    if (digit > 1) & is_filtered:
+        digits = tl.load(digits_ptr + place - 1)
+        missing = tl.load(missing_ptr + place - 1)
         if digits != KEEPS_ALL:
-            digits, missing = _next_digit(histogram_ptr + (digit - 1) * BUCKETS, digits, missing, BUCKETS)
-        if piece == 0:
-            tl.store(digits_ptr + place, digits)
-            tl.store(missing_ptr + place, missing)
+            amount = _amounts(amount_ptr, row, _amount_of(filter, digit - 1, DIGITS), DIGITS)
+            digits, missing = _next_digit(amount, digits, missing, BUCKETS)
+    if piece == 0:
+        tl.store(digits_ptr + place, digits)
+        tl.store(missing_ptr + place, missing)
 
     x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
     order = _order_of(x)
-    shift = tl.where(digit == 0, FIRST_SHIFT, tl.where(digit == 1, SECOND_SHIFT, 0))
-    shift_before = tl.where(digit == 0, 32, tl.where(digit == 1, FIRST_SHIFT, SECOND_SHIFT))
+    shift = tl.where(digit == 1, SECOND_SHIFT, 0)
+    shift_before = tl.where(digit == 1, FIRST_SHIFT, SECOND_SHIFT)
     # KEEPS_ALL is the beginning of no logit.
     counts = (x > -float("inf")) & (x >= threshold) & ((order >> shift_before) == digits)
-    values = tl.where(digit == 2, LAST_BUCKETS, BUCKETS)
-    bucket = ((order >> shift) & (values - 1)).to(tl.int32)
-    histogram_ptr += digit * BUCKETS
-    if filter == TOP_K:
-        amount = tl.histogram(bucket, BUCKETS, mask=counts).to(tl.int64)
-        tl.atomic_add(histogram_ptr + tl.arange(0, BUCKETS), amount, mask=amount > 0, sem="relaxed")
-    else:
+    bucket = ((order >> shift) & (tl.where(digit == 1, BUCKETS, LAST_BUCKETS) - 1)).to(tl.int32)
+    amount_ptr += row * (3 * DIGITS - 2) * BUCKETS
+    if (filter == TOP_K) & has_top_k:
+        count = tl.histogram(bucket, BUCKETS, mask=counts).to(tl.int64)
+        tl.atomic_add(amount_ptr + (digit - 1) * BUCKETS + tl.arange(0, BUCKETS), count, mask=count > 0, sem="relaxed")
+    if has_top_p:
         heat_log2 = _heat_log2(temperature)
         top, total = _top_of(best_ptr, total_ptr, row, tl.num_programs(1), heat_log2, PIECES)
         weight = tl.exp2((x - top) * heat_log2) * UNIT
         weight = tl.where(total > 0.0, weight, 0.0).to(tl.int64)           # a row that is not finite has none
-        tl.atomic_add(histogram_ptr + bucket, weight, mask=counts & (weight > 0), sem="relaxed")
+        which = tl.where(filter == TOP_K, DIGITS - 2 + digit, 2 * DIGITS - 2 + digit)
+        tl.atomic_add(amount_ptr + which * BUCKETS + bucket, weight, mask=counts & (weight > 0), sem="relaxed")
+        if weighs_all:
+            first = (order >> FIRST_SHIFT).to(tl.int32)
+            tl.atomic_add(amount_ptr + (2 * DIGITS - 2) * BUCKETS + first, weight, mask=weight > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=["slot_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"],
+)
 def _sample_mass_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, total_ptr,
-    histogram_ptr, digits_ptr, missing_ptr,
+    logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, total_ptr,
+    amount_ptr, digits_ptr, missing_ptr,
     threshold_ptr,                      # [R] float32: that of all filters
     mass_ptr,                           # [R, pieces] float32
     num_tokens, logits_stride_r,
@@ -248,19 +334,20 @@ def _sample_mass_kernel(
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     num_pieces = tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
+    owner = _owner(slot_ptr, row)
+    temperature = tl.load(temperature_ptr + owner)
+    top_k = tl.load(top_k_ptr + owner)
+    top_p = tl.load(top_p_ptr + owner)
+    min_p = tl.load(min_p_ptr + owner)
     if _is_greedy(temperature, top_k, top_p):
         return
     heat_log2 = _heat_log2(temperature)
     top, _ = _top_of(best_ptr, total_ptr, row, num_pieces, heat_log2, PIECES)
     threshold = tl.full((), -float("inf"), tl.float32)
-    has_top_p = (top_p > 0.0) & (top_p < 1.0)             # what it keeps, top-k keeps
-    if has_top_p | ((top_k > 0) & (top_k < num_tokens)):
+    has_top_p = _has_top_p(top_p)                         # what it keeps, top-k keeps
+    if has_top_p | _has_top_k(top_k, num_tokens):
         last_filter = tl.where(has_top_p, TOP_P, TOP_K)
-        threshold = _last_digit(histogram_ptr, digits_ptr, missing_ptr, row, last_filter, DIGITS)
+        threshold = _threshold_of(_all_digits(amount_ptr, digits_ptr, missing_ptr, row, last_filter, DIGITS), DIGITS)
     if min_p > 0.0:
         threshold = tl.maximum(threshold, top + temperature * tl.log2(min_p) * LN_2)
     x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
@@ -273,20 +360,22 @@ def _sample_mass_kernel(
 @triton.jit(
     do_not_specialize=["num_pieces"],
     do_not_specialize_on_alignment=[
-        "temperature_ptr", "top_k_ptr", "top_p_ptr", "seed_ptr", "position_ptr", "token_ptr", "log_prob_ptr",
-        "finite_ptr",
+        "slot_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "seed_ptr", "position_ptr", "end_id_ptr", "token_ptr",
+        "log_prob_ptr", "finite_ptr", "finish_ptr",
     ],
 )
 def _sample_draw_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr,
+    logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr, end_id_ptr,
     best_ptr, best_token_ptr, total_ptr, threshold_ptr, mass_ptr,
-    token_ptr, log_prob_ptr, finite_ptr,
+    token_ptr, log_prob_ptr, finite_ptr, finish_ptr, last_token_ptr,
     num_tokens, logits_stride_r, num_pieces,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    owner = _owner(slot_ptr, row)
     row_ptr = logits_ptr + row * logits_stride_r
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + owner)
+    position = tl.load(position_ptr + row)
     heat_log2 = _heat_log2(temperature)
     top, total = _top_of(best_ptr, total_ptr, row, num_pieces, heat_log2, PIECES)
     finite = total > 0.0                                  # NaN is not
@@ -296,11 +385,11 @@ def _sample_draw_kernel(
     best_token = tl.load(best_token_ptr + of_piece, mask=piece < num_pieces, other=num_tokens)
     token = tl.min(tl.where(best == top, best_token, num_tokens), 0)
 
-    is_greedy = _is_greedy(temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row))
+    is_greedy = _is_greedy(temperature, tl.load(top_k_ptr + owner), tl.load(top_p_ptr + owner))
     if finite & (is_greedy == 0):
         mass = tl.load(mass_ptr + of_piece, mask=piece < num_pieces, other=0.0)
         sums = tl.cumsum(mass, 0)
-        target = philox_uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row)) * tl.max(sums, 0)
+        target = philox_uniform(tl.load(seed_ptr + owner), position) * tl.max(sums, 0)
         last = tl.max(tl.where(mass > 0.0, piece, -1), 0)
         chosen = tl.min(tl.where(sums > target, piece, last), 0)
         before = tl.sum(tl.where(piece < chosen, mass, 0.0), 0)
@@ -319,11 +408,16 @@ def _sample_draw_kernel(
     tl.store(token_ptr + row, token.to(token_ptr.dtype.element_ty))
     tl.store(log_prob_ptr + row, tl.where(finite, log_prob, float("nan")))
     tl.store(finite_ptr + row, finite.to(finite_ptr.dtype.element_ty))
+    if finish_ptr is not None:
+        ends = token == tl.load(end_id_ptr + owner)
+        tl.store(finish_ptr + row, ends.to(finish_ptr.dtype.element_ty))
+    if last_token_ptr is not None:
+        tl.store(last_token_ptr + owner * COLUMNS + (position & (COLUMNS - 1)), token.to(tl.int64))
 
 
 def sample_token(
     logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None, min_p=None,
-    wants_log_prob=None, only_greedy=False,
+    wants_log_prob=None, only_greedy=False, slots=None, end_id=None, finish=None, last_tokens=None, counts=None,
 ):
     """One token per row; see the module's docstring for shapes. Returns (tokens, log_probs, finite).
 
@@ -337,7 +431,7 @@ def sample_token(
     tokens = made(dtype=torch.int32) if tokens is None else tokens
     log_probs = made() if log_probs is None else log_probs
     finite = made(dtype=torch.bool) if finite is None else finite
-    assert logits.stride(1) == 1
+    assert logits.stride(1) == 1 and (last_tokens is None or last_tokens.is_contiguous())
     if num_rows == 0:
         return tokens, log_probs, finite
 
@@ -345,26 +439,35 @@ def sample_token(
     num_pieces = triton.cdiv(vocabulary, block)
     grid = num_rows, num_pieces
     sizes = vocabulary, logits.stride(0)
+    digits = num_digits(logits.element_size())
     settings = dict(BLOCK=block, PIECES=triton.next_power_of_2(num_pieces))
+    columns = 1 if last_tokens is None else last_tokens.shape[1]
     best, total, best_token = made(num_pieces), made(num_pieces), made(num_pieces, dtype=torch.int32)
     threshold, mass = made(), made(num_pieces)
-    _sample_piece_kernel[grid](logits, temperature, best, best_token, total, *sizes, BLOCK=block, num_warps=4)
+    numbers = slots, temperature, top_k, top_p
+    if only_greedy:                     # no row has counts or amounts; other arguments would be another kernel
+        counts, amounts = best_token, made(0, dtype=torch.int64)
+    else:
+        counts = made(NUM_BUCKETS, dtype=torch.int32, make=torch.zeros) if counts is None else counts
+        amounts = made(num_amounts(digits), NUM_BUCKETS, dtype=torch.int64)
+    _sample_piece_kernel[grid](
+        logits, *numbers, best, best_token, total, counts, amounts, *sizes, DIGITS=digits, BLOCK=block, num_warps=4,
+    )
     if not only_greedy:
-        min_p = made(make=torch.zeros) if min_p is None else min_p
-        num_digits = 3 if logits.dtype == torch.float32 else 2
-        filters = made(2, num_digits, BUCKETS.value, dtype=torch.int64, make=torch.zeros)
-        digits, missing = made(2, num_digits, dtype=torch.int64), made(2, num_digits, dtype=torch.int64)
-        for number in range(2 * num_digits):
-            _sample_digit_kernel[grid](
-                logits, temperature, top_k, top_p, best, total, filters, digits, missing, threshold,
-                *divmod(number, num_digits), *sizes, DIGITS=num_digits, num_warps=4, **settings,
-            )
+        min_p = torch.zeros_like(top_p) if min_p is None else min_p
+        known, missing = made(2, digits, dtype=torch.int64), made(2, digits, dtype=torch.int64)
+        for filter in (TOP_K.value, TOP_P.value):
+            for digit in range(1, digits):
+                _sample_digit_kernel[grid](
+                    logits, *numbers, best, total, counts, amounts, known, missing, threshold, filter, digit, *sizes,
+                    DIGITS=digits, num_warps=8, **settings,
+                )
         _sample_mass_kernel[grid](
-            logits, temperature, top_k, top_p, min_p, best, total, filters, digits, missing, threshold, mass, *sizes,
-            DIGITS=num_digits, num_warps=4, **settings,
+            logits, *numbers, min_p, best, total, amounts, known, missing, threshold, mass, *sizes, DIGITS=digits,
+            num_warps=4, **settings,
         )
     _sample_draw_kernel[(num_rows,)](
-        logits, temperature, top_k, top_p, seed, position, best, best_token, total, threshold, mass,
-        tokens, log_probs, finite, *sizes, num_pieces, num_warps=4, **settings,
+        logits, *numbers, seed, position, end_id, best, best_token, total, threshold, mass, tokens, log_probs, finite,
+        finish, last_tokens, *sizes, num_pieces, COLUMNS=columns, num_warps=4, **settings,
     )
     return tokens, log_probs, finite

@@ -9,6 +9,7 @@ import torch
 from ..handover import END_ID, NOT_FINISHED, SlotSetup
 from ..sampling_config import PARAMETERS
 from ..triton_kernels import dispatch
+from ..triton_kernels.sample_scratch import BUCKETS
 from .beam_draw import BeamRows, DrawnBeams, find_candidates, to_log_probs
 from .beam_search import BeamSearches
 from .drawn import Drawn
@@ -145,10 +146,14 @@ class GptDecoder:
             self.stages.keep(of, drawn.tokens)
         self.state.last_tokens.put(of.device_slots, of.device_positions, drawn.tokens.long())
 
-    def draw_plainly(self, logits: torch.Tensor, slots: torch.Tensor, draw_positions: torch.Tensor,
-                     kv_lengths: torch.Tensor, results: torch.Tensor) -> None:
+    def plain_counts(self, num_rows: int) -> torch.Tensor:
+        """Memory for `draw_plainly` of rows that may be sampled. Whoever draws sets it to zeros before."""
+        return torch.empty((num_rows, BUCKETS), dtype=torch.int32, device=self.state.device)
+
+    def draw_plainly(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+                     counts: torch.Tensor | None, results: torch.Tensor) -> None:
         """Draw and keep, for rows that nothing but the numbers of `sample_token` matters for; see plain_draw.py."""
-        draw_plainly(self.state, self._sample_token, SAMPLED_BY, logits, slots, draw_positions, kv_lengths, results)
+        draw_plainly(self.state, self._sample_token, SAMPLED_BY, logits, slots, positions, counts, results)
 
     def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:
         of, finite = LogitsRows(rows.beams, self.state, self.history), None

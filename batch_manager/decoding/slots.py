@@ -151,6 +151,11 @@ class SlotState:
         plane, index, dtype = self._places[name]
         return plane, index, dtype.kind == "f"
 
+    def column(self, name: str) -> torch.Tensor:
+        """[slots] on the device: a view, as long as no column or slot is added."""
+        plane, index, is_float = self.place(name)
+        return plane.there[index].view(torch.float32) if is_float else plane.there[index]
+
     def having(self, feature: int, slots: np.ndarray) -> np.ndarray:
         """[n] bool: which of the sequences in these slots have a feature."""
         return (self.features[slots] & feature) != 0

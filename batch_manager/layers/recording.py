@@ -260,5 +260,14 @@ def record_head(logits: Callable[..., Any], hidden_size: int, dtype: torch.dtype
     return recording.kept[0] if is_product and result.register != hidden.register else None
 
 
+def record_embedding(embed: Callable[..., Any]) -> torch.Tensor | None:
+    """The table [vocab, hidden size] whose rows are all of `embed(token_ids)`; None: it does something else."""
+    try:
+        result = embed(Positions())         # integers to look rows up by, as positions are
+    except Exception:                       # it does something with them, or with the rows
+        return None
+    return result.table if isinstance(result, LookedUp) else None
+
+
 def _bits(number: float) -> int:
     return struct.unpack("q", struct.pack("d", number))[0]

@@ -15,6 +15,7 @@ from ..decoding.drawn import NOT_FINITE
 from ..decoding.slots import CONTEXT_LOGITS, LOG_PROBS, SAMPLES
 from ..handover import RowFailure, ScheduledBatch, StepOutput
 from ..names import ErrorCode
+from ..triton_kernels import dispatch
 from .block_tables import BlockTables
 from .device import Readback, Uploads
 from .graph_shapes import graph_rows, padded_rows
@@ -54,6 +55,8 @@ class GenerationSteps:
         self._runner, self._attention, self._decoder, self._tables = runner, attention, decoder, tables
         self._uploads, self._device, self._tokens_per_block = uploads, device, tokens_per_block
         self._num_slots, self.graphs, self._graph_rows = num_slots, None, ()
+        self._prepare_step = dispatch.kernel("prepare_step", device)
+        self._no_tokens = torch.empty(0, dtype=torch.int64, device=device)
         max_blocks = -(-max_seq_len // tokens_per_block)
         self._max_tokens = max_blocks * tokens_per_block
         self.resident = ResidentTables(num_slots * max_beam_width, max_blocks, device)
@@ -86,16 +89,19 @@ class GenerationSteps:
 
     def run_step(self, shape: StepShape) -> None:
         """Everything that a step does on the device, from its inputs to its results."""
-        given, state = self.inputs.tensors(shape), self._decoder.state
-        self.resident.there.view(-1).index_copy_(0, given.table_entries, given.table_blocks)
+        given, decoder = self.inputs.tensors(shape), self._decoder
+        counts = decoder.plain_counts(shape.rows) if shape.samples else None
+        prepared = self._prepare_step(
+            self.resident.there, given.table_entries, given.table_blocks, decoder.state.last_tokens.values, given.slots,
+            given.positions, self._no_tokens, embedding=self._runner.table, cleared=counts)
         self._attention.bind_generation(given.attention)
-        logits = self._runner.generate(state.last_tokens.at(given.slots, given.positions), given.positions)
-        self._decoder.draw_plainly(logits, given.slots, given.draw_positions, given.attention.kv_lengths, given.results)
+        logits = self._runner.generate(prepared, given.positions)
+        decoder.draw_plainly(logits, given.slots, given.attention.kv_lengths, counts, given.results)
 
     def capture_graphs(self) -> None:
         """Replay graphs from here on, for steps of the shapes that have one. Where that fails the log says why."""
         rows = graph_rows(self._num_slots)
-        shapes = [StepShape(count, is_split) for count in rows
+        shapes = [StepShape(count, is_split, samples) for count in rows for samples in (False, True)
                   for is_split in (False, True)[: 1 + (self._most_parts(count) > count)]]
         graphs = Graphs(self._device, self.run_step)
         if graphs.capture(shapes, self._prepare_nothing):
@@ -116,7 +122,8 @@ class GenerationSteps:
         kv_lengths = np.zeros(num_rows, np.int32)
         kv_lengths[:count] = places.kv_lengths
         work = list(self._attention.plan_generation(kv_lengths).values())
-        shape = StepShape(num_rows, any(part_starts[-1] for _, part_starts in work))
+        samples = bool(self._decoder.state.having(SAMPLES, places.slots).any())
+        shape = StepShape(num_rows, any(part_starts[-1] for _, part_starts in work), samples)
 
         entries, blocks = self.resident.changes(self._tables)
         room = num_rows + SPARE_CHANGES
@@ -130,7 +137,7 @@ class GenerationSteps:
         arrays = self.inputs.arrays(shape)
         for name, values, padding in (
                 ("slots", places.slots, self._num_slots), ("positions", places.positions, 0),
-                ("draw_positions", places.kv_lengths, 0), ("kv_lengths", places.kv_lengths, 0),
+                ("kv_lengths", places.kv_lengths, 0),
                 ("table_rows", places.table_rows, 0),
                 ("table_entries", entries, self.resident.spare_entry), ("table_blocks", blocks, 0)):
             array = arrays[name]

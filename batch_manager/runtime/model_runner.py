@@ -10,6 +10,7 @@ import torch
 from ..attention.interface import Attention, PackedStep
 from ..decoding.logits_return import context_logits
 from ..decoding.slots import CONTEXT_LOGITS, DrawRows, SlotState
+from ..layers.recording import record_embedding
 from ..models.registry import Model
 from .compiled_step import CompiledStep
 from .device import Uploads
@@ -40,6 +41,7 @@ class ModelRunner:
 
     compiled   what runs the model's forward of a call without padding; None: torch does
     fused      what runs the model's forward of `generate` where there are few rows; None: its layers do
+    table      [vocab, hidden size]: what the model embeds tokens with, where it does nothing but that; else None
     """
 
     def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
@@ -47,6 +49,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self.compiled: CompiledStep | None = None
         self.fused: FusedStep | None = None
+        self.table = record_embedding(model.embed)
 
     @contextmanager
     def checking(self, hidden_size: int, dtype: torch.dtype) -> Iterator[None]:
@@ -119,12 +122,13 @@ class ModelRunner:
             hidden = hidden[logits_rows]
         return CallResult(hidden, DrawRows(slots, drawn_at, device_slots, device_drawn_at), finite, returned_logits)
 
-    def generate(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def generate(self, given: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [r, vocab] behind one token a row, through an attention that was bound to their step.
 
-        Shapes   token_ids, positions [r] int64 on the device
+        Shapes   given [r, hidden size], the rows of `table`; where there is none, the tokens [r] int64. positions [r]
+                 int64 on the device
         """
-        hidden, fused = self._model.embed(token_ids), self.fused
+        hidden, fused = self._model.embed(given) if self.table is None else given, self.fused
         if fused is None or len(hidden) > fused.most_rows:
             return self._model.logits(self._model.forward(hidden, positions, self.attention))
         result = fused.run(hidden, positions, self.attention)

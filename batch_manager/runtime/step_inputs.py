@@ -37,28 +37,28 @@ class StepShape(NamedTuple):
 
     rows       rows, padding included
     is_split   attention may cut sequences into parts
+    samples    some rows may be sampled; else each yields the token of its largest logit
     """
 
     rows: int
     is_split: bool
+    samples: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """The arrays of a step of one shape on the device. R rows, u changes of the block tables.
 
-    slots            [R] int64
-    positions        [R] int64   of the token that each row feeds
-    draw_positions   [R] int64   of the token that it draws
-    table_entries    [u] int64   entries of the flat block tables, and
-    table_blocks     [u] int32   what they become
-    attention        see GenerationInputs
-    results          [4, R] int32   tokens, finish reasons, whether logits are finite, the bits of log-probs
+    slots           [R] int64
+    positions       [R] int64   of the token that each row feeds
+    table_entries   [u] int64   entries of the flat block tables, and
+    table_blocks    [u] int32   what they become
+    attention       see GenerationInputs
+    results         [4, R] int32   tokens, finish reasons, whether logits are finite, the bits of log-probs
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
-    draw_positions: torch.Tensor
     table_entries: torch.Tensor
     table_blocks: torch.Tensor
     attention: GenerationInputs
@@ -77,7 +77,7 @@ class StepInputs:
     def __init__(self, most_rows: int, windows: tuple[int | None, ...], most_parts, block_tables: torch.Tensor,
                  uploads: Uploads) -> None:
         self._windows, self._most_parts, self._tables, self._uploads = windows, most_parts, block_tables, uploads
-        _, num_bytes = _places(self._sections(StepShape(most_rows, True)))
+        _, num_bytes = _places(self._sections(StepShape(most_rows, True, True)))
         self._staging = np.zeros(num_bytes, np.uint8)
         self._there = torch.zeros(num_bytes, dtype=torch.uint8, device=block_tables.device)
         self._results = torch.zeros(4 * most_rows, dtype=torch.int32, device=block_tables.device)
@@ -100,7 +100,7 @@ class StepInputs:
         """Type and shape of each array, in the order in which they lie."""
         rows, changes = shape.rows, shape.rows + SPARE_CHANGES
         num_parts = self._most_parts(rows) if shape.is_split else rows
-        sections = {name: (np.int64, (rows,)) for name in ("slots", "positions", "draw_positions")}
+        sections = {name: (np.int64, (rows,)) for name in ("slots", "positions")}
         sections |= {"table_entries": (np.int64, (changes,)), "table_blocks": (np.int32, (changes,))}
         sections |= {name: (np.int32, (rows,)) for name in ("kv_lengths", "table_rows")}
         for index in range(len(self._windows)):
@@ -127,8 +127,8 @@ class StepInputs:
             work={window: (there[f"work_{index}"], there[f"starts_{index}"])
                   for index, window in enumerate(self._windows)})
         tensors = StepTensors(
-            slots=there["slots"], positions=there["positions"], draw_positions=there["draw_positions"],
-            table_entries=there["table_entries"], table_blocks=there["table_blocks"], attention=attention,
+            slots=there["slots"], positions=there["positions"], table_entries=there["table_entries"],
+            table_blocks=there["table_blocks"], attention=attention,
             results=self._results[: 4 * shape.rows].view(4, shape.rows))
         return arrays, tensors, num_bytes
 

@@ -27,6 +27,7 @@ OF_THE_MODEL = {
     "paged_attention_context": ("query", "kv_pool", "out"),
     "paged_attention_decode": ("query", "key", "value", "kv_pool", "out"),
     "paged_attention_merge": ("out",),
+    "prepare_step": ("embedding", "out"),
     "rms_norm": ("hidden", "weight", "residual", "out"),
     "rope_kv_append": ("query", "key", "value", "kv_pool", "query_out"),
     "sample_token": ("logits",),

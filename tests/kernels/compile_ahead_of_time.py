@@ -163,10 +163,27 @@ def drawing():
     from batch_manager.triton_kernels.sample_token import sample_token
 
     philox(tensor(8, 2, dtype=torch.int64), tensor(8, 4, dtype=torch.int64))
-    numbers = tensor(8, dtype=torch.float32)
-    for dtype in (torch.bfloat16, torch.float32):
-        logits = tensor(8, 128256, dtype=dtype)
-        sample_token(logits, numbers, integers(8), numbers, tensor(8, dtype=torch.int64), integers(8))
+    logits, numbers = tensor(8, 128256, dtype=torch.float32), tensor(8, dtype=torch.float32)
+    sample_token(logits, numbers, integers(8), numbers, tensor(8, dtype=torch.int64), integers(8))
+
+
+def plain_step():
+    """What a step without other features launches around its layers: sampled, then greedy."""
+    from batch_manager.triton_kernels.prepare_step import prepare_step
+    from batch_manager.triton_kernels.sample_token import sample_token
+
+    rows, logits = 8, tensor(8, 128256)
+    longs, numbers = tensor(rows, dtype=torch.int64), tensor(300, dtype=torch.float32)
+    last_tokens, results = tensor(300, 4, dtype=torch.int64), integers(4, rows)
+    for counts in (integers(rows, 2048), None):
+        given = integers(300, 64), tensor(40, dtype=torch.int64), integers(40), last_tokens, longs, longs, longs[:0]
+        for embedding in (tensor(128256, 4096), None):
+            prepare_step(*given, embedding=embedding, cleared=counts)
+        sample_token(
+            logits, numbers, integers(300), numbers, tensor(300, dtype=torch.int64), integers(rows), tokens=results[0],
+            log_probs=tensor(rows, dtype=torch.float32), finite=results[2], min_p=numbers, only_greedy=counts is None,
+            slots=longs, end_id=integers(300), finish=results[1], last_tokens=last_tokens, counts=counts,
+        )
 
 
 def histories():
@@ -228,6 +245,7 @@ CASES = {
     "norms 4096": lambda: norms(4096),
     "activations": activations,
     "drawing": drawing,
+    "plain step": plain_step,
     "bitmask": bitmask,
     "histories": histories,
     "beams 8": lambda: beams(8),
@@ -244,6 +262,7 @@ def variants_by_alignment():
     from batch_manager.triton_kernels.match_stop_words import match_stop_words
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
+    from batch_manager.triton_kernels.prepare_step import prepare_step
     from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
     from batch_manager.triton_kernels.sample_token import sample_token
     from batch_manager.triton_kernels.token_penalties import token_penalties
@@ -264,11 +283,15 @@ def variants_by_alignment():
             query, tensor(4, 2, 64), tensor(4, 2, 64), pool(2, 64), sliced(begin, 4, dtype=torch.int64),
             sliced(begin, 4), **tables(64),
         )
-        numbers = sliced(begin, 4, dtype=torch.float32)
+        numbers, longs = sliced(begin, 4, dtype=torch.float32), sliced(begin, 4, dtype=torch.int64)
         sample_token(
-            tensor(4, 500), numbers, lengths, numbers, sliced(begin, 4, dtype=torch.int64), lengths,
-            tokens=lengths, log_probs=numbers, finite=lengths, min_p=numbers,
+            tensor(4, 500), numbers, lengths, numbers, longs, lengths,
+            tokens=lengths, log_probs=numbers, finite=lengths, min_p=numbers, slots=longs, end_id=lengths,
+            finish=lengths, last_tokens=tensor(9, 4, dtype=torch.int64), counts=sliced(begin, 4, 2048),
         )
+        for num_fed in (0, 1, 16 + begin):
+            prepare_step(sliced(begin, 9, 7), longs, lengths, tensor(9, 4, dtype=torch.int64), longs, longs,
+                         sliced(begin, num_fed, dtype=torch.int64), tensor(500, 64), sliced(begin, 4, 2048))
         logits, rows = tensor(4, 500, dtype=torch.float32), sliced(begin, 4, dtype=torch.int64)
         of_rows, word_lists = (integers(8, 64 * (begin + 1)), rows, rows), (integers(99), lengths, lengths)
         token_penalties(logits, *of_rows, numbers, numbers, numbers)

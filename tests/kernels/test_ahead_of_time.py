@@ -19,8 +19,8 @@ KERNELS = {
     "_activation_kernel", "_ban_ngrams_kernel", "_ban_words_kernel", "_beam_block_kernel", "_beam_group_kernel",
     "_beam_row_kernel", "_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
     "_gated_activation_kernel", "_layer_norm_kernel", "_match_stop_words_kernel", "_merge_kernel", "_philox_kernel",
-    "_rms_norm_kernel",
-    "_rope_kv_append_kernel", "_sample_digit_kernel", "_sample_draw_kernel", "_sample_mass_kernel",
+    "_prepare_step_kernel", "_rms_norm_kernel", "_rope_kv_append_kernel", "_sample_digit_kernel",
+    "_sample_draw_kernel", "_sample_mass_kernel",
     "_sample_piece_kernel", "_token_bitmask_kernel", "_token_penalties_kernel",
 }
 
@@ -140,7 +140,8 @@ def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
     (variants,) = compiled["variants"]
     assert variants == {
         "gpu": "variants", "_decode_kernel": 1, "_merge_kernel": 1, "_context_kernel": 1, "_rope_kv_append_kernel": 1,
-        "_sample_piece_kernel": 1, "_sample_digit_kernel": 1, "_sample_mass_kernel": 1, "_sample_draw_kernel": 1,
+        "_prepare_step_kernel": 1, "_sample_piece_kernel": 1, "_sample_digit_kernel": 1, "_sample_mass_kernel": 1,
+        "_sample_draw_kernel": 1,
         "_token_penalties_kernel": 1, "_ban_ngrams_kernel": 1, "_ban_words_kernel": 1, "_match_stop_words_kernel": 1,
         "_deterministic_linear_kernel": 1, "_fused_linear_kernel": 1,
         "_beam_block_kernel": 1, "_beam_row_kernel": 1, "_beam_group_kernel": 1,

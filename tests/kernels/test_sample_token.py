@@ -29,7 +29,8 @@ def assert_same_draw(run_kernel, run_twin, run_oracle):
         of_twin = run_twin("sample_token", logits, *parameters, **more)
         assert torch.equal(of_twin[0], tokens) and torch.equal(of_twin[2], finite)
         # Terms summed, and the argument of the exponential, whose error the logarithm hands on.
-        heat = parameters[0].where(parameters[0] > 0, 1)
+        temperature = parameters[0][more["slots"]] if "slots" in more else parameters[0]
+        heat = temperature.where(temperature > 0, 1)
         largest = (logits.float().nan_to_num(0, 0, 0).abs().amax(1) / heat).nan_to_num()
         allowed = torch.finfo(torch.float32).eps * (logits.shape[1] + 4 * largest + 8)
         error = (log_probs - expected_log_probs).abs()[finite]
@@ -191,3 +192,47 @@ def test_the_oracle_draws_from_the_distribution_it_documents(run_oracle, top_k, 
     chi_square = ((counts - draws * expected)[kept] ** 2 / (draws * expected[kept])).sum()
     freedom = int(kept.sum()) - 1
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_numbers_of_slots_are_those_of_rows(assert_same_draw, run_kernel, random, row_parameters, integers, dtype):
+    temperature, top_k, top_p = [1.0, 0.0, 0.7, 1.0, 1.5, 1.0], [0, 1, 5, 0, 0, 40], [1.0, 0.9, 0.0, 0.9, 0.3, 0.95]
+    by_slot, slots = row_parameters(temperature, top_k, top_p), [4, 0, 2, 5]
+    logits, min_p = (3 * random(4, 700)).to(dtype), integers([0.1, 0.0, 0.0, 0.01, 0.2, 0.0], torch.float32)
+    position = integers([7, 8, 9, 10])
+    found = assert_same_draw(logits, (*by_slot[:4], position), min_p=min_p, slots=integers(slots, torch.int64))
+    by_row = [values[slots] for values in by_slot[:4]]
+    tokens, _, _ = run_kernel("sample_token", logits, *by_row, position, min_p=min_p[slots])
+    assert torch.equal(found, tokens)
+
+
+@pytest.mark.parametrize("side", ["run_kernel", "run_twin", "run_oracle"])
+def test_what_follows_from_a_token_is_written_too(request, side, random, row_parameters, integers):
+    run = request.getfixturevalue(side)
+    logits, slots, position = random(3, 300), [5, 0, 3], [6, 4, 103]
+    logits[2, 9] = torch.nan                               # no token can be drawn from this row: it has token 0
+    best = logits.argmax(1).tolist()
+    parameters = row_parameters([0.0] * 6, [0] * 6, [0.0] * 6)
+    end_id = integers([best[1], 7, 7, 7, 7, best[0] + 1])
+    finish, last_tokens = integers([-1] * 3), integers([[-1] * 4] * 6, torch.int64)
+    run("sample_token", logits, *parameters[:4], integers(position), slots=integers(slots, torch.int64), end_id=end_id,
+        finish=finish, last_tokens=last_tokens)
+    assert finish.tolist() == [0, 1, 0]
+    expected = torch.full((6, 4), -1)
+    expected[5, 2], expected[0, 0], expected[3, 3] = best[0], best[1], 0
+    assert torch.equal(last_tokens.cpu(), expected)
+
+
+def test_counts_that_are_given_are_used(assert_same_draw, run_kernel, random, row_parameters, integers):
+    logits, parameters = random(3, 5000), row_parameters([1.0] * 3, [50, 0, 9], [0.9, 0.9, 0.0])
+    counts = integers([[0] * 2048] * 3)
+    tokens, _, _ = run_kernel("sample_token", logits, *parameters, counts=counts)
+    assert torch.equal(tokens, assert_same_draw(logits, parameters))
+    assert counts.sum(1).tolist() == [5000, 0, 5000]       # what top-k looks at
+
+
+def test_top_p_of_what_top_k_keeps_ends_in_any_digit(assert_same_draw, random, row_parameters, dtype):
+    # Both thresholds in one first digit, in two, and in ties of one logit.
+    top_k, top_p = [300, 401, 3, 250, 700] * 2, [0.5, 0.95, 0.4, 0.999, 0.05] * 2
+    logits = torch.cat([1 + random(10, 400).abs() / 64, random(10, 400) - 3], 1).to(dtype)
+    logits[5:, :200] = logits[5:, :1]
+    assert_same_draw(logits, row_parameters([0.9] * 10, top_k, top_p))

@@ -8,23 +8,26 @@ FOLDER holds a checkpoint of tests/integration/engine_modes.py. Run by test_reco
 import json
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
-from batch_manager.handover import BlockTableUpdates, GenerationWork, ScheduledBatch
+from batch_manager.handover import BlockTableUpdates, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import generation_step, graphs, layouts, native_backend
 from batch_manager.runtime.graph_shapes import graph_rows
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.step_inputs import StepShape
+from batch_manager.sampling_config import SamplingConfig
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.integration import engine_modes
 from tests.runtime.capture_recorder import Recorder, ReplayedGraph
 
 SLOTS, BLOCK, BLOCKS = 6, 16, 48
 SHORT, LONG = (1, 40), (90, 127)                  # tokens of sequences in one part, and of those in several
+SAMPLED = SlotSetup(SamplingConfig(temperature=0.9, top_k=20, top_p=0.9, random_seed=3))
 
 
 def random_batch(draw, num_rows, is_split):
@@ -38,10 +41,10 @@ def random_batch(draw, num_rows, is_split):
     return ScheduledBatch(0, generation=GenerationWork(slots, lengths), block_table_updates=updates)
 
 
-def make_steps(checkpoint):
+def make_steps(checkpoint, dtype="float32"):
     """(a backend with a model, its plain steps)"""
     params = TrtGptModelOptionalParams(
-        device="cpu", dtype="float32", num_threads=1,
+        device="cpu", dtype=dtype, num_threads=1,
         kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * BLOCKS))
     backend = build_native_backend(checkpoint, params, layout=layouts.fused, num_slots=SLOTS)
     backend._plain_steps._graph_rows = graph_rows(SLOTS)
@@ -61,17 +64,24 @@ def record(backend, steps, batch):
     return shape, recorder, steps.inputs.tensors(shape).results.clone()
 
 
+def set_up(backend, samples):
+    """Sequences in all slots that are greedy, or sampled."""
+    with torch.inference_mode():
+        backend._decoder.set_up((slot, SAMPLED if samples else SlotSetup()) for slot in range(SLOTS))
+
+
 def recordings(backend, steps):
     """For each shape: whether two batches, the second with more padding, launch the same; what a capture refuses;
     whether what the first one launched gives the second one's results, from its inputs."""
     draw = np.random.default_rng(5)
-    for rows in steps._graph_rows:
-        for is_split in (False, True):
+    for samples in (False, True):
+        set_up(backend, samples)
+        for rows, is_split in product(steps._graph_rows[:-1:2] if samples else steps._graph_rows, (False, True)):
             first, second = (random_batch(draw, count, is_split) for count in (min(rows, SLOTS), rows // 2 + 1))
             shape, one, _ = record(backend, steps, first)
-            assert shape == StepShape(rows, is_split), shape
+            assert shape == StepShape(rows, is_split, samples), shape
             shape, other, expected = record(backend, steps, second)
-            assert shape == StepShape(rows, is_split), shape
+            assert shape == StepShape(rows, is_split, samples), shape
             with torch.inference_mode():
                 steps.inputs.tensors(shape).results.fill_(-7)
             one.replay()
@@ -82,6 +92,18 @@ def recordings(backend, steps):
                    "refusals": one.refusals + other.refusals,
                    "replayed": np.array_equal(found[:, :count], expected[:, :count]),
                    "drawn": found[0, :count].tolist()}
+
+
+def counted(folder):
+    """What a step launches, of models of one layer and of two, whose logits have 16 bits."""
+    made = [make_steps(engine_modes.checkpoint(folder, num_layers), "float16") for num_layers in (1, 2)]
+    for samples in (False, True):
+        found = []
+        for backend, steps in made:
+            set_up(backend, samples)
+            batch = random_batch(np.random.default_rng(5), 1, is_split=False)
+            found.append(list(record(backend, steps, batch)[1].launches))
+        yield {"finding": "count", "samples": samples, "launches": found}
 
 
 def planted(backend, steps):
@@ -102,7 +124,7 @@ def planted(backend, steps):
             right(steps, shape)
 
         generation_step.GenerationSteps.run_step = run_step
-        yield {**next(recordings(backend, steps)), "finding": plant.__name__}
+        yield {**next(recordings(backend, steps)), "finding": plant.__name__}          # of the smallest shape
     generation_step.GenerationSteps.run_step = right
 
 
@@ -143,5 +165,6 @@ def replays(folder):
 
 if __name__ == "__main__":
     made = make_steps(engine_modes.checkpoint(sys.argv[1]))
-    for finding in (*recordings(*made), *planted(*made), *replays(sys.argv[1]), *launches(sys.argv[1])):
+    for finding in (*recordings(*made), *planted(*made), *replays(sys.argv[1]), *launches(sys.argv[1]),
+                    *counted(sys.argv[1])):
         print(json.dumps(finding), flush=True)

@@ -10,7 +10,7 @@ from batch_manager.runtime.graphs import Graphs, may_capture
 from batch_manager.runtime.step_inputs import StepShape
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-SHAPES = [StepShape(rows, is_split) for rows in (1, 2, 8) for is_split in (False, True)]
+SHAPES = [StepShape(rows, is_split, False) for rows in (1, 2, 8) for is_split in (False, True)]
 
 
 class Graph:
@@ -53,21 +53,21 @@ def test_shapes_are_captured_largest_first_after_a_run_in_memory_of_the_first(ma
     assert first.memory_of is None and all(graph.memory_of is first for graph in others)
     assert "6 graphs of generation steps of up to 8 rows captured in " in caplog.text and " 0 bytes" in caplog.text
     events.clear()
-    captured.run(StepShape(2, True))
-    captured.run(StepShape(9, False))                             # no graph is as large
-    assert events == ["replayed", StepShape(2, True), StepShape(9, False)]
+    captured.run(StepShape(2, True, False))
+    captured.run(StepShape(9, False, False))                             # no graph is as large
+    assert events == ["replayed", StepShape(2, True, False), StepShape(9, False, False)]
 
 
 def test_a_capture_that_fails_leaves_no_graph_and_one_warning_that_says_why(made, caplog):
-    is_done, captured = made(fails_at=StepShape(2, False))
+    is_done, captured = made(fails_at=StepShape(2, False, False))
     assert not is_done
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning == (
-        "generation steps are launched without graphs: capturing StepShape(rows=2, is_split=False) raised "
-        "RuntimeError: operation not permitted when stream is capturing")
+        "generation steps are launched without graphs: capturing StepShape(rows=2, is_split=False, samples=False) "
+        "raised RuntimeError: operation not permitted when stream is capturing")
     events.clear()
-    captured.run(StepShape(8, False))
-    assert events == [StepShape(8, False)]
+    captured.run(StepShape(8, False, False))
+    assert events == [StepShape(8, False, False)]
 
 
 @pytest.mark.parametrize("changes, device, has_triton, own_attention, layout, obstacle", [

@@ -41,12 +41,21 @@ def findings(tmp_path_factory):
 
 def test_two_batches_of_a_shape_launch_the_same_and_a_replay_of_one_gives_the_other(findings):
     recordings = findings[1]["recording"]
-    assert len(recordings) == 8
+    assert len(recordings) == 8 + 4
     for recording in recordings:
         assert recording["different"] == [] and recording["refusals"] == [], recording
         one, other = recording["launches"]
         assert one == other > 20
         assert recording["replayed"] and min(recording["drawn"]) >= 0
+
+
+@pytest.mark.parametrize("samples, most", [(False, 6), (True, 8)])
+def test_around_its_layers_a_step_launches_little(findings, samples, most):
+    (found,) = [found for found in findings[1]["count"] if found["samples"] == samples]
+    of_one_layer, of_two_layers = found["launches"]
+    around = 2 * len(of_one_layer) - len(of_two_layers)
+    assert 2 < around <= most, of_one_layer
+    assert of_one_layer[0] == "_prepare_step_kernel" and of_one_layer[-1] == "_sample_draw_kernel"
 
 
 @pytest.mark.parametrize("plant, shows", [("rows_of_the_host", "refusals"), ("length_as_a_number", "different"),
@@ -59,7 +68,7 @@ def test_what_is_not_an_input_of_the_step_shows(findings, plant, shows):
 
 def test_an_engine_that_replays_its_steps_gives_what_the_engine_in_torch_gives(findings):
     expected, (replay,) = findings[0], findings[1]["replay"]
-    assert replay["captured"] == 6 and replay["replayed"] >= 6
+    assert replay["captured"] == 12 and replay["replayed"] >= 6
     assert replay["requests"].keys() == expected.keys()
     for number, answer in expected.items():
         np.testing.assert_allclose(replay["requests"][number]["log_probs"], answer["log_probs"], atol=1e-4, rtol=0)

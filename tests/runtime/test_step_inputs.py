@@ -15,7 +15,7 @@ def make():
     return StepInputs(MOST_ROWS, WINDOWS, lambda rows: 3 * rows + 1, tables, Uploads(CPU))
 
 
-@given(st.lists(st.builds(StepShape, st.integers(1, MOST_ROWS), st.booleans()), min_size=1, max_size=5),
+@given(st.lists(st.builds(StepShape, st.integers(1, MOST_ROWS), st.booleans(), st.booleans()), min_size=1, max_size=5),
        st.integers(0, 2**32))
 def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed):
     inputs, draw, known = make(), np.random.default_rng(seed), {}
@@ -28,8 +28,8 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
             array[...] = 0
         given = inputs.tensors(shape)
         attention = given.attention
-        there = {"slots": given.slots, "positions": given.positions, "draw_positions": given.draw_positions,
-                 "table_entries": given.table_entries, "table_blocks": given.table_blocks,
+        there = {"slots": given.slots, "positions": given.positions, "table_entries": given.table_entries,
+                 "table_blocks": given.table_blocks,
                  "kv_lengths": attention.kv_lengths, "table_rows": attention.table_rows}
         for index, window in enumerate(WINDOWS):
             there |= dict(zip((f"work_{index}", f"starts_{index}"), attention.work[window]))
@@ -45,4 +45,4 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
 
 def test_a_shape_beyond_the_largest_is_refused():
     with pytest.raises(AssertionError, match="larger than the largest shape"):
-        make().arrays(StepShape(MOST_ROWS + 1, True))
+        make().arrays(StepShape(MOST_ROWS + 1, True, True))

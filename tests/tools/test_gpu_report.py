@@ -66,8 +66,8 @@ def test_every_kernel_is_compared_by_value(dry_run):
     assert kernels == {
         "activation", "ban_ngrams", "ban_words", "beam_topk", "deterministic_linear", "fused_linear",
         "gated_activation", "layer_norm", "match_stop_words", "paged_attention_context", "paged_attention_decode",
-        "paged_attention_merge", "philox", "rms_norm", "rope_kv_append", "sample_token", "token_bitmask",
-        "token_penalties"}
+        "paged_attention_merge", "philox", "prepare_step", "rms_norm", "rope_kv_append", "sample_token",
+        "token_bitmask", "token_penalties"}
 
 
 def test_it_compares_with_the_peer_and_leaves_the_workload_for_others(dry_run):

@@ -17,6 +17,8 @@ it is computed for the rows that want one only. A row's result depends on nothin
 import numpy as np
 import torch
 
+from ..reference.sample_token import follow
+
 BLOCK = 64
 CANDIDATES = 64
 PLACES = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # in a block
@@ -27,8 +29,12 @@ WORD = np.uint64(0xFFFFFFFF)
 
 
 def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None,
-                 min_p=None, wants_log_prob=None, only_greedy=False):
+                 min_p=None, wants_log_prob=None, only_greedy=False, slots=None, end_id=None, finish=None,
+                 last_tokens=None, counts=None):
     """One token per row; see the kernel's docstring for shapes. Returns (tokens, log_probs, finite)."""
+    if slots is not None:
+        temperature, top_k, top_p, seed = temperature[slots], top_k[slots], top_p[slots], seed[slots]
+        min_p = None if min_p is None else min_p[slots]
     if logits.dtype != torch.float32:
         logits = logits.float()
     chosen, maxima = argmax(logits)
@@ -49,6 +55,8 @@ def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None,
     of_chosen = _log_probs(logits, chosen, temperature, wants_log_prob) if is_wanted else maxima
     if not all_finite:
         of_chosen.masked_fill_(~is_finite, torch.nan)
+    if finish is not None or last_tokens is not None:
+        follow(chosen, position, slots, end_id, finish, last_tokens)
     return (chosen if tokens is None else tokens.copy_(chosen),
             of_chosen if log_probs is None else log_probs.copy_(of_chosen),
             is_finite if finite is None else finite.copy_(is_finite))

@@ -17,14 +17,21 @@ Shapes      logits                   [R, V]   any float dtype, contiguous rows, 
             position                 [R] int32   position of the token being drawn in its sequence
             tokens                   [R] int32 (or any integer dtype)      these three may be passed in, so that
             log_probs                [R] float32                           a captured graph writes to fixed places
-            finite                   [R] bool
+            finite                   [R] bool, or any integer dtype
             wants_log_prob           [R] bool on the host: rows whose log-prob is looked at; those of the others may be
                                      anything. None: all
             only_greedy              True: the caller knows that every row is greedy
+            slots                    [R] int64   where in temperature, top_k, top_p, min_p, seed and end_id the numbers
+                                     of a row are: these are [S] then. None: row r has those at r
+            end_id                   [R] int32   the token that ends a sequence; -1: none does. None: nobody asks
+            finish                   [R] any integer dtype   1 where a token is its sequence's end_id, else 0
+            last_tokens              [S, C] int64, contiguous, C a power of two: a token is kept at
+                                     [slots, position mod C]. None: nobody asks
+            counts                   [R, BUCKETS] int32, zeros: memory to work with. None: made
 Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit, the lowest id among
             equals.
-Mutates     tokens, log_probs, finite. finite is False where a row holds NaN or +inf or nothing but -inf; the token is
-            then 0 and the log-prob NaN.
+Mutates     tokens, log_probs, finite, finish, last_tokens, counts. finite is False where a row holds NaN or +inf or
+            nothing but -inf; the token is then 0 and the log-prob NaN.
 Returns     (tokens, log_probs, finite).
 
 A row's result depends on nothing but that row.
@@ -37,10 +44,13 @@ from .philox import uniform
 
 def sample_token(
     logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None, min_p=None,
-    wants_log_prob=None, only_greedy=False,
+    wants_log_prob=None, only_greedy=False, slots=None, end_id=None, finish=None, last_tokens=None, counts=None,
 ):
-    """One token per row; see the module's docstring for shapes."""
+    """One token per row; see the module's docstring for shapes. It needs no memory to work with."""
     num_rows = logits.shape[0]
+    if slots is not None:
+        temperature, top_k, top_p, seed = temperature[slots], top_k[slots], top_p[slots], seed[slots]
+        min_p = None if min_p is None else min_p[slots]
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if tokens is None else tokens
     log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device) if log_probs is None else log_probs
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device) if finite is None else finite
@@ -60,7 +70,18 @@ def sample_token(
 
     tokens.copy_(chosen)
     log_probs.copy_(log_p.gather(1, chosen[:, None])[:, 0].masked_fill(~finite.bool(), torch.nan))
+    if finish is not None or last_tokens is not None:
+        follow(tokens, position, slots, end_id, finish, last_tokens)
     return tokens, log_probs, finite
+
+
+def follow(tokens, position, slots, end_id, finish, last_tokens):
+    """What follows from the drawn tokens: whether they end their sequences, and where they are kept."""
+    slots = torch.arange(len(tokens), dtype=torch.int64, device=tokens.device) if slots is None else slots
+    if finish is not None:
+        finish.copy_(tokens == end_id[slots])
+    if last_tokens is not None:
+        last_tokens[slots, position.long() % last_tokens.shape[1]] = tokens.to(last_tokens.dtype)
 
 
 def _draw(x, p, top_k, top_p, lowest, uniforms):

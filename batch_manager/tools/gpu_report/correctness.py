@@ -165,6 +165,16 @@ def _sample_token(bench: Bench) -> float:
                     bench.integers(0, 2**31, rows, dtype=torch.int64), bench.integers(0, 4096, rows), oracle_as_is=True)
 
 
+def _prepare_step(bench: Bench) -> float:
+    slots, blocks, rows, fed = bench.pick((257, 2048, 256, 512), (5, 8, 3, 4))
+    entries = bench.tensor(np.arange(0, slots * blocks, 5)[: 2 * rows], torch.int64)
+    return error_of(bench, "prepare_step", bench.integers(0, 1000, slots, blocks), entries,
+                    bench.integers(0, 1000, len(entries)), bench.integers(0, 500, slots, 4, dtype=torch.int64),
+                    bench.integers(0, slots, rows, dtype=torch.int64), bench.integers(0, 4096, rows, dtype=torch.int64),
+                    bench.integers(0, 500, fed, dtype=torch.int64), embedding=bench.normal(500, bench.pick(4096, 24)),
+                    cleared=bench.integers(1, 9, rows, 2048))
+
+
 def _philox(bench: Bench) -> float:
     rows = bench.pick(1000, 5)
     return error_of(bench, "philox", bench.integers(0, 2**32, rows, 2, dtype=torch.int64),
@@ -232,6 +242,7 @@ CHECKS: dict[str, Callable[[Bench], float]] = {
     "fused_linear": _fused_linear,
     "paged_attention_decode": _decode, "paged_attention_decode in parts": _decode_in_parts,
     "paged_attention_merge": _merge, "paged_attention_context": _context, "sample_token": _sample_token,
+    "prepare_step": _prepare_step,
     "philox": _philox, "token_penalties": _token_penalties, "ban_ngrams": _ban_ngrams, "ban_words": _ban_words,
     "match_stop_words": _match_stop_words, "token_bitmask": _token_bitmask, "beam_topk": _beam_topk,
 }

@@ -1,0 +1,27 @@
+"""Everything that a plain step does before its first layer, in one launch.
+
+    block_table.flat[table_entries[i]] = table_blocks[i]
+    token[t] = last_tokens[slots[t], positions[t] mod C]     of the first R rows: sequences that generate
+               fed_tokens[t - R]                             of the others: tokens of contexts
+    out[t]   = embedding[token[t]], or token[t] where there is no table
+    cleared  = 0
+
+Shapes      as in triton_kernels/prepare_step.py
+Mutates     block_table, cleared, out. Returns out.
+"""
+
+import torch
+
+
+def prepare_step(
+    block_table, table_entries, table_blocks, last_tokens, slots, positions, fed_tokens, embedding=None, cleared=None,
+    out=None,
+):
+    """See the module's docstring."""
+    block_table.view(-1)[table_entries] = table_blocks
+    if cleared is not None:
+        cleared.zero_()
+    newest = last_tokens[slots, positions[: len(slots)] % last_tokens.shape[1]]
+    tokens = torch.cat([newest, fed_tokens])
+    found = tokens if embedding is None else embedding[tokens]
+    return found if out is None else out.copy_(found)
