@@ -1,9 +1,9 @@
 """Graphs of plain generation steps: the launches of one call of `GenerationSteps.run_step`, replayed in one call.
 
 For each number of rows of graph_shapes.py there is one graph for steps whose rows are all greedy, and one for others;
-and as many again where attention may cut sequences into parts. All are captured before there are requests, the largest first, so that the memory which it takes serves the
-others too. A shape runs once before its capture: what is chosen or compiled at a first use must not be while launches
-are recorded.
+and as many again where attention may cut sequences into parts. All are captured before there are requests, the largest
+first, so that the memory which it takes serves the others too. A shape runs once before its capture: what is chosen or
+compiled at a first use must not be while launches are recorded.
 """
 
 import time

@@ -42,6 +42,7 @@ from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
 from ..triton_kernels.decode_work_list import MIN_PAGES_PER_PART
 from ..triton_kernels.dispatch import use_triton
+from ..triton_kernels.sample_scratch import scratch_bytes
 from . import layouts
 from .block_tables import BlockTables
 from .device import (
@@ -71,6 +72,7 @@ from .step_fusion import WrongStepError, make_fused_step
 from .thread_count import compute_threads, has_own_count, require_own_count
 
 LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # a sequence that attention cuts into parts, wherever its window ends
+FLOAT32_BYTES = 4
 SLOT_BYTES = 64                    # of a slot's numbers on the host, at least; block tables take theirs when used
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
@@ -122,10 +124,11 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                       kv.sink_token_length, max_seq_len)
     host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size, block_bytes=one_block,    # sinks rule reuse out
                                    free_bytes=free_memory(torch.device("cpu")))
-    set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width)
+    by_kernels = use_triton(device)
+    set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width, by_kernels)
     if captures:                                # what a graph allocates stays its own
         most_rows = graph_rows(num_slots)[-1]
-        set_aside += step_bytes(spec, loaded.dtype, most_rows, most_rows)
+        set_aside += step_bytes(spec, loaded.dtype, most_rows, most_rows, by_kernels)
     plan = plan_memory(
         kv,
         block_bytes=one_block,
@@ -194,13 +197,16 @@ def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Ca
                           "the engine cannot promise the bits of an attention of your own", "leave one of them out")
 
 
-def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int) -> int:
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, by_kernels: bool) -> int:
     """A generous estimate of what one step allocates: hidden states and one layer's work, then the logits twice.
 
-    max_rows   tokens a step draws: one for each sequence, or for each of its beams
+    max_rows     tokens a step draws: one for each sequence, or for each of its beams
+    by_kernels   Triton's kernels draw them: with memory to work in, as much as float32 logits take
     """
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
-    return per_token * dtype.itemsize * max_num_tokens + 2 * 4 * spec.vocab_size * min(max_rows, max_num_tokens)
+    rows = min(max_rows, max_num_tokens)
+    scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) if by_kernels else 0
+    return per_token * dtype.itemsize * max_num_tokens + 2 * FLOAT32_BYTES * spec.vocab_size * rows + scratch
 
 
 def _with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
@@ -325,8 +331,8 @@ class NativeBackend:
 
     def warm_up(self, max_beam_width: int = 1) -> None:
         """Run a context and a generation step of one sequence in block 0, then of one that is sampled and has no other
-        features, then of one that has none and goes on as if it were long, then of one with as many beams as there may
-        be, and leave the block as it was.
+        features, then of one that has none and goes on as if it were long, then of one with two beams, four, eight and
+        so on, and with as many as there may be, and leave the block as it was.
 
         Kernels that every variant of a step needs are compiled by that, so that none is while requests wait.
         """
@@ -338,9 +344,11 @@ class NativeBackend:
         # (beams, setup, tokens in the KV cache before the generation step)
         sequences = [(1, every_feature, 1), (1, sampled, 1),
                      (1, SlotSetup(prompt_length=1), self._cached_by_a_long_sequence())]
-        if max_beam_width > 1:
-            beams = SlotSetup(SamplingConfig(beam_width=max_beam_width), max_new_tokens=2, prompt_length=1)
-            sequences.append((max_beam_width, beams, 1))
+        # Kernels are compiled for the power of two that holds the beams of a sequence.
+        for width in [1 << bits for bits in range(1, (max_beam_width - 1).bit_length())] + [max_beam_width]:
+            if width > 1:
+                beams = SlotSetup(SamplingConfig(beam_width=width), max_new_tokens=2, prompt_length=1)
+                sequences.append((width, beams, 1))
         # The threads once for all the steps, on the thread that loads.
         with (self._threads(), self._naming_stages(),
               self._runner.checking(self.info.hidden_size, self._pool.dtype)):

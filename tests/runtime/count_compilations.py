@@ -1,10 +1,10 @@
-"""Which variants of its kernels Triton attention has compiled by an engine's warm-up, and which while it serves; the
-same of fused products.
+"""Which variants of Triton kernels the native backend has compiled by its warm-up, and which while it serves; the same
+of fused products.
 
     python count_compilations.py [--every-pair] FOLDER [FOLDER ...]     a config.json in each; prints an object for each
 
 No kernel is compiled or launched: a stand-in for Triton's driver names a GPU that is not here, and compiling is
-replaced by counting. What attention returns is garbage, and nobody looks at it. Needs a process without
+replaced by counting. What a kernel should have written stays 0, and what is finite is true. Needs a process without
 TRITON_INTERPRET, and one in which nothing else uses triton. Run by test_no_compilation_while_serving.py.
 """
 
@@ -21,18 +21,31 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from batch_manager.attention.interface import GenerationInputs, PackedStep
-from batch_manager.attention.triton_paged import TritonPagedAttention
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.models import load_model
 from batch_manager.runtime import layouts
 from batch_manager.runtime.fused_step import FusedStep
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.step_fusion import COMPARED_TOKENS, record_step
+from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import device_limits
 
 TOKENS_PER_BLOCK, MAX_BATCH, MAX_PAGES = 16, 256, 128
+VOCAB, MAX_BEAM_WIDTH, NUM_SLOTS, CONTEXT = 50, 6, 40, 20
 TABLES = torch.zeros((MAX_BATCH + 1, MAX_PAGES), dtype=torch.int32)
+
+SAMPLED = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1}
+# What sequences may want, each of them with and without sampling.
+WANTED = (
+    {}, {"return_log_probs": True}, {"end_id": 3}, {"stop_words": ((5,), (6, 7))}, {"bad_words": ((8,), (9, 10))},
+    {"embedding_bias": np.zeros(VOCAB, np.float32)}, {"return_generation_logits": True},
+    {"return_context_logits": True},
+    {"sampling": {"repetition_penalty": 1.2}}, {"sampling": {"presence_penalty": 0.5, "frequency_penalty": 0.1}},
+    {"sampling": {"no_repeat_ngram_size": 2}}, {"sampling": {"min_length": 4}, "end_id": 3},
+    {"sampling": {"top_p": 0.5, "top_p_decay": 0.9}},
+)
 
 compiled = Counter()
 
@@ -51,6 +64,9 @@ def pretend_to_have_a_gpu():
     spec = importlib.util.spec_from_file_location("compile_ahead_of_time", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    dispatch._decide = lambda device_type: "triton"
+    torch.empty = lambda *size, dtype=None, **more: (torch.ones if dtype == torch.bool else torch.zeros)(
+        *size, dtype=dtype, **more)
     JITFunction._do_compile = count_instead_of_compiling
     JITFunction.__getitem__ = find_key_instead_of_launching
     return lambda index: triton.runtime.driver.set_active(module.AbsentGpu(*module.GPUS["sm_90"], index))
@@ -84,9 +100,50 @@ def steps(every_pair):
             yield packed_step([context] * 3, [cached + context] * 3, 3)
 
 
-def serve(attention, spec, every_pair):
+def serve(backend):
+    """Steps of all kinds through the backend. Returns how many."""
+    num_steps = 0
+
+    def step(**work):
+        nonlocal num_steps
+        num_steps += 1
+        backend.start(ScheduledBatch(num_steps, max_beam_width=MAX_BEAM_WIDTH, **work)).finish()
+
+    rows, pages = np.divmod(np.arange(NUM_SLOTS * MAX_BEAM_WIDTH * 4, dtype=np.int32), np.int32(4))
+    step(context=(ContextWork(0, np.zeros(1, np.int32), 0, True, SlotSetup(prompt_length=1).continuing([0])),),
+         block_table_updates=BlockTableUpdates(rows, pages, 0 * rows))
+
+    def serve_sequences(setups, context=CONTEXT, width=1):
+        prompt, slots = np.zeros(context, np.int32), np.arange(len(setups), dtype=np.int32)
+        rows = np.arange(len(setups) * MAX_BEAM_WIDTH * 4, dtype=np.int32)
+        tables = BlockTableUpdates(rows // 4, rows % 4, 0 * rows)
+        step(context=tuple(ContextWork(slot, prompt, 0, True, setup.continuing(prompt))
+                           for slot, setup in enumerate(setups)), block_table_updates=tables)
+        for position in range(context, context + 2):
+            step(generation=GenerationWork(slots, np.full(len(setups), position, np.int32), width))
+
+    kinds = []
+    for wanted in WANTED:
+        for sampled in ({}, SAMPLED):
+            sampling = SamplingConfig(**{**sampled, **wanted.get("sampling", {})})
+            kinds.append(SlotSetup(**{**wanted, "sampling": sampling}, prompt_length=CONTEXT))
+    for count in (1, 2, 16, 17):
+        for kind in kinds:
+            serve_sequences([kind] * count)
+    serve_sequences(kinds)
+    serve_sequences(kinds[::-1], context=1)
+    for width in range(2, MAX_BEAM_WIDTH + 1):
+        for kind in (kinds[0], kinds[2 * 8]):
+            sampling = SamplingConfig(beam_width=width, repetition_penalty=kind.sampling.repetition_penalty)
+            for count in (1, 3, 16):
+                serve_sequences([SlotSetup(sampling, max_new_tokens=9, prompt_length=CONTEXT)] * count, width=width)
+    return num_steps
+
+
+def serve_attention(attention, spec, every_pair):
+    """Steps of all shapes through attention alone. Returns how many."""
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-    packed = torch.zeros(2 * MAX_BATCH, sum(heads), spec.head_size)
+    packed = torch.zeros(2 * MAX_BATCH, sum(heads), spec.head_size, dtype=attention.layer_pools[0].dtype)
     tables = torch.zeros(TOKENS_PER_BLOCK * MAX_PAGES, spec.head_size // 2)
     rotary = SimpleNamespace(cos=tables, sin=tables.clone())
     count = 0
@@ -136,26 +193,45 @@ def count_fused(folder):
     return counts
 
 
+def scratch():
+    """Bytes that `sample_token` allocates beside its results, and those that a memory plan counts, of some shapes."""
+    from batch_manager.triton_kernels.sample_scratch import scratch_bytes
+    from batch_manager.triton_kernels.sample_token import sample_token
+
+    found, zeros = [], torch.zeros
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, vocabulary in ((1, 50), (3, 9000)):
+            numbers, integers, longs = (zeros(rows, dtype=kind) for kind in (torch.float32, torch.int32, torch.int64))
+            logits, taken = zeros(rows, vocabulary, dtype=dtype), []
+            torch.zeros = lambda *size, taken=taken, **more: taken.append(zeros(*size, **more)) or taken[-1]
+            sample_token(logits, numbers, integers, numbers, longs, integers, tokens=integers, log_probs=numbers,
+                         finite=integers, min_p=numbers)
+            torch.zeros = zeros
+            found.append((sum(tensor.nbytes for tensor in taken), scratch_bytes(rows, vocabulary, dtype.itemsize)))
+    return found
+
+
 def main(folders, every_pair):
     on_gpu = pretend_to_have_a_gpu()
     for index, folder in enumerate(folders):
         on_gpu(index)                                   # another device, whose cache of kernels is empty
-        made = []
-
-        def factory(spec, pool, made=made, **options):
-            made.append((TritonPagedAttention(spec, pool, **options), spec))
-            return made[0][0]
-
         params = TrtGptModelOptionalParams(
-            device="cpu", load_format="dummy",
+            device="cpu", load_format="dummy", dtype="bfloat16", num_threads=1,
             kv_cache_config=KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK, max_tokens=MAX_PAGES * TOKENS_PER_BLOCK))
-        build_native_backend(folder, params, layout=layouts.fused, num_slots=4, attention_factory=factory)
+        backend = build_native_backend(folder, params, layout=layouts.fused, num_slots=NUM_SLOTS,
+                                       max_beam_width=MAX_BEAM_WIDTH)
         warm_up = dict(compiled)
         compiled.clear()
-        num_steps = serve(*made[0], every_pair)
-        serving, fused = dict(compiled), count_fused(folder)
-        print(json.dumps({"steps": num_steps, "warm_up": warm_up, "serving": serving, "fused": fused}), flush=True)
+        num_steps, attention = serve(backend), backend._runner.attention
+        spec = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=16, num_layers=1)
+        num_attention_steps = serve_attention(attention, spec, every_pair)
+        serving = dict(compiled)
+        on_gpu(len(folders) + index)                    # the backend has compiled fused products for the other one
+        fused = count_fused(folder)
+        print(json.dumps({"steps": num_steps, "attention_steps": num_attention_steps, "warm_up": warm_up,
+                          "serving": serving, "fused": fused}), flush=True)
         compiled.clear()
+    print(json.dumps({"scratch": scratch()}))
 
 
 if __name__ == "__main__":
