@@ -216,6 +216,9 @@ def interrupt_the_worker(rng: random.Random, times: int) -> None:
     lock locked for ever. No user of these modules could mend that.
     """
     logging.disable()
+    for name in list(logging.root.manager.loggerDict):             # asking for the first time takes a lock of logging
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
+            logging.getLogger(name).isEnabledFor(level)
     build.numpy_to_tensor = None                                   # print reads the tensors; torch need not be imported
     sys.setswitchinterval(1e-5)
     batches = [[request(10 * turn + i, rng.randint(1, 8)) for i in range(rng.randint(1, 6))] for turn in range(12)]
