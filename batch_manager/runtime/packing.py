@@ -92,7 +92,8 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
     return PackedStep(
         token_ids=token_ids,
         positions=positions,
-        pool_slots=_pool_slots(tables, np.repeat(table_rows, query_lengths), positions, tokens_per_block),
+        pool_slots=_pool_slots(_blocks(tables, np.repeat(table_rows, query_lengths), positions, tokens_per_block),
+                               positions, tokens_per_block),
         slots=slots,
         query_starts=query_starts,
         kv_lengths=kv_lengths,
@@ -116,7 +117,7 @@ class GenerationPlaces(NamedTuple):
     positions    [n] int32
     kv_lengths   [n] int32   tokens in the KV cache once this step's are written
     table_rows   [n] int32   rows of the block tables
-    pool_slots   [n] int64   block id * tokens_per_block + offset
+    blocks       [n] int32   the block of each token
     max_blocks   of the longest sequence
     """
 
@@ -124,7 +125,7 @@ class GenerationPlaces(NamedTuple):
     positions: np.ndarray
     kv_lengths: np.ndarray
     table_rows: np.ndarray
-    pool_slots: np.ndarray
+    blocks: np.ndarray
     max_blocks: int
 
 
@@ -137,17 +138,17 @@ def generation_places(batch: ScheduledBatch, tables: BlockTables, tokens_per_blo
     kv_lengths = positions + np.int32(1)
     max_blocks = _check(table_rows, kv_lengths, tables, tokens_per_block)
     return GenerationPlaces(slots, positions, kv_lengths, table_rows,
-                            _pool_slots(tables, table_rows, positions, tokens_per_block), max_blocks)
+                            _blocks(tables, table_rows, positions, tokens_per_block), max_blocks)
 
 
 def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
     """One token per row: nothing to repeat, nothing to concatenate."""
-    slots, positions, kv_lengths, table_rows, pool_slots, max_blocks = generation_places(
+    slots, positions, kv_lengths, table_rows, blocks, max_blocks = generation_places(
         batch, tables, tokens_per_block)
     return PackedStep(
         token_ids=np.zeros(len(slots), np.int32),
         positions=positions,
-        pool_slots=pool_slots,
+        pool_slots=_pool_slots(blocks, positions, tokens_per_block),
         slots=slots,
         query_starts=np.arange(len(slots) + 1, dtype=np.int32),
         kv_lengths=kv_lengths,
@@ -157,12 +158,17 @@ def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_bloc
     )
 
 
-def _pool_slots(tables: BlockTables, table_rows: np.ndarray, positions: np.ndarray,
-                tokens_per_block: int) -> np.ndarray:
-    pool_slots = tables.rows[table_rows, positions // tokens_per_block].astype(np.int64)
+def _blocks(tables: BlockTables, table_rows: np.ndarray, positions: np.ndarray, tokens_per_block: int) -> np.ndarray:
+    blocks = tables.rows[table_rows, positions // tokens_per_block]
+    assert blocks.min() >= 0, "a token's block was given back before the token was written"
+    return blocks
+
+
+def _pool_slots(blocks: np.ndarray, positions: np.ndarray, tokens_per_block: int) -> np.ndarray:
+    """[n] int64   block id * tokens_per_block + offset"""
+    pool_slots = blocks.astype(np.int64)
     pool_slots *= tokens_per_block
     pool_slots += positions % tokens_per_block
-    assert pool_slots.min() >= 0, "a token's block was given back before the token was written"
     return pool_slots
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..attention.interface import Attention, PackedStep
+from ..attention.interface import Attention
 from ..config import TrtGptModelOptionalParams
 from ..contained_log import log
 from ..errors import ConfigError
@@ -16,9 +16,10 @@ from ..models.registry import LoadedModel
 from ..triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
 from ..triton_kernels.dispatch import use_triton
 from .compiled_step import CompiledStep
+from .first_step import excess_of, first_step
 
 LARGEST_HEAD, LARGEST_BLOCK, BLOCK_UNIT = 256, 256, 16
-# The first step is compared: rounding differs between the two, a wrong operation is far off.
+COMPARED_TOKENS = 5
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
@@ -72,25 +73,11 @@ def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_
         recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)
         head = record_head(loaded.model.logits, spec.hidden_size, loaded.dtype)
         compiled = CompiledStep(recording, kv_pool, spec.num_heads, head, threads)
-        step = _first_step(kv_pool.shape[4])
-        hidden = loaded.model.embed(torch.arange(step.num_tokens, dtype=torch.int64, device="cpu") % spec.vocab_size)
+        step = first_step(min(COMPARED_TOKENS, kv_pool.shape[4]), spec.vocab_size)
+        hidden = loaded.model.embed(torch.from_numpy(step.token_ids.astype(np.int64)))
         attention.plan(step)
-        expected = loaded.model.forward(hidden.clone(), torch.from_numpy(step.positions), attention).float()
-        found = compiled.run(hidden.to(loaded.dtype), step).float()
-        scale = expected.abs().max().item()
-        difference = (found - expected).abs().max().item()
-        # Not finite in both: nothing is to be compared.
-        if torch.isfinite(expected).all() and not difference <= TOLERANCES[loaded.dtype] * max(scale, 1e-6):
-            raise NotRecordableError(f"compiled, its first step differs from torch's by {difference:.3g} where the "
-                                     f"largest value is {scale:.3g}")
+        expected = loaded.model.forward(hidden.clone(), torch.from_numpy(step.positions), attention)
+        excess = excess_of(compiled.run(hidden.to(loaded.dtype), step), expected, TOLERANCES[loaded.dtype])
+        if excess:
+            raise NotRecordableError(f"compiled, its first step differs from torch's {excess}")
     return compiled
-
-
-def _first_step(block_tokens: int) -> PackedStep:
-    """A context of five tokens in block 0."""
-    count = min(5, block_tokens)
-    rows = np.arange(count, dtype=np.int32)
-    return PackedStep(token_ids=rows, positions=rows, pool_slots=rows.astype(np.int64), slots=np.zeros(1, np.int32),
-                      query_starts=np.array([0, count], np.int32), kv_lengths=np.array([count], np.int32),
-                      block_tables=np.zeros((1, 1), np.int32), num_contexts=1,
-                      logits_rows=np.array([count - 1], np.int64))

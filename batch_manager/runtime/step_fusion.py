@@ -8,10 +8,10 @@ from ..layers.recording import NotRecordableError, RecordedAttention, Rows, reco
 from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel, Model
 from .device import Uploads
+from .first_step import excess_of, first_step
 from .fused_step import FusedStep
 from .launch_recording import LaunchRecording, is_whole
 
-# The first steps are compared: rounding differs between the two, a wrong operation is far off.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 COMPARED_TOKENS = (1, 5)           # in each of them. What is fused for more rows is fused for one: all is compiled then
 
@@ -34,7 +34,7 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
     fused = FusedStep(recording, loaded.device, device_limits(), gives_logits=gives_logits)
     for count in COMPARED_TOKENS:
         if count <= tokens_per_block:
-            _compare(fused, loaded, attention, uploads, _first_step(count, spec.vocab_size))
+            _compare(fused, loaded, attention, uploads, first_step(count, spec.vocab_size))
     return fused
 
 
@@ -69,20 +69,6 @@ def _compare(fused: FusedStep, loaded: LoadedModel, attention: Attention, upload
     expected = model.forward(hidden.clone(), positions, attention)
     if fused.gives_logits:
         expected = model.logits(expected)
-    found = fused.run(hidden, positions, attention).float()
-    expected = expected.float()
-    scale, difference = expected.abs().max().item(), (found - expected).abs().max().item()
-    # Not finite in both: nothing is to be compared.
-    if expected.isfinite().all() and not difference <= TOLERANCES[loaded.dtype] * max(scale, 1e-6):
-        raise WrongStepError(f"a first step of {step.num_tokens} tokens differs from the model's by {difference:.3g} "
-                             f"where the largest value is {scale:.3g}")
-
-
-def _first_step(count: int, vocab_size: int) -> PackedStep:
-    """A context of so many tokens in block 0."""
-    rows = np.arange(count, dtype=np.int32)
-    return PackedStep(token_ids=rows % vocab_size, positions=rows, pool_slots=rows.astype(np.int64),
-                      slots=np.zeros(1, np.int32), query_starts=np.array([0, count], np.int32),
-                      kv_lengths=np.array([count], np.int32),
-                      block_tables=np.zeros((1, 1), np.int32), num_contexts=1,
-                      logits_rows=np.array([count - 1], np.int64))
+    excess = excess_of(fused.run(hidden, positions, attention), expected, TOLERANCES[loaded.dtype])
+    if excess:
+        raise WrongStepError(f"a first step of {step.num_tokens} tokens differs from the model's {excess}")

@@ -18,6 +18,7 @@ from batch_manager.layers.weight_form import PlainMatrix
 from batch_manager.models.registry import LoadedModel, find_model
 from batch_manager.runtime import layouts, native_backend, step_fusion
 from batch_manager.runtime.device import Uploads
+from batch_manager.runtime.first_step import first_step
 from batch_manager.runtime.fused_step import FusedStep
 from batch_manager.runtime.kv_pool import make_kv_pool
 from batch_manager.runtime.launch_recording import Activation, LaunchRecording, Norm, Product, Sum
@@ -213,7 +214,7 @@ def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
     fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
     monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
     for count in (1, 3, 16):
-        step = step_fusion._first_step(count, loaded.spec.vocab_size)
+        step = first_step(count, loaded.spec.vocab_size)
         step_fusion._compare(fused, loaded, attention_of(loaded), Uploads(CPU), step)
 
 
