@@ -6,6 +6,8 @@ knowing the device.
 
 import numpy as np
 
+WORK_COLUMNS = 2      # integers of one row of the list
+
 
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
     """Query rows of one tile: what the registers hold with a head of `head_size` entries.
@@ -18,7 +20,7 @@ def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
 
 
 def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int = 0) -> np.ndarray:
-    """[W, 2] int32: rows (sequence, tile of query rows), those that see most keys first.
+    """[W, WORK_COLUMNS] int32: rows (sequence, tile of query rows), those that see most keys first.
 
     query_lengths, kv_lengths   [C] integers: new tokens, and keys after this step, of each context sequence
     padded_to                   at least this many rows, the last ones (-1, -1): programs that leave at once
@@ -33,6 +35,15 @@ def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int 
     keys_seen = np.minimum(computed[sequence] + (tile + 1) * tile_rows, kv_lengths[sequence])
     order = np.argsort(-keys_seen, kind="stable")
 
-    work_list = np.full((max(len(order), padded_to), 2), -1, np.int32)
+    work_list = np.full((max(len(order), padded_to), WORK_COLUMNS), -1, np.int32)
     work_list[: len(order), 0], work_list[: len(order), 1] = sequence[order], tile[order]
     return work_list
+
+
+def most_context_tiles(num_tokens: int, num_contexts: int, tile_rows: int) -> int:
+    """Rows that a `context_work_list` has at most for so many new tokens in so many sequences, or for fewer.
+
+    Most rows come from sequences of one token each and one sequence that has the other tokens.
+    """
+    num_sequences = min(num_contexts, num_tokens)
+    return num_sequences + (num_tokens - num_sequences) // tile_rows if num_sequences else 0

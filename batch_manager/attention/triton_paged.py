@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..triton_kernels.context_work_list import context_tile_rows, context_work_list
+from ..triton_kernels.context_work_list import WORK_COLUMNS, context_tile_rows, context_work_list
 from ..triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, decode_work_list
 from ..triton_kernels.device_limits import device_limits
 from ..triton_kernels.paged_attention_context import paged_attention_context
@@ -16,7 +16,7 @@ from ..triton_kernels.paged_attention_decode import decode_settings, paged_atten
 from ..triton_kernels.rope_kv_append import rope_kv_append
 from .interface import GenerationInputs, HeadLayout, PackedStep, RotaryTable
 
-NO_WORK = np.empty((0, 2), np.int32)
+NO_WORK = np.empty((0, WORK_COLUMNS), np.int32)
 UNIFORM_ROWS = 16      # of a tile when deterministic: the least a matrix instruction takes, as most rows stand alone
 
 
@@ -65,7 +65,7 @@ class TritonPagedAttention:
             tensors[0].split(self._sizes))
         self._pool_slots = slots.view(torch.int64)
         self._block_tables = table.view(self._num_sequences, -1)
-        self._context_work = context_work.view(-1, 2)
+        self._context_work = context_work.view(-1, WORK_COLUMNS)
         self._decode_work_on_device = {
             window: (work_list.view(-1, 4), part_starts if is_split else None)
             for (window, is_split), work_list, part_starts in zip(self._are_split.items(), more[::2], more[1::2])}

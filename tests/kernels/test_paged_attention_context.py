@@ -1,7 +1,14 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from batch_manager.triton_kernels.context_work_list import context_tile_rows, context_work_list
+from batch_manager.triton_kernels.context_work_list import (
+    WORK_COLUMNS,
+    context_tile_rows,
+    context_work_list,
+    most_context_tiles,
+)
 
 B = 16                                  # tokens per block in these tests, unless they say otherwise
 
@@ -151,7 +158,22 @@ def test_chunks_give_what_the_whole_prompt_gives(run_kernel, paged_cache, random
 def test_the_work_list_names_every_tile_once_and_the_longest_first():
     work_list = context_work_list([200, 1, 0, 5], [200, 300, 9, 5], 128, padded_to=6).tolist()
     assert work_list == [[1, 0], [0, 1], [0, 0], [3, 0], [-1, -1], [-1, -1]]
-    assert context_work_list([], [], 128).shape == (0, 2)
+    assert context_work_list([], [], 128).shape == (0, WORK_COLUMNS)
+
+
+@given(lengths=st.lists(st.integers(0, 70), max_size=6), more_tokens=st.integers(0, 20),
+       more_contexts=st.integers(0, 2), tile_rows=st.integers(1, 33))
+def test_no_work_list_has_more_rows_than_most_context_tiles(lengths, more_tokens, more_contexts, tile_rows):
+    num_rows = len(context_work_list(lengths, lengths, tile_rows))
+    assert num_rows <= most_context_tiles(sum(lengths) + more_tokens, len(lengths) + more_contexts, tile_rows)
+
+
+@given(num_tokens=st.integers(0, 300), num_contexts=st.integers(0, 9), tile_rows=st.integers(1, 33))
+def test_some_work_list_has_as_many_rows_as_most_context_tiles(num_tokens, num_contexts, tile_rows):
+    num_sequences = min(num_contexts, num_tokens)
+    lengths = [1] * (num_sequences - 1) + [num_tokens - num_sequences + 1] * bool(num_sequences)
+    num_rows = len(context_work_list(lengths, lengths, tile_rows))
+    assert num_rows == most_context_tiles(num_tokens, num_contexts, tile_rows)
 
 
 @pytest.mark.parametrize("settings", [{}, {"window": 20}, {"window": 20, "sink": 5}])
