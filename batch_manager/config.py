@@ -95,9 +95,9 @@ class TrtGptModelOptionalParams:
                                 for the worker's thread, callbacks included, and for no other. Where steps are compiled
                                 (cpu_compile) torch has one thread inside a step, also in stages and post-processors,
                                 and steps compute on fewer while other programs keep the cores busy
-    cuda_graphs                 replay captured graphs for generation steps whose requests have no beams, and change
-                                logits by nothing but temperature, top-k, top-p and min-p; other steps launch each
-                                kernel by itself. None: no graphs, until they have run on a GPU; True: refused by name
+    cuda_graphs                 replay captured graphs for steps whose requests have no beams, context logits or
+                                embeddings, and change logits by nothing but temperature, top-k, top-p and min-p; other
+                                steps, and large ones with prompts, launch each kernel by itself. None: no graphs, until they have run on a GPU; True: refused by name
                                 where that cannot be (a CPU, `deterministic`, an attention of one's own,
                                 TrtGptModelType.V1)
     deterministic               bit by bit the same tokens, log-probabilities and logits alone or batched, whole or

@@ -54,23 +54,44 @@ class PackedStep:
 
 @dataclass(frozen=True, slots=True)
 class GenerationInputs:
-    """What the attention of a generation step reads on the device, at addresses that stay.
+    """What attention of a step's generation rows reads on the device.
 
     R rows of one token each; some of them may be padding, of length 0. A row's token is the newest of its sequence: its
     position is one less than the length, and its key and value go to that place of the last block.
 
     kv_lengths     [R] int32   tokens in the KV cache once this step's are written; 0: padding
-    table_rows     [R] int32   the row of `block_tables` of each sequence
-    block_tables   [rows, m] int32   of all sequences
-    work           window -> (work list [W, 4] int32, part starts [R + 1] int32), as of `decode_work_list`
-    is_split       whether sequences may be cut into parts
+    table_rows     [R] int32   the row of `block_tables` of each sequence; None: they are in order
+    block_tables   [rows, m] int32
+    work           window -> (work list [W, 4] int32, part starts [R + 1] int32), as of `decode_work_list`; None instead
+                   of part starts: no sequence is cut into parts
     """
 
     kv_lengths: torch.Tensor
-    table_rows: torch.Tensor
+    table_rows: torch.Tensor | None
     block_tables: torch.Tensor
-    work: dict[int | None, tuple[torch.Tensor, torch.Tensor]]
-    is_split: bool
+    work: dict[int | None, tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextInputs:
+    """The same of a step's contexts: T tokens of C sequences. The last tokens and sequences may be padding.
+
+    positions      [T] int32 or int64
+    pool_slots     [T] int64   where the key and the value of each token go, as in PackedStep; -1: padding
+    query_starts   [C + 1] int32   offsets of the sequences in these tokens; padding has no tokens
+    kv_lengths     [C] int32   tokens in the KV cache once this step's are written
+    table_rows     [C] int32   the row of `block_tables` of each sequence; None: they are in order
+    block_tables   [rows, m] int32
+    work           [W, k] int32   as of `context_work_list`
+    """
+
+    positions: torch.Tensor
+    pool_slots: torch.Tensor
+    query_starts: torch.Tensor
+    kv_lengths: torch.Tensor
+    table_rows: torch.Tensor | None
+    block_tables: torch.Tensor
+    work: torch.Tensor
 
 
 class RotaryTable(Protocol):
@@ -142,7 +163,7 @@ class Attention(Protocol):
 
 
 class BindableAttention(Attention, Protocol):
-    """An attention that also serves generation steps whose inputs stay where they are, so that graphs can replay them.
+    """An attention that also serves steps whose inputs stay where they are, so that graphs can replay them.
 
     windows    the different windows of the layers, in any order
     can_bind   whether it does, as it was made; an attention without this member does not
@@ -159,9 +180,17 @@ class BindableAttention(Attention, Protocol):
         """Rows that such a work list has at most, for so many sequences of up to so many blocks."""
         ...
 
-    def bind_generation(self, given: GenerationInputs) -> None:
-        """Let `run` serve the generation step that reads these, in place of `plan` and `receive`. What `run` launches
-        follows from their shapes and addresses, and from `is_split`, alone."""
+    def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
+        """On the host: the work list [W, k] int32 of contexts, from their new tokens and their keys after the step."""
+        ...
+
+    def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
+        """(rows that such a list has at most for so many tokens of so many contexts, k). A row of -1 is no work."""
+        ...
+
+    def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
+        """Let `run` serve the step that reads these, in place of `plan` and `receive`. Its rows are those of
+        `generation`, then those of `contexts`. What `run` launches follows from their shapes and addresses alone."""
         ...
 
 

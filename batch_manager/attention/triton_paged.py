@@ -8,13 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..triton_kernels.context_work_list import WORK_COLUMNS, context_tile_rows, context_work_list
+from ..triton_kernels.context_work_list import (
+    WORK_COLUMNS,
+    context_tile_rows,
+    context_work_list,
+    most_context_tiles,
+)
 from ..triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, decode_work_list
 from ..triton_kernels.device_limits import device_limits
 from ..triton_kernels.paged_attention_context import paged_attention_context
 from ..triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
 from ..triton_kernels.rope_kv_append import rope_kv_append
-from .interface import GenerationInputs, HeadLayout, PackedStep, RotaryTable
+from .interface import ContextInputs, GenerationInputs, HeadLayout, PackedStep, RotaryTable
 
 NO_WORK = np.empty((0, WORK_COLUMNS), np.int32)
 UNIFORM_ROWS = 16      # of a tile when deterministic: the least a matrix instruction takes, as most rows stand alone
@@ -43,36 +48,35 @@ class TritonPagedAttention:
         self.tile_rows = self.uniform_rows or context_tile_rows(spec.head_size, kv_pool.element_size())
 
     def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
-        self._num_contexts = contexts = len(step.slots) if self.deterministic else step.num_contexts
-        self._num_context_tokens = int(step.query_starts[contexts])
-        decode_work = self.plan_generation(step.kv_lengths[contexts:])
+        contexts = len(step.slots) if self.deterministic else step.num_contexts
+        starts, kv_lengths = step.query_starts[: contexts + 1], step.kv_lengths
+        decode_work = self.plan_generation(kv_lengths[contexts:])
         self._are_split = {window: bool(part_starts[-1]) for window, (_, part_starts) in decode_work.items()}
-        context_work = NO_WORK
-        if contexts:
-            context_work = context_work_list(np.diff(step.query_starts[: contexts + 1]), step.kv_lengths[:contexts],
-                                             self.tile_rows)
+        context_work = self.plan_contexts(np.diff(starts), kv_lengths[:contexts]) if contexts else NO_WORK
         # The array of 8-byte numbers comes first: an upload begins at a multiple of that.
-        split = self._num_context_tokens
-        arrays = [step.pool_slots[:split].astype(np.int64).view(np.int32), step.positions[:split], step.kv_lengths,
-                  step.query_starts[: contexts + 1], step.block_tables, context_work,
-                  *(array for pair in decode_work.values() for array in pair)]
-        self._sizes, self._num_sequences = [array.size for array in arrays], len(step.slots)
+        split = int(starts[-1])
+        arrays = [step.pool_slots[:split].astype(np.int64).view(np.int32), step.positions[:split], kv_lengths, starts,
+                  step.block_tables, context_work, *(array for pair in decode_work.values() for array in pair)]
+        self._sizes = [array.size for array in arrays]
+        self._num_sequences, self._num_contexts = len(kv_lengths), contexts
+        self._context_rows, self._generation_rows = slice(0, split), slice(split, step.num_tokens)
         return [np.concatenate([array.ravel() for array in arrays], dtype=np.int32)]
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._table_rows = None
-        slots, self._positions, self._kv_lengths, self._query_starts, table, context_work, *more = (
-            tensors[0].split(self._sizes))
-        self._pool_slots = slots.view(torch.int64)
-        self._block_tables = table.view(self._num_sequences, -1)
-        self._context_work = context_work.view(-1, WORK_COLUMNS)
-        self._decode_work_on_device = {
-            window: (work_list.view(-1, 4), part_starts if is_split else None)
-            for (window, is_split), work_list, part_starts in zip(self._are_split.items(), more[::2], more[1::2])}
+        pool_slots, positions, kv_lengths, query_starts, table, context_work, *more = tensors[0].split(self._sizes)
+        table, contexts = table.view(self._num_sequences, -1), self._num_contexts
+        self._contexts = self._generation = None
+        if contexts:
+            self._contexts = ContextInputs(positions, pool_slots.view(torch.int64), query_starts, kv_lengths[:contexts],
+                                           None, table[:contexts], context_work.view(-1, WORK_COLUMNS))
+        if self._are_split:
+            self._generation = GenerationInputs(kv_lengths[contexts:], None, table[contexts:], {
+                window: (work_list.view(-1, 4), part_starts if is_split else None)
+                for (window, is_split), work_list, part_starts in zip(self._are_split.items(), more[::2], more[1::2])})
 
     @property
     def can_bind(self) -> bool:
-        """Whether `bind_generation` serves generation steps: deterministic, their rows run as contexts do."""
+        """Whether `bind` serves steps: deterministic, generation rows run as contexts do."""
         return not self.deterministic
 
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
@@ -90,13 +94,19 @@ class TritonPagedAttention:
         in_sequences = num_rows * -(-max_blocks // MIN_PAGES_PER_PART)
         return max(num_rows, min(in_sequences, num_rows + ROUNDS * self._places() // kv_heads))
 
-    def bind_generation(self, given: GenerationInputs) -> None:
-        """Let `run` serve a generation step that reads these; in place of `plan` and `receive`."""
-        self._num_contexts = self._num_context_tokens = 0
-        self._kv_lengths = given.kv_lengths
-        self._block_tables, self._table_rows = given.block_tables, given.table_rows
-        self._decode_work_on_device = {window: (work_list, part_starts if given.is_split else None)
-                                       for window, (work_list, part_starts) in given.work.items()}
+    def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
+        """See `context_work_list`."""
+        return context_work_list(query_lengths, kv_lengths, self.tile_rows)
+
+    def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
+        """Rows and columns of `plan_contexts`, at most."""
+        return most_context_tiles(num_tokens, num_contexts, self.tile_rows), WORK_COLUMNS
+
+    def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
+        """Let `run` serve a step that reads these; in place of `plan` and `receive`."""
+        self._generation, self._contexts = generation, contexts
+        rows = len(generation.kv_lengths)
+        self._generation_rows, self._context_rows = slice(0, rows), slice(rows, None)
 
     def _places(self) -> int:
         pool = self.layer_pools[0]
@@ -109,16 +119,17 @@ class TritonPagedAttention:
         pool, attention = self.layer_pools[layer], self.attention[layer]
         cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        contexts, split = self._num_contexts, self._num_context_tokens
-        if contexts:
-            rope_kv_append(query[:split], key[:split], value[:split], pool, self._pool_slots, self._positions, cos, sin)
-            paged_attention_context(query, pool, self._block_tables[:contexts], self._query_starts,
-                                    self._kv_lengths[:contexts], self._context_work, attention.scale, attention.window,
-                                    out=result, sink=self.sink, uniform_rows=self.uniform_rows,
-                                    softcap=attention.softcap)
-        if split < len(query):
-            paged_attention_decode(query[split:], key[split:], value[split:], pool, self._block_tables[contexts:],
-                                   self._kv_lengths[contexts:], *self._decode_work_on_device[attention.window],
-                                   attention.scale, attention.window, slots=self._table_rows, out=result[split:],
-                                   sink=self.sink, softcap=attention.softcap, cos_table=cos, sin_table=sin)
+        if self._contexts is not None:
+            rows, given = self._context_rows, self._contexts
+            queries = query[rows]
+            rope_kv_append(queries, key[rows], value[rows], pool, given.pool_slots, given.positions, cos, sin)
+            paged_attention_context(queries, pool, given.block_tables, given.query_starts, given.kv_lengths, given.work,
+                                    attention.scale, attention.window, slots=given.table_rows, out=result[rows],
+                                    sink=self.sink, uniform_rows=self.uniform_rows, softcap=attention.softcap)
+        if self._generation is not None:
+            rows, given = self._generation_rows, self._generation
+            paged_attention_decode(query[rows], key[rows], value[rows], pool, given.block_tables, given.kv_lengths,
+                                   *given.work[attention.window], attention.scale, attention.window,
+                                   slots=given.table_rows, out=result[rows], sink=self.sink,
+                                   softcap=attention.softcap, cos_table=cos, sin_table=sin)
         return result.flatten(1)

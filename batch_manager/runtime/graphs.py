@@ -1,9 +1,10 @@
-"""Graphs of plain generation steps: the launches of one call of `GenerationSteps.run_step`, replayed in one call.
+"""Graphs of plain steps: the launches of one call of `PlainSteps.run_step`, replayed in one call.
 
-For each number of rows of graph_shapes.py there is one graph for steps whose rows are all greedy, and one for others;
-and as many again where attention may cut sequences into parts. All are captured before there are requests, the largest
-first, so that the memory which it takes serves the others too. A shape runs once before its capture: what is chosen or
-compiled at a first use must not be while launches are recorded.
+For each number of rows of graph_shapes.py there is one graph for generation steps whose rows are all greedy, and one
+for others; and as many again where attention may cut sequences into parts. For each size of a step with contexts there
+is one. All are captured before there are requests, the largest first, so that the memory which it takes serves the
+others too. A shape runs once before its capture: what is chosen or compiled at a first use must not be while launches
+are recorded.
 """
 
 import time
@@ -18,13 +19,13 @@ from ..errors import ConfigError
 from ..triton_kernels.dispatch import use_triton
 from . import layouts
 from .device import CapturedGraph, first_line, used_memory
+from .graph_shapes import StepShape
 from .layouts import Layout
-from .step_inputs import StepShape
 
 
 def may_capture(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
                 ) -> bool:
-    """Whether generation steps are to be replayed. Raises ConfigError where it was asked for and cannot be."""
+    """Whether plain steps are to be replayed. Raises ConfigError where it was asked for and cannot be."""
     if not params.cuda_graphs:         # None too: no GPU has shown yet that what is replayed is right
         return False
     obstacle = _obstacle(params, device, layout, has_own_attention)
@@ -66,7 +67,7 @@ class Graphs:
         began, used = time.monotonic(), used_memory(self._device)
         try:
             largest = None
-            for shape in sorted(shapes, reverse=True):
+            for shape in sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True):
                 prepare(shape)
                 self._run_step(shape)
                 graph = CapturedGraph(self._device, largest)
@@ -74,11 +75,12 @@ class Graphs:
                 largest, self._graphs[shape] = largest or graph, graph
         except (RuntimeError, MemoryError) as error:
             self._graphs.clear()
-            log.warning("generation steps are launched without graphs: capturing %s raised %s", shape,
+            log.warning("steps are launched without graphs: capturing %s raised %s", shape,
                         first_line(error))
             return False
-        log.info("%d graphs of generation steps of up to %d rows captured in %.1f s; they take %s bytes",
-                 len(self._graphs), max(shapes).rows, time.monotonic() - began,
+        log.info("%d graphs of steps of up to %d generating sequences and %d context tokens captured in %.1f s; they "
+                 "take %s bytes", len(self._graphs), max(shape.rows for shape in shapes),
+                 max(shape.context_tokens for shape in shapes), time.monotonic() - began,
                  f"{used_memory(self._device) - used:,}")
         return True
 

@@ -125,14 +125,24 @@ class ModelRunner:
     def generate(self, given: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [r, vocab] behind one token a row, through an attention that was bound to their step.
 
-        Shapes   given [r, hidden size], the rows of `table`; where there is none, the tokens [r] int64. positions [r]
+        Shapes   as of `forward`
+        """
+        fused = self.fused
+        if fused is None or len(given) > fused.most_rows:
+            return self._model.logits(self.forward(given, positions))
+        result = fused.run(self._embedded(given), positions, self.attention)
+        return result if fused.gives_logits else self._model.logits(result)
+
+    def forward(self, given: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [t, hidden size] of a step's tokens, through an attention that was bound to it.
+
+        Shapes   given [t, hidden size], the rows of `table`; where there is none, the tokens [t] int64. positions [t]
                  int64 on the device
         """
-        hidden, fused = self._model.embed(given) if self.table is None else given, self.fused
-        if fused is None or len(hidden) > fused.most_rows:
-            return self._model.logits(self._model.forward(hidden, positions, self.attention))
-        result = fused.run(hidden, positions, self.attention)
-        return result if fused.gives_logits else self._model.logits(result)
+        return self._model.forward(self._embedded(given), positions, self.attention)
+
+    def _embedded(self, given: torch.Tensor) -> torch.Tensor:
+        return self._model.embed(given) if self.table is None else given
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[r, hidden size] -> [r, vocab], float32 or in the dtype of the weights."""

@@ -60,13 +60,13 @@ from .device import (
     release_memory,
     resolve_device,
 )
-from .generation_step import GenerationSteps, PlainStep, can_bind
-from .graph_shapes import graph_rows
+from .graph_shapes import MOST_CONTEXTS, graph_rows, mixed_sizes
 from .graphs import may_capture
 from .kv_pool import block_bytes, clear_block, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
+from .plain_steps import NO_SIZES, PlainStep, PlainSteps, can_bind
 from .step_compilation import compile_step, may_compile
 from .step_fusion import WrongStepError, make_fused_step
 from .thread_count import compute_threads, has_own_count, require_own_count
@@ -126,9 +126,13 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                    free_bytes=free_memory(torch.device("cpu")))
     by_kernels = use_triton(device)
     set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width, by_kernels)
+    graph_sizes = NO_SIZES
     if captures:                                # what a graph allocates stays its own
         most_rows = graph_rows(num_slots)[-1]
-        set_aside += step_bytes(spec, loaded.dtype, most_rows, most_rows, by_kernels)
+        if layout is layouts.fused:
+            graph_sizes = mixed_sizes(num_slots, step_tokens, loaded.weight_bytes // loaded.dtype.itemsize)
+        set_aside += step_bytes(spec, loaded.dtype, max([most_rows, *map(sum, graph_sizes)]), most_rows + MOST_CONTEXTS,
+                                by_kernels)
     plan = plan_memory(
         kv,
         block_bytes=one_block,
@@ -152,7 +156,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
                                 max_beam_width=max_beam_width, windows=windows, sink_tokens=sink, host_pool=host_pool,
                                 num_threads=params.num_threads, is_own_thread=is_own_thread,
-                                own_stages=own_stages(num_slots, device) if own_stages else ())
+                                own_stages=own_stages(num_slots, device) if own_stages else (),
+                                graph_sizes=graph_sizes)
         if compiles:
             hold_helpers(backend)                         # products have them from the warm-up on
         backend.warm_up(max_beam_width)
@@ -223,13 +228,14 @@ class NativeBackend:
     num_threads   threads a step on a CPU computes with; None: torch's setting
     own_stages    changes of logits beside the package's own
     is_own_thread   which threads keep that number between steps, see thread_count.py
+    graph_sizes   of the steps with contexts that `capture_graphs` captures, see graph_shapes.py
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
                  max_seq_len: int, max_beam_width: int = 1, windows: Sequence[int | None] = (None,),
                  sink_tokens: int = 0, host_pool: Sequence[torch.Tensor] = (), num_threads: int | None = None,
                  is_own_thread: Callable[..., bool] = lambda thread: False,
-                 own_stages: Sequence[LogitsStage] = ()) -> None:
+                 own_stages: Sequence[LogitsStage] = (), graph_sizes: frozenset[tuple[int, int]] = NO_SIZES) -> None:
         spec, device = loaded.spec, loaded.device
         num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
         self.info = BackendInfo(
@@ -264,12 +270,13 @@ class NativeBackend:
         self._threads = partial(compute_threads, device, num_threads, is_own_thread)
         self._torch_threads: int | None = None            # inside a step; None: as outside
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
-        self._plain_steps: GenerationSteps | None = None
+        self._plain_steps: PlainSteps | None = None
         if is_plain:
             with on_device(device, self._stream), torch.inference_mode():
-                self._plain_steps = GenerationSteps(
+                self._plain_steps = PlainSteps(
                     self._runner, attention, self._decoder, self._tables, self._uploads, device, num_slots=num_slots,
-                    max_beam_width=max_beam_width, max_seq_len=max_seq_len, tokens_per_block=tokens_per_block)
+                    max_beam_width=max_beam_width, max_seq_len=max_seq_len, tokens_per_block=tokens_per_block,
+                    mixed_sizes=graph_sizes)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep | PlainStep":
         """Launch a step; see seams.ModelBackend. A raise leaves pages written that the next run writes again, and
@@ -369,7 +376,7 @@ class NativeBackend:
             clear_block(self._pool, 0)
 
     def capture_graphs(self) -> None:
-        """Replay generation steps from here on, where they are plain: see generation_step.py. After the warm-up."""
+        """Replay steps from here on, where they are plain: see plain_steps.py. After the warm-up."""
         with on_device(self._device, self._stream), torch.inference_mode():
             self._plain_steps.capture_graphs()
 

@@ -3,13 +3,13 @@
 Where a call is padded, `Padding` says at which of its rows the packed tokens stand; all else is packed either way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ..attention.interface import PackedStep
-from ..handover import ContextWork, ScheduledBatch
+from ..handover import NO_GENERATION, ContextWork, ScheduledBatch
 from .block_tables import BlockTables, generation_rows
 
 
@@ -139,6 +139,29 @@ def generation_places(batch: ScheduledBatch, tables: BlockTables, tokens_per_blo
     max_blocks = _check(table_rows, kv_lengths, tables, tokens_per_block)
     return GenerationPlaces(slots, positions, kv_lengths, table_rows,
                             _blocks(tables, table_rows, positions, tokens_per_block), max_blocks)
+
+
+NO_PLACES = GenerationPlaces(*[np.empty(0, np.int32)] * 5, 0)
+
+
+class ContextPlaces(NamedTuple):
+    """Where the tokens of a batch's contexts belong.
+
+    step         of the contexts alone
+    table_rows   [c] int32   rows of the block tables
+    draws        [c] bool   whether a token is drawn behind the context: its last chunk runs
+    """
+
+    step: PackedStep
+    table_rows: np.ndarray
+    draws: np.ndarray
+
+
+def context_places(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> ContextPlaces:
+    """Of the contexts of a batch that has some, without drafts. Raises as `pack`."""
+    step = pack(replace(batch, generation=NO_GENERATION), tables, tokens_per_block)
+    return ContextPlaces(step, step.slots * np.int32(batch.max_beam_width),
+                         np.array([work.is_last_chunk for work in batch.context]))
 
 
 def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:

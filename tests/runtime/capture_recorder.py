@@ -137,9 +137,12 @@ def _patch(recorder):
 
 
 class ReplayedGraph:
-    """In place of device.CapturedGraph: a graph on a CPU."""
+    """In place of device.CapturedGraph: a graph on a CPU.
 
-    captured = replayed = 0
+    captured, replayed   the shapes of the steps, each time
+    """
+
+    captured, replayed = [], []
 
     def __init__(self, device, memory_of=None):
         self.memory_of, self._recorder = memory_of, Recorder()
@@ -149,8 +152,9 @@ class ReplayedGraph:
             function()
         if self._recorder.refusals:
             raise RuntimeError(f"a capture refuses {self._recorder.refusals}")
-        ReplayedGraph.captured += 1
+        self._shape = function.args[0]
+        ReplayedGraph.captured.append(self._shape)
 
     def replay(self):
         self._recorder.replay()
-        ReplayedGraph.replayed += 1
+        ReplayedGraph.replayed.append(self._shape)

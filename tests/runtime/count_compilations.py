@@ -161,10 +161,11 @@ def serve_bound(attention, step, query, key, value, rotary):
     if step.num_contexts or len(step.slots) % 16 > 1:        # all numbers of rows are served above
         return 0
     work = attention.plan_generation(step.kv_lengths)
-    attention.bind_generation(GenerationInputs(
+    is_split = any(starts[-1] for _, starts in work.values())
+    attention.bind(GenerationInputs(
         torch.from_numpy(step.kv_lengths), torch.from_numpy(step.slots), TABLES,
-        {window: tuple(map(torch.from_numpy, arrays)) for window, arrays in work.items()},
-        is_split=any(starts[-1] for _, starts in work.values())))
+        {window: (torch.from_numpy(work_list), torch.from_numpy(starts) if is_split else None)
+         for window, (work_list, starts) in work.items()}), None)
     attention.run(0, query, key, value, rotary)
     return 1
 

@@ -10,35 +10,44 @@ import sys
 from collections import Counter
 from itertools import chain, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
-from batch_manager.handover import BlockTableUpdates, GenerationWork, ScheduledBatch, SlotSetup
-from batch_manager.runtime import generation_step, graphs, layouts, native_backend, step_fusion
-from batch_manager.runtime.graph_shapes import graph_rows
+from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.runtime import graphs, layouts, native_backend, plain_steps, step_fusion
+from batch_manager.runtime.graph_shapes import MOST_CONTEXTS, StepShape, graph_rows
 from batch_manager.runtime.native_backend import build_native_backend
-from batch_manager.runtime.step_inputs import StepShape
+from batch_manager.runtime.plain_steps import PlainStep
 from batch_manager.sampling_config import SamplingConfig
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.integration import engine_modes
 from tests.runtime.capture_recorder import Recorder, ReplayedGraph
 
 SLOTS, BLOCK, BLOCKS = 6, 16, 48
+MIXED = StepShape(8, True, True, 64, MOST_CONTEXTS)
 SHORT, LONG = (1, 40), (90, 127)                  # tokens of sequences in one part, and of those in several
 SAMPLED = SlotSetup(SamplingConfig(temperature=0.9, top_k=20, top_p=0.9, random_seed=3))
 
 
-def random_batch(draw, num_rows, is_split):
-    """Rows in slots of any order; some blocks are new to them."""
-    slots = draw.permutation(SLOTS)[:num_rows].astype(np.int32)
+def random_batch(draw, num_rows, is_split, contexts=()):
+    """Rows in slots of any order; some blocks are new to them.
+
+    contexts   (tokens, whether they are the last of their prompt) of each
+    """
+    slots, work = draw.permutation(SLOTS).astype(np.int32), []
     lengths = draw.integers(*SHORT, num_rows).astype(np.int32)
     if is_split:
         lengths[draw.integers(num_rows)] = draw.integers(*LONG)
+    for slot, (num_tokens, is_last) in zip(slots[num_rows:].tolist(), contexts):
+        tokens = draw.integers(0, engine_modes.VOCAB, num_tokens).astype(np.int32)
+        work.append(ContextWork(slot, tokens, int(draw.integers(30)), is_last))
     rows, indices = np.divmod(np.arange(SLOTS * 8, dtype=np.int32), np.int32(8))
-    updates = BlockTableUpdates(rows, indices, draw.permutation(BLOCKS).astype(np.int32))
-    return ScheduledBatch(0, generation=GenerationWork(slots, lengths), block_table_updates=updates)
+    return ScheduledBatch(
+        0, context=tuple(work), generation=GenerationWork(slots[:num_rows], lengths),
+        block_table_updates=BlockTableUpdates(rows, indices, draw.permutation(BLOCKS).astype(np.int32)))
 
 
 def make_steps(checkpoint, dtype="float32"):
@@ -46,22 +55,33 @@ def make_steps(checkpoint, dtype="float32"):
     params = TrtGptModelOptionalParams(
         device="cpu", dtype=dtype, num_threads=1,
         kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * BLOCKS))
+    native_backend.may_capture = lambda *_: True                       # which is done in `replays` alone
+    native_backend.NativeBackend.capture_graphs, capture = lambda _: None, native_backend.NativeBackend.capture_graphs
     backend = build_native_backend(checkpoint, params, layout=layouts.fused, num_slots=SLOTS)
-    backend._plain_steps._graph_rows = graph_rows(SLOTS)
+    native_backend.NativeBackend.capture_graphs = capture
+    backend._plain_steps.pad_to(graph_rows(SLOTS))
     return backend, backend._plain_steps
 
 
 def record(backend, steps, batch):
-    """(shape, recorder, results) of a step"""
+    """(shape, recorder, output) of a step"""
     with torch.inference_mode():
         backend._tables.update(batch)
         steps.resident.note(batch.block_table_updates)
-        shape = steps._write(batch)
+        assert steps.serves(batch)
+        shape = steps.write(batch)
         steps.inputs.send(shape)
         with Recorder() as recorder:
             steps.run_step(shape)
     steps.resident.are_sent()
-    return shape, recorder, steps.inputs.tensors(shape).results.clone()
+    return shape, recorder, output(backend, steps, batch, shape)
+
+
+def output(backend, steps, batch, shape):
+    """What the host makes of the memory that a step writes: tokens, log-probs or None, failures."""
+    results = {"results": steps.inputs.tensors(shape).read_back.clone().numpy()}
+    found = PlainStep(batch, shape, backend._decoder.state.having, SimpleNamespace(wait=lambda: results)).finish()
+    return found.tokens.tolist(), None if found.log_probs is None else found.log_probs.tolist(), found.failures
 
 
 def set_up(backend, samples):
@@ -77,21 +97,24 @@ def recordings(backend, steps):
     for samples in (False, True):
         set_up(backend, samples)
         for rows, is_split in product(steps._graph_rows[:-1:2] if samples else steps._graph_rows, (False, True)):
-            first, second = (random_batch(draw, count, is_split) for count in (min(rows, SLOTS), rows // 2 + 1))
-            shape, one, _ = record(backend, steps, first)
-            assert shape == StepShape(rows, is_split, samples), shape
-            shape, other, expected = record(backend, steps, second)
-            assert shape == StepShape(rows, is_split, samples), shape
-            with torch.inference_mode():
-                steps.inputs.tensors(shape).results.fill_(-7)
-            one.replay()
-            count = len(second.generation)               # padding goes on from what the last step left in its slot
-            found = steps.inputs.tensors(shape).results
-            yield {"finding": "recording", "shape": list(shape), "launches": [len(one.entries), len(other.entries)],
-                   "different": [pair for pair in zip(one.entries, other.entries) if pair[0] != pair[1]][:2],
-                   "refusals": one.refusals + other.refusals,
-                   "replayed": np.array_equal(found[:, :count], expected[:, :count]),
-                   "drawn": found[0, :count].tolist()}
+            yield recording(backend, steps, StepShape(rows, is_split, samples),
+                            *(random_batch(draw, count, is_split) for count in (min(rows, SLOTS), rows // 2 + 1)))
+    yield recording(backend, steps, MIXED, random_batch(draw, 3, True, [(40, True), (1, True), (17, False)]),
+                    random_batch(draw, 1, False, [(9, True)]))
+
+
+def recording(backend, steps, expected_shape, first, second):
+    shape, one, _ = record(backend, steps, first)
+    assert shape == expected_shape, shape
+    shape, other, expected = record(backend, steps, second)
+    assert shape == expected_shape, shape
+    with torch.inference_mode():
+        steps.inputs.tensors(shape).read_back.fill_(-7)
+    one.replay()
+    found = output(backend, steps, second, shape)
+    return {"finding": "recording", "shape": list(shape), "launches": [len(one.entries), len(other.entries)],
+            "different": [pair for pair in zip(one.entries, other.entries) if pair[0] != pair[1]][:2],
+            "refusals": one.refusals + other.refusals, "replayed": found == expected, "drawn": found[0]}
 
 
 def counted(folder):
@@ -109,23 +132,23 @@ def counted(folder):
 def planted(backend, steps):
     """What the recorder says of steps that take one thing from the host, or wait for the device."""
     def rows_of_the_host(steps, given, shape):
-        given.attention.table_rows.copy_(torch.from_numpy(steps.inputs.arrays(shape)["table_rows"].copy()))
+        given.generation.table_rows.copy_(torch.from_numpy(steps.inputs.arrays(shape)["table_rows"].copy()))
 
     def length_as_a_number(steps, given, shape):
-        given.attention.kv_lengths[:1].fill_(int(steps.inputs.arrays(shape)["kv_lengths"][0]))
+        given.generation.kv_lengths[:1].fill_(int(steps.inputs.arrays(shape)["kv_lengths"][0]))
 
     def waits(steps, given, shape):
         given.slots[0].item()
 
-    right = generation_step.GenerationSteps.run_step
+    right = plain_steps.PlainSteps.run_step
     for plant in (rows_of_the_host, length_as_a_number, waits):
         def run_step(steps, shape, plant=plant):
             plant(steps, steps.inputs.tensors(shape), shape)
             right(steps, shape)
 
-        generation_step.GenerationSteps.run_step = run_step
+        plain_steps.PlainSteps.run_step = run_step
         yield {**next(recordings(backend, steps)), "finding": plant.__name__}          # of the smallest shape
-    generation_step.GenerationSteps.run_step = right
+    plain_steps.PlainSteps.run_step = right
 
 
 def launches(folder):
@@ -158,8 +181,8 @@ def replays(folder):
     """An engine whose graphs are replayed."""
     native_backend.may_capture = lambda *_: True
     graphs.CapturedGraph = ReplayedGraph
-    yield {"finding": "replay", **engine_modes.run(folder, "plain_rows"), "captured": ReplayedGraph.captured,
-           "replayed": ReplayedGraph.replayed}
+    yield {"finding": "replay", **engine_modes.run(folder, "plain_rows"), "captured": len(ReplayedGraph.captured),
+           "replayed": Counter(shape.contexts > 0 for shape in ReplayedGraph.replayed)}
 
 
 if __name__ == "__main__":

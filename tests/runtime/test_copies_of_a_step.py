@@ -5,6 +5,7 @@ the host to a GPU, and so make the host wait for the step before, shows as an op
 these.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,8 +18,8 @@ from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import layouts
 from batch_manager.runtime.block_tables import BlockTables
-from batch_manager.runtime.generation_step import GenerationSteps
 from batch_manager.runtime.model_runner import ModelRunner
+from batch_manager.runtime.plain_steps import PlainSteps
 from batch_manager.runtime.step_inputs import SPARE_CHANGES
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels.device_limits import DeviceLimits
@@ -92,8 +93,9 @@ class Engine:
         self.decoder._sample_token = lambda logits, **_: (
             torch.empty(len(logits), dtype=torch.int32, device=META), torch.empty(len(logits), device=META),
             torch.empty(len(logits), dtype=torch.bool, device=META))
-        self.steps = GenerationSteps(self.runner, self.attention, self.decoder, self.tables, self.uploads, META,
-                                     num_slots=SLOTS, max_beam_width=1, max_seq_len=20 * SIZE, tokens_per_block=SIZE)
+        self.steps = PlainSteps(self.runner, self.attention, self.decoder, self.tables, self.uploads, META,
+                                num_slots=SLOTS, max_beam_width=1, max_seq_len=20 * SIZE, tokens_per_block=SIZE,
+                                mixed_sizes=frozenset({(8, 64)}))
 
     def run(self, batch):
         """(uploads, other copies) of a step."""
@@ -114,7 +116,7 @@ class Engine:
         if not self.steps.serves(batch):
             return None
         with CopiesFromTheHost() as copies, torch.inference_mode():
-            shape = self.steps._write(batch)
+            shape = self.steps.write(batch)
             self.steps.inputs.send(shape)
             self.steps.run_step(shape)
         self.steps.resident.are_sent()
@@ -137,7 +139,7 @@ def test_a_step_sends_its_arrays_in_one_copy_and_one_more_where_sequences_enter(
     generation = GenerationWork(np.array([0], np.int32), np.array([150], np.int32))     # long enough for several parts
     assert engine.run(ScheduledBatch(3, context=(context(2, 3),), generation=generation,
                                      block_table_updates=tables)) == (2, [])
-    assert engine.attention._decode_work_on_device[None][1] is not None
+    assert engine.attention._generation.work[None][1] is not None
 
 
 def generation(*rows):
@@ -163,6 +165,20 @@ def test_a_plain_step_sends_one_buffer_whose_size_its_shape_gives(monkeypatch):
     assert (len(found), found[-1], others) == (2, size, [])
 
 
+def test_a_step_with_contexts_sends_one_buffer_whose_size_its_shape_gives(monkeypatch):
+    engine = Engine(monkeypatch)
+    engine.steps.pad_to((8,))
+    sizes = []
+    for contexts, rows in (((context(0, 37), context(1, 5)), ()), ((context(2, 64),), ((0, 37), (1, 5))),
+                           ((context(3, 1),), ((0, 38), (1, 6), (2, 64)))):
+        engine.decoder.set_up((work.slot, work.setup) for work in contexts)
+        (size,), others = engine.run_plainly(ScheduledBatch(
+            0, context=contexts, generation=generation(*rows), block_table_updates=tables_of(4, 8)))
+        assert others == []
+        sizes.append(size)
+    assert len(set(sizes)) == 1
+
+
 def test_what_is_not_plain_is_known(monkeypatch):
     engine = Engine(monkeypatch)
     engine.run_plainly(ScheduledBatch(0, generation=generation((0, 1)), block_table_updates=tables_of(8, 20)))
@@ -180,6 +196,17 @@ def test_what_is_not_plain_is_known(monkeypatch):
     assert [slot for slot in range(8) if not serves((0, 3), (slot, 3))] == [2, 3, 4, 5]
     assert not engine.steps.serves(ScheduledBatch(1, generation=GenerationWork(
         np.zeros(1, np.int32), np.ones(1, np.int32), beam_width=2), max_beam_width=2))
+
+    engine.decoder.set_up([(6, SlotSetup(return_context_logits=True)), (1, SlotSetup(SamplingConfig(top_k=5)))])
+    assert serves((0, 37), (6, 5)) and not serves(context=(context(0, 3),))
+    engine.steps.pad_to((8,))
+    assert serves(context=(context(0, 3),)) and serves((0, 37), context=(context(1, 64),))
+    assert not serves((0, 37), context=(context(1, 64), context(3, 1)))                  # too many tokens
+    for slot in (2, 6):
+        assert not serves((0, 37), context=(context(slot, 3),))
+    for changes in ({"embeddings": np.zeros((1, HIDDEN), np.float32)}, {"num_drafts": 1}, {"start": 20 * SIZE - 2}):
+        assert not serves(context=(replace(context(0, 3), **changes),))
+    assert not serves((7, 20 * SIZE), context=(context(0, 3),))
     engine.decoder.set_up([(SLOTS + 1, SlotSetup())])       # the padding rows' slot may be somebody's now
     assert not serves((0, 37))
 

@@ -6,11 +6,12 @@ import torch
 from batch_manager.config import TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
 from batch_manager.runtime import graphs, layouts
+from batch_manager.runtime.graph_shapes import StepShape
 from batch_manager.runtime.graphs import Graphs, may_capture
-from batch_manager.runtime.step_inputs import StepShape
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPES = [StepShape(rows, is_split, False) for rows in (1, 2, 8) for is_split in (False, True)]
+SHAPES.append(StepShape(4, True, True, 64, 32))
 
 
 class Graph:
@@ -47,11 +48,12 @@ events = []
 def test_shapes_are_captured_largest_first_after_a_run_in_memory_of_the_first(made, caplog):
     caplog.set_level(logging.INFO, "batch_manager")
     is_done, captured = made()
-    in_order = sorted(SHAPES, reverse=True)
+    in_order = [SHAPES[-1], *sorted(SHAPES[:-1], reverse=True)]                 # 68 rows, 8, ...
     assert is_done and events == [event for shape in in_order for event in (("prepared", shape), shape)]
     first, *others = (captured._graphs[shape] for shape in in_order)
     assert first.memory_of is None and all(graph.memory_of is first for graph in others)
-    assert "6 graphs of generation steps of up to 8 rows captured in " in caplog.text and " 0 bytes" in caplog.text
+    assert "7 graphs of steps of up to 8 generating sequences and 64 context tokens captured in " in caplog.text
+    assert " 0 bytes" in caplog.text
     events.clear()
     captured.run(StepShape(2, True, False))
     captured.run(StepShape(9, False, False))                             # no graph is as large
@@ -63,8 +65,8 @@ def test_a_capture_that_fails_leaves_no_graph_and_one_warning_that_says_why(made
     assert not is_done
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning == (
-        "generation steps are launched without graphs: capturing StepShape(rows=2, is_split=False, samples=False) "
-        "raised RuntimeError: operation not permitted when stream is capturing")
+        "steps are launched without graphs: capturing StepShape(rows=2, is_split=False, samples=False, "
+        "context_tokens=0, contexts=0) raised RuntimeError: operation not permitted when stream is capturing")
     events.clear()
     captured.run(StepShape(8, False, False))
     assert events == [StepShape(8, False, False)]

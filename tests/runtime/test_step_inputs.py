@@ -5,18 +5,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_manager.runtime.device import ALIGNMENT, Uploads
-from batch_manager.runtime.step_inputs import StepInputs, StepShape
+from batch_manager.runtime.graph_shapes import StepShape
+from batch_manager.runtime.step_inputs import StepInputs
 
-CPU, MOST_ROWS, WINDOWS = torch.device("cpu"), 24, (None, 100)
+CPU, MOST_ROWS, MOST_TOKENS, MOST_CONTEXTS = torch.device("cpu"), 24, 40, 5
+LARGEST = [StepShape(MOST_ROWS, True, True), StepShape(MOST_ROWS, True, True, MOST_TOKENS, MOST_CONTEXTS)]
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, MOST_ROWS), st.booleans(), st.booleans()),
+    st.tuples(st.integers(1, MOST_ROWS), st.booleans(), st.just(True), st.integers(1, MOST_TOKENS),
+              st.integers(1, MOST_CONTEXTS))).map(lambda numbers: StepShape(*numbers))
 
 
-def make():
-    tables = torch.zeros((5, 7), dtype=torch.int32)
-    return StepInputs(MOST_ROWS, WINDOWS, lambda rows: 3 * rows + 1, tables, Uploads(CPU))
+class Attention:
+    windows = (None, 100)
+
+    def most_parts(self, num_rows, max_blocks):
+        return 3 * num_rows + max_blocks
+
+    def most_context_work(self, num_tokens, num_contexts):
+        return num_tokens + num_contexts, 2
 
 
-@given(st.lists(st.builds(StepShape, st.integers(1, MOST_ROWS), st.booleans(), st.booleans()), min_size=1, max_size=5),
-       st.integers(0, 2**32))
+def make(largest=LARGEST):
+    return StepInputs(largest, Attention(), torch.zeros((5, 7), dtype=torch.int32), 16, Uploads(CPU))
+
+
+def arrays_of(step):
+    """name -> the part of the step's tensors that the array of that name arrives in"""
+    attention, contexts = step.generation, step.contexts
+    there = {"slots": step.slots, "positions": step.positions, "table_entries": step.table_entries,
+             "table_blocks": step.table_blocks, "kv_lengths": step.drawn_at}
+    rows = len(attention.kv_lengths)
+    assert attention.kv_lengths.tolist() == step.drawn_at[:rows].tolist()
+    if contexts is None:
+        there["table_rows"] = attention.table_rows
+        assert len(step.fed_tokens) == 0 and step.draw_rows is None
+    else:
+        there |= {"table_rows": torch.cat([attention.table_rows, contexts.table_rows]), "fed_tokens": step.fed_tokens,
+                  "pool_slots": contexts.pool_slots, "draw_rows": step.draw_rows,
+                  "query_starts": contexts.query_starts, "context_work": contexts.work}
+        assert contexts.positions.tolist() == step.positions[rows:].tolist()
+        assert contexts.kv_lengths.tolist() == step.drawn_at[rows:].tolist()
+    for index, window in enumerate(Attention.windows):
+        work, starts = attention.work[window]
+        there |= {f"work_{index}": work} | ({} if starts is None else {f"starts_{index}": starts})
+    return there
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=5), st.integers(0, 2**32))
 def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed):
     inputs, draw, known = make(), np.random.default_rng(seed), {}
     for shape in shapes:
@@ -26,23 +62,31 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
         inputs.send(shape)
         for array in inputs.arrays(shape).values():       # what is written next does not change what was sent
             array[...] = 0
-        given = inputs.tensors(shape)
-        attention = given.attention
-        there = {"slots": given.slots, "positions": given.positions, "table_entries": given.table_entries,
-                 "table_blocks": given.table_blocks,
-                 "kv_lengths": attention.kv_lengths, "table_rows": attention.table_rows}
-        for index, window in enumerate(WINDOWS):
-            there |= dict(zip((f"work_{index}", f"starts_{index}"), attention.work[window]))
-        assert there.keys() == written.keys()
+        given, rows = inputs.tensors(shape), shape.rows
+        there = arrays_of(given)
+        assert written.keys() - there.keys() == (set() if shape.is_split else {"starts_0", "starts_1"})
         for name, tensor in there.items():
             assert np.array_equal(tensor.numpy(), written[name]), name
+        for tensor in (given.slots, given.positions, given.drawn_at, given.table_entries, given.table_blocks,
+                       *([given.fed_tokens, given.draw_rows, given.contexts.work] if given.contexts else [])):
             assert (tensor.data_ptr() - inputs._there.data_ptr()) % ALIGNMENT == 0
-        assert given.results.shape == (4, shape.rows) and given.results.is_contiguous()
-        assert attention.work[None][0].shape == (3 * shape.rows + 1 if shape.is_split else shape.rows, 4)
-        addresses = [tensor.data_ptr() for tensor in (*there.values(), given.results)]
+        assert given.results.shape == (4, shape.num_draws) and given.results.is_contiguous()
+        assert given.context_sums.shape == (shape.context_tokens,)
+        assert given.read_back.data_ptr() == given.results.data_ptr()
+        assert len(given.read_back) == given.results.numel() + len(given.context_sums)
+        if shape.contexts:
+            assert given.context_sums.data_ptr() == given.results.data_ptr() + given.results.nbytes
+        assert given.generation.work[None][0].shape == (3 * rows + 7 if shape.is_split else rows, 4)
+        addresses = [tensor.data_ptr() for tensor in (*there.values(), given.results) if tensor.data_ptr()]
+        if shape.contexts:                                # arrays_of joins these
+            addresses = [given.generation.table_rows.data_ptr(), given.contexts.table_rows.data_ptr(),
+                         given.contexts.positions.data_ptr(), given.fed_tokens.data_ptr()]
         assert known.setdefault(shape, addresses) == addresses
 
 
-def test_a_shape_beyond_the_largest_is_refused():
+@pytest.mark.parametrize("largest, shape", [
+    (LARGEST[:1], StepShape(MOST_ROWS + 1, True, True)),
+    (LARGEST, StepShape(MOST_ROWS, True, True, MOST_TOKENS + 1, MOST_CONTEXTS))])
+def test_a_shape_beyond_the_largest_is_refused(largest, shape):
     with pytest.raises(AssertionError, match="larger than the largest shape"):
-        make().arrays(StepShape(MOST_ROWS + 1, True, True))
+        make(largest).arrays(shape)

@@ -1,0 +1,207 @@
+"""Plain steps on a device: one function that reads and writes what stays where it is. See step_inputs.py.
+
+`PlainSteps.run_step` is that function. It has no argument but the shape of the step, so what it launches follows from
+the shape. It is called for each step, or once while a graph records what it launches, and the graph is replayed.
+
+Steps with contexts are plain only where they have a graph: they have a hundred times more shapes than graphs could be
+captured for, and launched one by one they gain nothing.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..attention.interface import Attention, BindableAttention
+from ..decoding.decoder import GptDecoder
+from ..decoding.drawn import NOT_FINITE
+from ..decoding.slots import CONTEXT_LOGITS, LOG_PROBS, SAMPLES
+from ..handover import RowFailure, ScheduledBatch, StepOutput
+from ..names import ErrorCode
+from ..triton_kernels import dispatch
+from .block_tables import BlockTables
+from .device import Readback, Uploads
+from .graph_shapes import MOST_CONTEXTS, StepShape, graph_rows, padded, padded_mixed
+from .graphs import Graphs
+from .model_runner import ModelRunner
+from .packing import NO_PLACES, context_places, generation_places
+from .resident_tables import ResidentTables
+from .step_inputs import StepInputs
+from .step_writer import StepWriter
+
+PLAIN = SAMPLES | LOG_PROBS                         # features that a sequence of a plain step may have
+UNUSABLE = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
+NO_SIZES: frozenset[tuple[int, int]] = frozenset()
+
+
+def can_bind(attention: Attention) -> bool:
+    """Whether an attention serves steps whose inputs stay where they are."""
+    return getattr(attention, "can_bind", False) is True
+
+
+class PlainSteps:
+    """Runs plain steps of one engine.
+
+    attention   one that `can_bind`
+    decoder     made for num_slots + 1 sequences: the last slot is that of padding rows
+    tables      the host's block tables
+    num_slots   sequences of the largest step
+    max_beam_width   rows of the block tables that belong to a slot
+    max_seq_len   tokens of the longest sequence
+    mixed_sizes   of the steps with contexts that graphs will be captured for, see graph_shapes.py
+
+    graphs   replay steps of some shapes; None: each launch is made by itself
+
+    A backend that has taken a sequence in a slot beyond num_slots runs none of these steps any more: the slot of
+    padding rows may be a sequence's then.
+    """
+
+    def __init__(self, runner: ModelRunner, attention: BindableAttention, decoder: GptDecoder, tables: BlockTables,
+                 uploads: Uploads, device: torch.device, *, num_slots: int, max_beam_width: int, max_seq_len: int,
+                 tokens_per_block: int, mixed_sizes: frozenset[tuple[int, int]] = NO_SIZES) -> None:
+        self._runner, self._attention, self._decoder, self._tables = runner, attention, decoder, tables
+        self._device, self._tokens_per_block = device, tokens_per_block
+        self._num_slots, self.graphs = num_slots, None
+        self._graph_rows: tuple[int, ...] = ()
+        self._graph_sizes = NO_SIZES
+        self._prepare_step = dispatch.kernel("prepare_step", device)
+        max_blocks = -(-max_seq_len // tokens_per_block)
+        self._max_tokens = max_blocks * tokens_per_block
+        self.resident = ResidentTables(num_slots * max_beam_width, max_blocks, device)
+        self._mixed_shapes = {(rows, tokens): StepShape(rows, self._may_split(rows), True, tokens, MOST_CONTEXTS)
+                              for rows, tokens in mixed_sizes}
+        largest = StepShape(max(num_slots, graph_rows(num_slots)[-1]), True, True)
+        self.inputs = StepInputs([largest, *self._mixed_shapes.values()], attention, self.resident.there,
+                                 tokens_per_block, uploads)
+        self._writer = StepWriter(self.inputs, attention, self.resident, tables, uploads, padding_slot=num_slots)
+
+    def serves(self, batch: ScheduledBatch) -> bool:
+        """Whether a step is plain, and of sequences that there is room for."""
+        generation, state = batch.generation, self._decoder.state
+        if generation.beam_width > 1 or generation.num_drafts is not None or state.capacity != self._num_slots + 1:
+            return False
+        if batch.context and not self._serves_contexts(batch):
+            return False
+        if not len(generation):
+            return bool(batch.context)
+        # Context logits are those of a context, which has run.
+        return (int(generation.kv_lengths.max()) < self._max_tokens
+                and int(np.bitwise_or.reduce(state.features[generation.slots])) & ~(PLAIN | CONTEXT_LOGITS) == 0)
+
+    def _serves_contexts(self, batch: ScheduledBatch) -> bool:
+        if not self._graph_sizes or len(batch.context) > MOST_CONTEXTS or _mixed_size(batch, self._graph_sizes) is None:
+            return False
+        features = self._decoder.state.features
+        return all(work.embeddings is None and not work.num_drafts and int(features[work.slot]) & ~PLAIN == 0
+                   and work.start + len(work.token_ids) <= self._max_tokens for work in batch.context)
+
+    def start(self, batch: ScheduledBatch) -> "PlainStep":
+        """Launch a step that `serves` says yes to."""
+        shape = self.write(batch)
+        self.inputs.send(shape)
+        if self.graphs is None:
+            self.run_step(shape)
+        else:
+            self.graphs.run(shape)
+        self.resident.are_sent()
+        readback = Readback(self._device, {"results": self.inputs.tensors(shape).read_back}, is_reused=True)
+        return PlainStep(batch, shape, self._decoder.state.having, readback)
+
+    def write(self, batch: ScheduledBatch) -> StepShape:
+        """Write the arrays of the step, in the memory that is sent to the device. Returns its shape."""
+        places, contexts, sequences = NO_PLACES, None, len(batch.generation)
+        if sequences:
+            places = generation_places(batch, self._tables, self._tokens_per_block)
+        if batch.context:
+            contexts = context_places(batch, self._tables, self._tokens_per_block)
+            shape = self._mixed_shapes[_mixed_size(batch, self._graph_sizes)]
+            work = self._writer.plan(places, shape.rows)
+        else:
+            rows = padded(sequences, self._graph_rows) or sequences
+            work = self._writer.plan(places, rows)
+            shape = StepShape(rows, is_split=any(part_starts[-1] for _, part_starts in work),
+                              samples=bool(self._decoder.state.having(SAMPLES, places.slots).any()))
+        self._writer.write(shape, work, places, contexts)
+        return shape
+
+    def run_step(self, shape: StepShape) -> None:
+        """Everything that a step does on the device, from its inputs to its results."""
+        given, decoder = self.inputs.tensors(shape), self._decoder
+        counts = decoder.plain_counts(shape.num_draws) if shape.samples else None
+        prepared = self._prepare_step(
+            self.resident.there, given.table_entries, given.table_blocks, decoder.state.last_tokens.values,
+            given.slots[: shape.rows], given.positions, given.fed_tokens, embedding=self._runner.table, cleared=counts)
+        self._attention.bind(given.generation, given.contexts)
+        if given.contexts is None:
+            logits = self._runner.generate(prepared, given.positions)
+        else:
+            hidden = self._runner.forward(prepared, given.positions)
+            # A value that is not finite leaves its row's sum not finite.
+            torch.sum(hidden[shape.rows :], 1, dtype=torch.float32, out=given.context_sums)
+            logits = self._runner.logits(hidden.index_select(0, given.draw_rows))
+        decoder.draw_plainly(logits, given.slots, given.drawn_at, counts, given.results)
+
+    def capture_graphs(self) -> None:
+        """Replay graphs from here on, for steps of the shapes that have one. Where that fails the log says why."""
+        rows = graph_rows(self._num_slots)
+        shapes = [StepShape(count, is_split, samples) for count in rows for samples in (False, True)
+                  for is_split in (False, True)[: 1 + self._may_split(count)]]
+        graphs = Graphs(self._device, self.run_step)
+        if graphs.capture([*shapes, *self._mixed_shapes.values()], self._send_padding):
+            self.graphs = graphs
+            self.pad_to(rows)
+
+    def pad_to(self, rows: tuple[int, ...]) -> None:
+        """Pad generation steps to these numbers of rows, and serve steps with contexts, padded to their shapes."""
+        self._graph_rows, self._graph_sizes = rows, frozenset(self._mixed_shapes)
+
+    def _may_split(self, rows: int) -> bool:
+        """Whether attention cuts any of so many sequences into parts."""
+        return self._attention.most_parts(rows, self.resident.there.shape[1]) > rows
+
+    def _send_padding(self, shape: StepShape) -> None:
+        self._writer.write(shape, self._writer.plan(NO_PLACES, shape.rows), NO_PLACES, None)
+        self.inputs.send(shape)
+
+
+def _mixed_size(batch: ScheduledBatch, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:
+    """The one of `sizes` that a step with contexts is padded to; None: none holds it."""
+    return padded_mixed(len(batch.generation), sum(len(work.token_ids) for work in batch.context), sizes)
+
+
+class PlainStep:
+    """A plain step that was launched.
+
+    having   (feature, slots [n]) -> [n] bool: which of the sequences in these slots have a feature
+    """
+
+    def __init__(self, batch: ScheduledBatch, shape: StepShape, having: Callable[[int, np.ndarray], np.ndarray],
+                 readback: Readback) -> None:
+        self._micro_batch_id, self._shape, self._readback = batch.micro_batch_id, shape, readback
+        self._contexts, self._slots, self._rows = batch.context, batch.generation.slots, slice(len(batch.generation))
+        if batch.context:                              # those whose last chunk it is yield tokens, and are the first
+            last = [index for index, work in enumerate(batch.context) if work.is_last_chunk]
+            self._rows = np.array([*(shape.rows + index for index in last), *range(len(batch.generation))], np.int64)
+            self._slots = np.array([*(batch.context[index].slot for index in last), *self._slots], np.int32)
+        self._asked = having(LOG_PROBS, self._slots)
+
+    def finish(self) -> StepOutput:
+        found, num_results = self._readback.wait()["results"], 4 * self._shape.num_draws
+        tokens, finish, finite, log_prob_bits = found[:num_results].reshape(4, -1)[:, self._rows]
+        failures = self._contexts_not_finite(found[num_results:].view(np.float32)) if self._contexts else {}
+        if not finite.all():
+            failures |= dict.fromkeys(self._slots[finite == 0].tolist(), UNUSABLE)
+        log_probs = None
+        if self._asked.any():
+            log_probs = np.where(self._asked, log_prob_bits.view(np.float32), np.float32(0))
+        return StepOutput(self._micro_batch_id, self._slots, tokens, finish.astype(np.uint8), log_probs=log_probs,
+                          failures=failures)
+
+    def _contexts_not_finite(self, sums: np.ndarray) -> dict[int, RowFailure]:
+        """sums   [context tokens] float32, each not finite where a value of the token's hidden state is not"""
+        failures, stop = {}, 0
+        for work in self._contexts:
+            start, stop = stop, stop + len(work.token_ids)
+            if not np.isfinite(sums[start:stop]).all():
+                failures[work.slot] = UNUSABLE
+        return failures

@@ -1,0 +1,69 @@
+"""What the host makes of the memory that a plain step writes. What steps compute: test_recorded_steps.py."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from batch_manager.decoding.slots import LOG_PROBS
+from batch_manager.handover import ContextWork, GenerationWork, ScheduledBatch
+from batch_manager.names import ErrorCode
+from batch_manager.runtime.graph_shapes import StepShape
+from batch_manager.runtime.plain_steps import PlainStep
+
+SHAPE = StepShape(4, True, True, context_tokens=16, contexts=5)
+
+
+def finished(batch, shape, results, sums=(), asking=()):
+    """The output of a step in whose memory these stand: results [4, draws], sums of hidden states."""
+    memory = np.concatenate([np.asarray(results, np.int32).ravel(), np.asarray(sums, np.float32).view(np.int32)])
+
+    def having(feature, slots):
+        assert feature == LOG_PROBS
+        return np.isin(slots, asking)
+
+    return PlainStep(batch, shape, having, SimpleNamespace(wait=lambda: {"results": memory})).finish()
+
+
+def results_of(draws):
+    """Tokens 100.., finish 1 of each third, all finite, log-probs 0.5, 1.5, .."""
+    places = np.arange(draws, dtype=np.int32)
+    return np.stack([100 + places, places % 3 == 0, np.ones(draws, np.int32),
+                     (places + np.float32(0.5)).astype(np.float32).view(np.int32)])
+
+
+def context(slot, num_tokens, is_last_chunk):
+    return ContextWork(slot, np.zeros(num_tokens, np.int32), 0, is_last_chunk)
+
+
+def generation(*slots):
+    return GenerationWork(np.array(slots, np.int32), np.ones(len(slots), np.int32))
+
+
+def test_contexts_whose_last_chunk_it_is_come_first_then_the_rows_that_generate():
+    batch = ScheduledBatch(0, context=(context(7, 3, True), context(2, 4, False), context(5, 1, True)),
+                           generation=generation(6, 1), micro_batch_id=3)
+    output = finished(batch, SHAPE, results_of(9), np.zeros(16), asking=(5, 6))
+    assert output.micro_batch_id == 3 and output.failures == {}
+    assert output.slots.tolist() == [7, 5, 6, 1] and output.tokens.tolist() == [104, 106, 100, 101]
+    assert output.finish.tolist() == [0, 1, 1, 0] and output.log_probs.tolist() == [0, 6.5, 0.5, 0]
+
+
+@pytest.mark.parametrize("token, failed", [(0, 7), (2, 7), (3, 2), (6, 2), (7, 5), (8, None), (15, None)])
+def test_a_context_token_that_is_not_finite_fails_its_sequence_alone(token, failed):
+    batch = ScheduledBatch(0, context=(context(7, 3, True), context(2, 4, False), context(5, 1, True)))
+    sums = np.zeros(16, np.float32)
+    sums[token] = np.nan
+    output = finished(batch, SHAPE, results_of(9), sums)
+    assert output.slots.tolist() == [7, 5] and output.log_probs is None
+    assert list(output.failures) == [failed] * (failed is not None)
+    assert all(failure.code is ErrorCode.NON_FINITE_LOGITS for failure in output.failures.values())
+
+
+def test_logits_that_are_not_finite_fail_a_row_and_those_of_padding_nobody():
+    results = results_of(9)
+    results[2, [1, 3, 4, 5, 8]] = 0                   # rows 2 and 3 and contexts 1 (which draws nothing), 3, 4: padding
+    batch = ScheduledBatch(0, context=(context(7, 3, True), context(2, 4, False)), generation=generation(6, 1))
+    assert set(finished(batch, SHAPE, results, np.zeros(16)).failures) == {7, 1}
+    output = finished(ScheduledBatch(0, generation=generation(6, 1)), StepShape(4, False, False), results[:, :4])
+    assert output.slots.tolist() == [6, 1] and output.tokens.tolist() == [100, 101] and set(output.failures) == {1}
