@@ -1,4 +1,7 @@
-"""Which programs `paged_attention_context` runs: one per tile of query rows of a sequence. Pure host arithmetic.
+"""What the programs of `paged_attention_context` compute: one row of the list per tile of a sequence's new tokens.
+
+Pure host arithmetic. A tile has as many tokens as a program's tile of queries has rows. Its row of the list starts a
+program for each query head, as many as the queries of all its tokens fill.
 
 The tile height depends on the head size and the element size alone, so whoever packs a step can make the list without
 knowing the device.
@@ -10,7 +13,7 @@ WORK_COLUMNS = 2      # integers of one row of the list
 
 
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
-    """Query rows of one tile: what the registers hold with a head of `head_size` entries.
+    """Rows of a tile of queries, tokens of a tile of tokens: what the registers hold with heads of `head_size` entries.
 
     float32 has no matrix instruction that keeps its precision, and its products take more registers.
     """
@@ -20,7 +23,7 @@ def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
 
 
 def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int = 0) -> np.ndarray:
-    """[W, WORK_COLUMNS] int32: rows (sequence, tile of query rows), those that see most keys first.
+    """[W, WORK_COLUMNS] int32: rows (sequence, tile of its new tokens), those that see most keys first.
 
     query_lengths, kv_lengths   [C] integers: new tokens, and keys after this step, of each context sequence
     padded_to                   at least this many rows, the last ones (-1, -1): programs that leave at once

@@ -12,7 +12,8 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence after this step's tokens
             work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
-                                                    m-th tile of query rows of sequence c, (-1, -1) is padding
+                                                    m-th tile of sequence c's new tokens, as many as a tile of
+                                                    queries has rows; (-1, -1) is padding
             slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
             out                      [T, HQ, D]   None: allocated
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
@@ -26,12 +27,17 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
 Mutates     out, only rows below cu_seqlens[C]: rows after them (generation, padding) are neither read nor written.
 Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
 Oracle      triton_kernels/reference/paged_attention_context.py
-Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023); written for this project.
+Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023), a group's heads in one tile as in FlashInfer
+            (Ye et al. 2025); written for this project.
 
-One program is one tile of query rows of one head; it walks the keys in tiles of at most 64 tokens of one page. Tiles
-that every row sees are walked without a mask; the window's edge before them and the diagonal after them with one.
-The tiles of sinks are walked together with the edge: they take the numbers right below its first tile. `sink` is a
-compile-time constant, because an engine has one: 0 leaves no trace in the code.
+One program is one tile of queries of one kv head; it walks the keys in tiles of at most 64 tokens of one page. The
+queries of a kv head are counted token by token, the heads of the group one after another, so that a chunk of few tokens
+is one tile, and not one for each head of the group. A row of the work list starts a program for each query head. A
+whole tile of tokens gives work to all of them; of a shorter one, those that are left over leave at once.
+
+Tiles of keys that every row sees are walked without a mask; the window's edge before them and the diagonal after them
+with one. The tiles of sinks are walked together with the edge: they take the numbers right below its first tile. `sink`
+is a compile-time constant, because an engine has one: 0 leaves no trace in the code.
 
 Tiles of keys count from position 0 and are added in that order, wherever a chunk begins. What is left to depend on the
 chunk is which loop a tile is walked by, and a compiler may fuse a product into a sum in one and not in the other: with
@@ -138,10 +144,10 @@ def _context_kernel(
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
     UNIFORM: tl.constexpr,                                # one loop for all tiles
 ):
-    head = tl.program_id(0)                               # heads of one group run side by side and share their keys
+    head = tl.program_id(0)                               # tiles of one group run side by side and share their keys
     work = tl.program_id(1)
     sequence = tl.load(work_ptr + 2 * work)
-    row_tile = tl.load(work_ptr + 2 * work + 1)
+    token_tile = tl.load(work_ptr + 2 * work + 1)
     if sequence < 0:
         return
 
@@ -153,14 +159,21 @@ def _context_kernel(
         table_row = tl.load(slot_ptr + sequence).to(tl.int64)
     table_ptr = block_table_ptr + table_row * table_stride
 
-    row = row_tile * ROWS + tl.arange(0, ROWS)
+    # Query n of a kv head is that of token n // GROUP and of the group's head n % GROUP.
+    num_queries = query_length * GROUP
+    first_query = (token_tile * GROUP + head % GROUP) * ROWS
+    if first_query >= num_queries:
+        return
+    number = first_query + tl.arange(0, ROWS)
+    row = number // GROUP
     lane = tl.arange(0, D_POW2)
-    row_inside = (row < query_length)[:, None] & (lane < D)[None, :]
+    row_inside = (number < num_queries)[:, None] & (lane < D)[None, :]
     token = (query_begin + row).to(tl.int64)[:, None]
-    query = tl.load(query_ptr + token * query_stride_t + head * D + lane[None, :], mask=row_inside, other=0.0)
+    entry = (head - head % GROUP + number % GROUP)[:, None] * D + lane[None, :]
+    query = tl.load(query_ptr + token * query_stride_t + entry, mask=row_inside, other=0.0)
 
-    first_position = computed + row_tile * ROWS           # of the tile's first row
-    last_position = computed + tl.minimum(row_tile * ROWS + ROWS, query_length) - 1
+    first_position = computed + first_query // GROUP
+    last_position = computed + (tl.minimum(first_query + ROWS, num_queries) - 1) // GROUP
     query_position = computed + row
     end = last_position // KEYS + 1
     begin_diagonal = (first_position + 1) // KEYS         # tiles before it end at or before the first row's position
@@ -168,7 +181,7 @@ def _context_kernel(
     begin_full = 0
     if HAS_WINDOW:
         begin = tl.maximum(first_position - window + 1, 0) // KEYS
-        begin_full = tl.cdiv(tl.maximum(computed + row_tile * ROWS + ROWS - window, 0), KEYS)
+        begin_full = tl.cdiv(tl.maximum(last_position + 1 - window, 0), KEYS)
         begin_full = tl.minimum(tl.maximum(begin_full, begin), end)
         begin_diagonal = tl.maximum(begin_diagonal, begin_full)
     if UNIFORM:
@@ -204,13 +217,11 @@ def _context_kernel(
         MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2,
     )
     result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # rows past the end may have seen nothing
-    tl.store(
-        out_ptr + token * out_stride_t + head * D + lane[None, :], result.to(out_ptr.dtype.element_ty), mask=row_inside
-    )
+    tl.store(out_ptr + token * out_stride_t + entry, result.to(out_ptr.dtype.element_ty), mask=row_inside)
 
 
 class ContextSettings(NamedTuple):
-    """rows, keys: tile of queries and of keys, in tokens; num_warps, num_stages: of one program."""
+    """rows, keys: of a tile, queries and keys; num_warps, num_stages: of one program."""
 
     rows: int
     keys: int

@@ -47,14 +47,15 @@ class Interpreter:
     def __init__(self):
         self.process = None
 
-    def __call__(self, module, function, args, kwargs, dots_in_one_order=False):
+    def __call__(self, module, function, args, kwargs, dots_in_one_order=False, count_calls_of=None):
         if self.process is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.quick_interpreter", "tests.kernels.interpreter_worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=HERE.parents[1],
             )
-        worker_protocol.send(self.process.stdin, (module, function, args, kwargs, dots_in_one_order))
+        request = (module, function, args, kwargs, dots_in_one_order, count_calls_of)
+        worker_protocol.send(self.process.stdin, request)
         answer = worker_protocol.receive(self.process.stdout)
         assert isinstance(answer, tuple), answer or "the interpreter's process died"
 
@@ -94,6 +95,19 @@ def run_kernel(interpreter):
         return getattr(found, function or module)(*args, **kwargs)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def count_calls(interpreter):
+    """count_calls(name, *args, of=function, **kwargs): how often the Triton side of `name` calls a function of its own,
+    summed over all programs. In the interpreter only."""
+
+    def count(module, *args, of, **kwargs):
+        if RECORD_TO or DEVICE != "cpu":
+            pytest.skip("calls are counted in the interpreter")
+        return interpreter(module, module, args, kwargs, count_calls_of=of)
+
+    return count
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """Runs kernels through triton's interpreter, in a process of its own. Started by conftest.py.
 
-Reads requests (kernel name, function name, args, kwargs, whether dots go in one order) from standard input and answers
-with (result, tensors after the call) or with the text of an exception. A message is eight bytes of length, then a
+Reads requests (kernel name, function name, args, kwargs, whether dots go in one order, name of a function whose calls
+are counted or None) from standard input. Answers with (result, tensors after the call), where calls are counted with
+their number in the result's place, or with the text of an exception. A message is eight bytes of length, then a
 torch.save.
 """
 
@@ -56,14 +57,35 @@ def dots_in_one_order():
         InterpreterBuilder.create_dot = before
 
 
+@contextlib.contextmanager
+def calls_counted(module, name):
+    """A list of the calls that the kernels of `module` make of a function of theirs; it grows as they are made."""
+    function, calls = getattr(module, name), []
+
+    def counted(*args, **kwargs):
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    setattr(module, name, counted)
+    try:
+        yield calls
+    finally:
+        setattr(module, name, function)
+
+
 def serve(requests, answers):
     torch.set_num_threads(1)
     while (request := receive(requests)) is not None:
-        module, function, args, kwargs, in_one_order = request
+        module, function, args, kwargs, in_one_order, counted = request
         try:
             found = importlib.import_module(f"batch_manager.triton_kernels.{module}")
-            with dots_in_one_order() if in_one_order else contextlib.nullcontext():
+            with contextlib.ExitStack() as changes:
+                if in_one_order:
+                    changes.enter_context(dots_in_one_order())
+                calls = changes.enter_context(calls_counted(found, counted)) if counted else None
                 result = getattr(found, function)(*args, **kwargs)
+            if calls is not None:
+                result = len(calls)
             send(answers, (result, tensors_of(args, kwargs)))
         except Exception:
             send(answers, traceback.format_exc())

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +25,8 @@ def check(assert_equals_oracle, paged_cache, random, integers):
             for sequence, (new, length) in enumerate(zip(query_lengths, kv_lengths)):
                 cache.give_back(sequence, length - new, window, sink)
         num_rows = sum(query_lengths)
-        query = random(num_rows + 3, group * num_kv_heads, head_size, dtype=dtype)
+        query = random(num_rows + 3, (group + 2) * num_kv_heads, head_size, dtype=dtype)
+        query = query[:, : group * num_kv_heads]           # as a projection leaves it, beside keys and values
         query[num_rows:] = torch.nan                       # generation rows: neither read nor written
         cu_seqlens = torch.tensor([0, *query_lengths]).cumsum(0).tolist()
         tile_rows = uniform_rows or context_tile_rows(head_size, query.element_size())
@@ -50,17 +52,55 @@ def test_a_chunk_starts_in_the_middle(check, dtype, start):
     check([40, 5], [40 + start, 5 + start], group=4, dtype=dtype)
 
 
+def lengths_around_tiles(tile_rows, group):
+    """Chunks of one token, of about one tile of queries, of one tile of tokens and of more."""
+    tokens = max(tile_rows // group, 1)
+    return [1, tokens, tokens + 1, tile_rows, tile_rows + tokens + 1]
+
+
+@pytest.mark.parametrize("group, more", [
+    (3, {}), (3, {"window": 20, "sink": 5, "softcap": 2.5}), (4, {}), (4, {"window": 20}), (4, {"uniform_rows": 16}),
+    (8, {"window": 20, "sink": 5}), (3, {"window": 20, "sink": 5, "uniform_rows": 16}),
+])
+def test_short_and_long_chunks_together(check, dtype, group, more):
+    lengths = lengths_around_tiles(more.get("uniform_rows", context_tile_rows(32, dtype.itemsize)), group)
+    check(lengths, [length + 9 * number for number, length in enumerate(lengths)], group=group, dtype=dtype, **more)
+
+
+@pytest.mark.parametrize("group, uniform_rows", [(1, None), (3, None), (4, 16), (8, None), (17, 16)])
+def test_programs_walk_keys_for_full_tiles_of_queries(count_calls, paged_cache, random, integers, group, uniform_rows):
+    """For a chunk of few tokens: once for all heads of a group."""
+    tile_rows = uniform_rows or context_tile_rows(16, 4)
+    lengths = lengths_around_tiles(tile_rows, group)
+    kv_lengths = [length + 9 * number for number, length in enumerate(lengths)]
+    cache = paged_cache(kv_lengths, 1, 16, B, torch.float32)
+    key_tiles = count_calls(
+        "paged_attention_context", random(sum(lengths), group, 16), cache.pool, cache.block_table,
+        integers([0, *np.cumsum(lengths)]), cache.kv_lengths,
+        integers(context_work_list(lengths, kv_lengths, tile_rows)), 0.2, uniform_rows=uniform_rows, softcap=1.0,
+        of="soft_cap",                                     # once for each tile of keys, in each program
+    )
+    expected = 0
+    for length, kv_length in zip(lengths, kv_lengths):
+        for first_query in range(0, length * group, tile_rows):
+            last_token = (min(first_query + tile_rows, length * group) - 1) // group
+            expected += -(-(kv_length - length + last_token + 1) // B)
+    assert key_tiles == expected
+
+
 def test_several_tiles_of_query_rows(check):
     check([75, 33], [75, 75], group=2)                     # float32 tiles have 32 rows
 
 
 @pytest.mark.parametrize("window", [1, 5, B, 3 * B, 50, 1000])
 def test_window(check, window):
-    check([40, 40, 3], [40, 75, 60], window=window)
+    check([40, 30, 3], [40, 75, 60], group=3, window=window)
 
 
-@pytest.mark.parametrize("softcap, scale", [(2.5, 0.2), (50.0, 0.2), (50.0, 8.0), (30.0, 2000.0)])
-@pytest.mark.parametrize("more", [{}, {"window": 20}, {"window": 20, "sink": 5}, {"uniform_rows": 16}])
+@pytest.mark.parametrize("softcap, scale, more", [
+    (2.5, 0.2, {}), (50.0, 0.2, {}), (50.0, 8.0, {}), (30.0, 2000.0, {}), (2.5, 0.2, {"window": 20}),
+    (30.0, 2000.0, {"window": 20}), (50.0, 8.0, {"window": 20, "sink": 5}), (30.0, 2000.0, {"uniform_rows": 16}),
+])
 def test_capped_scores(check, dtype, softcap, scale, more):
     """Scores far below the cap, about as large, and so far above that all keys of one sign weigh the same."""
     assert check([40, 5], [77, 5], group=2, dtype=dtype, softcap=softcap, scale=scale, **more)[:45].isfinite().all()
@@ -82,7 +122,7 @@ def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attenti
 @pytest.mark.parametrize("sink", [1, 4, B, B + 1])
 @pytest.mark.parametrize("window", [1, 20, 50])
 def test_sinks_stay_visible_and_pages_between_are_not_read(check, window, sink):
-    check([40, 40, 33, 3], [40, 75, 150, 100], window=window, sink=sink)
+    check([40, 30, 33, 3], [40, 75, 150, 100], group=3, window=window, sink=sink)
 
 
 def test_more_sinks_than_the_first_tiles_and_a_window_wider_than_a_tile(check, dtype):
@@ -112,7 +152,7 @@ def test_the_oracle_attends_under_the_streaming_mask(
 
 @pytest.mark.parametrize("head_size", [16, 64, 80, 128, 256])
 def test_head_sizes(check, dtype, head_size):
-    check([20], [70], head_size=head_size, group=2, tokens_per_block=64, dtype=dtype)
+    check([20, 5], [70, 9], head_size=head_size, group=2, tokens_per_block=64, dtype=dtype)
 
 
 @pytest.mark.parametrize("tokens_per_block", [16, 32, 64, 128])
@@ -179,7 +219,7 @@ def test_some_work_list_has_as_many_rows_as_most_context_tiles(num_tokens, num_c
 @pytest.mark.parametrize("settings", [{}, {"window": 20}, {"window": 20, "sink": 5}])
 def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, paged_cache, random, integers, dtype,
                                                                   settings):
-    length, heads, head_size = 75, 4, 32
+    length, heads, head_size = 75, 6, 32                   # the heads of a group may lie in two tiles
     cache = paged_cache([length], 2, head_size, B, dtype)
     query = random(length, heads, head_size, dtype=dtype)
 

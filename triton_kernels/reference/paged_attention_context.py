@@ -12,7 +12,8 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence after this step's tokens
             work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
-                                                    m-th tile of query rows of sequence c, (-1, -1) is padding.
+                                                    m-th tile of sequence c's new tokens, as many as a tile of
+                                                    queries has rows; (-1, -1) is padding.
                                                     The oracle does not need it.
             slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
             out                      [T, HQ, D]   None: allocated
