@@ -18,6 +18,7 @@ _PUBLIC = {
     "NamedTensor": "responses.named_tensor",
     "KvCacheRetentionConfig": "requests.retention",
     "TokenRangeRetentionConfig": "requests.retention",
+    "EngineInfo": "engine_info",
     "Parts": "config",
     "TrtGptModelOptionalParams": "config",
     "KvCacheConfig": "config",
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
     from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams
     from .decoding.logits_rows import LogitsRows
     from .decoding.logits_stage import LogitsStage
+    from .engine_info import EngineInfo
     from .errors import (
         BatchManagerError,
         ConfigError,

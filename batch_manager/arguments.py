@@ -36,6 +36,16 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
             raise ConfigError(f"{name} is an async or a generator function",
                               "the worker calls it, and nobody would run it to its end",
                               "give it a plain function, for instance one that uses loop.call_soon_threadsafe")
+    hooks = [(f"Parts.{name}", getattr(parts, name, None), takes) for name, takes in (
+        ("trace", ("iteration_trace",)), ("after_responses", ()), ("at_end", ("health",)))]
+    for name, callback, takes in (
+            ("get_inference_requests_cb", get_cb, ("max_num_requests",)),
+            ("send_response_cb", send_cb, ("request_id", "tensors", "final_response", "error")),
+            ("poll_stop_signal_cb", poll_cb, ()), ("return_batch_manager_stats_cb", stats_cb, ("json",)), *hooks):
+        if callback is not None and not can_be_called_with(callback, len(takes)):
+            raise ConfigError(f"{name} cannot be called with {len(takes)} arguments",
+                              f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
+                              "let it take these, or *args")
     if not isinstance(params, TrtGptModelOptionalParams):
         raise ConfigError(f"optional_params is a {type(params).__name__}", "a TrtGptModelOptionalParams",
                           "leave it out, or construct one")
@@ -50,6 +60,17 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
     if not isinstance(exclude_input_in_output, bool):
         raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "True or False",
                           "leave it out for False")
+
+
+def can_be_called_with(function: Callable, count: int) -> bool:
+    """Whether it takes so many positional arguments; so it is said of one that does not tell."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except Exception:                                  # it does not tell, or its class raises when asked
+        return True
+    return True
 
 
 def returns_before_it_runs(callback: Callable | None, *, may_yield: bool) -> bool:

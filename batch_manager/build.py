@@ -58,7 +58,7 @@ def build_loop(
             optional_params.kv_cache_config, "TrtGptModelType.V1 computes every prompt whole"))
         scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # whoever starts has all it may need
     clock = reliable(parts.clock)
-    guard = Guard(clock.monotonic, heartbeat)
+    guard = Guard(clock.monotonic, heartbeat, optional_params.log_callback_errors)
     backend = _make_backend(model_path, model_type, max_beam_width, optional_params, parts)
     try:
         info = backend.info
@@ -74,7 +74,7 @@ def build_loop(
             limits = replace(limits, runs_ahead=False)
             kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
         callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
-                                     return_batch_manager_stats_cb, guard)
+                                     return_batch_manager_stats_cb, guard, parts.after_responses, parts.at_end)
         admission = Admission(
             limits,
             max_request_bytes=optional_params.max_request_bytes,

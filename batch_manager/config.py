@@ -97,9 +97,9 @@ class TrtGptModelOptionalParams:
                                 and steps compute on fewer while other programs keep the cores busy
     cuda_graphs                 replay captured graphs for steps whose requests have no beams, context logits or
                                 embeddings, and change logits by nothing but temperature, top-k, top-p and min-p; other
-                                steps, and large ones with prompts, launch each kernel by itself. None: no graphs, until they have run on a GPU; True: refused by name
-                                where that cannot be (a CPU, `deterministic`, an attention of one's own,
-                                TrtGptModelType.V1)
+                                steps, and large ones with prompts, launch each kernel by itself. None: no graphs, until
+                                they have run on a GPU; True: refused by name where that cannot be (a CPU,
+                                `deterministic`, an attention of one's own, TrtGptModelType.V1)
     deterministic               bit by bit the same tokens, log-probabilities and logits alone or batched, whole or
                                 chunked, paused or not, cached or not, in any layout. Holds for one machine, build of
                                 torch and number of threads; slower, see tools/deterministic_benchmark.py. Refused with
@@ -107,6 +107,8 @@ class TrtGptModelOptionalParams:
                                 a GPU without Triton, and on a CPU whose products turn out to depend on a row's place.
                                 Not covered: what a batched logits post-processor makes of a row's neighbours
     flush_stats_when_idle       one more statistics record when the last request has left
+    log_callback_errors         add to the log what an exception of a callback says, while developing: it may quote a
+                                prompt. False: its type and the lines it came through alone
     max_queued_requests         requests waiting inside the manager; one more is refused with QUEUE_FULL
     max_queued_tokens           prompt tokens waiting inside the manager
     max_request_bytes           bytes of one request's tensors
@@ -138,6 +140,7 @@ class TrtGptModelOptionalParams:
     cuda_graphs: bool | None = None
     deterministic: bool = False
     flush_stats_when_idle: bool = False
+    log_callback_errors: bool = False
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 * 1024 * 1024
     max_request_bytes: int = 64 * 1024 * 1024
@@ -147,12 +150,18 @@ class TrtGptModelOptionalParams:
     hang_warning_s: float = 30.0
     cpu_compile: bool | None = None
 
+    def __new__(cls, *args: Any, **options: Any) -> "TrtGptModelOptionalParams":
+        for name in options:                            # before __init__ names the first one it does not know
+            if name in KvCacheConfig.__dataclass_fields__ and name not in cls.__dataclass_fields__:
+                raise TypeError(f"{name} is a field of KvCacheConfig: pass kv_cache_config=KvCacheConfig({name}=...)")
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         if not isinstance(self.kv_cache_config, KvCacheConfig):
             raise ConfigError(f"kv_cache_config is a {type(self.kv_cache_config).__name__}", "a KvCacheConfig",
                               "pass KvCacheConfig(max_tokens=...)")
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
-                     "gather_generation_logits", "deterministic", "flush_stats_when_idle"):
+                     "gather_generation_logits", "deterministic", "flush_stats_when_idle", "log_callback_errors"):
             _require_flag(name, getattr(self, name))
         for name in ("cpu_compile", "cuda_graphs", "run_ahead"):
             if getattr(self, name) is not None:
@@ -197,6 +206,12 @@ class Parts:
     clock       a Clock; while it raises or says what can be no time, that goes on from its last answer
     trace       called with an IterationTrace after each iteration that had an active request, on the worker thread;
                 what it raises is contained as a callback's is
+    after_responses   () -> None, called on the worker thread once after the last response of an iteration that had one,
+                whatever kind: new tokens, finals, refusals, finals of stopped requests, SHUTDOWN and ENGINE_FAILED. A
+                host wakes its clients here, once instead of once a token. Contained as a callback is
+    at_end      (health) -> None, called on the worker thread once, after the last response and before `shutdown`
+                returns, with what `GptManager.health` says then; its state is "STOPPED". Whatever ended the worker, no
+                response comes any more. Contained as a callback is
     logits_post_processor_batched   called once a step with the logits of all requests whose logits_post_processor is
                 "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None, which changes the logits in
                 place; decoding/logits_post_processors.py says more
@@ -210,6 +225,8 @@ class Parts:
     backend: Any = None
     clock: Any = None
     trace: Callable[..., None] | None = None
+    after_responses: Callable[[], None] | None = None
+    at_end: Callable[[dict[str, Any]], None] | None = None
     logits_post_processor_batched: Callable[..., None] | None = None
     stages: Sequence[Any] | Callable[..., Sequence[Any]] | None = None
 
@@ -218,7 +235,8 @@ class Parts:
             raise ConfigError(f"Parts.stages is a {type(self.stages).__name__}",
                               "a list or tuple of LogitsStages, a factory (num_slots, device) of one, or None",
                               "put the stages into a list, or leave it None")
-        for name, takes in (("attention", "spec, kv_pool"), ("trace", "iteration_trace"),
+        for name, takes in (("attention", "spec, kv_pool"), ("trace", "iteration_trace"), ("after_responses", ""),
+                            ("at_end", "health"),
                             ("logits_post_processor_batched", "request_ids, logits, token_ids")):
             part = getattr(self, name)
             if part is not None and not callable(part):

@@ -23,6 +23,8 @@ import traceback
 
 from .names import ErrorCode
 
+LONGEST_ERROR_TEXT = 1000              # characters, of an exception's own text in a log
+
 
 class BatchManagerError(Exception):
     """Base of all errors raised by this package. `code` is what a response's text starts with."""
@@ -168,6 +170,14 @@ def is_a(value: object, types: type | tuple[type, ...]) -> bool:
 def where_raised(error: BaseException) -> str:
     """The lines an exception came through, for a log. Not what it says, which may quote a prompt."""
     return "".join(traceback.format_tb(_TRACEBACK.__get__(error)))
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says, on one line, or that it cannot say it. Runs code of the exception's class."""
+    try:
+        return printable(str(error))[:LONGEST_ERROR_TEXT]
+    except BaseException:
+        return "its text cannot be read"
 
 
 def printable(text: str) -> str:

@@ -16,12 +16,13 @@ from .arguments import check_arguments
 from .build import build_loop
 from .clock import reliable
 from .config import Parts, TrtGptModelOptionalParams
+from .engine_info import EngineInfo
 from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
 from .loading_thread import in_a_thread_of_its_own
 from .names import SchedulerPolicy, TrtGptModelType
 from .thread_stack import start_with_enough_stack
-from .worker import WorkerControl, close_worker, run_worker, watch_worker
+from .worker import WorkerControl, close_worker, health_of, run_worker, watch_worker
 
 SECONDS_TO_STOP_AFTER_A_TIMEOUT = 5.0
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -118,6 +119,7 @@ class GptManager:
         ), undo=lambda loop: loop.backend.close())
         self._control = control
         self._loop = loop
+        self._info = EngineInfo.of(loop.limits, loop.backend.info)
         self._worker = control.worker = threading.Thread(
             target=run_worker, args=(loop, control, params.idle_poll_interval_s),
             name="batch_manager worker", daemon=False)
@@ -146,6 +148,11 @@ class GptManager:
         self._control.wake.set()
 
     @property
+    def info(self) -> EngineInfo:
+        """Facts of the engine: vocabulary, lengths, blocks, device, the checkpoint's end ids. After shutdown too."""
+        return self._info
+
+    @property
     def num_active_requests(self) -> int:
         """Accepted requests that have not had their final response."""
         self._check_process()
@@ -156,40 +163,18 @@ class GptManager:
 
         state                  "RUNNING", "DRAINING", "FAILED" or "STOPPED"
         activity               what the worker does now: "loop", "idle", or the code it is inside that may hang: a
-                               callback ("get", "send", "poll", "stats", "trace"), "reading a request",
-                               "schedule_request", "model step", "memory_usage", "figures"
+                               callback or hook ("get", "send", "poll", "stats", "trace", "after_responses",
+                               "at_end"), "reading a request", "schedule_request", "model step", "memory_usage",
+                               "figures"
         seconds_in_activity    since when
         is_hanging             longer than hang_warning_s without a heartbeat, and not idle
         failure                text of the error that failed the engine, or ""
         active_requests, queued_requests, iterations, final_responses
         errors                 error finals by code
-        callback_failures      callback -> calls that raised
+        callback_failures      callback or hook -> calls that raised
         """
         self._check_process()
-        control, loop = self._control, self._loop
-        activity, since = control.heartbeat.activity, control.heartbeat.since
-        seconds = max(control.clock.monotonic() - since, 0.0)
-        if control.stopped.is_set:
-            state = "STOPPED"
-        elif loop.failure is not None:
-            state = "FAILED"
-        else:
-            state = "DRAINING" if control.draining or loop.intake.is_terminating else "RUNNING"
-        alive = loop.intake.num_alive    # one reading: a request on its way from the queue is in neither place
-        queued = min(len(loop.intake), alive)
-        return {
-            "state": state,
-            "activity": activity,
-            "seconds_in_activity": seconds,
-            "is_hanging": state != "STOPPED" and control.is_hanging(seconds),
-            "failure": "" if loop.failure is None else loop.failure.response_text(),
-            "active_requests": alive - queued,
-            "queued_requests": queued,
-            "iterations": loop.iteration,
-            "final_responses": loop.finals.num_sent,
-            "errors": {code.value: count for code, count in loop.finals.errors.copy().items()},
-            "callback_failures": dict(loop.callbacks.failures),
-        }
+        return health_of(self._loop, self._control)
 
     # ------------------------------------------------------------------ the end
 

@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 from . import forked_child
 from .contained_log import RateLimitedLog
-from .errors import is_a, type_name
+from .errors import is_a, text_of, type_name
 
 BETWEEN_BLOCKS = "loop"
 
@@ -66,15 +66,18 @@ class Guard:
 
     monotonic    seconds of the clock that blocks are timed by
     heartbeat    written where a block begins and ends
+    logs_texts   what an exception says is logged too; it may quote a prompt
     process_id   of the process it was made in; in a forked copy of it no block is entered or left
-    failures     name of a `containing` block -> how often it raised
+    failures     name of a `containing` block -> how often it raised, or returned what cannot be used
     """
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, heartbeat: Heartbeat | None = None,
+                 logs_texts: bool = False) -> None:
         self.monotonic = monotonic
         self.heartbeat = Heartbeat() if heartbeat is None else heartbeat
         self.process_id = forked_child.current_process_id
         self.failures: dict[str, int] = {}
+        self._logs_texts = logs_texts
         self._logs: dict[str, RateLimitedLog] = {}
 
     def containing(self, name: str, on_failure: Callable[[], None] | None = None) -> "ContainingBlock":
@@ -93,11 +96,19 @@ class Guard:
 
     def note_failure(self, name: str, error: BaseException) -> None:
         """Count it and log it, at most once a second for each name."""
+        text = f": {text_of(error)}" if self._logs_texts else ""
+        self._note(name, f"raised {type_name(error)}{text}", error)
+
+    def note_misuse(self, name: str, value: object, expectation: str) -> None:
+        """Count that a callback returned what cannot be used, and log it likewise."""
+        self._note(name, f"returned a value of type {type_name(value)}; {expectation}", None)
+
+    def _note(self, name: str, what: str, error: BaseException | None) -> None:
         self.failures[name] = count = self.failures.get(name, 0) + 1
         if name not in self._logs:
             self._logs[name] = RateLimitedLog(lambda: self.monotonic())
-        self._logs[name].log(logging.ERROR, "the %s callback raised %s (%d so far); the loop goes on", name,
-                             type_name(error), count, raised=error)
+        self._logs[name].log(logging.ERROR, "the %s callback %s (%d so far); the loop goes on", name, what, count,
+                             raised=error)
 
 
 class GuardedBlock:

@@ -77,3 +77,36 @@ class ErrorCode(Enum):
     DEADLINE = "DEADLINE"
     SHUTDOWN = "SHUTDOWN"
     ENGINE_FAILED = "ENGINE_FAILED"
+
+    @classmethod
+    def of(cls, text: str) -> "tuple[ErrorCode, str]":
+        """(code, message) of the text of an error response. Raises ValueError where the text is no such text."""
+        code, closing, message = text.removeprefix("[").partition("] ")
+        if not text.startswith("[") or not closing or code not in cls.__members__:
+            raise ValueError(f"{text[:80]!r} is no text of an error response: those begin with a code in brackets")
+        return cls[code], message
+
+    @property
+    def is_retryable(self) -> bool:
+        """The answer is still owed: the same request may succeed later, or at another instance."""
+        return self in (ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED)
+
+    @property
+    def http_status(self) -> int:
+        """The status code of an HTTP response that says the same."""
+        return _HTTP_STATUS[self]
+
+
+_HTTP_STATUS = {
+    ErrorCode.INVALID_REQUEST: 400,
+    ErrorCode.DUPLICATE_REQUEST_ID: 409,           # Conflict
+    ErrorCode.TOO_LARGE_FOR_KV_CACHE: 413,         # Content Too Large
+    ErrorCode.QUEUE_FULL: 429,                     # Too Many Requests
+    ErrorCode.NON_FINITE_LOGITS: 500,
+    ErrorCode.INVALID_TOKEN: 500,
+    ErrorCode.OUT_OF_MEMORY: 500,
+    ErrorCode.MODEL_ERROR: 500,
+    ErrorCode.DEADLINE: 504,                       # Gateway Timeout
+    ErrorCode.SHUTDOWN: 503,                       # Service Unavailable
+    ErrorCode.ENGINE_FAILED: 503,
+}

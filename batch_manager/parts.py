@@ -4,9 +4,9 @@ Parts are told by their methods; none has to inherit anything.
 """
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
+from .arguments import can_be_called_with
 from .config import Limits, TrtGptModelOptionalParams
 from .errors import ConfigError, type_name
 from .kv.kv_cache_manager import KvCacheManager
@@ -119,8 +119,8 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
         raise ConfigError(f"Parts.scheduler is a {type_name(part)}",
                           f"{SCHEDULERS}, or a factory (limits, kv_cache_manager) of one",
                           "inherit one of them, or leave it None")
-    if isinstance(part, type) and not _takes(part, 2):
-        if not _takes(part, 0):
+    if isinstance(part, type) and not can_be_called_with(part, 2):
+        if not can_be_called_with(part, 0):
             raise ConfigError(f"the class {part.__name__} in Parts.scheduler takes neither (limits, kv_cache_manager) "
                               "nor no arguments", "a class that can be constructed so",
                               "hand over an object, or a factory (limits, kv_cache_manager)")
@@ -144,21 +144,12 @@ def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | No
     if isinstance(part, RequestScheduler):
         return part
     decides = getattr(part, "schedule_request", None)
-    if isinstance(part, CapacityScheduler) or callable(decides) and not _takes(decides, 2) and _takes(decides, 1):
+    takes_requests_alone = (callable(decides) and not can_be_called_with(decides, 2)
+                            and can_be_called_with(decides, 1))
+    if isinstance(part, CapacityScheduler) or takes_requests_alone:
         return SimpleScheduler(part, default.micro_batch_scheduler)
     if callable(decides):
         return part
     if isinstance(part, MicroBatchScheduler) or callable(getattr(part, "schedule", None)):
         return SimpleScheduler(default.capacity_scheduler, part)
     return None
-
-
-def _takes(function: Callable, count: int) -> bool:
-    """Whether it can be called with so many arguments; so it is said of one that does not tell."""
-    try:
-        signature(function).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:
-        return True
-    return True

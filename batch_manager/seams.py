@@ -25,6 +25,8 @@ class BackendInfo:
     host_blocks           blocks of a second pool in host memory, for what is evicted from the first
     is_asynchronous       `start` returns before the step is done, so that the next one can be planned meanwhile
     copies_blocks         carries out `handover.BlockCopy`; block reuse and beams need it
+    architecture          of the model, for people to read
+    end_ids               tokens that end a text, as the checkpoint says. A request has those of its own tensor `end_id`
 
     Raises ConfigError for a number that cannot be one.
     """
@@ -43,6 +45,8 @@ class BackendInfo:
     host_blocks: int = 0
     is_asynchronous: bool = False
     copies_blocks: bool = False
+    architecture: str = ""
+    end_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for lowest, names in ((1, ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots")),
@@ -51,6 +55,9 @@ class BackendInfo:
                 self._check(name, lowest)
         if self.attention_window is not None:
             self._check("attention_window", 1)
+        if not isinstance(self.end_ids, tuple) or not all(type(token) is int for token in self.end_ids):
+            raise ConfigError(f"BackendInfo.end_ids is {self.end_ids!r}", "a tuple of integers",
+                              "correct what the backend says of itself")
 
     def _check(self, name: str, lowest: int) -> None:
         value = getattr(self, name)

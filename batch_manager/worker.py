@@ -75,6 +75,40 @@ class WorkerControl:
         self.wake.set()
 
 
+def health_of(loop: GenerationLoop, control: WorkerControl, state: str | None = None) -> dict[str, Any]:
+    """What `GptManager.health` says. Any thread may ask.
+
+    state   what it is to be; None: what it is
+    """
+    activity, since = control.heartbeat.activity, control.heartbeat.since
+    seconds = max(control.clock.monotonic() - since, 0.0)
+    if state is None:
+        state = _state_of(loop, control)
+    alive = loop.intake.num_alive    # one reading: a request on its way from the queue is in neither place
+    queued = min(len(loop.intake), alive)
+    return {
+        "state": state,
+        "activity": activity,
+        "seconds_in_activity": seconds,
+        "is_hanging": state != "STOPPED" and control.is_hanging(seconds),
+        "failure": "" if loop.failure is None else loop.failure.response_text(),
+        "active_requests": alive - queued,
+        "queued_requests": queued,
+        "iterations": loop.iteration,
+        "final_responses": loop.finals.num_sent,
+        "errors": {code.value: count for code, count in loop.finals.errors.copy().items()},
+        "callback_failures": dict(loop.callbacks.failures),
+    }
+
+
+def _state_of(loop: GenerationLoop, control: WorkerControl) -> str:
+    if control.stopped.is_set:
+        return "STOPPED"
+    if loop.failure is not None:
+        return "FAILED"
+    return "DRAINING" if control.draining or loop.intake.is_terminating else "RUNNING"
+
+
 def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float,
                num_loops_inside: int = LOOPS_AROUND_THE_WORKER) -> None:
     """The worker: iterations until it is told to stop, then an answer for whoever is left.
@@ -119,6 +153,7 @@ def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
             "the engine was shut down before the request was done", "what it generated so far is dropped",
             "send it to another instance"))
         loop.backend.close()
+    loop.callbacks.at_end(health_of(loop, control, "STOPPED"))
     close_worker(control)
 
 

@@ -1,9 +1,9 @@
-"""The four callbacks, each in its guarded block: what a callback raises stays there.
+"""The four callbacks and the two hooks, each in its guarded block: what a callback raises stays there.
 
 get     items it gave before raising stand; the rest counts as nothing, and it is called again after a back-off
 send    counts as delivered, never repeated
 poll    counts as an empty set
-stats   ignored
+stats, after_responses, at_end   ignored, not repeated
 """
 
 from collections.abc import Callable, Iterable
@@ -19,12 +19,15 @@ from ..names import ErrorCode
 from .fetched_items import FetchedItems
 from .unanswered import UnansweredItems
 
+NO_IDS = (int, bool, float, str, bytes)
 MOST_STOPS_OF_AN_ITERATOR = 1 << 20    # it may be endless; a set or a list is not
 
 GetInferenceRequestsCallback = Callable[[int], Iterable[Any]]
 SendResponseCallback = Callable[[int, list, bool, str], None]
 PollStopSignalCallback = Callable[[], set[int]]
 ReturnBatchManagerStatsCallback = Callable[[str], None]
+AfterResponsesHook = Callable[[], None]
+AtEndHook = Callable[[dict[str, Any]], None]
 
 
 class GuardedCallbacks:
@@ -46,9 +49,14 @@ class GuardedCallbacks:
         poll_stop_signal: PollStopSignalCallback | None,
         return_stats: ReturnBatchManagerStatsCallback | None,
         guard: Guard,
+        after_responses: AfterResponsesHook | None = None,
+        at_end: AtEndHook | None = None,
     ) -> None:
         self._send, self._poll, self._stats = send_response, poll_stop_signal, return_stats
         self._in_send, self._in_poll, self._in_stats = map(guard.containing, ("send", "poll", "stats"))
+        self._after_responses, self._at_end = after_responses, at_end
+        self._in_after_responses, self._in_at_end = map(guard.containing, ("after_responses", "at_end"))
+        self._has_responded = False    # since `after_responses` was called
         self.wants_stats = return_stats is not None
         self.guard = guard
         self.unanswered = UnansweredItems()
@@ -63,7 +71,7 @@ class GuardedCallbacks:
     def take_seconds(self) -> float:
         """Seconds spent inside callbacks since the last call."""
         seconds = 0.0
-        for block in (self.fetched.in_get, self._in_send, self._in_poll, self._in_stats):
+        for block in (self.fetched.in_get, self._in_send, self._in_poll, self._in_stats, self._in_after_responses):
             seconds += block.seconds
             block.seconds = 0.0
         return seconds
@@ -77,6 +85,7 @@ class GuardedCallbacks:
         """
         guard, process_id = self.guard, self.guard.process_id
         monotonic, heartbeat = guard.monotonic, guard.heartbeat
+        self._has_responded = True
         # Nothing is called between taking a response and the callback, so no exception can come between and lose it.
         remaining, is_done = iter(responses), False
         while not is_done:
@@ -106,6 +115,7 @@ class GuardedCallbacks:
     def _send_last(self, listed: Any, key: int, request_id: int, tensors: list, error_message: str,
                    code: ErrorCode | None) -> None:
         unanswered = self.unanswered
+        self._has_responded = True
         if code is not None:
             unanswered.errors.setdefault(code, 0)
         with self._in_send:
@@ -116,14 +126,35 @@ class GuardedCallbacks:
             del listed[key]
             self._send(request_id, tensors, True, error_message)
 
+    def after_responses(self) -> None:
+        """Call the hook of this name, where a response was sent since it was called last."""
+        if self._has_responded:
+            if self._after_responses is None:
+                self._has_responded = False
+                return
+            with self._in_after_responses:
+                # As in `_send_last`: nothing comes between these two.
+                self._has_responded = False
+                self._after_responses()
+
+    def at_end(self, health: dict[str, Any]) -> None:
+        """Call the hook of this name, if it was not called before."""
+        if self._at_end is not None:
+            with self._in_at_end:
+                hook, self._at_end = self._at_end, None
+                hook(health)
+
     def poll_stops(self) -> set[int]:
         """The ids to stop; what is not an integer is skipped."""
         stops: set[int] = set()
         if self._poll is not None:
+            signals = None
             with self._in_poll:
                 signals = self._poll()
-                if type(signals) is not set or signals:
+                if type(signals) not in NO_IDS and (type(signals) is not set or signals):
                     stops = _integers(signals)
+            if type(signals) in NO_IDS:
+                self.guard.note_misuse("poll", signals, "a set of request ids is expected")
         return stops
 
     def return_stats(self, record: str) -> None:

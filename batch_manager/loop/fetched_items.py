@@ -37,7 +37,7 @@ class FetchedItems:
         """get         the callback
         undecided   receives each item that is read
         """
-        self._get = get
+        self._get, self._guard = get, guard
         self.back_off = BackOff(guard)
         self.in_get = guard.containing("get", on_failure=self.back_off.grow)
         self._undecided = undecided
@@ -62,6 +62,11 @@ class FetchedItems:
             returned.value.extend(map(self._get, (max_num_requests,)))
         if returned.value:
             back_off.seconds = 0.0
+            if not returned.is_iterable:
+                back_off.grow()
+                self._guard.note_misuse("get", returned.value[0], "an iterable of InferenceRequests is expected")
+                self._returned.pop()
+                return
         if returned.is_nothing or not self._begin(returned):
             self._returned.pop()
 
@@ -133,6 +138,13 @@ class _Returned:
         return items is None or (type(items) in COLLECTIONS and not items)
 
     @property
+    def is_iterable(self) -> bool:
+        """Whether it can be iterated over, as far as is known without running code of the user; nothing can."""
+        if self.value[0] is None:
+            return True
+        return any(_has(type(self.value[0]), name) for name in ("__iter__", "__getitem__"))
+
+    @property
     def is_sized(self) -> bool:
         kind = type(self.value[0])
         return hasattr(kind, "__len__") or hasattr(kind, "__length_hint__")
@@ -148,6 +160,15 @@ class _Returned:
     @property
     def is_used_up(self) -> bool:
         return bool(self.size_at_end) and self.num_read >= self.size_at_end[0]
+
+
+def _has(kind: type, name: str) -> bool:
+    """Whether the objects of a class have a method of this name; its metaclass is not asked."""
+    try:
+        type.__getattribute__(kind, name)
+    except AttributeError:
+        return False
+    return True
 
 
 class BackOff:

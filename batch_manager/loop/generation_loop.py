@@ -103,6 +103,7 @@ class GenerationLoop:
             outcome = self._answer_all_active(error)
         self._respond(outcome)
         self._poll_stops()
+        self.callbacks.after_responses()
         return self._report(record)
 
     @property
@@ -124,6 +125,7 @@ class GenerationLoop:
         while not self.is_empty:
             self.intake.fetch(0, self.active.__contains__, error)
             self.finals.answer_refusals()
+        self.callbacks.after_responses()
 
     def _give_everything_back(self) -> None:
         """The end, of an engine that is whole: nobody holds a block when he is told of it."""
@@ -139,6 +141,7 @@ class GenerationLoop:
             self.failure = error
         self.window.forget()
         self.finals.fail_everything(self.failure)
+        self.callbacks.after_responses()
 
     # fetch
 

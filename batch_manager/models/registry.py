@@ -16,9 +16,8 @@ from ..weights.json_file import Fields, read_json_file, shown
 from ..weights.safetensors_source import SafetensorsWeights
 from ..weights.source import DummyWeights, Weights
 from .class_check import refuse_wrong_class, refuse_wrong_spec
+from .end_ids import CONFIG_FILE, read_end_ids
 from .model_spec import ModelSpec, check_spec, refuse_unknown_numerics, refuse_unread_names
-
-CONFIG_FILE = "config.json"
 
 
 class Model(Protocol):
@@ -65,7 +64,10 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed."""
+    """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed.
+
+    end_ids   tokens that end a text, as the checkpoint says
+    """
 
     spec: ModelSpec
     model: Model
@@ -73,6 +75,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     deterministic: bool = False
+    end_ids: tuple[int, ...] = ()
 
 
 # Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
@@ -146,6 +149,7 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
                           "leave it out for files")
     opened = CheckpointFolder(folder)
     model_class, spec = _read_spec(opened)
+    end_ids = read_end_ids(opened, spec.vocab_size)
     dtype = _resolve_dtype(dtype, spec, device)
     if deterministic and not getattr(model_class, "deterministic", False):
         raise ConfigError(f"deterministic was asked for with {model_class.__name__}, which does not promise it",
@@ -159,14 +163,14 @@ def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: 
                 _refuse_too_many(spec.num_weights, opened, device, dtype, free_bytes)
                 weights = DummyWeights(seed, device, dtype)
                 model = model_class(spec, weights, context)
-                return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic)
+                return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids)
             weights = SafetensorsWeights(opened, device, dtype)
             # What is allocated is both asked for by the configuration and there: where the two differ, which is refused
             # by name below, the smaller bounds it.
             _refuse_too_many(min(spec.num_weights, weights.num_weights), opened, device, dtype, free_bytes)
             model = model_class(spec, weights, context)
             weights.finish(model_class.harmless_tensors)
-            return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic)
+            return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids)
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
             raise

@@ -178,11 +178,36 @@ def checked_request_id(request_id: object) -> int:
     return request_id
 
 
+# What other engines call it, where that is not near to our name of it.
+_WORDS_OF_OTHER_ENGINES = {
+    "stop": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
+    "stop_sequences": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
+    "stop_token_ids": "end_id ends a text, and stop_words_list takes more tokens that do",
+    "eos_token_id": "the tensor is called end_id",
+    "max_tokens": "the tensor is called request_output_len",
+    "prompt": "input_ids takes tokens: a tokenizer makes them of a text",
+    "messages": "input_ids takes tokens: a tokenizer makes them of messages, with its chat template",
+    "n": "send one request for each text, with seeds of their own",
+    "best_of": "send one request for each text, with seeds of their own",
+    "seed": "the tensor is called random_seed",
+    "stream": "is_streaming=True, or the tensor streaming",
+    "logprobs": "return_log_probs=True returns the log-probability of each token",
+    "logit_bias": "embedding_bias takes a number for each token of the vocabulary",
+    "ignore_eos": "leave end_id out",
+    "min_tokens": "the tensor is called min_length",
+    "user": "a request has an id and no user: keep yours in a dictionary by id",
+    "priority": "it is an option of InferenceRequest and no tensor: priority=0.5",
+}
+
+
 def unknown_name(name: object) -> InvalidRequestError:
     """The error for a tensor name that is not in the table; suggests the nearest one."""
     if not isinstance(name, str):
         return InvalidRequestError(f"a tensor name is of type {type_name(name)}", "names are strings",
                                    f"the names are {', '.join(TENSORS)}")
+    if name in _WORDS_OF_OTHER_ENGINES:
+        return InvalidRequestError(f"Invalid tensor name: {name!r}", "it is not one of the documented names",
+                                   _WORDS_OF_OTHER_ENGINES[name])
     near = ([known for known in _WIRE_NAMES if len(name) > 2 and name in known]
             or get_close_matches(name[:64], _WIRE_NAMES, n=1, cutoff=0.5))
     return InvalidRequestError(

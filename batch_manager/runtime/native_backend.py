@@ -244,7 +244,8 @@ class NativeBackend:
             hidden_size=spec.hidden_size,
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."),
             attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
-            host_blocks=len(host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True)
+            host_blocks=len(host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True,
+            architecture=spec.architecture, end_ids=loaded.end_ids)
         self._device = device
         self._pinned_bytes = sum(block.nbytes for block in host_pool)
         self._host_bytes = 0

@@ -6,12 +6,15 @@ A folder of the Hugging Face cache holds links to files of its repository:
 """
 
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelLoadError, type_name
 from .json_file import shown
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,12 @@ class CheckpointFolder:
         try:
             self.path = Path(given).resolve(strict=True)
         except (OSError, ValueError, RuntimeError) as fault:
+            way_out = ["pass the path of one that is there"]
+            if HUB_NAME.fullmatch(given):
+                way_out = [f"it looks like a name on the Hugging Face hub, from which nothing is downloaded here: `hf "
+                           f"download {given}` prints the folder to pass"]
             raise ModelLoadError(f"the model folder {given!r} cannot be opened ({fault})",
-                                 "a folder with config.json and *.safetensors files") from None
+                                 "a folder with config.json and *.safetensors files", *way_out) from None
         if not self.path.is_dir():
             raise ModelLoadError(f"{self.path} is not a folder",
                                  "a folder with config.json and *.safetensors files", "pass the folder, not a file")

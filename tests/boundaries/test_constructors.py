@@ -54,6 +54,7 @@ OPTIONS = {
     "cuda_graphs": OPEN_FLAG,
     "deterministic": FLAG,
     "flush_stats_when_idle": FLAG,
+    "log_callback_errors": FLAG,
     "max_queued_requests": COUNT_FROM_0,
     "max_queued_tokens": COUNT_FROM_0,
     "max_request_bytes": COUNT,

@@ -1,4 +1,4 @@
-"""The server around the engine: four callbacks that hand over, receive, stop and count, and misbehave on order.
+"""The server around the engine: callbacks and hooks that hand over, receive, stop and count, and misbehave on order.
 
 Every call is recorded as the history checker wants it. What a callback finds wrong it reports; raising would be
 contained by the very guard that is being tested.
@@ -77,6 +77,8 @@ class Client:
         self.num_finals = 0
         self.errors: Counter[str] = Counter()
         self.last_iteration: int | None = None
+        self.not_told = 0                                # responses since after_responses was called
+        self.endings = 0                                 # calls of at_end
         self.asked_to_terminate = False
 
     # the four
@@ -103,6 +105,8 @@ class Client:
 
     def send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
         with self._inside("send"):
+            self.not_told += 1
+            self.world.check(not self.endings, "I31: a response behind at_end")
             sent, response = self._read(request_id, tensors, final, error)
             self.world.note_sent(sent)
             self.world.record(sent)
@@ -133,9 +137,31 @@ class Client:
             alive = world.alive()
             return self._stop(rng.sample(alive, rng.randint(1, min(2, len(alive)))))
 
+    def after_responses(self) -> None:
+        with self._inside("after_responses"):
+            self.world.check(self.not_told > 0, "I31: after_responses was called behind no response")
+            self.not_told = 0
+            fault = self.faults.draw(Place.HOOK)
+            if fault == "hook.raises":
+                self._fail("after_responses", fault)
+            elif fault == "hook.blocks":
+                self.faults.hit(fault)
+                self.world.clock.now += 40.0
+
+    def at_end(self, health: dict) -> None:
+        with self._inside("at_end"):
+            world = self.world
+            self.endings += 1
+            world.check(self.not_told == 0, "I31: at_end was called before after_responses")
+            world.check(health["state"] == "STOPPED" and health["final_responses"] == self.num_finals,
+                        f"I31: at_end was told {health}")
+            if "hook.exits" in [self.faults.draw(Place.HOOK) for _ in range(20)]:      # it is called once in a run
+                self._fail("at_end", "hook.exits", SystemExit)
+
     def stats(self, record: str) -> None:
         with self._inside("stats"):
             world = self.world
+            world.check(self.not_told == 0, "I31: statistics before after_responses")
             world.record(Other(world.clock.now))
             self._judge_stats(orjson.loads(record))
             fault = self.faults.draw(Place.STATS)

@@ -14,6 +14,7 @@ class Place(Enum):
     SEND = "send"
     STOP = "stop"
     STATS = "stats"
+    HOOK = "hook"
     MODEL = "model"
     ALLOCATOR = "allocator"
     CLOCK = "clock"
@@ -64,6 +65,10 @@ MENU: dict[str, Fault] = _menu(
     (Place.STATS, "raises", "raises"),
     (Place.STATS, "blocks", "takes forty seconds"),
 
+    (Place.HOOK, "raises", "after_responses raises"),
+    (Place.HOOK, "exits", "at_end raises SystemExit"),
+    (Place.HOOK, "blocks", "after_responses takes forty seconds"),
+
     (Place.MODEL, "raises_for_one", "raises whenever a certain request is in the step"),
     (Place.MODEL, "raises_once", "raises, and works when it is run again"),
     (Place.MODEL, "raises_for_all", "raises for every part of the step"),
@@ -92,7 +97,7 @@ MENU: dict[str, Fault] = _menu(
     (Place.LIFE, "killed", "an exception is injected into the worker"),
     (Place.LIFE, "interpreter_exit", "the interpreter comes to its end"),
 )
-assert len(MENU) == 48
+assert len(MENU) == 51
 
 ENDINGS = [name for name, fault in MENU.items() if fault.place is Place.LIFE]
 

@@ -136,7 +136,8 @@ class World:
                 max_queued_tokens=swarm.max_queued_tokens, max_bytes_in_flight=swarm.max_bytes_in_flight,
                 max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats),
             terminate_req_id=TERMINATE_ID, exclude_input_in_output=swarm.exclude_input,
-            parts=Parts(backend=self.device, clock=self.clock, trace=self._note_trace),
+            parts=Parts(backend=self.device, clock=self.clock, trace=self._note_trace,
+                        after_responses=client.after_responses, at_end=client.at_end),
             heartbeat=self.control.heartbeat)
         loop.deliveries._to_tensor = None                        # arrays will do: torch need not be imported
         loop.scheduler = WatchedScheduler(self, loop.scheduler)
@@ -173,6 +174,7 @@ class World:
         is_busy = self.loop.step(accept_new=accept_new)
         if back_off and callbacks.failures["get"] == asked_before:
             self.mark("get is left alone after a failure")
+        self.check(self.client.not_told == 0, "I31: an iteration without after_responses behind its responses")
         self._look(is_busy)
         return is_busy
 
@@ -281,6 +283,8 @@ class World:
             if exact:
                 kv = self.loop.kv
                 self.check(kv.used_blocks == 0, f"C23: {kv.used_blocks} blocks are held after the end")
+        self.check(client.not_told == 0 and client.endings == 1,
+                   f"I31: {client.not_told} responses without after_responses, {client.endings} calls of at_end")
         client.judge_what_was_kept()
         client.is_open = False
 
@@ -581,11 +585,19 @@ class WatchedLoop:
         self._world, self._loop = world, world.loop
         self.step = world.step
         self.intake, self.backend, self.reporter = world.loop.intake, world.loop.backend, world.loop.reporter
-        self.finals = world.loop.finals
+        self.finals, self.callbacks = world.loop.finals, world.loop.callbacks
 
     @property
     def is_empty(self) -> bool:
         return self._loop.is_empty
+
+    @property
+    def failure(self) -> BatchManagerError | None:
+        return self._loop.failure
+
+    @property
+    def iteration(self) -> int:
+        return self._loop.iteration
 
     def fail(self, error: BatchManagerError) -> None:
         self._world.engine_failed(error, traceback.format_exc(limit=-3))

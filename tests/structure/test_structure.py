@@ -54,25 +54,27 @@ FLOORS: dict[str, list[str]] = {
     "runtime": [*GROUND, "loading_thread", "triton_kernels", "parallel", "weights", "layers", "attention", "models",
                 "decoding"],
 
-    "parts": [*GROUND, "requests", "kv", "scheduling"],
+    "parts": ["arguments", *GROUND, "requests", "kv", "scheduling"],
     "build": ["clock", "parts", *GROUND, *HOST, *DEVICE, "triton_kernels", "interpreter_exit"],
     "interpreter_exit": ["errors", "names"],
     "loading_thread": ["one_shot_event", "thread_stack", "errors", "names", "interpreter_exit"],
     "worker": ["one_shot_event", *GROUND, *HOST, "interpreter_exit"],
-    "gpt_manager": ["clock", "arguments", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread", "worker",
-                    "thread_stack"],
+    "engine_info": GROUND,
+    "gpt_manager": ["clock", "arguments", "engine_info", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread",
+                    "worker", "thread_stack"],
     "arguments": GROUND,
     "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager", "testing"],
     "extras": [*GROUND, "triton_kernels"],
-    "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager"],
+    "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager",
+                 "engine_info"],
 }
 
 # What comes from outside, apart from the standard library.
 OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "guard", "one_shot_event", "clock",
                      "thread_stack", "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager",
-                     "arguments"], set()),
+                     "arguments", "engine_info"], set()),
     **dict.fromkeys(["sampling_config", "config", "handover", "seams", "parts", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton", "numpy"},
@@ -106,7 +108,7 @@ ALLOWED_LOADERS = {
 BROAD_EXCEPTS = {
     "batch_manager/clock.py": (1, "each block of the guard reads the clock twice"),
     "batch_manager/contained_log.py": (1, "a handler of the host's; blocks write to the log"),
-    "batch_manager/errors.py": (1, "a property that is read for a message, in any thread"),
+    "batch_manager/errors.py": (2, "a property that is read for a message, in any thread; an exception's own text"),
     "batch_manager/worker.py": (1, "whatever ends the loop"),
     "batch_manager/loading_thread.py": (1, "handed to the thread that waits"),
     "batch_manager/requests/admission.py": (1, "one attribute of an item of any kind; the id it may have"),

@@ -1,0 +1,240 @@
+"""Parts.after_responses and Parts.at_end: when they are called, and that nothing they do costs a response."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from batch_manager import ErrorCode, SchedulerPolicy
+
+
+@pytest.fixture
+def hooked(make_world):
+    """make(**options) -> a world whose calls of after_responses are events of its client"""
+    def make(**options):
+        parts = {"after_responses": lambda: world.client.events.append("after"), **options.pop("parts", {})}
+        world = make_world(parts=parts, **options)
+        return world
+    return make
+
+
+def test_after_responses_is_called_once_behind_all_responses_of_an_iteration(hooked, new_request):
+    world = hooked()
+    world.client.pending = [new_request(1, [1], 3, streaming=True), new_request(2, [1], 1), new_request(3, [-1], 1)]
+    world.step()
+    assert world.client.events == ["get", "send 3", "send 2", "send 1", "poll", "after", "stats"]
+
+
+def test_an_iteration_without_a_response_has_no_call(hooked, new_request):
+    world = hooked()
+    world.client.pending = [new_request(1, [1], 3)]
+    world.step(2)
+    assert "after" not in world.client.events
+    world.step(3)
+    assert world.client.events.count("after") == 1 and world.client.final(1).error == ""
+
+
+def test_finals_of_stopped_requests_which_come_after_poll_have_the_call_behind_them(hooked, new_request):
+    world = hooked()
+    world.client.pending = [new_request(1, [1], 30)]
+    world.step(2)
+    world.client.events.clear()
+    world.client.stops = {1}
+    world.step()
+    assert world.client.events == ["get", "poll", "send 1", "after", "stats"]
+
+
+def test_refusals_of_an_engine_that_is_idle_have_the_call_behind_them(hooked, new_request):
+    world = hooked()
+    world.client.pending = [new_request(1, [-1], 3)]
+    world.step()
+    assert world.client.events == ["get", "send 1", "poll", "after"]
+
+
+@pytest.mark.parametrize("policy", list(SchedulerPolicy))
+def test_finals_of_a_shutdown_have_one_call_behind_them_then_the_end_is_told_once(
+        make_manager, new_client, new_request, policy):
+    client, told, started = new_client(), [], threading.Event()
+    client.pending = [new_request(number, [1], 50_000 if number else 2, streaming=True) for number in range(3)]
+    client.on_send = lambda *_: started.set()
+    backend = {"max_seq_len": 60_000, "num_blocks": 50_000}
+    manager = make_manager(client, policy=policy, backend=backend, parts={
+        "after_responses": lambda: client.events.append("after"),
+        "at_end": lambda health: (client.events.append("end"), told.append(health))})
+    assert started.wait(10)
+    assert manager.shutdown(drain=False)
+    events = [event for event in client.events if event not in ("get", "poll", "stats")]
+    assert events[-4:-2] == ["send 1", "send 2"] and events[-2:] == ["after", "end"] and events.count("end") == 1
+    (health,) = told
+    assert health["state"] == "STOPPED" and health["activity"] == "loop" and health["failure"] == ""
+    assert health["final_responses"] == 3 and health["active_requests"] == 0
+    assert health.keys() == manager.health().keys()
+    assert {client.final(number).code for number in (1, 2)} == {"SHUTDOWN"}
+
+
+def test_the_finals_of_an_engine_that_failed_have_a_call_behind_them_and_the_end_says_why(
+        make_manager, new_client, new_request):
+    client, told = new_client(), []
+
+    class Lost(Exception):
+        pass
+
+    client.pending = [new_request(1, [1], 50)]
+    manager = make_manager(client, parts={
+        "after_responses": lambda: client.events.append("after"), "at_end": told.append,
+        "clock": None})
+    client.wait_for_finals(1)
+    manager._loop._claim = lambda *_: (_ for _ in ()).throw(Lost)         # what nothing inside contains
+    client.pending = [new_request(2, [1], 50)]
+    manager.notify()
+    client.wait_for_finals(2)
+    deadline = time.monotonic() + 5
+    while client.events[-1] != "after" and "after" not in client.events[-8:] and time.monotonic() < deadline:
+        time.sleep(0.005)
+    events = [event for event in client.events if event not in ("get", "poll")]
+    assert events[-2:] == ["send 2", "after"] and client.final(2).code == "ENGINE_FAILED"
+    assert told == []
+    manager.shutdown()
+    assert len(told) == 1 and told[0]["failure"].startswith("[ENGINE_FAILED] the engine raised Lost")
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_c15_hooks_that_raise_are_counted_and_cost_nothing(make_manager, new_client, new_request, error):
+    def raises(*_):
+        raise error
+
+    client = new_client()
+    client.pending = [new_request(number, [1], 4, streaming=True) for number in range(3)]
+    manager = make_manager(client, parts={"after_responses": raises, "at_end": raises})
+    client.wait_for_finals(0, 1, 2)
+    assert manager.shutdown()
+    failures = manager.health()["callback_failures"]
+    assert 4 <= failures["after_responses"] <= 12 and failures["at_end"] == 1
+    assert [len(client.responses[number]) for number in range(3)] == [4, 4, 4]
+
+
+def test_shutdown_returns_behind_at_end(make_manager, new_client):
+    ended = []
+    manager = make_manager(new_client(), parts={"at_end": lambda health: (time.sleep(0.1), ended.append(1))})
+    assert manager.shutdown() and ended == [1]
+
+
+def test_the_heartbeat_names_the_hooks(make_manager, new_client, new_request):
+    client, seen = new_client(), []
+    manager = make_manager(client, parts={
+        "after_responses": lambda: seen.append(control.heartbeat.activity),
+        "at_end": lambda health: seen.append(control.heartbeat.activity)})
+    control = manager._control
+    client.pending = [new_request(1, [1], 1)]
+    manager.notify()
+    client.wait_for_finals(1)
+    manager.shutdown()
+    assert seen == ["after_responses", "at_end"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_c18_a_process_that_is_forked_in_a_hook_ends_there(make_manager, new_client, new_request):
+    client, children = new_client(), []
+    client.pending = [new_request(1, [1], 3)]
+
+    def forks():
+        child = os.fork()
+        if child:
+            children.append(child)
+
+    manager = make_manager(client, parts={"after_responses": forks})
+    client.wait_for_finals(1)
+    assert manager.shutdown()
+    (child,) = children
+    assert os.waitpid(child, 0)[0] == child
+    assert len(client.responses[1]) == 1
+
+
+@pytest.mark.parametrize("parts, named", [
+    ({"after_responses": lambda health: None}, r"Parts\.after_responses .* after_responses\(\)"),
+    ({"at_end": lambda: None}, r"Parts\.at_end .* at_end\(health\)"),
+    ({"at_end": 3}, r"Parts\.at_end is a int; a callable of \(health\)")])
+def test_hooks_of_another_form_are_refused(make_manager, new_client, parts, named):
+    with pytest.raises(ValueError, match=named):
+        make_manager(new_client(), parts=parts)
+
+
+def test_the_text_of_an_error_response_is_taken_apart():
+    for code in ErrorCode:
+        assert ErrorCode.of(f"[{code.value}] a ] b; c") == (code, "a ] b; c")
+        assert 400 <= code.http_status < 600
+    for text in ("", "[", "INVALID_REQUEST: x", "[NONSENSE] x", "[INVALID_REQUEST]"):
+        with pytest.raises(ValueError, match="is no text of an error response"):
+            ErrorCode.of(text)
+    assert {code for code in ErrorCode if code.is_retryable} == {
+        ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED}
+    assert (ErrorCode.QUEUE_FULL.http_status, ErrorCode.SHUTDOWN.http_status, ErrorCode.INVALID_REQUEST.http_status
+            ) == (429, 503, 400)
+
+
+def test_info_says_what_the_engine_is(make_manager, new_client):
+    manager = make_manager(new_client(), max_batch_size=3)
+    info = manager.info
+    assert info is manager.info and (info.max_batch_size, info.max_beam_width) == (3, 1)
+    assert (info.architecture, info.end_ids, info.dispatch, info.device) == ("", (), "scripted", "none")
+    assert info.num_blocks > 0 < info.tokens_per_block and info.vocab_size > 1 and info.max_seq_len > 1
+    manager.shutdown()
+    assert manager.info is info
+
+
+@pytest.mark.parametrize("value, named", [(5, "int"), (True, "bool"), ("12", "str"), (b"1", "bytes"), (1.5, "float")])
+def test_c15_a_poll_that_returns_what_holds_no_ids_is_told_so(make_world, new_request, value, named, caplog):
+    world = make_world()
+    world.loop.callbacks._poll = lambda: value
+    world.client.pending = [new_request(1, [1], 2)]
+    world.run()
+    assert world.loop.callbacks.failures["poll"] >= 2 and world.client.final(1).error == ""
+    assert f"the poll callback returned a value of type {named}; a set of request ids is expected" in caplog.text
+
+
+def test_c15_a_get_that_returns_a_request_is_told_so(make_world, new_request, caplog):
+    world = make_world()
+    fetched = world.loop.callbacks.fetched
+    before, fetched._get = fetched._get, lambda most: new_request(1, [1], 2)
+    world.step(3)
+    assert world.loop.callbacks.failures["get"] >= 1
+    assert ("the get callback returned a value of type InferenceRequest; an iterable of InferenceRequests is expected"
+            ) in caplog.text
+    assert "Traceback" not in caplog.text and "File " not in caplog.text
+    fetched._get, fetched.back_off.seconds = before, 0.0        # the back-off is over
+    world.client.pending = [new_request(2, [1], 2)]
+    world.run()
+    assert world.client.final(2).error == ""
+
+
+@pytest.mark.parametrize("logs_texts", [False, True])
+def test_what_a_callback_says_is_logged_where_that_was_asked_for_alone(make_world, new_request, caplog, logs_texts):
+    world = make_world(log_callback_errors=logs_texts)
+
+
+    prompt = "a prompt\nof somebody"
+
+    def send(*_):
+        raise KeyError(prompt)
+
+    world.loop.callbacks._send = send
+    world.client.pending = [new_request(1, [1], 2)]
+    world.run()
+    assert (r"a prompt\nof somebody" in caplog.text) == logs_texts
+    assert "the send callback raised KeyError" in caplog.text
+
+
+def test_an_exception_that_cannot_say_what_it_says_is_logged_all_the_same(make_world, new_request, caplog):
+    class Silent(Exception):
+        def __str__(self):
+            raise SystemExit
+
+    def send(*_):
+        raise Silent
+
+    world = make_world(log_callback_errors=True)
+    world.loop.callbacks._send = send
+    world.client.pending = [new_request(1, [1], 2)]
+    world.run()
+    assert "the send callback raised Silent: its text cannot be read (1 so far)" in caplog.text
