@@ -29,28 +29,25 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
         if callback is not None and not callable(callback):
             raise ConfigError(f"{name} is a {type(callback).__name__}", "a callable or None",
                               "pass a function, or leave it out")
-    for name, callback, may_yield in (
-            ("get_inference_requests_cb", get_cb, True), ("send_response_cb", send_cb, False),
-            ("poll_stop_signal_cb", poll_cb, True), ("return_batch_manager_stats_cb", stats_cb, False)):
-        if returns_before_it_runs(callback, may_yield=may_yield):
-            raise ConfigError(f"{name} is an async or a generator function",
-                              "the worker calls it, and nobody would run it to its end",
-                              "give it a plain function, for instance one that uses loop.call_soon_threadsafe")
-    hooks = [(f"Parts.{name}", getattr(parts, name, None), takes) for name, takes in (
-        ("trace", ("iteration_trace",)), ("after_responses", ()), ("at_end", ("health",)))]
-    for name, callback, takes in (
-            ("get_inference_requests_cb", get_cb, ("max_num_requests",)),
-            ("send_response_cb", send_cb, ("request_id", "tensors", "final_response", "error")),
-            ("poll_stop_signal_cb", poll_cb, ()), ("return_batch_manager_stats_cb", stats_cb, ("json",)), *hooks):
-        if callback is not None and not can_be_called_with(callback, len(takes)):
-            raise ConfigError(f"{name} cannot be called with {len(takes)} arguments",
-                              f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
-                              "let it take these, or *args")
     if not isinstance(params, TrtGptModelOptionalParams):
         raise ConfigError(f"optional_params is a {type(params).__name__}", "a TrtGptModelOptionalParams",
                           "leave it out, or construct one")
     if not isinstance(parts, Parts):
         raise ConfigError(f"parts is a {type(parts).__name__}", "a Parts", "leave it out, or construct one")
+    hooks = [(f"Parts.{name}", getattr(parts, name), takes) for name, takes in (
+        ("trace", ("iteration_trace",)), ("after_responses", ()), ("at_end", ("health",)))]
+    for name, callback, takes in (
+            ("get_inference_requests_cb", get_cb, ("max_num_requests",)),
+            ("send_response_cb", send_cb, ("request_id", "tensors", "final_response", "error")),
+            ("poll_stop_signal_cb", poll_cb, ()), ("return_batch_manager_stats_cb", stats_cb, ("json",)), *hooks):
+        if returns_before_it_runs(callback, may_yield=name in ("get_inference_requests_cb", "poll_stop_signal_cb")):
+            raise ConfigError(f"{name} is an async or a generator function",
+                              "the worker calls it, and nobody would run it to its end",
+                              "give it a plain function, for instance one that uses loop.call_soon_threadsafe")
+        if callback is not None and not can_be_called_with(callback, len(takes)):
+            raise ConfigError(f"{name} cannot be called with {len(takes)} arguments",
+                              f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
+                              "let it take these, or *args")
     if terminate_req_id is not None and (isinstance(terminate_req_id, bool) or not isinstance(terminate_req_id, int)
                                          or not 0 <= terminate_req_id < 2**64):
         raise ConfigError(f"terminate_req_id is {terminate_req_id!r}", "an id in 0..2^64-1, or None",

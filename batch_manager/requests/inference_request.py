@@ -184,7 +184,6 @@ _WORDS_OF_OTHER_ENGINES = {
     "stop_sequences": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
     "stop_token_ids": "end_id ends a text, and stop_words_list takes more tokens that do",
     "eos_token_id": "the tensor is called end_id",
-    "max_tokens": "the tensor is called request_output_len",
     "prompt": "input_ids takes tokens: a tokenizer makes them of a text",
     "messages": "input_ids takes tokens: a tokenizer makes them of messages, with its chat template",
     "n": "send one request for each text, with seeds of their own",

@@ -151,9 +151,14 @@ def test_c18_a_process_that_is_forked_in_a_hook_ends_there(make_manager, new_cli
     assert len(client.responses[1]) == 1
 
 
+async def wakes_nobody():
+    """A mistake that is easily made."""
+
+
 @pytest.mark.parametrize("parts, named", [
     ({"after_responses": lambda health: None}, r"Parts\.after_responses .* after_responses\(\)"),
     ({"at_end": lambda: None}, r"Parts\.at_end .* at_end\(health\)"),
+    ({"after_responses": wakes_nobody}, r"Parts\.after_responses is an async or a generator function"),
     ({"at_end": 3}, r"Parts\.at_end is a int; a callable of \(health\)")])
 def test_hooks_of_another_form_are_refused(make_manager, new_client, parts, named):
     with pytest.raises(ValueError, match=named):
