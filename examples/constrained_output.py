@@ -65,8 +65,7 @@ def send_response(request_id, tensors, final_response, error_message):
     if error_message:
         print(f"[{request_id}] {error_message}", file=sys.stderr)
     else:
-        output_ids = {named.name: named.tensor for named in tensors}["output_ids"]
-        texts[request_id] = tokenizer.decode(output_ids[0, 0].tolist())
+        texts[request_id] = tokenizer.decode(tensors[0].array[0, 0].tolist())
 
 
 with GptManager(model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,

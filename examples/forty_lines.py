@@ -29,7 +29,7 @@ def send_response(request_id, tensors, final_response, error_message):
     if error_message:
         print(f"[{request_id}] {error_message}", file=sys.stderr)
     else:
-        output_ids = {named.name: named.tensor for named in tensors}["output_ids"]
+        output_ids = tensors[0].array  # NumPy; .tensor would be torch's
         print(f"[{request_id}] {tokenizer.decode(output_ids[0, 0].tolist())}\n")
 
 

@@ -135,13 +135,12 @@ class Client:
     def send_response(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
         job = self.jobs[request_id]
         if tensors:
-            named = {each.name: each.tensor for each in tensors}
-            job.tokens += named["output_ids"][0, 0, : int(named["sequence_length"][0, 0])].tolist()
+            job.tokens += tensors[0].array[0, 0].tolist()          # output_ids
         if not final_response:
             self.events.put(("text", job))
             return
         job.error = error_message
-        reason = FinishReason.NOT_FINISHED if error_message else FinishReason(int(named["finish_reason"][0, 0]))
+        reason = FinishReason.NOT_FINISHED if error_message else FinishReason(int(tensors[-1].array[0, 0]))
         job.state = {FinishReason.CANCELLED: "stopped", FinishReason.END_ID: "done"}.get(reason, "full length")
         job.state = "failed" if error_message else job.state
         job.is_over = True

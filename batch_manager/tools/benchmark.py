@@ -101,7 +101,7 @@ class Client:
         if error_message:
             receipt.error = error_message
         else:
-            output_ids = tensors[0].tensor.tolist()[0][0]
+            output_ids = tensors[0].array.tolist()[0][0]
             receipt.tokens += output_ids
             receipt.times += [now] * len(output_ids)
         if final_response:

@@ -72,8 +72,8 @@ PART_OPTIONS = {
     "backend": ((None, ScriptedBackend), (5, "scripted")),
     "clock": ((None,), (5, "clock", object())),
     "trace": ((None, print), (5, "file.json")),
-    "after_responses": ((None, print), (5, "hook", lambda health: None)),
-    "at_end": ((None, print), (5, "hook", lambda: None)),
+    "after_responses": ((None, print), (5, "hook")),
+    "at_end": ((None, print), (5, "hook")),
     "logits_post_processor_batched": ((None, print), (5, "batched")),
     "stages": ((None, [], (), lambda num_slots, device: []), (5, "stages", {}, object())),
 }

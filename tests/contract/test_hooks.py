@@ -1,12 +1,21 @@
 """Parts.after_responses and Parts.at_end: when they are called, and that nothing they do costs a response."""
 
+import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from batch_manager import ErrorCode, SchedulerPolicy
+from batch_manager import (
+    ErrorCode,
+    InvalidRequestError,
+    KvCacheConfig,
+    ModelLoadError,
+    SchedulerPolicy,
+    TrtGptModelOptionalParams,
+)
 
 
 @pytest.fixture
@@ -243,3 +252,33 @@ def test_an_exception_that_cannot_say_what_it_says_is_logged_all_the_same(make_w
     world.client.pending = [new_request(1, [1], 2)]
     world.run()
     assert "the send callback raised Silent: its text cannot be read (1 so far)" in caplog.text
+
+
+def test_info_of_a_checkpoint_names_its_architecture_and_end_ids(make_manager, new_client):
+    pytest.importorskip("torch")
+    model = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
+    config = json.loads((model / "config.json").read_text())
+    info = make_manager(new_client(), model_path=model, device="cpu", cpu_compile=False, num_threads=1,
+                        kv_cache_config=KvCacheConfig(max_tokens=1024)).info
+    assert info.architecture == config["architectures"][0] and info.vocab_size == config["vocab_size"]
+    assert info.end_ids == ((config["eos_token_id"],) if config.get("eos_token_id") is not None else ())
+    assert info.device.startswith("cpu") and info.dtype == "float32" and info.dispatch == "torch"
+
+
+def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(make_manager, new_client):
+    with pytest.raises(TypeError, match=r"enable_block_reuse is a field of KvCacheConfig: pass kv_cache_config="):
+        TrtGptModelOptionalParams(enable_block_reuse=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        TrtGptModelOptionalParams(nonsense=True)
+    with pytest.raises(ModelLoadError, match=r"Hugging Face hub.*`hf download Qwen/Qwen2\.5-0\.5B` prints the folder"):
+        make_manager(new_client(), model_path="Qwen/Qwen2.5-0.5B")
+    with pytest.raises(ModelLoadError, match="pass the path of one that is there"):
+        make_manager(new_client(), model_path="/nowhere/at/all")
+
+
+@pytest.mark.parametrize("name, said", [
+    ("stop", "stop_words_list"), ("eos_token_id", "called end_id"), ("n", "one request for each text"),
+    ("user", "keep yours in a dictionary"), ("seed", "called random_seed"), ("prompt", "a tokenizer")])
+def test_words_of_other_engines_are_answered_with_ours(new_request, name, said):
+    with pytest.raises(InvalidRequestError, match=f"Invalid tensor name: '{name}'.*{said}"):
+        new_request(1, [1], 2, **{name: 3})
