@@ -37,6 +37,7 @@ from batch_manager import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
+from batch_manager.extras.text import TextStream
 from batch_manager.tools.visualize import render_text
 
 MODEL = Path(__file__).resolve().parent / "models" / "austen-4m"
@@ -71,7 +72,10 @@ PROMPTS = [
 
 @dataclass(eq=False)
 class Job:
-    """One prompt on its way. The worker's thread writes it, the main thread shows it."""
+    """One prompt on its way. The worker's thread writes it, the main thread shows it.
+
+    stream    makes text of tokens as they come; text    what it has made so far
+    """
 
     id: int
     arrives: int
@@ -80,11 +84,16 @@ class Job:
     knobs: dict
     max_new_tokens: int
     end_id: int
+    tokenizer: Tokenizer
     tokens: list[int] = field(default_factory=list)
+    text: str = ""
     state: str = "to come"
     pauses: int = 0
     error: str = ""
     is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.stream = TextStream(self.tokenizer, self.prompt_ids)
 
     @property
     def choice(self) -> str:
@@ -135,10 +144,13 @@ class Client:
     def send_response(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
         job = self.jobs[request_id]
         if tensors:
-            job.tokens += tensors[0].array[0, 0].tolist()          # output_ids
+            tokens = tensors[0].array[0, 0].tolist()               # output_ids
+            job.tokens += tokens
+            job.text += job.stream.push(tokens)
         if not final_response:
             self.events.put(("text", job))
             return
+        job.text += job.stream.finish()
         job.error = error_message
         reason = FinishReason.NOT_FINISHED if error_message else FinishReason(int(tensors[-1].array[0, 0]))
         job.state = {FinishReason.CANCELLED: "stopped", FinishReason.END_ID: "done"}.get(reason, "full length")
@@ -178,24 +190,7 @@ def start(client: Client, options: argparse.Namespace, parts: dict, **params) ->
         parts=Parts(trace=client.trace_iteration, **parts))
 
 
-# ---------------------------------------------------------------------- tokens to text
-
-
-class Detokenizer:
-    """The text of tokens that keep coming.
-
-    A token may be half a character, and a space may belong to the word before or after it, so tokens are never decoded
-    one by one: all are decoded, from the prompt on, and a character that is not complete yet is held back.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def text(self, job: Job, *, is_final: bool = False) -> str:
-        """What follows the prompt. A longer list of tokens never changes what was returned for a shorter one."""
-        before = len(self.tokenizer.decode(job.prompt_ids))
-        text = self.tokenizer.decode([*job.prompt_ids, *job.tokens])[before:]
-        return text if is_final else text.rstrip("\N{REPLACEMENT CHARACTER}")
+# ---------------------------------------------------------------------- texts on a terminal
 
 
 def on_one_line(text: str) -> str:
@@ -230,8 +225,7 @@ class PlainView:
 
     LINE = 72
 
-    def __init__(self, client: Client, detokenizer: Detokenizer) -> None:
-        self.detokenizer = detokenizer
+    def __init__(self, client: Client) -> None:
         self.printed = dict.fromkeys(client.jobs, 0)
 
     def show(self, what: str, job: Job) -> None:
@@ -246,7 +240,7 @@ class PlainView:
             print(f"[{job.id}] ({job.state}{', ' + on_one_line(job.error) if job.error else ''})", flush=True)
 
     def _text(self, job: Job, everything: bool) -> None:
-        text = on_one_line(self.detokenizer.text(job, is_final=job.is_over))
+        text = on_one_line(job.text)
         start, room = self.printed[job.id], self.LINE - len(f"[{job.id}] ")
         while len(text) - start > room or (everything and text[start:].strip()):
             space = text.rfind(" ", start + 1, start + room + 1)
@@ -269,8 +263,8 @@ class LiveView:
     COLOURS = {"to come": "2", "waiting": "2", "reading": "34", "writing": "32", "PAUSED": "1;33", "done": "1",
                "full length": "1", "stopped": "35", "failed": "1;31"}
 
-    def __init__(self, client: Client, detokenizer: Detokenizer) -> None:
-        self.client, self.detokenizer = client, detokenizer
+    def __init__(self, client: Client) -> None:
+        self.client = client
         self.drawn_lines = 0
         self.next_frame = 0.0
 
@@ -279,7 +273,7 @@ class LiveView:
         client, lines = self.client, []
         for job in client.jobs.values():
             head = f"[{job.id}]".rjust(4) + f" {job.state:<11} {len(job.tokens):>3} "
-            text = on_one_line(job.prompt + self.detokenizer.text(job, is_final=job.is_over))
+            text = on_one_line(job.prompt + job.text)
             shown = tail(text if job.state != "to come" else "", columns - 1 - len(head))
             colour = self.COLOURS[job.state]
             lines.append(f"\x1b[{colour}m{head}\x1b[0m{shown}")
@@ -312,23 +306,23 @@ class LiveView:
             sys.stdout.flush()
 
 
-def choose_view(client: Client, detokenizer: Detokenizer) -> PlainView | LiveView:
+def choose_view(client: Client) -> PlainView | LiveView:
     size = shutil.get_terminal_size()
     is_live = (sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
                and size.lines > len(client.jobs) + 2 and size.columns >= 40)
-    return (LiveView if is_live else PlainView)(client, detokenizer)
+    return (LiveView if is_live else PlainView)(client)
 
 
 # ---------------------------------------------------------------------- afterwards
 
 
-def print_texts(jobs: list[Job], detokenizer: Detokenizer) -> None:
+def print_texts(jobs: list[Job]) -> None:
     for job in jobs:
         notes = [job.choice, f"{len(job.tokens)} tokens", job.state]
         if job.pauses:
             notes.append(f"paused {job.pauses} time{'s' if job.pauses > 1 else ''}")
         print(f"[{job.id}] {', '.join(notes)}")
-        for paragraph in (job.prompt + detokenizer.text(job, is_final=True)).splitlines():
+        for paragraph in (job.prompt + job.text).splitlines():
             if paragraph.strip():
                 print(textwrap.fill(on_one_line(paragraph), 76, initial_indent="    ", subsequent_indent="    "))
         if job.error:
@@ -360,7 +354,8 @@ def print_summary(client: Client) -> None:
 
 def run_alone(jobs: list[Job], options: argparse.Namespace, parts: dict) -> list[tuple[Job, Job]]:
     """Each job and the same once more, one at a time, with blocks for everything."""
-    again = [Job(job.id, 0, job.prompt, job.prompt_ids, job.knobs, job.max_new_tokens, job.end_id) for job in jobs]
+    again = [Job(job.id, 0, job.prompt, job.prompt_ids, job.knobs, job.max_new_tokens, job.end_id,
+                 job.tokenizer) for job in jobs]
     client = Client(again)
     blocks = max(job.blocks_at_its_longest for job in jobs)
     with start(client, options, parts, max_batch_size=1,
@@ -376,7 +371,7 @@ def run_alone(jobs: list[Job], options: argparse.Namespace, parts: dict) -> list
 def make_jobs(tokenizer: Tokenizer, max_new_tokens: int) -> list[Job]:
     end_id = tokenizer.token_to_id("</s>")
     return [Job(number, arrives, prompt, tokenizer.encode(prompt).ids, knobs, max_new_tokens,
-                -1 if end_id is None else end_id)
+                -1 if end_id is None else end_id, tokenizer)
             for number, (arrives, prompt, knobs) in enumerate(PROMPTS, 1)]
 
 
@@ -395,7 +390,7 @@ def watch(client: Client, manager: GptManager, view: PlainView | LiveView) -> No
 
 def run(options: argparse.Namespace, parts: dict) -> int:
     tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
-    detokenizer, jobs = Detokenizer(tokenizer), make_jobs(tokenizer, options.max_new_tokens)
+    jobs = make_jobs(tokenizer, options.max_new_tokens)
     needed = sum(job.blocks_at_its_longest for job in jobs)
     blocks = max(round(SHARE_OF_THE_NEED * needed), max(job.blocks_at_its_longest for job in jobs))
     print(f"{len(jobs)} prompts, up to {options.max_new_tokens} new tokens each, {options.policy}.\n"
@@ -403,7 +398,7 @@ def run(options: argparse.Namespace, parts: dict) -> int:
           f"Request {STOPPED_REQUEST} will be stopped on the way.\n", flush=True)
 
     client = Client(jobs, STOPPED_REQUEST, stop_after=max(options.max_new_tokens // 2, 1))
-    view = choose_view(client, detokenizer)
+    view = choose_view(client)
     interrupted = False
     try:
         with start(client, options, parts, kv_cache_config=KvCacheConfig(
@@ -415,7 +410,7 @@ def run(options: argparse.Namespace, parts: dict) -> int:
         view.close()
 
     print("\nTexts\n")
-    print_texts([job for job in jobs if job.state != "to come"], detokenizer)
+    print_texts([job for job in jobs if job.state != "to come"])
     if interrupted:
         print("\ninterrupted: every request that had started was answered, and the worker has ended")
         return 130

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -118,25 +120,25 @@ def test_a_folder_without_a_model_is_one_clear_line(quickstart, tmp_path, capsys
     assert f"there is no tokenizer.json in {tmp_path}" in capsys.readouterr().err
 
 
-# tokens to text
+# texts
 
 
-@pytest.mark.parametrize("text", [" and then, \"indeed!\" said he", "Café: 日本語 🙂 and   spaces\n\tlines \N{FAMILY}"])
-def test_growing_text_is_never_taken_back_and_no_character_comes_in_pieces(quickstart, tokenizer, job, text):
-    detokenizer, seen = quickstart.Detokenizer(tokenizer), ""
-    for token in tokenizer.encode(text, add_special_tokens=False).ids:
-        job.tokens.append(token)
-        now = detokenizer.text(job)
-        assert now.startswith(seen) and "\N{REPLACEMENT CHARACTER}" not in now
-        seen = now
-    assert seen == detokenizer.text(job, is_final=True) == text
+def test_the_text_of_a_request_grows_with_its_tokens(client, job, tokenizer):
+    text = " and then, Caf\u00e9: \u65e5\u672c\u8a9e \N{SLIGHTLY SMILING FACE} and   spaces\n"
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    for n, token in enumerate(tokens, 1):
+        named = [SimpleNamespace(array=np.array(values)) for values in ([[[token]]], [[2]])]     # ids, ..., the reason
+        before = job.text
+        client.send_response(job.id, named, n == len(tokens), "")
+        assert job.text.startswith(before) and "\N{REPLACEMENT CHARACTER}" not in job.text
+    assert job.text == text and job.tokens == tokens and job.is_over
 
 
 def test_the_lines_of_a_request_together_are_its_text(quickstart, tokenizer, client, job, capsys):
     text = " It was a fine evening; and nobody, not even Lady Catherine, could say that it had not been so." * 3
-    view = quickstart.PlainView(client, quickstart.Detokenizer(tokenizer))
+    view = quickstart.PlainView(client)
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
-        job.tokens.append(token)
+        job.text += job.stream.push([token])
         view.show("text", job)
     job.is_over, job.state = True, "done"
     view.show("over", job)
@@ -156,10 +158,10 @@ def test_what_a_terminal_would_obey_is_shown_instead(quickstart):
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_the_table_never_reaches_the_last_column(quickstart, tokenizer, client, columns):
     for job in client.jobs.values():
-        job.tokens = tokenizer.encode("日本語 and 🙂, " * job.id, add_special_tokens=False).ids
+        job.text = "日本語 and 🙂, " * job.id
         job.state = ["writing", "PAUSED", "full length", "stopped"][job.id % 4]
     client.statistics.append({"Used KV cache blocks": 111, "Max KV cache blocks": 222})
-    lines = quickstart.LiveView(client, quickstart.Detokenizer(tokenizer)).frame(columns)
+    lines = quickstart.LiveView(client).frame(columns)
     assert len(lines) == len(client.jobs) + 1
     for line in lines:
         shown = COLOUR.sub("", line)
@@ -174,7 +176,7 @@ def test_a_long_text_shows_its_end(quickstart):
 
 
 def test_a_frame_is_drawn_over_the_one_before(quickstart, tokenizer, client, capsys):
-    view = quickstart.LiveView(client, quickstart.Detokenizer(tokenizer))
+    view = quickstart.LiveView(client)
     view.close()
     assert capsys.readouterr().out == "", "nothing was drawn, so nothing needs putting back"
     view.tick()
@@ -196,7 +198,7 @@ def test_control_characters_are_for_terminals_that_want_them(quickstart, tokeniz
     for name, value in ({"LINES": "40", "COLUMNS": "80", "NO_COLOR": ""} | environment).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
-    assert type(quickstart.choose_view(client, quickstart.Detokenizer(tokenizer))).__name__ == kind
+    assert type(quickstart.choose_view(client)).__name__ == kind
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo-terminals")

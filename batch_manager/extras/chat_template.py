@@ -1,0 +1,276 @@
+"""From messages to the text of a prompt, by the chat template in the tokenizer's folder. Needs jinja2, extra `text`.
+
+A template is a program that comes with the weights. It runs in jinja2's immutable sandbox, sees copies of plain data
+and nothing else, and knows what transformers gives to templates.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, InvalidRequestError, printable, type_name
+
+# Templates are named by the files' names; see `transformers`' save_pretrained.
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OLDEST_JINJA2 = (3, 1, 6)    # older ones have known ways out of the sandbox
+LONGEST_QUOTE = 300
+
+
+def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+                **variables: Any) -> str:
+    """The text of a prompt that continues `messages`, as the tokenizer's folder says that the model expects it.
+
+    folder      has the tokenizer's files: a template in chat_template.jinja, or as `chat_template` in
+                tokenizer_config.json, a text or a list of named ones. Of named ones `tool_use` is taken where there
+                are tools, and `default` else
+    messages    dictionaries with `role`, `content` and whatever else the template reads; keys that are None are left
+                out
+    tools       JSON schemas of functions, as the template expects them
+    variables   for the template, such as `documents` or `enable_thinking`. `add_generation_prompt` is True unless it
+                is given (in transformers it is False): the text then ends where the model's answer begins. Special
+                tokens of the folder (`bos_token`, `eos_token`, ...) are variables too
+
+    Encode the result with `add_special_tokens=False`: the template has written them. A user's text that looks like a
+    special token is one then; whoever must keep them apart looks for them before.
+
+    Nothing that is passed is mutated, and templates reach none of it: they get copies made of dictionaries, lists,
+    texts, numbers, booleans and None. Anything else is refused by name. A template can compute for as long as it likes.
+
+    Templates are read and compiled once, and again when their files change; a call takes what the template takes, some
+    tens of microseconds for a short chat.
+
+    Raises ConfigError without jinja2 (>= 3.1.6), for a folder without a template that can be used, and for a template
+    that leaves the sandbox; InvalidRequestError where the template refuses the messages, or fails on them.
+    """
+    files = _files(Path(folder))
+    template = _template(*files, has_tools=tools is not None)
+    given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True, **variables}
+    try:
+        plain = {name: _plain(value, name) for name, value in given.items()}
+        if not isinstance(plain["messages"], list) or not all(type(each) is dict for each in plain["messages"]):
+            raise InvalidRequestError("messages are not a list of dictionaries", "one dictionary a message",
+                                      'pass [{"role": "user", "content": "..."}]')
+        plain["messages"] = [{key: value for key, value in message.items() if value is not None}
+                             for message in plain["messages"]]
+        return template.render({**_special_tokens(*files), **plain})
+    except (ConfigError, InvalidRequestError):
+        raise
+    except Exception as error:    # a template may fail in any way
+        if type(error).__name__ == "SecurityError":
+            raise ConfigError(f"the chat template left the sandbox: {_quoted(error)}",
+                              "a template that reads messages and writes text",
+                              f"do not use the template in {os.fspath(folder)!r}; look at what it does") from error
+        raise InvalidRequestError(f"the chat template cannot be applied: {_quoted(error)}",
+                                  "messages in the order, and with the keys, that the template expects",
+                                  f"correct the messages, or look at the template in {os.fspath(folder)!r}") from error
+
+
+def _quoted(error: Exception) -> str:
+    return printable(f"{type(error).__name__}: {error}"[:LONGEST_QUOTE])
+
+
+_WITHOUT_SUBCLASS = {str: str.__str__, int: int.__int__, float: float.__float__}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy made of JSON's types, so that a template meets no method that does something."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for base, plain in _WITHOUT_SUBCLASS.items():    # enumerations, for instance
+        if isinstance(value, base):
+            return plain(value)
+    if isinstance(value, Mapping):
+        return {_plain(key, where): _plain(each, f"{where}[{key!r:.40}]") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, f"{where}[{n}]") for n, each in enumerate(value)]
+    raise InvalidRequestError(f"{where} is a {type_name(value)}",
+                              "templates get dictionaries, lists, texts, numbers, booleans and None",
+                              "convert it before, such as a Pydantic model by model_dump()")
+
+
+# ---------------------------------------------------------------------- the files of the folder
+
+
+def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """(path, time of the last change in ns, size in bytes) of every file that may say something about templates."""
+    try:
+        named = sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
+        found = []
+        for path in (*(folder / name for name in CONFIG_FILES), folder / TEMPLATE_FILE, *named):
+            if path.is_file():
+                state = path.stat()
+                found.append((str(path), state.st_mtime_ns, state.st_size))
+        if found or folder.is_dir():
+            return tuple([(str(folder), 0, 0), *found])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the folder {os.fspath(folder)!r} cannot be read: {_quoted(error)}",
+                          "the folder of a tokenizer", "pass the folder that has tokenizer_config.json") from error
+    raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "the folder of a tokenizer",
+                      "pass the folder that has tokenizer_config.json")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path!r} cannot be read: {_quoted(error)}", "a file in UTF-8",
+                          "download or save it again") from error
+
+
+def _configs(files: tuple[tuple[str, int, int], ...]) -> list[dict[str, Any]]:
+    configs = []
+    for path, *_ in files[1:]:
+        if Path(path).name in CONFIG_FILES:
+            try:
+                config = json.loads(_read(path))
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path!r} is no JSON: {_quoted(error)}", "a JSON object",
+                                  "download or save it again") from error
+            if not isinstance(config, dict):
+                raise ConfigError(f"{path!r} holds a {type_name(config)}", "a JSON object",
+                                  "download or save it again")
+            configs.append(config)
+    return configs
+
+
+@lru_cache(maxsize=16)
+def _special_tokens(*files: tuple[str, int, int]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for config in _configs(files):
+        for name in SPECIAL_TOKENS:
+            token = config.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                tokens.setdefault(name, token)
+    return tokens
+
+
+@lru_cache(maxsize=32)
+def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
+    """The compiled template of the folder."""
+    folder, templates = files[0][0], _templates(files)
+    wanted = "tool_use" if has_tools and "tool_use" in templates else "default"
+    if wanted not in templates:
+        names = printable(", ".join(map(repr, sorted(templates)))[:LONGEST_QUOTE])
+        has = f"templates {names} and no default" if templates else "no chat template"
+        raise ConfigError(f"the folder {folder!r} has {has}", f"{TEMPLATE_FILE}, or chat_template in {CONFIG_FILES[0]}",
+                          f"write the model's template into {TEMPLATE_FILE}, or make the prompt yourself")
+    environment = _environment()
+    try:
+        return environment.from_string(templates[wanted])
+    except Exception as error:    # a template of any content: jinja2 compiles it to Python
+        raise ConfigError(f"the chat template of {folder!r} cannot be compiled: {_quoted(error)}",
+                          "a template of jinja2, as transformers takes it",
+                          "download it again, or correct it") from error
+
+
+def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
+    """By name; the one without is `default`. Files of their own come before tokenizer_config.json, and replace it."""
+    own = {"default" if Path(path).name == TEMPLATE_FILE else Path(path).stem: _read(path)
+           for path, *_ in files[1:] if path.endswith(".jinja")}
+    if own:
+        return own
+    for config in _configs(files):
+        templates = config.get("chat_template")
+        if isinstance(templates, str):
+            return {"default": templates}
+        if isinstance(templates, list):
+            try:
+                named = {each["name"]: each["template"] for each in templates}
+            except (TypeError, LookupError):
+                named = {0: None}
+            if not all(type(part) is str for pair in named.items() for part in pair):
+                raise ConfigError(f"chat_template in {CONFIG_FILES[0]} is a list of something else",
+                                  "objects with a name and a template, both texts", "download or save it again")
+            return named
+    return {}
+
+
+# ---------------------------------------------------------------------- the sandbox
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    """jinja2's environment, with what transformers gives to templates."""
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.nodes
+        import jinja2.sandbox
+    except ImportError as error:
+        raise ConfigError("jinja2 is not installed", "chat templates need it",
+                          "pip install batch-manager[text]") from error
+    if _version(jinja2.__version__) < OLDEST_JINJA2:
+        raise ConfigError(f"jinja2 is of version {jinja2.__version__}",
+                          f"at least {'.'.join(map(str, OLDEST_JINJA2))}, because older ones can be escaped from",
+                          "pip install -U jinja2")
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %} ... {% endgeneration %}`, which marks the model's part for training: its content."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    class Namespace(jinja2.utils.Namespace):
+        """One whose attributes have ordinary names."""
+
+        def __init__(*arguments: Any, **attributes: Any) -> None:
+            self, *given = arguments    # an attribute may be called self
+            attributes = dict(*given, **attributes)
+            for name in attributes:
+                _check_name(name)
+            jinja2.utils.Namespace.__init__(self, attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _check_name(name)
+            jinja2.utils.Namespace.__setitem__(self, name, value)
+
+    def _check_name(name: object) -> None:
+        if not isinstance(name, str) or name.startswith("_"):
+            raise jinja2.sandbox.SecurityError(f"{name!r:.60} is no name for an attribute of a namespace")
+
+    def raise_exception(message: object) -> None:
+        raise jinja2.TemplateError(str(message))
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
+                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    class Dict:
+        """What templates call `dict`, and nothing that Python's has besides."""
+
+        def __call__(self, *arguments: Any, **items: Any) -> dict:
+            return dict(*arguments, **items)
+
+        def fromkeys(self, *arguments: Any) -> dict:
+            return dict.fromkeys(*arguments)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=Dict(),
+                               namespace=Namespace)
+    return environment
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with."""
+    parts = []
+    for part in text.split("."):
+        if not part.isdecimal():
+            break
+        parts.append(int(part))
+    return tuple(parts)

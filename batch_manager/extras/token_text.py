@@ -1,0 +1,461 @@
+"""What tokens add to a text, for tokenizers whose way of decoding is known.
+
+`tokenizers` decodes a whole list at once. Its decoders are small programs over the list, and every tokenizer.json says
+which ones it uses. Here each is a step that takes tokens as they come and gives out what no later token can change:
+
+    tokens -> pieces (kept for each token id) -> bytes or runs of byte tokens -> text -> steps over the joined text
+
+What a step keeps back is bounded by the decoder: the bytes of a character that is not complete, the run of byte tokens
+that goes on (where one wrong byte turns the whole run into U+FFFD), a space that may belong to what follows. A decoder
+without such a bound, or one that is not known here, is left to `WholeText`, which decodes at the end.
+"""
+
+import codecs
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import InvalidRequestError, printable
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# What transformers does to a text where `clean_up_tokenization_spaces` is set, one after the other.
+CLEAN_UP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+            (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+_NOTHING_TO_CLEAN_UP = re.compile(r" (?:[.?!,'n]|\Z)")
+
+# What the decoder WordPiece does to each token.
+_WORD_PIECE_CLEAN_UP = (*CLEAN_UP[:7], (" do not", " don't"), *CLEAN_UP[7:])
+
+# A byte token as tokenizers reads it; Rust's parser takes a plus sign for the first digit.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
+
+
+class Text(Protocol):
+    """The text of one list of tokens that grows.
+
+    feed   what the tokens add to the text that is certain; on an error nothing has changed
+    rest   what would follow if no token came any more; changes nothing
+    """
+
+    def feed(self, tokens: Sequence[int]) -> str: ...
+
+    def rest(self) -> str: ...
+
+
+class TextStep(Protocol):
+    """A step over joined text; `rest` is given the last piece and changes nothing."""
+
+    def feed(self, text: str) -> str: ...
+
+    def rest(self, text: str) -> str: ...
+
+
+# ---------------------------------------------------------------------- steps over one token
+
+# (token, is_first) -> token
+Each = Callable[[str, bool], str]
+
+
+def _with_space(token: str, is_first: bool) -> str:
+    """What `tokenizers` does where there is no decoder, and transformers' base class in Python."""
+    return token if is_first else " " + token
+
+
+def _metaspace(step: dict) -> Each:
+    mark, drops_first = step["replacement"], step["prepend_scheme"] != "never"
+    return lambda token, is_first: token.replace(mark, "" if is_first and drops_first else " ")
+
+
+def _word_piece(step: dict) -> Each:
+    prefix, cleans_up = step["prefix"], step["cleanup"]
+
+    def decode(token: str, is_first: bool) -> str:
+        if not is_first:
+            token = token.removeprefix(prefix) if token.startswith(prefix) else " " + token
+        if cleans_up:
+            for pattern, content in _WORD_PIECE_CLEAN_UP:
+                token = token.replace(pattern, content)
+        return token
+
+    return decode
+
+
+def _replace(step: dict) -> Each | None:
+    pattern, content = step["pattern"].get("String"), step["content"]
+    return (lambda token, is_first: token.replace(pattern, content)) if pattern else None
+
+
+def _strip(step: dict) -> Each | None:
+    content, start = step["content"], step["start"]
+    if step["stop"]:    # tokenizers panics on tokens that are shorter than what is to be stripped
+        return None
+    return lambda token, is_first: token[min(start, len(token) - len(token.lstrip(content))):]
+
+
+_EACH: dict[str, Callable[[dict], Each | None]] = {
+    "Metaspace": _metaspace, "WordPiece": _word_piece, "Replace": _replace, "Strip": _strip}
+
+
+# ---------------------------------------------------------------------- steps over the joined text
+
+
+class _StripStart:
+    """Leaves out up to `count` characters `content` that the text begins with."""
+
+    def __init__(self, content: str, count: int) -> None:
+        self._content, self._count = content, count
+
+    def feed(self, text: str) -> str:
+        if self._count:
+            dropped = min(self._count, len(text) - len(text.lstrip(self._content)))
+            self._count = self._count - dropped if dropped == len(text) else 0
+            return text[dropped:]
+        return text
+
+    def rest(self, text: str) -> str:
+        return text[min(self._count, len(text) - len(text.lstrip(self._content))):]
+
+
+class _ReplaceInText:
+    """Replaces every occurrence of a string, from the left; keeps back an end that may be the beginning of one."""
+
+    def __init__(self, pattern: str, content: str) -> None:
+        self._pattern, self._content = pattern, content
+        self.held = ""
+
+    def feed(self, text: str) -> str:
+        if not self.held and self._pattern[0] not in text:
+            return text
+        parts = (self.held + text).split(self._pattern)
+        end = parts[-1]        # only here: what was put in for an occurrence is never part of another one
+        kept = next((n for n in range(min(len(end), len(self._pattern) - 1), 0, -1)
+                     if end.endswith(self._pattern[:n])), 0)
+        parts[-1], self.held = end[: len(end) - kept], end[len(end) - kept:]
+        return self._content.join(parts)
+
+    def rest(self, text: str) -> str:
+        return (self.held + text).replace(self._pattern, self._content)
+
+
+class _CleanUp:
+    """transformers' clean-up of spaces: the replacements of CLEAN_UP one after the other."""
+
+    def __init__(self) -> None:
+        self._steps = [_ReplaceInText(*pair) for pair in CLEAN_UP]
+        self._is_idle = True
+
+    def feed(self, text: str) -> str:
+        if self._is_idle and _NOTHING_TO_CLEAN_UP.search(text) is None:
+            return text
+        for step in self._steps:
+            text = step.feed(text)
+        self._is_idle = not any(step.held for step in self._steps)
+        return text
+
+    def rest(self, text: str) -> str:
+        for step in self._steps:
+            text = step.rest(text)
+        return text
+
+
+# ---------------------------------------------------------------------- the rule, read from the decoder's description
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a tokenizer makes a text of tokens.
+
+    before          done to each token
+    joins           "text"; "bytes": every token is bytes, as in ByteLevel; "runs": some tokens are single bytes, and a
+                    run of them is text only if the whole run is UTF-8, as in ByteFallback
+    after           done to each token behind the runs
+    steps           makers of what is done to the joined text
+    """
+
+    before: tuple[Each, ...] = ()
+    joins: str = "text"
+    after: tuple[Each, ...] = ()
+    steps: tuple[Callable[[], TextStep], ...] = ()
+
+    def with_clean_up(self) -> "Rule":
+        return Rule(self.before, self.joins, self.after, (*self.steps, _CleanUp))
+
+
+JOINED_BY_SPACES = Rule((_with_space,))
+BYTE_LEVEL = Rule(joins="bytes")
+
+
+def read_rule(decoder: dict[str, Any] | None) -> Rule | None:
+    """The rule of a decoder as tokenizer.json describes it, or None for one that cannot be cut or is not known."""
+    if decoder is None:
+        return JOINED_BY_SPACES
+    before: list[Each] = []
+    after: list[Each] = []
+    steps: list[Callable[[], TextStep]] = []
+    joins, is_joined = "text", False
+    for step in _flat(decoder):
+        kind = step["type"]
+        if kind == "Fuse":
+            is_joined = True
+        elif is_joined and kind == "Strip" and step["stop"] == 0:
+            steps.append(lambda step=step: _StripStart(step["content"], step["start"]))
+        elif is_joined and kind == "Replace" and step["pattern"].get("String"):
+            steps.append(lambda step=step: _ReplaceInText(step["pattern"]["String"], step["content"]))
+        elif is_joined:
+            return None
+        elif kind == "ByteLevel" and joins == "text":
+            joins, is_joined = "bytes", True
+        elif kind == "ByteFallback" and joins == "text":
+            joins = "runs"
+        else:
+            each = _EACH[kind](step) if kind in _EACH else None
+            if each is None:
+                return None
+            (after if joins == "runs" else before).append(each)
+    return Rule(tuple(before), joins, tuple(after), tuple(steps))
+
+
+def _flat(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    if decoder["type"] == "Sequence":
+        for step in decoder["decoders"]:
+            yield from _flat(step)
+    else:
+        yield decoder
+
+
+# ---------------------------------------------------------------------- pieces: what is kept for each token id
+
+
+class Pieces(dict):
+    """Token id -> what it adds where it is not the first one: str, bytes, int for a byte of a run, None for nothing.
+
+    Filled when it is read, and shared by all texts of a tokenizer.
+
+    token_of   the token of an id as a string, None where there is none; may raise for what is no id
+    skips      whether this token, of this id, is left out
+    """
+
+    def __init__(self, rule: Rule, token_of: Callable[[int], str | None], skips: Callable[[int, str], bool]) -> None:
+        super().__init__()
+        self.rule, self._token_of, self._skips = rule, token_of, skips
+
+    def __missing__(self, token_id: int) -> "str | bytes | int | None":
+        try:
+            token = self._token_of(index(token_id))
+        except (TypeError, ValueError, OverflowError, LookupError) as error:
+            raise not_a_token(token_id) from error
+        if token is None:        # not kept: ids that are in no vocabulary have no bound
+            return None
+        piece = self[token_id] = self.piece(token_id)
+        return piece
+
+    def piece(self, token_id: int, is_first: bool = False, is_first_after: bool = False) -> Any:
+        """The piece of a token that is or is not the first one, before and behind the runs of bytes."""
+        token = self._token_of(token_id)
+        if token is None or self._skips(token_id, token):
+            return None
+        for each in self.rule.before:
+            token = each(token, is_first)
+        if self.rule.joins == "bytes":
+            return _bytes_of(token)
+        if self.rule.joins == "runs" and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return int(byte[1], 16)
+        return self.after(token, is_first_after)
+
+    def after(self, token: str, is_first: bool) -> str:
+        for each in self.rule.after:
+            token = each(token, is_first)
+        return token
+
+
+def not_a_token(token_id: object) -> InvalidRequestError:
+    return InvalidRequestError(f"the tokenizer has no token {printable(repr(token_id)[:60])}",
+                               "tokens are integers, as the engine hands them out in output_ids",
+                               "pass a list, or a one-dimensional array, of token ids")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that GPT-2's tokenizer writes bytes with."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {**{chr(byte): byte for byte in printed}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _bytes_of(token: str) -> bytes:
+    """A token with any other character is an added one, and stands for itself."""
+    try:
+        return bytes([_BYTES[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+# ---------------------------------------------------------------------- texts
+
+
+class _JoinedText:
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces, self._is_first = pieces, True
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        pieces = self._pieces
+        added = [piece for token in tokens if (piece := pieces[token]) is not None]
+        if self._is_first and added:
+            first = next(token for token in tokens if pieces[token] is not None)
+            added[0] = pieces.piece(first, is_first=True)
+            self._is_first = False
+        return "".join(added)
+
+    def rest(self) -> str:
+        return ""
+
+
+class _ByteText:
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces, self._is_first = pieces, bool(pieces.rule.before)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        pieces = self._pieces
+        added = [piece for token in tokens if (piece := pieces[token]) is not None]
+        if self._is_first and added:
+            first = next(token for token in tokens if pieces[token] is not None)
+            added[0] = pieces.piece(first, is_first=True)
+            self._is_first = False
+        return self._decoder.decode(b"".join(added))
+
+    def rest(self) -> str:
+        return self._decoder.getstate()[0].decode("utf-8", "replace")
+
+
+class _TextWithRuns:
+    """A run of byte tokens is kept back until it ends: one byte that does not fit turns all of it into U+FFFD."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._run = bytearray()
+        self._is_first = self._is_first_after = True
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        pieces, run, text = self._pieces, self._run, []
+        added = [(token, piece) for token in tokens if (piece := pieces[token]) is not None]
+        for token, piece in added:
+            if self._is_first or self._is_first_after:
+                piece = pieces.piece(token, self._is_first, self._is_first_after and not run)
+                self._is_first = False
+            if type(piece) is int:
+                run.append(piece)
+                continue
+            if run:
+                text.append(self.rest())
+                run.clear()
+            text.append(piece)
+            self._is_first_after = False
+        return "".join(text)
+
+    def rest(self) -> str:
+        if not self._run:
+            return ""
+        try:
+            tokens = [self._run.decode()]
+        except UnicodeDecodeError:
+            tokens = [REPLACEMENT] * len(self._run)
+        return "".join(self._pieces.after(token, self._is_first_after and not n) for n, token in enumerate(tokens))
+
+
+class _TextInSteps:
+    def __init__(self, text: Text, steps: list[TextStep]) -> None:
+        self._text, self._steps = text, steps
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        text = self._text.feed(tokens)
+        for step in self._steps:
+            text = step.feed(text)
+        return text
+
+    def rest(self) -> str:
+        text = self._text.rest()
+        for step in self._steps:
+            text = step.rest(text)
+        return text
+
+
+class WholeText:
+    """Any tokenizer: nothing is certain before the end, where everything is decoded."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        added = []
+        for token in tokens:
+            try:
+                added.append(index(token))
+            except TypeError as error:
+                raise not_a_token(token) from error
+        self._tokens += added
+        return ""
+
+    def rest(self) -> str:
+        try:
+            return self._decode(list(self._tokens))
+        except (TypeError, ValueError, OverflowError, LookupError) as error:
+            raise InvalidRequestError(f"the tokenizer cannot decode these tokens: {type(error).__name__}",
+                                      "tokens of the tokenizer's vocabulary",
+                                      "pass the tokenizer that the model was trained with") from error
+
+
+_JOINS: dict[str, Callable[[Pieces], Text]] = {"text": _JoinedText, "bytes": _ByteText, "runs": _TextWithRuns}
+
+
+def text_of(pieces: Pieces) -> Text:
+    """An empty text."""
+    text = _JOINS[pieces.rule.joins](pieces)
+    return _TextInSteps(text, [make() for make in pieces.rule.steps]) if pieces.rule.steps else text
+
+
+# ---------------------------------------------------------------------- is the rule the tokenizer's own?
+
+
+class Sample(NamedTuple):
+    """What a rule is tried on.
+
+    num_tokens   ids of the vocabulary are below
+    special      ids that deserve a look of their own: added tokens
+    texts        lists of tokens of texts
+    """
+
+    num_tokens: int
+    special: Sequence[int]
+    texts: Sequence[Sequence[int]]
+
+
+def agrees(pieces: Pieces, decode: Callable[[list[int]], str], sample: Sample) -> bool:
+    """Whether the rule gives what the tokenizer gives, on lists of tokens that are the same in every process.
+
+    A rule that was read from a description is what another version of the library, or a class with a `decode` of its
+    own, need not follow.
+    """
+    draw = random.Random(0)
+    lists: list[Sequence[int]] = [*sample.texts]
+    for length in (1, 2, 3, 5, 8, 13, 40):
+        for _ in range(8):
+            tokens = draw.choices(range(max(sample.num_tokens, 1)), k=length)
+            if sample.special:
+                tokens[draw.randrange(length)] = draw.choice(sample.special)
+            lists.append(tokens)
+    try:
+        for tokens in lists:
+            text = text_of(pieces)
+            if text.feed(tokens) + text.rest() != decode(list(tokens)):
+                return False
+    except Exception:    # either side may not know an id, each in its own way
+        return False
+    return True

@@ -1,0 +1,292 @@
+"""Chat templates: what transformers makes of them, and nothing that a hostile one would like to do."""
+
+import enum
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batch_manager import ConfigError, InvalidRequestError
+
+jinja2 = pytest.importorskip("jinja2")
+
+from batch_manager.extras import chat_template  # noqa: E402
+from batch_manager.extras.text import chat_prompt  # noqa: E402
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
+
+CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+          "+ '<|im_end|>' + '\\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+
+BLOCKS = """{{- bos_token }}
+{%- set ns = namespace(found=false, count=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {%- set ns.found = true %}
+        {%- continue %}
+    {%- endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {%- if ns.count > 4 %}{% break %}{% endif %}
+{{ '[' ~ message.role ~ ']' }} {{ message.content | trim }}
+    {% if message.tool_calls is defined %}
+        {%- for call in message.tool_calls %}
+{{ call | tojson }}
+{{ call.function.arguments | tojson(indent=2) }}
+        {%- endfor %}
+    {%- endif %}
+    {% generation %}{% set inside = message.role | upper %}({{ inside }}){% endgeneration %}
+
+{% endfor %}
+{%- if not ns.found %}none{% endif %}
+{%- if tools %}
+{% for tool in tools %}
+{{ tool | tojson }}
+{% endfor %}
+{% endif %}
+{{ dict(a=1, **dict.fromkeys(['b'], 2)) | tojson(sort_keys=true, separators=(',', ':')) }}
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- if add_generation_prompt %}[assistant]{% endif %}{{ eos_token }}"""
+
+TALK = [{"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is <b>1 & 2</b>? 'été'", "name": None},
+        {"role": "assistant", "content": " ", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "<2>"}}}]},
+        {"role": "tool", "content": "3"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "1 < 2 & \"é\"", "parameters": {}}}]
+
+
+def folder(path, **config):
+    (path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("template", [CHATML, BLOCKS], ids=["chatml", "blocks"])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"bos_token": "B"}])
+@pytest.mark.parametrize("tools", [None, TOOLS, []])
+def test_texts_are_those_of_transformers(tmp_path, template, variables, tools):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    for generation in (False, True):
+        for talk in (TALK, TALK[1:2], TALK[:2] * 3):
+            assert chat_prompt(tmp_path, talk, tools, add_generation_prompt=generation, **variables) \
+                == tokenizer.apply_chat_template(talk, tools, tokenize=False, add_generation_prompt=generation,
+                                                 **variables)
+    assert chat_prompt(tmp_path, TALK).endswith(("assistant\n", "[assistant]</s>"))
+
+
+def test_a_template_may_lie_in_three_places_and_be_one_of_several(tmp_path):
+    user = [{"role": "user", "content": "hi"}]
+    folder(tmp_path, chat_template="config {{ bos_token }}{{ eos_token }}{{ pad_token }}", eos_token="</s>",
+           bos_token={"content": "<s>", "special": True, "__type": "AddedToken"}, pad_token=None)
+    assert chat_prompt(tmp_path, user) == "config <s></s>"
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "<pad>", "bos_token": "other"}')
+    assert chat_prompt(tmp_path, user) == "config <s></s><pad>"
+    folder(tmp_path, chat_template=[{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"},
+                                    {"name": "rag", "template": "rag"}])
+    assert chat_prompt(tmp_path, user) == "plain" and chat_prompt(str(tmp_path), user, TOOLS) == "tools"
+    (tmp_path / "chat_template.jinja").write_text("file é\n", encoding="utf-8")
+    assert chat_prompt(tmp_path, user) == chat_prompt(tmp_path, user, TOOLS) == "file é"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools' file")
+    assert chat_prompt(tmp_path, user, TOOLS) == "tools' file" and chat_prompt(tmp_path, user) == "file é"
+    (tmp_path / "chat_template.jinja").write_text("another file")
+    assert chat_prompt(tmp_path, user) == "another file", "a file that changed is read again"
+
+
+def test_the_time_is_there_and_html_is_not_escaped(tmp_path):
+    template = "{{ strftime_now('%Y') }} {{ messages[0].content }} {{ messages[0].content | tojson }}"
+    text = chat_prompt(folder(tmp_path, chat_template=template), [{"role": "user", "content": "<é> & '\""}])
+    year, rest = text.split(" ", 1)
+    assert year.isdigit() and rest == "<é> & '\" \"<é> & '\\\"\""
+
+
+# ---------------------------------------------------------------------- hostile templates
+
+ESCAPES = """
+{{ ''.__class__.__mro__[1].__subclasses__() }}
+{{ ''['__class__']['__mro__'] }}
+{{ (''|attr('__class__'))|attr('__mro__') }}
+{{ messages.__class__.__base__.__subclasses__() }}
+{{ messages[0].items.__self__.__class__ }}
+{{ raise_exception.__globals__['os'] }}
+{{ raise_exception.__globals__ }}
+{{ strftime_now.__code__.co_consts }}
+{{ (raise_exception|attr('__globals__'))['__builtins__'] }}
+{{ cycler.__init__.__globals__.os.popen('id').read() }}
+{{ joiner.__init__.__globals__ }}
+{{ lipsum.__globals__.os.popen('id').read() }}
+{{ namespace.__init__.__globals__ }}
+{{ dict.__class__.__call__.__globals__ }}
+{{ dict.fromkeys.__func__.__globals__ }}
+{{ dict.mro() }}
+{{ dict.fromkeys.__self__ }}
+{{ self.__init__.__globals__ }}
+{{ self._TemplateReference__context }}
+{{ '{0.__class__.__mro__}'.format(messages) }}
+{{ '{x.__class__.__mro__}'.format_map({'x': messages}) }}
+{% set f = '{0.__class__.__init__.__globals__}'.format %}{{ f(raise_exception) }}
+{{ ('{0.__globals__}'|attr('format'))(raise_exception) }}
+{{ '{0.__globals__}'['format'](raise_exception) }}
+{{ ['{0.__globals__}'.format]|map('string')|list and ['{0.__globals__}'.format][0](raise_exception) }}
+{{ messages|map(attribute='__class__')|map(attribute='__mro__')|list }}
+{{ messages|map('attr', '__class__')|map('attr', '__mro__')|list }}
+{{ messages|groupby('__class__')|list }}
+{{ (messages|map('upper')).gi_frame.f_globals }}
+{{ (messages|map('upper')).gi_frame.f_back.f_globals['os'] }}
+{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}
+{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}
+{% for x in messages %}{{ loop.__init__.__globals__ }}{% endfor %}
+{% for x in messages %}{{ loop._iterator.gi_frame.f_globals }}{% endfor %}
+{% set ns = namespace(__class__=1) %}{{ ns }}
+{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns.x.y }}
+{% set ns = namespace({'_Namespace__attrs': {}}) %}{{ ns.x.y }}
+{% set ns = namespace(x=raise_exception) %}{{ ns.x.__globals__.os }}
+{% import 'os' as os %}{{ os.popen('id').read() }}
+{% include '/etc/passwd' %}
+{% extends '/etc/passwd' %}
+{{ messages.append(1) }}
+{{ messages.clear() }}
+{{ messages[0].update({'content': 'mine'}) }}
+{{ messages[0].pop('content') }}
+{{ messages[0].__setitem__('content', 'mine') }}
+{% do messages.append(1) %}
+{{ undefined_name.__class__.__mro__ }}
+{{ (undefined_name|string).__class__.__mro__ }}
+{{ undefined_name.__init__.__globals__ }}
+{{ messages.__reduce_ex__(2) }}
+{{ range(10000000000) | list }}
+{{ messages | tojson(cls=raise_exception) }}
+{{ (1).__class__.__base__ }}
+{{ ().__class__.__bases__[0].__subclasses__() }}
+{{ [].sort.__self__.__class__.__mro__ }}
+{{ ''.join.__class__.__mro__ }}
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_no_template_reaches_a_python_object(tmp_path, template):
+    talk = [{"role": "user", "content": "secret"}]
+    here = folder(tmp_path, chat_template=template + "|end")
+    try:
+        text = chat_prompt(here, talk)
+    except (ConfigError, InvalidRequestError) as error:
+        assert type(error) is ConfigError or "left the sandbox" not in str(error)
+    else:    # what may not be read is nothing: it is printed as nothing, or as Undefined within a list
+        assert text in ("|end", "[Undefined]|end", f"[(Undefined, {talk})]|end")
+    assert talk == [{"role": "user", "content": "secret"}], "what was passed has not changed"
+
+
+def test_these_templates_do_reach_something_without_the_sandbox(tmp_path):
+    """The list is worth something: in jinja2's ordinary environment most of it works."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.do"])
+    environment.globals.update(raise_exception=chat_prompt, strftime_now=chat_prompt)
+    reached = 0
+    for template in ESCAPES:
+        try:
+            text = environment.from_string(template + "|end").render(messages=[{"role": "user", "content": "secret"}])
+        except Exception:    # some are stopped by the ordinary one too
+            continue
+        reached += text != "|end"
+    assert reached >= 25
+
+
+def test_leaving_the_sandbox_is_the_folders_fault_and_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"left the sandbox: SecurityError.*do not use the template"):
+        chat_prompt(folder(tmp_path, chat_template="{{ ''.__class__.__mro__ }}"), [])
+
+
+def test_methods_of_what_is_passed_are_out_of_reach(tmp_path):
+    class Loud(str):
+        def shout(self):
+            raise AssertionError("reached")
+
+    class Colour(enum.IntEnum):
+        RED = 3
+
+    here = folder(tmp_path, chat_template="{{ messages[0].content.shout is defined }} {{ x }} {{ y }} {{ z }} {{ b }}")
+    assert chat_prompt(here, [{"role": "user", "content": Loud("a")}], x=Colour.RED, y=np.float64(0.5),
+                       z=(1, Loud("b")), b=True) == "False 3 0.5 [1, 'b'] True"
+    for value in (object(), np.zeros(2), len, b"bytes", {1, 2}, Path("x")):
+        with pytest.raises(InvalidRequestError, match=r"messages\[0\]\['content'\] is a " + type(value).__name__):
+            chat_prompt(here, [{"role": "user", "content": value}])
+        with pytest.raises(InvalidRequestError, match="x is a"):
+            chat_prompt(here, [], x=value)
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("template, said", [
+    ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
+    ("{{ messages[0].content + 1 }}", "TypeError"),
+    ("{{ 1 // 0 }}", "ZeroDivisionError"),
+    ("{{ nothing.at.all }}", "UndefinedError"),
+    ("{{ nothing | tojson }}", "TypeError"),
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+])
+def test_a_template_that_fails_refuses_the_messages_and_says_why(tmp_path, template, said):
+    with pytest.raises(InvalidRequestError, match=f"the chat template cannot be applied: {said}.*correct the messages"):
+        chat_prompt(folder(tmp_path, chat_template=template), [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user"}, ["hi"], [["role"]], None, 5])
+def test_messages_of_another_form_are_refused(tmp_path, messages):
+    with pytest.raises(InvalidRequestError, match="no list of dictionaries|not a list of dictionaries"):
+        chat_prompt(folder(tmp_path, chat_template=CHATML), messages)
+
+
+def test_messages_without_an_end_are_refused(tmp_path):
+    endless = {"role": "user"}
+    endless["content"] = endless
+    with pytest.raises(InvalidRequestError, match="RecursionError"):
+        chat_prompt(folder(tmp_path, chat_template=CHATML), [endless])
+
+
+def test_a_folder_without_a_template_is_named(tmp_path):
+    for content in (None, "{}", '{"chat_template": null}', '{"chat_template": 5}'):
+        if content:
+            (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ConfigError, match=f"{tmp_path.name}' has no chat template; chat_template.jinja, or"):
+            chat_prompt(tmp_path, [])
+    with pytest.raises(ConfigError, match="there is no folder"):
+        chat_prompt(tmp_path / "nowhere", [])
+    folder(tmp_path, chat_template=[{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}])
+    with pytest.raises(ConfigError, match="has templates 'rag', 'tool_use' and no default"):
+        chat_prompt(tmp_path, [])
+
+
+@pytest.mark.parametrize("content, said", [
+    (b"{", "is no JSON"), (b"[]", "holds a list"), (b"\xff", "cannot be read"), (b"[" * 100_000, "is no JSON"),
+    (b'{"chat_template": ["x"]}', "list of something else"),
+    (b'{"chat_template": [{"name": "x"}]}', "list of something"),
+    (b'{"chat_template": [{"name": 5, "template": "x"}]}', "list of something"),
+    (b'{"chat_template": "{% for %}"}', "cannot be compiled: TemplateSyntaxError"),
+    (b'{"chat_template": "{{ x | nosuchfilter }}"}', "cannot be compiled"),
+])
+def test_files_that_are_wrong_are_named(tmp_path, content, said):
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        chat_prompt(tmp_path, [])
+
+
+def test_without_jinja2_or_with_an_old_one_the_error_says_what_to_do(tmp_path, monkeypatch):
+    here = folder(tmp_path, chat_template="x")
+    chat_template._environment.cache_clear()
+    monkeypatch.setattr(jinja2, "__version__", "3.1.5")
+    with pytest.raises(ConfigError, match="jinja2 is of version 3.1.5; at least 3.1.6"):
+        chat_prompt(here, [])
+    monkeypatch.setattr(jinja2, "__version__", "3.2.0.dev1")
+    assert chat_prompt(here, []) == "x"
+    chat_template._environment.cache_clear()
+    chat_template._template.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match=r"pip install batch-manager\[text\]"):
+        chat_prompt(here, [])
+    monkeypatch.undo()
+    assert chat_prompt(os.fspath(here), []) == "x"
