@@ -1,27 +1,70 @@
 """Random texts through TextStream, many of them: tests/extras/test_text.py with more seeds.
 
     python tests/campaigns/text_streams.py --first-seed 0 --texts 10000
+    python tests/campaigns/text_streams.py --time
 
 Takes the tokenizers in turn. Prints what happened on the way, and every seed that went wrong. What was run is recorded
-in tests/CAMPAIGNS.md.
+in tests/CAMPAIGNS.md. With --time it prints microseconds a token instead, pushed one by one, after few tokens and after
+many.
 """
 
 import argparse
 import logging
+import statistics
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.extras.text_streams import TOKENIZERS, run
+from tokenizers.decoders import DecodeStream
+
+from batch_manager.extras.text import TextStream
+from tests.extras.text_streams import DECODED_AT_THE_END, TOKENIZERS, corpus, run, tokenizer_named
+
+
+def microseconds() -> None:
+    """Medians of seven runs of 2,000 tokens, after 1,000 and after 100,000 tokens."""
+    ways = {
+        "TextStream": lambda tokenizer: TextStream(tokenizer).push,
+        "with two stop strings": lambda tokenizer: TextStream(tokenizer, stop=["User:", "</answer>"]).push,
+        "DecodeStream": lambda tokenizer: lambda tokens, stream=DecodeStream(skip_special_tokens=True):
+            stream.step(tokenizer, tokens),
+    }
+    for name in TOKENIZERS:
+        tokenizer = tokenizer_named(name)
+        some = tokenizer.encode(" ".join(corpus()), add_special_tokens=False).ids
+        tokens = (some * (103_000 // len(some) + 1))[:103_000]
+        for way, make in ways.items() if name not in DECODED_AT_THE_END else ():
+            taken = {1000: [], 100_000: []}
+            for _ in range(7):
+                for before, seconds in taken.items():
+                    push = make(tokenizer)
+                    for start in range(0, before, 100):
+                        push(tokens[start: start + 100])
+                    began = time.perf_counter()
+                    for token in tokens[before: before + 2000]:
+                        push([token])
+                    seconds.append((time.perf_counter() - began) / 2000 * 1e6)
+            print(f"{name:12} {way:22}", *(f"{before:>8,}: {statistics.median(seconds):.2f} us"
+                                           for before, seconds in taken.items()), flush=True)
+        tokens = tokens[:3000]
+        began = time.perf_counter()
+        for end in range(2900, 3000):
+            tokenizer.decode(tokens[:end])
+        print(f"{name:12} decoding all of 2,900 tokens again: {(time.perf_counter() - began) / 100 * 1e6:.0f} us")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--texts", type=int, default=10_000, help="in all, of all tokenizers")
+    parser.add_argument("--time", action="store_true", help="print microseconds a token, and run no random texts")
     options = parser.parse_args()
+    if options.time:
+        microseconds()
+        return 0
     logging.getLogger("batch_manager").setLevel(logging.CRITICAL)    # tokenizers that cannot be cut are warned of
 
     seen, wrong, names = Counter(), 0, list(TOKENIZERS)

@@ -32,6 +32,7 @@ BLOCKS = """{{- bos_token }}
     {%- set ns.count = ns.count + 1 %}
     {%- if ns.count > 4 %}{% break %}{% endif %}
 {{ '[' ~ message.role ~ ']' }} {{ message.content | trim }}
+    {% if message.name is defined %}{{ message.name }}{% endif %}
     {% if message.tool_calls is defined %}
         {%- for call in message.tool_calls %}
 {{ call | tojson }}
@@ -95,6 +96,9 @@ def test_a_template_may_lie_in_three_places_and_be_one_of_several(tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools' file")
     assert chat_prompt(tmp_path, user, TOOLS) == "tools' file" and chat_prompt(tmp_path, user) == "file é"
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="has templates 'tool_use' and no default"):
+        chat_prompt(tmp_path, user)
     (tmp_path / "chat_template.jinja").write_text("another file")
     assert chat_prompt(tmp_path, user) == "another file", "a file that changed is read again"
 

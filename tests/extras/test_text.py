@@ -205,6 +205,35 @@ def test_replacing_in_pieces_is_replacing_in_the_whole(pattern, content):
         assert got + step.rest("") == whole.replace(pattern, content)
 
 
+ODD_TOKENS = ["<unk>", "the", "##x", "a##b", "do not", " do not", "n't", "'s", ".", " .", " ' ", "▁", "▁a▁", "<0x41>",
+              "<0xc3>", "<0xA9>", "<0x+F>", "<0x0>", "<0xFF>", "Ġ", "é", "\u0120日", "", "  ", "aa",
+              "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize("comes_in_pieces, make", [
+    (True, lambda d: d.WordPiece()), (True, lambda d: d.WordPiece(prefix="a", cleanup=False)),
+    (True, lambda d: d.Metaspace()), (True, lambda d: d.Metaspace(prepend_scheme="never")),
+    (True, lambda d: d.ByteLevel()), (True, lambda d: d.ByteFallback()), (True, lambda d: d.Fuse()),
+    (True, lambda d: d.Sequence([])), (True, lambda d: d.Strip("a", 1, 0)), (True, lambda d: d.Replace("a", "bb")),
+    (True, lambda d: d.Sequence([d.ByteFallback(), d.WordPiece()])),
+    (True, lambda d: d.Sequence([d.WordPiece(), d.ByteFallback()])),
+    (True, lambda d: d.Sequence([d.Metaspace(), d.ByteLevel(), d.Strip(" ", 2, 0)])),
+    (False, lambda d: d.Sequence([d.ByteFallback(), d.ByteFallback()])),
+    (False, lambda d: d.Sequence([d.ByteLevel(), d.ByteFallback()])),
+    (False, lambda d: d.Sequence([d.Fuse(), d.Metaspace()])),
+    (False, lambda d: d.CTC()), (False, lambda d: d.BPEDecoder()),
+])
+def test_decoders_do_to_odd_tokens_what_the_library_does(comes_in_pieces, make):
+    vocab = {token: n for n, token in enumerate(ODD_TOKENS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.decoder = make(tokenizers.decoders)
+    draw = random.Random(0)
+    for _ in range(150):
+        tokens = [draw.randrange(len(ODD_TOKENS)) for _ in range(draw.randrange(9))]
+        prompt, tokens = tokens[:3], tokens[3:]
+        assert law(tokenizer, prompt, tokens)[0].comes_in_pieces == comes_in_pieces
+
+
 # ---------------------------------------------------------------------- transformers
 
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from batch_manager.extras.text import TextStream
 
-SPECIAL, ADDED = ["<s>", "</s>", "<|tool|>"], ["<think>", "été", "a b"]
+SPECIAL, ADDED = ["<s>", "</s>", "<|tool|>"], ["<think>", "été", "a b", "日 本"]
 FAMILY = "\N{MAN}\N{ZERO WIDTH JOINER}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{GIRL}"
 WAVE = "\N{WAVING HAND SIGN}\N{EMOJI MODIFIER FITZPATRICK TYPE-4}"
 WORDS = ["the", "The", "cat", "don't", "he'll", "it's", "we've", "naïve", "e\N{COMBINING ACUTE ACCENT}te", "été",
