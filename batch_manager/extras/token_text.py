@@ -128,7 +128,7 @@ class _ReplaceInText:
         self.held = ""
 
     def feed(self, text: str) -> str:
-        if not self.held and self._pattern[0] not in text:
+        if not self.held and self._pattern not in text and self._pattern[0] not in text[1 - len(self._pattern):]:
             return text
         parts = (self.held + text).split(self._pattern)
         end = parts[-1]        # only here: what was put in for an occurrence is never part of another one
@@ -146,9 +146,13 @@ class _CleanUp:
 
     def __init__(self) -> None:
         self._steps = [_ReplaceInText(*pair) for pair in CLEAN_UP]
+        self._space = ""    # the last character, if it is one: with what follows, mostly no step has to look
         self._is_idle = True
 
     def feed(self, text: str) -> str:
+        text = self._space + text
+        self._space = " " if text.endswith(" ") else ""
+        text = text[: len(text) - len(self._space)]
         if self._is_idle and _NOTHING_TO_CLEAN_UP.search(text) is None:
             return text
         for step in self._steps:
@@ -157,6 +161,7 @@ class _CleanUp:
         return text
 
     def rest(self, text: str) -> str:
+        text = self._space + text
         for step in self._steps:
             text = step.rest(text)
         return text
