@@ -277,19 +277,34 @@ def _is_plain_fast(tokenizer: Any) -> bool:
             and _defined_in(tokenizer, "clean_up_tokenization") == _TRANSFORMERS_BASE)
 
 
+def _read(decoder: bytes | str) -> Rule | None:
+    try:
+        return read_rule(json.loads(decoder) if decoder else None)
+    except (LookupError, TypeError, ValueError):    # described as another version of tokenizers does
+        return None
+
+
+def _probe(encode: Callable[[str], list[int]]) -> list[list[int]]:
+    try:
+        return [encode(_PROBE)]
+    except Exception:    # a vocabulary without these characters, and without a token for unknown ones
+        return []
+
+
 @lru_cache(maxsize=16)
 def _maker_for_fast(key: _Same, skips: bool, decoder: bytes | str | None, num_tokens: int, special: frozenset[str],
                     cleans_up: bool) -> Callable[[], Text]:
     tokenizer = key.value
     backend = tokenizer if _is_fast(tokenizer) else tokenizer.backend_tokenizer
     rules: list[Rule] = []
-    if decoder is not None and (rule := read_rule(json.loads(decoder) if decoder else None)):
+    if decoder is not None and (rule := _read(decoder)):
         if tokenizer is backend:
             rules = [rule]
         elif _is_plain_fast(tokenizer):    # which of them cleans up, and when, differs between versions
             rules = [rule.with_clean_up(), rule] if cleans_up else [rule]
     added = sorted(backend.get_added_tokens_decoder())
-    sample = Sample(num_tokens, added, [backend.encode(_PROBE, add_special_tokens=False).ids])
+    probe = _probe(lambda text: backend.encode(text, add_special_tokens=False).ids)
+    sample = Sample(num_tokens, added, probe)
     return _maker(tokenizer, skips, rules, backend.id_to_token, lambda _, token: token in special, sample)
 
 
@@ -305,8 +320,8 @@ def _maker_for_slow(key: _Same, skips: bool, num_tokens: int, special: tuple[int
             rules = [BYTE_LEVEL]
     if cleans_up:
         rules = [*(rule.with_clean_up() for rule in rules), *rules]
-    texts = [tokenizer.encode(_PROBE, add_special_tokens=False)] if rules else []
-    sample = Sample(num_tokens, sorted({*getattr(tokenizer, "added_tokens_decoder", ()), *special}), texts)
+    probe = _probe(lambda text: tokenizer.encode(text, add_special_tokens=False)) if rules else []
+    sample = Sample(num_tokens, sorted({*getattr(tokenizer, "added_tokens_decoder", ()), *special}), probe)
     return _maker(tokenizer, skips, rules, getattr(tokenizer, "convert_ids_to_tokens", None),
                   lambda token_id, _: token_id in special, sample)
 

@@ -447,7 +447,27 @@ def test_a_tokenizer_that_was_changed_is_read_again():
         ids(tokenizer, "the new ab"))
 
 
-def test_a_rule_that_the_library_does_not_follow_is_not_used(monkeypatch):
+def test_a_vocabulary_without_a_token_for_unknown_words_will_do():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer.encode("c")
+    assert pieces(TextStream(tokenizer), [0, 1, 7, 0]) == ["a", " b", "", " a", ""]
+
+
+@pytest.mark.parametrize("description", [b'{"type": "Byte"}', b'{"type": "Metaspace"}', b"{}", b"[1]", b"{", b"5"])
+def test_a_decoder_that_is_described_in_another_way_is_left_to_the_library(description):
+    class Decoder:
+        def __getstate__(self):
+            return description
+
+    tokenizer = Counting(tokenizer_named("byte level"))
+    tokenizer.decoder = Decoder()
+    stream = TextStream(tokenizer)
+    assert not stream.comes_in_pieces
+    assert "".join(pieces(stream, ids(tokenizer, "the cat"))) == "the cat"
+
+
+def test_a_rule_that_the_library_does_not_follow_is_not_used():
     """What another version of tokenizers may do: read the same description in another way."""
     tokenizer = text_streams.byte_level()
 
