@@ -69,6 +69,7 @@ class SlotState:
     last_tokens   int64 on the device: the tokens sampled last, by position. A step reads the one before the position
                   that it samples, and the decoder's `keep` writes that
     host          column -> [slots] on the host, a view of its plane
+    num_taken     slots up to the last one that a sequence was ever set up in
 
     Columns are parameters of SamplingConfig under their names, SETUP_COLUMNS, and what parts of decoding add for
     themselves. What is written on the host reaches the device with `upload`: one copy, however many columns and slots.
@@ -87,6 +88,7 @@ class SlotState:
         self._neutral: dict[str, int] = {}             # of the columns that parts have added for themselves
         self._changed: list[int] = []                   # slots whose columns the device does not have yet
         self.host: dict[str, np.ndarray] = {}
+        self.num_taken = 0
         self.add_columns([*SETUP_COLUMNS, "temperature", "top_k", "top_p"])
 
     @property
@@ -114,6 +116,7 @@ class SlotState:
         """A sequence takes the slot. Doing so again is harmless."""
         if slot >= self.capacity:
             self._grow(slot + 1)
+        self.num_taken = max(self.num_taken, slot + 1)
         for name in self._places:
             if name in PARAMETERS:
                 value = PARAMETERS[name].stored(getattr(setup.sampling, name))

@@ -52,8 +52,8 @@ class PlainSteps:
 
     graphs   replay steps of some shapes; None: each launch is made by itself
 
-    A backend that has taken a sequence in a slot beyond num_slots runs none of these steps any more: the slot of
-    padding rows may be a sequence's then.
+    A backend that has taken a sequence in a slot beyond num_slots runs none of these steps any more: the first
+    of those slots is that of padding rows, and has no row in the block tables on the device.
     """
 
     def __init__(self, runner: ModelRunner, attention: BindableAttention, decoder: GptDecoder, tables: BlockTables,
@@ -78,7 +78,7 @@ class PlainSteps:
     def serves(self, batch: ScheduledBatch) -> bool:
         """Whether a step is plain, and of sequences that there is room for."""
         generation, state = batch.generation, self._decoder.state
-        if generation.beam_width > 1 or generation.num_drafts is not None or state.capacity != self._num_slots + 1:
+        if generation.beam_width > 1 or generation.num_drafts is not None or state.num_taken > self._num_slots:
             return False
         if batch.context and not self._serves_contexts(batch):
             return False

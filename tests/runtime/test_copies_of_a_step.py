@@ -207,7 +207,11 @@ def test_what_is_not_plain_is_known(monkeypatch):
     for changes in ({"embeddings": np.zeros((1, HIDDEN), np.float32)}, {"num_drafts": 1}, {"start": 20 * SIZE - 2}):
         assert not serves(context=(replace(context(0, 3), **changes),))
     assert not serves((7, 20 * SIZE), context=(context(0, 3),))
-    engine.decoder.set_up([(SLOTS + 1, SlotSetup())])       # the padding rows' slot may be somebody's now
+    engine.decoder.set_up([(SLOTS - 1, SlotSetup())])
+    assert serves((0, 37))
+    engine.decoder.set_up([(SLOTS, SlotSetup())])           # the padding rows' slot is somebody's now, for good
+    assert not serves((0, 37)) and not serves(context=(context(0, 3),))
+    engine.decoder.set_up([(0, SlotSetup())])
     assert not serves((0, 37))
 
 
