@@ -60,6 +60,7 @@ FLOORS: dict[str, list[str]] = {
     "loading_thread": ["one_shot_event", "thread_stack", "errors", "names", "interpreter_exit"],
     "worker": ["one_shot_event", *GROUND, *HOST, "interpreter_exit"],
     "engine_info": GROUND,
+    "aio": [*GROUND, "requests", "responses", "engine_info", "gpt_manager"],
     "gpt_manager": ["clock", "arguments", "engine_info", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread",
                     "worker", "thread_stack"],
     "arguments": GROUND,
@@ -74,7 +75,7 @@ FLOORS: dict[str, list[str]] = {
 OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "guard", "one_shot_event", "clock",
                      "thread_stack", "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager",
-                     "arguments", "engine_info"], set()),
+                     "arguments", "engine_info", "aio"], set()),
     **dict.fromkeys(["sampling_config", "config", "handover", "seams", "parts", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton", "numpy"},
@@ -96,6 +97,8 @@ CODE_LOADING_ATTRIBUTES = {("torch", "load"), ("torch", "hub"), ("torch", "jit")
                            ("os", "fork"), ("os", "posix_spawn"), ("numpy", "load"), ("np", "load"), ("yaml", "load")}
 ALLOWED_LOADERS = {
     ("batch_manager/__init__.py", "importlib"): "public names are served lazily, from a table in the file",
+    **dict.fromkeys([(f"batch_manager/aio/{name}.py", "asyncio") for name in ("engine", "mailbox", "switchboard")],
+                    "the host's event loops, which it is made for"),
     ("batch_manager/models/registry.py", "importlib"): "model families are imported when wanted, from a table there",
     ("triton_kernels/dispatch.py", "importlib"): "a kernel, the CPU's own form of it or its oracle, by its name",
     ("triton_kernels/cpu/native/library.py", "ctypes"): "the compiled step: the package's own source, compiled here",
@@ -365,6 +368,7 @@ def test_the_host_side_is_imported_without_torch(modules):
 def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may = {f"batch_manager/{name}.py" for name in ("gpt_manager", "worker", "one_shot_event", "loading_thread",
                                                    "interpreter_exit", "clock", "thread_stack")}
+    may.update(f"batch_manager/aio/{name}.py" for name in ("engine", "mailbox", "switchboard"))    # event loops
     may.add("batch_manager/runtime/thread_count.py")    # it asks which thread calls, and starts none
     may.add("triton_kernels/cpu/large_pages.py")        # models are loaded on several threads; it starts none
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}

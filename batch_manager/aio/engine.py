@@ -1,0 +1,197 @@
+"""AsyncEngine: a GptManager whose requests are async iterators."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+from ..config import Parts, TrtGptModelOptionalParams
+from ..engine_info import EngineInfo
+from ..errors import ConfigError, InvalidRequestError, ManagerClosedError
+from ..gpt_manager import GptManager
+from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
+from ..requests.inference_request import InferenceRequest
+from .mailbox import Delta, Mailbox, RequestFailed, Wants
+from .switchboard import CLOSED, Switchboard
+
+
+class AsyncEngine:
+    """Runs a model for the coroutines of a process.
+
+        async with await AsyncEngine.start(folder) as engine:
+            async for delta in engine.stream({"input_ids": ids, "request_output_len": 64}):
+                ...
+            result = await engine.generate({"input_ids": ids, "request_output_len": 64})
+
+    Requests may come from any number of event loops, and from threads. Each event loop that waits for responses is
+    woken once for all responses of an iteration. Where nobody refers to the engine any more it ends, as a GptManager
+    does.
+    """
+
+    def __init__(self, manager: GptManager, switchboard: Switchboard) -> None:
+        """Engines are made by `start`."""
+        self._manager, self._switchboard = manager, switchboard
+
+    @classmethod
+    async def start(cls, model_path: str | os.PathLike | None = None,
+                    model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
+                    scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT,
+                    return_batch_manager_stats_cb: Callable[[str], None] | None = None,
+                    optional_params: TrtGptModelOptionalParams | None = None, parts: Parts | None = None, *,
+                    process: bool = False) -> Self:
+        """Load the model, off the event loop, and start the worker.
+
+        The arguments are those of GptManager; its other callbacks are the engine's own. Responses hold generated tokens
+        only. `return_batch_manager_stats_cb` and hooks in `parts` are called on the worker's thread.
+
+        process   not built yet
+        Raises    what the constructor of GptManager raises
+        """
+        if process:
+            raise ConfigError("process is True", "an engine in a process of its own is not built yet", "leave it out")
+        return await asyncio.to_thread(cls._make, model_path, model_type, max_beam_width, scheduler_policy,
+                                       return_batch_manager_stats_cb, optional_params, parts)
+
+    @classmethod
+    def _make(cls, model_path: Any, model_type: TrtGptModelType, max_beam_width: int,
+              scheduler_policy: SchedulerPolicy, stats: Callable[[str], None] | None,
+              optional_params: TrtGptModelOptionalParams | None, parts: Parts | None) -> Self:
+        switchboard, parts = Switchboard(), Parts() if parts is None else parts
+        if isinstance(parts, Parts):           # else the manager says so
+            parts = replace(parts, after_responses=_both(switchboard.after_responses, parts.after_responses),
+                            at_end=_both(switchboard.at_end, parts.at_end))
+        return cls(GptManager(model_path, model_type, max_beam_width, scheduler_policy, switchboard.get,
+                              switchboard.send, switchboard.poll, stats, optional_params, parts=parts,
+                              exclude_input_in_output=True), switchboard)
+
+    def stream(self, tensors: Mapping[str, Any], **options: Any) -> "Stream":
+        """Hand a request over, now, and return the stream of what it generates.
+
+        tensors, options   of an InferenceRequest, whose id the engine chooses
+        Raises   RequestFailed for names that are none, and where the engine was closed. What is wrong with a value is
+                 raised by the stream.
+        """
+        return Stream(self, self._hand_over(tensors, is_streaming=True, **options))
+
+    async def generate(self, tensors: Mapping[str, Any], **options: Any) -> Delta:
+        """All that a request generates, in one piece.
+
+        Raises   RequestFailed
+        """
+        return await anext(Stream(self, self._hand_over(tensors, is_streaming=False, **options)))
+
+    async def close(self, drain: bool = True, timeout: float | None = None) -> bool:
+        """End the engine, off the event loop; see GptManager.shutdown. Streams that are left end with SHUTDOWN."""
+        return await asyncio.to_thread(self._manager.shutdown, drain, timeout)
+
+    @property
+    def info(self) -> EngineInfo:
+        """See GptManager.info."""
+        return self._manager.info
+
+    def health(self) -> dict[str, Any]:
+        """See GptManager.health."""
+        return self._manager.health()
+
+    async def __aenter__(self) -> Self:
+        self._manager.__enter__()
+        return self
+
+    async def __aexit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
+        await self.close(drain=exception_type is None)
+
+    def _hand_over(self, tensors: Mapping[str, Any], **options: Any) -> Mailbox:
+        switchboard = self._switchboard
+        if switchboard.is_closed:
+            raise RequestFailed(CLOSED.code, str(CLOSED))
+        request_id = switchboard.next_id()
+        try:
+            request = InferenceRequest(request_id, tensors, **options)
+        except InvalidRequestError as error:
+            raise RequestFailed(error.code, str(error)) from None
+        mailbox = Mailbox(request_id, Wants(log_probs=_asks(request.return_log_probs), tensors=any(map(_asks, (
+            request.return_context_logits, request.return_generation_logits, request.beam_width)))))
+        switchboard.hand_over(mailbox, request)
+        self._manager.notify()
+        return mailbox
+
+
+class Stream:
+    """What a request generates, as an async iterator of Delta. One coroutine reads it.
+
+    Where the reader is slower than the engine, what it has not read is one delta. A request that nobody reads any more
+    is stopped: the task was cancelled, the stream was dropped, or `cancel` was called. One that the engine had not
+    taken yet never runs.
+
+    `anext` raises RequestFailed where the request was refused or failed; it has the tokens so far.
+    """
+
+    def __init__(self, engine: AsyncEngine, mailbox: Mailbox) -> None:
+        self._engine, self._mailbox = engine, mailbox      # whoever reads keeps the engine
+        self._tokens: list[int] = []
+        self._is_over = False
+
+    @property
+    def request_id(self) -> int:
+        return self._mailbox.request_id
+
+    def cancel(self) -> None:
+        """Stop the request, and end the stream. From any thread."""
+        self._is_over = True
+        mailbox, engine = self._mailbox, self._engine
+        if not (mailbox.is_cancelled or mailbox.has_ended):
+            engine._switchboard.stop(mailbox)
+            with contextlib.suppress(ManagerClosedError):      # in a forked child
+                engine._manager.notify()
+        loop = mailbox.loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(mailbox.wake)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        mailbox = self._mailbox
+        mailbox.loop = asyncio.get_running_loop()
+        while not self._is_over:
+            taken = mailbox.take()
+            if taken is None:
+                try:
+                    await mailbox.wait()
+                except BaseException:
+                    self.cancel()
+                    raise
+            elif isinstance(taken, str):
+                self._is_over = True
+                raise RequestFailed(*ErrorCode.of(taken), self._tokens)
+            else:
+                self._tokens += taken.tokens
+                self._is_over = taken.finish_reason is not FinishReason.NOT_FINISHED
+                return taken
+        raise StopAsyncIteration
+
+    def __del__(self) -> None:
+        mailbox = getattr(self, "_mailbox", None)
+        if mailbox is not None and not (mailbox.is_cancelled or mailbox.has_ended):
+            self._engine._switchboard.stop(mailbox)
+
+
+def _asks(value: Any) -> bool:
+    """Whether a flag or number of a request is set. What is none is told to its stream."""
+    try:
+        return bool(value)
+    except Exception:
+        return True
+
+
+def _both(ours: Callable[..., None], theirs: Callable[..., None] | None) -> Callable[..., None]:
+    """A hook that calls ours, then the user's, which may raise."""
+    if theirs is None:
+        return ours
+
+    def call(*given: Any) -> None:
+        ours(*given)
+        theirs(*given)
+    return call

@@ -1,0 +1,130 @@
+"""What a request has been sent and nobody has read yet: written by the engine's worker, read on an event loop."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..errors import BatchManagerError
+from ..names import ErrorCode, FinishReason
+from ..responses.named_tensor import NamedTensor
+
+
+class RequestFailed(BatchManagerError):
+    """A request was refused, or ended with an error.
+
+    code           ErrorCode
+    message        its text, without the code
+    is_retryable   the answer is still owed: the same request may succeed later, or at another instance
+    tokens         generated before the failure, as far as they were streamed
+    """
+
+    def __init__(self, code: ErrorCode, message: str, tokens: list[int] | None = None) -> None:
+        super().__init__(f"[{code.value}] {message}")
+        self.code, self.message, self.tokens = code, message, tokens or []
+
+    @property
+    def is_retryable(self) -> bool:
+        return self.code.is_retryable
+
+
+@dataclass(slots=True)
+class Delta:
+    """What came since the last delta of a stream; the whole, as the result of `generate`.
+
+    tokens         new tokens, without the end id
+    log_probs      of each of them, where the request asked for log-probabilities
+    cum_log_prob   of all tokens so far, where it asked
+    finish_reason  why the text ended; NOT_FINISHED in all deltas but the last
+    responses      the tensors of the responses that these tokens came in, where the request asked for logits or beams:
+                   a list of NamedTensor each, as `send_response_cb` gets them
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    cum_log_prob: float = 0.0
+    finish_reason: FinishReason = FinishReason.NOT_FINISHED
+    responses: list[list[NamedTensor]] = field(default_factory=list)
+
+
+class Wants(NamedTuple):
+    """What of a response a request needs beside its tokens."""
+
+    log_probs: bool
+    tensors: bool
+
+
+class Mailbox:
+    """Responses of one request, in order, until its final one.
+
+    The worker appends and somebody on an event loop takes, each by one operation of a deque: there is no lock, and an
+    exception or the garbage collector may come anywhere.
+
+    loop          the event loop that waits; None: nobody waits yet
+    is_listed     the worker has put it on the list of those to wake; for the worker alone
+    is_cancelled  nobody will read what comes
+    has_ended     its final response, or why there will be none, is in it
+    """
+
+    __slots__ = ("request_id", "loop", "is_listed", "is_cancelled", "has_ended", "_wants", "_arrived", "_waiter")
+
+    def __init__(self, request_id: int, wants: Wants) -> None:
+        self.request_id, self._wants = request_id, wants
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.is_listed = self.is_cancelled = self.has_ended = False
+        self._arrived: deque[tuple[list[int], FinishReason, list[NamedTensor] | None] | str] = deque()
+        self._waiter: asyncio.Future | None = None
+
+    def put(self, tensors: list[NamedTensor], final: bool, error: str) -> None:
+        """A response. On the worker's thread."""
+        if error:
+            self.end(error)
+            return
+        reason = FinishReason.NOT_FINISHED if not final else FinishReason(int(tensors[-1].array[0, 0]))
+        tokens, wants_more = tensors[0].array[0, 0], self._wants.log_probs or self._wants.tensors
+        if self._wants.tensors:                # of several beams the shorter ones are padded
+            tokens = tokens[: int(tensors[1].array[0, 0])]
+        self._arrived.append((tokens.tolist(), reason, tensors if wants_more else None))
+        self.has_ended = self.has_ended or final
+
+    def end(self, error: str) -> None:
+        """There is no further response; `error` is the text of an error response. Does nothing the second time."""
+        if not self.has_ended:
+            self._arrived.append(error)
+            self.has_ended = True
+
+    def take(self) -> Delta | str | None:
+        """All that arrived since the last call, as one delta; the text of an error; None: nothing. On the loop."""
+        arrived = self._arrived
+        if not arrived:
+            return None
+        if isinstance(arrived[0], str):
+            return arrived.popleft()
+        delta = Delta()
+        while arrived and not isinstance(arrived[0], str):
+            tokens, reason, tensors = arrived.popleft()
+            delta.tokens += tokens
+            delta.finish_reason = reason
+            if tensors is not None:
+                self._add(delta, tensors)
+        return delta
+
+    def _add(self, delta: Delta, tensors: list[NamedTensor]) -> None:
+        if self._wants.log_probs:
+            delta.log_probs += tensors[4].array[0, 0].tolist()
+            delta.cum_log_prob = float(tensors[5].array[0, 0])
+        if self._wants.tensors:
+            delta.responses.append(tensors)
+
+    async def wait(self) -> None:
+        """Until something arrived. The caller has found nothing since `loop` was set to the running loop."""
+        self._waiter = self.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def wake(self) -> None:
+        """On the loop: something arrived."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

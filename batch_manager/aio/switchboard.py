@@ -1,0 +1,120 @@
+"""The callbacks of an AsyncEngine: between its mailboxes, on any event loop and thread, and the engine's worker."""
+
+from asyncio import AbstractEventLoop
+from collections import deque
+from itertools import count
+from typing import Any
+
+from ..errors import ManagerClosedError
+from ..requests.inference_request import InferenceRequest
+from ..responses.named_tensor import NamedTensor
+from .mailbox import Mailbox
+
+MOST_AT_ONCE = 1024            # requests that one call of get returns
+CLOSED = ManagerClosedError("the engine was closed", "an engine runs once", "send the request to another instance")
+
+
+class Switchboard:
+    """The worker holds this and nothing that holds the engine, so that an engine nobody refers to ends.
+
+    Threads meet in single operations of deques and dictionaries. Ids are never used twice, so that a stop which comes
+    too late stops nobody.
+
+    num_wake_ups   calls of an event loop so far
+    is_closed      the worker has ended; no request is taken any more
+    """
+
+    def __init__(self) -> None:
+        self._ids = count()
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._handed_over: deque[tuple[Mailbox, InferenceRequest]] = deque()
+        self._stops: deque[int] = deque()
+        self._to_wake: list[Mailbox] = []
+        self.num_wake_ups = 0
+        self.is_closed = False
+
+    # ---------------------------------------------------------------- from any thread
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def hand_over(self, mailbox: Mailbox, request: InferenceRequest) -> None:
+        self._mailboxes[request.request_id] = mailbox
+        self._handed_over.append((mailbox, request))
+        if self.is_closed:          # looked at after it was put there; at_end does the two in the other order
+            self._end_all()
+
+    def stop(self, mailbox: Mailbox) -> None:
+        """Nobody reads this mailbox any more. Never blocks, and may be called while garbage is collected."""
+        mailbox.is_cancelled = True
+        if not mailbox.has_ended:
+            self._stops.append(mailbox.request_id)
+
+    def __len__(self) -> int:
+        """Requests that have had no final response."""
+        return len(self._mailboxes)
+
+    # ---------------------------------------------------------------- callbacks, on the worker's thread
+
+    def get(self, max_num_requests: int) -> list[InferenceRequest]:
+        most = MOST_AT_ONCE if max_num_requests < 0 else min(max_num_requests, MOST_AT_ONCE)
+        requests: list[InferenceRequest] = []
+        while self._handed_over and len(requests) < most:
+            mailbox, request = self._handed_over.popleft()
+            if mailbox.is_cancelled:           # it never runs
+                mailbox.has_ended = True
+                self._mailboxes.pop(request.request_id, None)
+            else:
+                requests.append(request)
+        return requests
+
+    def send(self, request_id: int, tensors: list[NamedTensor], final: bool, error: str) -> None:
+        mailbox = self._mailboxes.pop(request_id, None) if final else self._mailboxes.get(request_id)
+        if mailbox is None:
+            return
+        mailbox.put(tensors, final, error)
+        if not mailbox.is_listed and not mailbox.is_cancelled:
+            mailbox.is_listed = True
+            self._to_wake.append(mailbox)
+
+    def poll(self) -> set[int]:
+        stops, waiting = set(), self._stops
+        while waiting:
+            stops.add(waiting.popleft())
+        return stops
+
+    def after_responses(self) -> None:
+        """Wake each event loop once, for all its mailboxes that got something."""
+        by_loop: dict[AbstractEventLoop, list[Mailbox]] = {}
+        to_wake, self._to_wake = self._to_wake, []
+        for mailbox in to_wake:
+            mailbox.is_listed = False
+            # None: whoever begins to wait sets it, and looks once more behind that.
+            if mailbox.loop is not None:
+                by_loop.setdefault(mailbox.loop, []).append(mailbox)
+        for loop, mailboxes in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_wake, mailboxes)
+                self.num_wake_ups += 1
+            except RuntimeError:               # the loop was closed: nobody will read
+                for mailbox in mailboxes:
+                    self.stop(mailbox)
+
+    def at_end(self, health: dict[str, Any]) -> None:
+        self.is_closed = True
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """Requests that the worker never took have no answer of it."""
+        self._handed_over.clear()
+        for request_id in list(self._mailboxes):
+            mailbox = self._mailboxes.pop(request_id, None)
+            if mailbox is not None:
+                mailbox.end(CLOSED.response_text())
+                self._to_wake.append(mailbox)
+        self.after_responses()
+
+
+def _wake(mailboxes: list[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()

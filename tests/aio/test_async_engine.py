@@ -1,0 +1,273 @@
+"""AsyncEngine over a scripted model: what streams yield, how they end, and who is stopped."""
+
+import asyncio
+import gc
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from batch_manager import ErrorCode, FinishReason, ManagerClosedError, Parts, TrtGptModelOptionalParams
+from batch_manager.aio import AsyncEngine, Delta, RequestFailed
+from batch_manager.testing.scripted_backend import ScriptedBackend
+
+LONG = {"max_seq_len": 60_000, "num_blocks": 20_000}
+
+
+def request(prompt=(1, 2), new_tokens=5, **tensors):
+    return {"input_ids": list(prompt), "request_output_len": new_tokens, **tensors}
+
+
+async def start(backend=None, parts=None, **params):
+    params.setdefault("max_batch_size", 8)
+    scripted = backend if isinstance(backend, ScriptedBackend) else ScriptedBackend(**(backend or {}))
+    return await AsyncEngine.start(parts=Parts(backend=scripted, **(parts or {})),
+                                   optional_params=TrtGptModelOptionalParams(**params))
+
+
+def run(test, **options):
+    """test(engine) on an event loop of its own, with an engine that is closed behind it."""
+    async def inside():
+        async with await start(**options) as engine:
+            return await asyncio.wait_for(test(engine), 60)
+    return asyncio.run(inside())
+
+
+async def tokens_of(stream):
+    return [token async for delta in stream for token in delta.tokens]
+
+
+async def until_idle(engine, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while engine.health()["active_requests"] or len(engine._switchboard):
+        assert time.monotonic() < deadline, "requests are still alive"
+        await asyncio.sleep(0.002)
+
+
+def test_streams_and_generate_give_what_the_model_generates():
+    backend = ScriptedBackend()
+
+    async def test(engine):
+        deltas = [delta async for delta in engine.stream(request())]
+        assert [token for delta in deltas for token in delta.tokens] == backend.expected([1, 2], 5)
+        assert [delta.finish_reason for delta in deltas][-1] is FinishReason.LENGTH
+        assert all(delta.finish_reason is FinishReason.NOT_FINISHED for delta in deltas[:-1])
+        whole = await engine.generate(request())
+        assert whole == Delta(backend.expected([1, 2], 5), finish_reason=FinishReason.LENGTH)
+        many = await asyncio.gather(*[tokens_of(engine.stream(request([number], 9))) for number in range(40)])
+        assert many == [backend.expected([number], 9) for number in range(40)]
+
+    run(test, backend=backend)
+
+
+def test_log_probs_come_with_their_tokens():
+    async def test(engine):
+        whole = await engine.generate(request(return_log_probs=True))
+        assert len(whole.log_probs) == 5 and whole.cum_log_prob == pytest.approx(sum(whole.log_probs), rel=1e-5)
+        deltas = [delta async for delta in engine.stream(request(return_log_probs=True))]
+        assert [value for delta in deltas for value in delta.log_probs] == whole.log_probs
+        assert deltas[-1].cum_log_prob == pytest.approx(whole.cum_log_prob)
+        assert (await engine.generate(request(return_log_probs=False))).log_probs == []
+
+    run(test)
+
+
+def test_a_reader_that_is_behind_gets_one_delta():
+    async def test(engine):
+        stream = engine.stream(request(new_tokens=30))
+        first = await anext(stream)
+        while engine.health()["final_responses"] < 1:
+            await asyncio.sleep(0.005)
+        rest = [delta async for delta in stream]
+        assert len(first.tokens) + sum(len(delta.tokens) for delta in rest) == 30 and len(rest) <= 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("way", ["break", "drop", "cancel", "cancel in a thread", "task", "generate", "timeout"])
+def test_a_request_that_nobody_reads_any_more_is_stopped(way):
+    async def test(engine):
+        long = request(new_tokens=50_000)
+        if way == "break":
+            async for _ in engine.stream(long):
+                break
+        elif way == "drop":
+            engine.stream(long)
+        elif way.startswith("cancel"):
+            stream = engine.stream(long)
+            await anext(stream)
+            if way == "cancel":
+                stream.cancel()
+            else:
+                thread = threading.Thread(target=stream.cancel)
+                thread.start()
+                thread.join()
+            assert [delta async for delta in stream] == []
+        elif way == "timeout":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.generate(long), 0.02)
+        else:
+            task = asyncio.create_task(engine.generate(long) if way == "generate" else tokens_of(engine.stream(long)))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        gc.collect()
+        await until_idle(engine, 0.5)
+        assert await tokens_of(engine.stream(request())) and not engine._switchboard._stops
+
+    run(test, backend=LONG)
+
+
+def test_a_request_that_was_not_taken_yet_never_runs():
+    async def test(engine):
+        first = engine.stream(request(new_tokens=50_000))
+        await anext(first)
+        second = engine.stream(request())
+        second.cancel()
+        first.cancel()
+        await until_idle(engine)
+        assert engine.health()["final_responses"] == 1
+
+    run(test, backend=LONG, max_batch_size=1)
+
+
+def test_refusals_and_names_that_are_none_raise_with_their_code():
+    async def test(engine):
+        with pytest.raises(RequestFailed, match="input_ids") as raised:
+            await engine.generate(request([-1]))
+        assert raised.value.code is ErrorCode.INVALID_REQUEST and not raised.value.is_retryable
+        with pytest.raises(RequestFailed, match="Invalid tensor name: 'nonsense'"):
+            engine.stream(request(nonsense=1))
+        with pytest.raises(RequestFailed, match="return_log_probs"):
+            await engine.generate(request(return_log_probs=[[1, 0], [0, 1]]))
+
+    run(test)
+
+
+def test_the_end_of_the_engine_ends_every_stream_with_its_tokens_so_far():
+    async def test(engine):
+        streams = [engine.stream(request(new_tokens=50_000)) for _ in range(4)]
+        read = [len((await anext(stream)).tokens) for stream in streams[:3]]
+        closing = asyncio.create_task(engine.close(drain=False))
+        for stream, count in zip(streams, [*read, 0]):
+            with pytest.raises(RequestFailed) as raised:
+                async for delta in stream:
+                    count += len(delta.tokens)
+            assert raised.value.code is ErrorCode.SHUTDOWN and raised.value.is_retryable
+            assert len(raised.value.tokens) == count
+        assert await closing
+        with pytest.raises(RequestFailed, match="closed") as raised:
+            engine.stream(request())
+        assert raised.value.code is ErrorCode.SHUTDOWN
+
+    run(test, backend=LONG, max_batch_size=3)
+
+
+def test_an_engine_that_fails_ends_every_stream():
+    async def test(engine):
+        stream = engine.stream(request(new_tokens=50_000))
+        await anext(stream)
+        engine._manager._loop._claim = lambda *_: 1 / 0                   # what nothing inside contains
+        with pytest.raises(RequestFailed, match="the engine raised ZeroDivisionError") as raised:
+            await tokens_of(stream)
+        assert raised.value.code is ErrorCode.ENGINE_FAILED and raised.value.is_retryable and raised.value.tokens
+
+    run(test, backend=LONG)
+
+
+def test_each_event_loop_is_woken_once_for_all_responses_of_an_iteration():
+    iterations = []
+
+    async def test(engine):
+        await asyncio.gather(*[tokens_of(engine.stream(request([number], 20))) for number in range(8)])
+        assert len(iterations) - 2 <= engine._switchboard.num_wake_ups <= len(iterations) < 8 * 20
+
+    run(test, parts={"after_responses": lambda: iterations.append(1)})
+
+
+def test_streams_on_several_event_loops_and_threads():
+    backend, found = ScriptedBackend(), {}
+
+    async def test(engine):
+        def elsewhere(number):
+            stream = engine.stream(request([number], 12))              # no event loop runs here yet
+            found[number] = asyncio.run(tokens_of(stream))
+
+        threads = [threading.Thread(target=elsewhere, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        here = await tokens_of(engine.stream(request([50], 12)))
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+        assert here == backend.expected([50], 12)
+        assert found == {number: backend.expected([number], 12) for number in range(6)}
+
+    run(test, backend=backend)
+
+
+def test_closing_an_event_loop_stops_its_requests():
+    async def test(engine):
+        def elsewhere():
+            loop = asyncio.new_event_loop()
+            streams = [engine.stream(request(new_tokens=50_000)) for _ in range(2)]
+            kept.extend(streams)
+            loop.run_until_complete(anext(streams[0]))
+            loop.run_until_complete(anext(streams[1]))
+            loop.close()
+
+        kept = []
+        await asyncio.to_thread(elsewhere)
+        await until_idle(engine, 1.0)
+
+    run(test, backend=LONG)
+
+
+def test_an_engine_that_nobody_refers_to_ends_and_a_stream_keeps_it():
+    async def test():
+        threads = threading.active_count()
+        for _ in range(5):
+            engine = await start()
+            stream = engine.stream(request(new_tokens=3))
+            del engine
+            gc.collect()
+            assert len(await tokens_of(stream)) == 3
+            del stream
+        gc.collect()
+        deadline = time.monotonic() + 5
+        while sum(thread.name.startswith("batch_manager") for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert threading.active_count() <= threads + 1                    # asyncio's own
+
+    asyncio.run(test())
+
+
+def test_the_hooks_of_the_user_are_called_too_and_what_they_raise_is_contained():
+    calls = Counter()
+
+    def after():
+        calls["after"] += 1
+        raise ValueError
+
+    async def test(engine):
+        assert len(await tokens_of(engine.stream(request()))) == 5
+
+    run(test, parts={"after_responses": after, "at_end": lambda health: calls.update([health["state"]])})
+    assert calls["after"] >= 4 and calls["STOPPED"] == 1
+
+
+def test_what_is_not_built_and_what_is_over_is_refused():
+    async def test():
+        with pytest.raises(ValueError, match="process is True; an engine in a process of its own is not built yet"):
+            await AsyncEngine.start(process=True)
+        engine = await start()
+        assert engine.info.vocab_size > 1 and await engine.close()
+        with pytest.raises(ManagerClosedError):
+            async with engine:
+                pass
+        with pytest.raises(ValueError, match="parts is a int"):
+            await AsyncEngine.start(parts=3)
+
+    asyncio.run(test())
