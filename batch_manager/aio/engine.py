@@ -91,6 +91,11 @@ class AsyncEngine:
         """See GptManager.info."""
         return self._manager.info
 
+    @property
+    def num_wake_ups(self) -> int:
+        """How often an event loop was woken so far."""
+        return self._switchboard.num_wake_ups
+
     def health(self) -> dict[str, Any]:
         """See GptManager.health."""
         return self._manager.health()
@@ -159,7 +164,7 @@ class Stream:
             taken = mailbox.take()
             if taken is None:
                 try:
-                    await mailbox.wait()
+                    await mailbox.something()
                 except BaseException:
                     self.cancel()
                     raise

@@ -100,7 +100,10 @@ class Mailbox:
             return None
         if isinstance(arrived[0], str):
             return arrived.popleft()
-        delta = Delta()
+        tokens, reason, tensors = arrived.popleft()
+        delta = Delta(tokens, [], 0.0, reason, [])
+        if tensors is not None:
+            self._add(delta, tensors)
         while arrived and not isinstance(arrived[0], str):
             tokens, reason, tensors = arrived.popleft()
             delta.tokens += tokens
@@ -116,15 +119,14 @@ class Mailbox:
         if self._wants.tensors:
             delta.responses.append(tensors)
 
-    async def wait(self) -> None:
-        """Until something arrived. The caller has found nothing since `loop` was set to the running loop."""
-        self._waiter = self.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def something(self) -> asyncio.Future:
+        """A future that is done when something arrived. The caller has found nothing since it set `loop` to the running
+        loop."""
+        self._waiter = waiter = self.loop.create_future()
+        return waiter
 
     def wake(self) -> None:
         """On the loop: something arrived."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -1,0 +1,125 @@
+"""What AsyncEngine costs a host, beside a callback that only counts: a scripted model, many streams, one event loop.
+
+    python -m batch_manager.tools.async_benchmark --streams 256 --tokens 100 --step-ms 5 --runs 3
+
+Prints one line of JSON for each pair of runs, a counting callback and an AsyncEngine in turn:
+
+    us_per_token       processor time of the process for a token with AsyncEngine, less that of the counting callback
+    counting_us        that of the counting callback, the engine's own work for the most part
+    late_ms_p99        how late the event loop runs what was to run after 1 ms
+    delivery_ms_p99    from the hook behind the responses of an iteration until a reader has its tokens
+    wake_ups           of the event loop, and `iterations` that had responses
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..aio import AsyncEngine
+from ..config import Parts, TrtGptModelOptionalParams
+from ..gpt_manager import GptManager
+from ..names import SchedulerPolicy, TrtGptModelType
+from ..requests.inference_request import InferenceRequest
+from ..testing.scripted_backend import ScriptedBackend
+from .workload import at_least
+
+PROMPT, TOKENS_PER_BLOCK, LOOK_S = 16, 64, 0.001
+
+
+def backend_of(streams: int, tokens: int, step_ms: float) -> ScriptedBackend:
+    blocks = -(-(PROMPT + tokens) // TOKENS_PER_BLOCK)
+    return ScriptedBackend(max_seq_len=blocks * TOKENS_PER_BLOCK, num_blocks=streams * blocks + 1, verify=False,
+                           tokens_per_block=TOKENS_PER_BLOCK, num_slots=streams, is_asynchronous=step_ms > 0,
+                           step_seconds=step_ms / 1000)
+
+
+def params_of(streams: int) -> TrtGptModelOptionalParams:
+    return TrtGptModelOptionalParams(max_batch_size=streams, max_num_tokens=streams * PROMPT)
+
+
+def request_of(tokens: int) -> dict[str, object]:
+    return {"input_ids": list(range(1, PROMPT + 1)), "request_output_len": tokens}
+
+
+def counting_cpu_s(streams: int, tokens: int, step_ms: float) -> float:
+    """Processor seconds of a manager whose callback counts responses."""
+    waiting = [InferenceRequest(number, request_of(tokens), is_streaming=True) for number in range(streams)]
+    count = 0
+
+    def get(most: int) -> list[InferenceRequest]:
+        taken, waiting[:most] = waiting[:most], []
+        return taken
+
+    def send(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    began = time.process_time()
+    with GptManager(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, get, send,
+                    None, None, params_of(streams), parts=Parts(backend=backend_of(streams, tokens, step_ms))):
+        while count < streams * tokens:
+            time.sleep(0.01)
+    return time.process_time() - began
+
+
+async def async_run(streams: int, tokens: int, step_ms: float) -> dict[str, object]:
+    late: list[float] = []
+    delivered: list[float] = []
+    iterations: list[float] = []
+
+    async def look() -> None:
+        while True:
+            due = time.perf_counter() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            late.append(time.perf_counter() - due)
+
+    async def read(engine: AsyncEngine) -> int:
+        num_tokens = 0
+        async for delta in engine.stream(request_of(tokens)):
+            num_tokens += len(delta.tokens)
+            if iterations:
+                delivered.append(time.perf_counter() - iterations[-1])
+        return num_tokens
+
+    began = time.process_time()
+    parts = Parts(backend=backend_of(streams, tokens, step_ms),
+                  after_responses=lambda: iterations.append(time.perf_counter()))
+    async with await AsyncEngine.start(optional_params=params_of(streams), parts=parts) as engine:
+        looking = asyncio.create_task(look())
+        counts = await asyncio.gather(*[read(engine) for _ in range(streams)])
+        looking.cancel()
+        wake_ups = engine.num_wake_ups
+    assert counts == [tokens] * streams
+    return {"cpu_s": time.process_time() - began, "late_ms_p99": _p99_ms(late), "delivery_ms_p99": _p99_ms(delivered),
+            "wake_ups": wake_ups, "iterations": len(iterations)}
+
+
+def _p99_ms(seconds: Sequence[float]) -> float:
+    return round(1000 * float(np.percentile(seconds, 99)), 2)
+
+
+def measure(streams: int, tokens: int, step_ms: float) -> dict[str, object]:
+    counting, found = counting_cpu_s(streams, tokens, step_ms), asyncio.run(async_run(streams, tokens, step_ms))
+    per_token = 1e6 / (streams * tokens)
+    return {"us_per_token": round((found.pop("cpu_s") - counting) * per_token, 2),
+            "counting_us": round(counting * per_token, 2), **found}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=at_least(1), default=256)
+    parser.add_argument("--tokens", type=at_least(1), default=100, help="of each stream")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds that the scripted model takes")
+    parser.add_argument("--runs", type=at_least(1), default=1)
+    options = parser.parse_args(arguments)
+    for _ in range(options.runs):
+        print(json.dumps(measure(options.streams, options.tokens, options.step_ms)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
