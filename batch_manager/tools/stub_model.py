@@ -46,7 +46,7 @@ def native_backend_without_a_model(*, vocab_size: int, max_seq_len: int, num_blo
     vocab_size   token ids that prompts may have
     """
     device = torch.device("cpu")
-    spec = SimpleNamespace(vocab_size=vocab_size, hidden_size=1)
+    spec = SimpleNamespace(vocab_size=vocab_size, hidden_size=1, architecture="StubModel")
     pool = torch.zeros(num_blocks, 1, 2, 1, tokens_per_block, 1, dtype=torch.float32, device=device)
     loaded = LoadedModel(spec, StubModel(), 0, device, torch.float32)
     return NativeBackend(loaded, StubAttention(), pool, layout=layouts.fused, num_slots=num_slots,

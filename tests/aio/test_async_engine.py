@@ -184,7 +184,8 @@ def test_each_event_loop_is_woken_once_for_all_responses_of_an_iteration():
         await asyncio.gather(*[tokens_of(engine.stream(request([number], 20))) for number in range(8)])
         assert len(iterations) - 2 <= engine.num_wake_ups <= len(iterations) < 8 * 20
 
-    run(test, backend={"is_asynchronous": True, "step_seconds": 0.004}, parts={"after_responses": lambda: iterations.append(1)})
+    run(test, backend={"is_asynchronous": True, "step_seconds": 0.004},
+        parts={"after_responses": lambda: iterations.append(1)})
 
 
 def test_streams_on_several_event_loops_and_threads():

@@ -65,7 +65,8 @@ FLOORS: dict[str, list[str]] = {
                     "worker", "thread_stack"],
     "arguments": GROUND,
     "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
-    "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager", "testing"],
+    "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager", "aio",
+              "testing"],
     "extras": [*GROUND, "triton_kernels"],
     "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager",
                  "engine_info"],
@@ -285,7 +286,7 @@ def test_nobody_inside_uses_the_front_door():
 
 
 # Where a user imports from, besides batch_manager itself.
-PUBLIC_MODULES = ("batch_manager.extras.", "batch_manager.tools.", "batch_manager.testing")
+PUBLIC_MODULES = ("batch_manager.aio", "batch_manager.extras.", "batch_manager.tools.", "batch_manager.testing")
 
 
 def imported_by_users() -> Iterator[tuple[str, str, list[str]]]:

@@ -28,7 +28,7 @@ def test_requests_that_end_are_replaced(policy):
 def test_the_native_backend_counts_as_host_time():
     result = measure(Setting(streaming=True, native=True, **SETTING))
     assert result["responses_per_iteration"] == 5 and result["native"]
-    assert result["host_us"]["min"] > result["phases_us"]["model"] > 0 and result["ratio"] > 0
+    assert result["host_us"]["median"] > result["phases_us"]["model"] > 0 and result["ratio"] > 0
 
 
 @pytest.mark.parametrize("options", [["--step-ms", "2"], ["--run-ahead"]])
