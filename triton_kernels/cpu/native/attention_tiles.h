@@ -1,4 +1,5 @@
-/* Attention in bfloat16 by tiles of AMX: the same sums as `attend`, for many query rows at once.
+/* Attention in bfloat16 by tiles: the same sums as `attend`, for many query rows at once. The tiles are those of AMX,
+   or blocks of vectors of AVX-512 where there is no AMX.
 
    The products of keys and queries come out as [token][query], so that softmax works on sixteen queries at a time,
    and weights are rounded to bfloat16, which the tiles take. Queries and weights are transposed in pairs of two
@@ -6,8 +7,10 @@
 #pragma once
 #include "tiles.h"
 
-#if defined(HAS_TILES)
+#if defined(HAS_TILES) || (defined(__AVX512BF16__) && defined(__AVX512BW__))
+#define HAS_ATTENTION_TILES 1
 #define FEWEST_ROWS_OF_ATTENTION_TILES 5
+#define FEWEST_ROWS_OF_ATTENTION_VECTORS 8               /* for fewer than 7 `attend` takes less time */
 #define QUERY_GROUPS (MOST_QUERY_ROWS / TILE_ROWS)
 
 /* to[i][j] = from[j][i] */
@@ -45,12 +48,15 @@ typedef struct {
 
 static __thread AttentionTiles attention_tiles;          /* not on the stack: the host decides how large that is */
 
-/* Pairs of tokens side by side. Of 32 entries the first tile has 0-3, 8-11, 16-19, 24-27, the second one the others. */
+/* Pairs of tokens side by side. Of 32 entries the first tile has 0-3, 8-11, 16-19, 24-27, the second one the others.
+   Behind the last token, up to a multiple of 32, are zeros: what is not written yet may be NaN, which no weight of
+   0 takes away. */
 static void pair_values(AttentionTiles *a, const char *values, int64_t size, int64_t tokens, const char *soon) {
-    for (int64_t t = 0; t < tokens; t += 2)
+    for (int64_t t = 0; t < (tokens + 31) / 32 * 32; t += 2)
         for (int64_t i = 0; i < size; i += 32) {
             const char *first = values + (t * size + i) * 2, *second = first + size * 2;
-            __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
+            __m512i x = t < tokens ? _mm512_loadu_si512(first) : _mm512_setzero_si512();
+            __m512i y = t + 1 < tokens ? _mm512_loadu_si512(second) : _mm512_setzero_si512();
             uint32_t *to = a->values[t / 32][i / 16][t % 32 / 2];
             _mm512_store_si512(to, _mm512_unpacklo_epi16(x, y));
             _mm512_store_si512(to + 256, _mm512_unpackhi_epi16(x, y));
@@ -59,8 +65,9 @@ static void pair_values(AttentionTiles *a, const char *values, int64_t size, int
         }
 }
 
-static void score_page(AttentionTiles *a, const char *keys, int groups, int64_t size, int64_t tokens,
-                       const char *soon) {
+#if defined(HAS_TILES)
+static void score_page_by_amx(AttentionTiles *a, const char *keys, int groups, int64_t size, int64_t tokens,
+                              const char *soon) {
     for (int64_t t = 0; t < tokens; t += TILE_ROWS) {
         for (int64_t at = 0; at < TILE_ROWS * size * 2; at += LINE_BYTES) prefetch_soon(soon + t * size * 2 + at);
         _tile_zero(0); _tile_zero(1);
@@ -78,7 +85,7 @@ static void score_page(AttentionTiles *a, const char *keys, int groups, int64_t 
     }
 }
 
-static void add_page(AttentionTiles *a, int groups, int64_t size, int64_t tokens) {
+static void add_page_by_amx(AttentionTiles *a, int groups, int64_t size, int64_t tokens) {
     for (int64_t i = 0; i < size / 16; i++) {
         _tile_loadd(0, a->sums[0] + i * 16, sizeof a->sums[0]);
         if (groups > 1) _tile_loadd(1, a->sums[TILE_ROWS] + i * 16, sizeof a->sums[0]);
@@ -94,6 +101,56 @@ static void add_page(AttentionTiles *a, int groups, int64_t size, int64_t tokens
         _tile_stored(0, a->sums[0] + i * 16, sizeof a->sums[0]);
         if (groups > 1) _tile_stored(1, a->sums[TILE_ROWS] + i * 16, sizeof a->sums[0]);
     }
+}
+#endif
+
+/* Eight tokens and one or two groups of queries at a time: their sums stay in registers. */
+INLINE void score_eight(AttentionTiles *a, const char *keys, int groups, int64_t size, int64_t t) {
+    floats sums[8][QUERY_GROUPS];
+    for (int j = 0; j < 8; j++)
+        for (int group = 0; group < groups; group++) sums[j][group] = all(0);
+    for (int64_t i = 0; i < size / 2; i++) {
+        words queries[QUERY_GROUPS];
+        for (int group = 0; group < groups; group++) queries[group] = *(const words *)a->queries[group][i / 16][i % 16];
+        for (int j = 0; j < 8; j++) {
+            uint32_t two;
+            memcpy(&two, keys + ((t + j) * size + 2 * i) * 2, 4);
+            for (int group = 0; group < groups; group++)
+                sums[j][group] = add_pairs(sums[j][group], two, queries[group]);
+        }
+    }
+    for (int j = 0; j < 8; j++)
+        for (int group = 0; group < groups; group++) *(floats *)(a->scores[t + j] + group * TILE_ROWS) = sums[j][group];
+}
+
+static void score_page_by_vectors(AttentionTiles *a, const char *keys, int groups, int64_t size, int64_t tokens,
+                                  const char *soon) {
+    for (int64_t t = 0; t < tokens; t += 8) {
+        for (int64_t at = 0; at < 8 * size * 2; at += LINE_BYTES) prefetch_soon(soon + t * size * 2 + at);
+        if (groups > 1) score_eight(a, keys, 2, size, t);
+        else score_eight(a, keys, 1, size, t);
+    }
+}
+
+/* Four rows and 32 entries of a head at a time, from pages of values as `pair_values` leaves them. */
+static void add_page_by_vectors(AttentionTiles *a, int rows, int64_t size, int64_t tokens) {
+    for (int row = 0; row < rows; row += 4)
+        for (int64_t i = 0; i < size / 16; i += 2) {
+            floats sums[4][2];
+            for (int r = 0; r < 4; r++)
+                for (int v = 0; v < 2; v++) sums[r][v] = *(const floats *)(a->sums[row + r] + (i + v) * 16);
+            for (int64_t k = 0; k < tokens / 32; k++)
+                for (int pair = 0; pair < 16; pair++) {
+                    words values[2];
+                    for (int v = 0; v < 2; v++) values[v] = *(const words *)a->values[k][i + v][pair];
+                    for (int r = 0; r < 4; r++)
+                        for (int v = 0; v < 2; v++)
+                            sums[r][v] = add_pairs(sums[r][v], a->weights[(row + r) / TILE_ROWS][k]
+                                                                         [(row + r) % TILE_ROWS][pair], values[v]);
+                }
+            for (int r = 0; r < 4; r++)
+                for (int v = 0; v < 2; v++) *(floats *)(a->sums[row + r] + (i + v) * 16) = sums[r][v];
+        }
 }
 
 /* Scores of one page of sixteen queries to weights; their maximum and total, and what was summed so far, go along. */
@@ -137,13 +194,16 @@ static void weigh_page(AttentionTiles *a, const Scores *how, int group, integers
 }
 
 static int takes_tiles(const Cache *c, int rows) {
-    return c->type == BFLOAT16 && rows >= FEWEST_ROWS_OF_ATTENTION_TILES && c->head_size % 32 == 0
-           && c->block_tokens % 32 == 0 && may_use_tiles();
+    int fewest = may_use_tiles() ? FEWEST_ROWS_OF_ATTENTION_TILES : FEWEST_ROWS_OF_ATTENTION_VECTORS;
+    return c->type == BFLOAT16 && rows >= fewest && c->head_size % 32 == 0 && c->block_tokens % 32 == 0;
 }
 
 /* As `attend`, where `takes_tiles`. */
 static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look, Found *found) {
     AttentionTiles *a = &attention_tiles;
+    /* In a shared library the address of what a thread owns is found by a call, and GCC would call again and again in
+       the inner loops. This hides from it where the address comes from, so that it keeps the address. */
+    __asm__("" : "+r"(a));
     const int64_t *position = look->position;
     int rows = look->rows, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
     int64_t size = c->head_size, width = size * 2, first = position[0], last = position[0];
@@ -168,20 +228,33 @@ static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look,
             transpose(pairs, a->queries[group][i / 32][0]);
         }
     }
-    shape_tiles((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
+#if defined(HAS_TILES)
+    int by_amx = may_use_tiles();
+    if (by_amx) shape_tiles((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
+#endif
     int64_t end = end_of(look, last);
     Page page;
     for (int64_t start = look->first_key; start < end; start += c->block_tokens) {
         if (!find_page(c, how, look, first, last, start, &page)) continue;
         int64_t tokens = (page.tokens + 31) / 32 * 32;
-        score_page(a, page.keys, groups, size, tokens, page.values);
+#if defined(HAS_TILES)
+        if (by_amx) score_page_by_amx(a, page.keys, groups, size, tokens, page.values);
+        else
+#endif
+        score_page_by_vectors(a, page.keys, groups, size, tokens, page.values);
         for (int group = 0; group < groups; group++)
             weigh_page(a, how, group, positions[group], start, tokens, page.is_whole, size, maximum + group,
                        total + group);
-        pair_values(a, page.values, size, tokens, page.soon);
-        add_page(a, groups, size, tokens);
+        pair_values(a, page.values, size, page.tokens, page.soon);
+#if defined(HAS_TILES)
+        if (by_amx) add_page_by_amx(a, groups, size, tokens);
+        else
+#endif
+        add_page_by_vectors(a, rows, size, tokens);
     }
-    _tile_release();
+#if defined(HAS_TILES)
+    if (by_amx) _tile_release();
+#endif
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     for (int row = 0; row < rows; row++) {

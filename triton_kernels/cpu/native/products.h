@@ -76,20 +76,6 @@ INLINE void finish(const Matrix *m, const Target *t, int64_t row, int64_t panel,
             for (int p = 0; p < P; p++) finish(m, t, row + r, panel + p, sums[r][p]);                                 \
     }
 
-#if defined(__AVX512BF16__)
-INLINE floats add_pairs(floats sums, uint32_t two, words pairs) {
-    return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)two), (__m512bh)pairs);
-}
-#else
-INLINE floats add_pairs(floats sums, uint32_t two, words pairs) {
-    uint32_t low = two << 16, high = two & 0xffff0000;
-    float a, b;
-    memcpy(&a, &low, 4);
-    memcpy(&b, &high, 4);
-    return sums + (floats)(pairs << 16) * a + (floats)(pairs & 0xffff0000) * b;
-}
-#endif
-
 #define F32_BLOCK(R, P)                                                                                               \
     static void f32_##R##x##P(const Matrix *m, const float *x, int64_t stride, const Target *t, int64_t row,          \
                               int64_t panel) {                                                                        \

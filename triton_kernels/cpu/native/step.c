@@ -193,7 +193,7 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
                 position[count] = s->positions[row];
             }
         look.rows = (int)count;
-#if defined(HAS_TILES)
+#if defined(HAS_ATTENTION_TILES)
         if (takes_tiles(c, look.rows)) attend_in_tiles(c, &how, &look, found);
         else
 #endif

@@ -2,11 +2,12 @@
 #pragma once
 #include "vectors.h"
 
+#define TILE_ROWS 16
+
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_TILES 1
-#define TILE_ROWS 16
 
 /* Whether this process may use the tiles: the system wants to be asked once. */
 static int may_use_tiles(void) {
@@ -26,4 +27,6 @@ static void shape_tiles(const uint8_t rows[8]) {
     for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = rows[i];
     _tile_loadconfig(&shapes);
 }
+#else
+INLINE int may_use_tiles(void) { return 0; }
 #endif

@@ -68,6 +68,21 @@ INLINE void store_one(void *row, int64_t index, float value, int type) {
     else ((uint16_t *)row)[index] = narrow(all(value))[0];
 }
 
+/* sums + the products of two bfloat16 with those of sixteen pairs. */
+#if defined(__AVX512BF16__)
+INLINE floats add_pairs(floats sums, uint32_t two, words pairs) {
+    return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)two), (__m512bh)pairs);
+}
+#else
+INLINE floats add_pairs(floats sums, uint32_t two, words pairs) {
+    uint32_t low = two << 16, high = two & 0xffff0000;
+    float a, b;
+    memcpy(&a, &low, 4);
+    memcpy(&b, &high, 4);
+    return sums + (floats)(pairs << 16) * a + (floats)(pairs & 0xffff0000) * b;
+}
+#endif
+
 INLINE float sum(floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);

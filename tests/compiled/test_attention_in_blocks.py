@@ -1,0 +1,30 @@
+"""Attention of many rows in blocks, as processors with AMX or with AVX-512 for bfloat16 compute it."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from batch_manager.triton_kernels.cpu.native import build
+
+PROGRAM = Path(__file__).with_name("attention_in_blocks.c")
+
+
+@pytest.mark.parametrize("without_amx", [False, True], ids=["native", "without AMX"])
+def test_blocks_of_rows_find_what_rows_find_one_by_one(without_amx, tmp_path):
+    """Heads, blocks, groups, windows, sinks and caps of all kinds; behind the last token are NaN."""
+    instruction_sets, compiler = build._processor().split(), shutil.which("gcc")
+    if compiler is None or "avx512_bf16" not in instruction_sets:
+        pytest.skip("there is no gcc, or this processor has no AVX-512 for bfloat16")
+    program = tmp_path / "attention_in_blocks"
+    made = subprocess.run([compiler, "-O2", "-march=native", *["-mno-amx-bf16"] * without_amx, "-Wno-psabi",
+                           f"-I{build.HERE}", "-o", str(program), str(PROGRAM), "-lm", "-pthread"],
+                          capture_output=True, text=True)
+    if made.returncode and "mno-amx-bf16" in made.stderr:
+        pytest.skip("this compiler does not know AMX")
+    assert not made.returncode, made.stderr
+    result = subprocess.run([program], capture_output=True, text=True, timeout=100)
+    with_amx = "amx_bf16" in instruction_sets and not without_amx
+    expected = "AMX from 5 rows on, 0 wrong\n" if with_amx else "vectors from 8 rows on, 0 wrong\n"
+    assert (result.returncode, result.stdout) == (0, expected), result.stderr
