@@ -140,9 +140,8 @@ class _Returned:
     @property
     def is_iterable(self) -> bool:
         """Whether it can be iterated over, as far as is known without running code of the user; nothing can."""
-        if self.value[0] is None:
-            return True
-        return any(_has(type(self.value[0]), name) for name in ("__iter__", "__getitem__"))
+        kind = type(self.value[0])
+        return kind in COLLECTIONS or self.value[0] is None or _has(kind, "__iter__") or _has(kind, "__getitem__")
 
     @property
     def is_sized(self) -> bool:
