@@ -153,7 +153,7 @@ def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
             "the engine was shut down before the request was done", "what it generated so far is dropped",
             "send it to another instance"))
         loop.backend.close()
-    loop.callbacks.at_end(health_of(loop, control, "STOPPED"))
+        loop.callbacks.at_end(lambda: health_of(loop, control, "STOPPED"))
     close_worker(control)
 
 

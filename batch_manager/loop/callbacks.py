@@ -20,6 +20,7 @@ from .fetched_items import FetchedItems
 from .unanswered import UnansweredItems
 
 NO_IDS = (int, bool, float, str, bytes)
+ATTEMPTS_AT_END = 3
 MOST_STOPS_OF_AN_ITERATOR = 1 << 20    # it may be endless; a set or a list is not
 
 GetInferenceRequestsCallback = Callable[[int], Iterable[Any]]
@@ -137,12 +138,15 @@ class GuardedCallbacks:
                 self._has_responded = False
                 self._after_responses()
 
-    def at_end(self, health: dict[str, Any]) -> None:
-        """Call the hook of this name, if it was not called before."""
-        if self._at_end is not None:
+    def at_end(self, health: Callable[[], dict[str, Any]]) -> None:
+        """Call the hook of this name with what `health` returns, if it was not called before."""
+        for _ in range(ATTEMPTS_AT_END):    # an exception that strikes before the hook runs costs one
+            if self._at_end is None:
+                return
             with self._in_at_end:
+                told = health()
                 hook, self._at_end = self._at_end, None
-                hook(health)
+                hook(told)
 
     def poll_stops(self) -> set[int]:
         """The ids to stop; what is not an integer is skipped."""

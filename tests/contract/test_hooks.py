@@ -76,7 +76,7 @@ def test_finals_of_a_shutdown_have_one_call_behind_them_then_the_end_is_told_onc
     events = [event for event in client.events if event not in ("get", "poll", "stats")]
     assert events[-4:-2] == ["send 1", "send 2"] and events[-2:] == ["after", "end"] and events.count("end") == 1
     (health,) = told
-    assert health["state"] == "STOPPED" and health["activity"] == "loop" and health["failure"] == ""
+    assert health["state"] == "STOPPED" and health["activity"] == "at_end" and health["failure"] == ""
     assert health["final_responses"] == 3 and health["active_requests"] == 0
     assert health.keys() == manager.health().keys()
     assert {client.final(number).code for number in (1, 2)} == {"SHUTDOWN"}
