@@ -116,6 +116,9 @@ class AsyncEngine:
             request = InferenceRequest(request_id, tensors, **options)
         except InvalidRequestError as error:
             raise RequestFailed(error.code, str(error)) from None
+        if request.streaming is not None:      # what `generate` returns would be the first token
+            raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor streaming is given; stream() streams and "
+                                "generate() does not; leave it out")
         mailbox = Mailbox(request_id, Wants(log_probs=_asks(request.return_log_probs), tensors=any(map(_asks, (
             request.return_context_logits, request.return_generation_logits, request.beam_width)))))
         switchboard.hand_over(mailbox, request)
@@ -150,9 +153,9 @@ class Stream:
             engine._switchboard.stop(mailbox)
             with contextlib.suppress(ManagerClosedError):      # in a forked child
                 engine._manager.notify()
-        loop = mailbox.loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(mailbox.wake)
+        if mailbox.loop is not None:
+            with contextlib.suppress(RuntimeError):            # the loop was closed: nobody waits
+                mailbox.loop.call_soon_threadsafe(mailbox.wake)
 
     def __aiter__(self) -> Self:
         return self

@@ -8,6 +8,10 @@ from typing import NamedTuple
 from ..errors import BatchManagerError
 from ..names import ErrorCode, FinishReason
 from ..responses.named_tensor import NamedTensor
+from ..responses.tensors import RESPONSE_TENSORS
+
+OUTPUT_IDS, SEQUENCE_LENGTH, LOG_PROBS, CUM_LOG_PROBS, FINISH_REASON = map(RESPONSE_TENSORS.index, (
+    "output_ids", "sequence_length", "output_log_probs", "cum_log_probs", "finish_reason"))
 
 
 class RequestFailed(BatchManagerError):
@@ -80,10 +84,10 @@ class Mailbox:
         if error:
             self.end(error)
             return
-        reason = FinishReason.NOT_FINISHED if not final else FinishReason(int(tensors[-1].array[0, 0]))
-        tokens, wants_more = tensors[0].array[0, 0], self._wants.log_probs or self._wants.tensors
+        reason = FinishReason.NOT_FINISHED if not final else FinishReason(int(tensors[FINISH_REASON].array[0, 0]))
+        tokens, wants_more = tensors[OUTPUT_IDS].array[0, 0], self._wants.log_probs or self._wants.tensors
         if self._wants.tensors:                # of several beams the shorter ones are padded
-            tokens = tokens[: int(tensors[1].array[0, 0])]
+            tokens = tokens[: int(tensors[SEQUENCE_LENGTH].array[0, 0])]
         self._arrived.append((tokens.tolist(), reason, tensors if wants_more else None))
         self.has_ended = self.has_ended or final
 
@@ -114,8 +118,8 @@ class Mailbox:
 
     def _add(self, delta: Delta, tensors: list[NamedTensor]) -> None:
         if self._wants.log_probs:
-            delta.log_probs += tensors[4].array[0, 0].tolist()
-            delta.cum_log_prob = float(tensors[5].array[0, 0])
+            delta.log_probs += tensors[LOG_PROBS].array[0, 0].tolist()
+            delta.cum_log_prob = float(tensors[CUM_LOG_PROBS].array[0, 0])
         if self._wants.tensors:
             delta.responses.append(tensors)
 

@@ -17,6 +17,7 @@ from .output_rows import columns_with_beams
 
 NOT_FINITE = ("the model computed values that are not finite for this request; the others go on; compute in a dtype "
               "with a larger range")
+UNUSABLE = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +96,7 @@ class Drawn:
                 ErrorCode.NON_FINITE_LOGITS, "embedding_bias, Parts.stages, penalties and bans of this request leave "
                 f"none of the {vocab_size:,} tokens of the vocabulary, or they leave a NaN or +inf; one logit must "
                 "stay finite, and the others finite or -inf; ban less, or correct the stage"))
-        return failures | dict.fromkeys(not_finite, RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE))
+        return failures | dict.fromkeys(not_finite, UNUSABLE)
 
     def _slots_without_a_token(self, arrays: Mapping[str, np.ndarray]) -> tuple[set[int], set[int]]:
         """The slots whose logits were not finite before the stages, and those for which the stages left no token."""

@@ -304,36 +304,41 @@ def _bytes_of(token: str) -> bytes:
 # ---------------------------------------------------------------------- texts
 
 
-class _JoinedText:
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces, self._is_first = pieces, True
+class _InPieces:
+    """is_first   whether the first piece of all is another one than the same token gives later"""
 
-    def feed(self, tokens: Sequence[int]) -> str:
+    def __init__(self, pieces: Pieces, is_first: bool) -> None:
+        self._pieces, self._is_first = pieces, is_first
+
+    def _added(self, tokens: Sequence[int]) -> list[Any]:
+        """The pieces of the next tokens, without those of tokens that have none."""
         pieces = self._pieces
         added = [piece for token in tokens if (piece := pieces[token]) is not None]
         if self._is_first and added:
             first = next(token for token in tokens if pieces[token] is not None)
             added[0] = pieces.piece(first, is_first=True)
             self._is_first = False
-        return "".join(added)
+        return added
+
+
+class _JoinedText(_InPieces):
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(pieces, is_first=True)
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        return "".join(self._added(tokens))
 
     def rest(self) -> str:
         return ""
 
 
-class _ByteText:
+class _ByteText(_InPieces):
     def __init__(self, pieces: Pieces) -> None:
-        self._pieces, self._is_first = pieces, bool(pieces.rule.before)
+        super().__init__(pieces, is_first=bool(pieces.rule.before))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
-        pieces = self._pieces
-        added = [piece for token in tokens if (piece := pieces[token]) is not None]
-        if self._is_first and added:
-            first = next(token for token in tokens if pieces[token] is not None)
-            added[0] = pieces.piece(first, is_first=True)
-            self._is_first = False
-        return self._decoder.decode(b"".join(added))
+        return self._decoder.decode(b"".join(self._added(tokens)))
 
     def rest(self) -> str:
         return self._decoder.getstate()[0].decode("utf-8", "replace")

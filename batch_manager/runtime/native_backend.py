@@ -16,7 +16,7 @@ from ..attention.windows import effective_windows
 from ..config import TrtGptModelOptionalParams
 from ..contained_log import log
 from ..decoding.decoder import GptDecoder
-from ..decoding.drawn import NOT_FINITE, Drawn
+from ..decoding.drawn import UNUSABLE, Drawn
 from ..decoding.logits_stage import LogitsStage
 from ..errors import ConfigError, InsufficientMemoryError, type_name
 from ..handover import (
@@ -28,7 +28,6 @@ from ..handover import (
     ContextWork,
     DeviceOperation,
     GenerationWork,
-    RowFailure,
     ScheduledBatch,
     SlotSetup,
     StepOutput,
@@ -36,7 +35,6 @@ from ..handover import (
 from ..layers.recording import NotRecordableError
 from ..models.model_spec import ModelSpec
 from ..models.registry import LoadedModel, load_model
-from ..names import ErrorCode
 from ..sampling_config import PARAMETERS, SamplingConfig
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
@@ -66,6 +64,7 @@ from .kv_pool import block_bytes, clear_block, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
+from .packing import slots_not_finite
 from .plain_steps import NO_SIZES, PlainStep, PlainSteps, can_bind
 from .step_compilation import compile_step, may_compile
 from .step_fusion import WrongStepError, make_fused_step
@@ -484,19 +483,10 @@ class NativeStep:
         arrays = self._readback.wait()
         failures = {}
         if self._batch.context and not arrays["context_finite"].all():
-            failures = self._contexts_not_finite(arrays["context_finite"])
+            failures = dict.fromkeys(slots_not_finite(self._batch.context, arrays["context_finite"]), UNUSABLE)
         if self._drawn is None:
             none = np.empty(0, np.int32)
             return StepOutput(self._batch.micro_batch_id, none, none, np.empty(0, np.uint8),
                               context_logits=self._context_logits, failures=failures)
         return StepOutput(self._batch.micro_batch_id, **self._drawn.output(arrays, failures, self._vocab_size),
                           context_logits=self._context_logits)
-
-    def _contexts_not_finite(self, finite: np.ndarray) -> dict[int, RowFailure]:
-        """finite   [context tokens] bool"""
-        failures, stop = {}, 0
-        for work in self._batch.context:
-            start, stop = stop, stop + len(work.token_ids)
-            if not finite[start:stop].all():
-                failures[work.slot] = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
-        return failures

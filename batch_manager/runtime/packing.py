@@ -110,6 +110,16 @@ def virtual_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | None:
     return np.concatenate(given) if given else None
 
 
+def slots_not_finite(context: tuple[ContextWork, ...], finite: np.ndarray) -> list[int]:
+    """The slots of the contexts of which a token is not finite; finite [context tokens] bool, in packed order."""
+    slots, stop = [], 0
+    for work in context:
+        start, stop = stop, stop + len(work.token_ids)
+        if not finite[start:stop].all():
+            slots.append(work.slot)
+    return slots
+
+
 class GenerationPlaces(NamedTuple):
     """Where the one token of each generation row belongs.
 

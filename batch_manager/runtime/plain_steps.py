@@ -14,23 +14,21 @@ import torch
 
 from ..attention.interface import Attention, BindableAttention
 from ..decoding.decoder import GptDecoder
-from ..decoding.drawn import NOT_FINITE
+from ..decoding.drawn import UNUSABLE
 from ..decoding.slots import CONTEXT_LOGITS, LOG_PROBS, SAMPLES
-from ..handover import RowFailure, ScheduledBatch, StepOutput
-from ..names import ErrorCode
+from ..handover import ScheduledBatch, StepOutput
 from ..triton_kernels import dispatch
 from .block_tables import BlockTables
 from .device import Readback, Uploads
 from .graph_shapes import MOST_CONTEXTS, StepShape, graph_rows, padded, padded_mixed
 from .graphs import Graphs
 from .model_runner import ModelRunner
-from .packing import NO_PLACES, context_places, generation_places
+from .packing import NO_PLACES, context_places, generation_places, slots_not_finite
 from .resident_tables import ResidentTables
 from .step_inputs import StepInputs
 from .step_writer import StepWriter
 
 PLAIN = SAMPLES | LOG_PROBS                         # features that a sequence of a plain step may have
-UNUSABLE = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
 NO_SIZES: frozenset[tuple[int, int]] = frozenset()
 
 
@@ -188,7 +186,10 @@ class PlainStep:
     def finish(self) -> StepOutput:
         found, num_results = self._readback.wait()["results"], 4 * self._shape.num_draws
         tokens, finish, finite, log_prob_bits = found[:num_results].reshape(4, -1)[:, self._rows]
-        failures = self._contexts_not_finite(found[num_results:].view(np.float32)) if self._contexts else {}
+        failures = {}
+        if self._contexts:
+            finite_contexts = np.isfinite(found[num_results:].view(np.float32))
+            failures = dict.fromkeys(slots_not_finite(self._contexts, finite_contexts), UNUSABLE)
         if not finite.all():
             failures |= dict.fromkeys(self._slots[finite == 0].tolist(), UNUSABLE)
         log_probs = None
@@ -196,12 +197,3 @@ class PlainStep:
             log_probs = np.where(self._asked, log_prob_bits.view(np.float32), np.float32(0))
         return StepOutput(self._micro_batch_id, self._slots, tokens, finish.astype(np.uint8), log_probs=log_probs,
                           failures=failures)
-
-    def _contexts_not_finite(self, sums: np.ndarray) -> dict[int, RowFailure]:
-        """sums   [context tokens] float32, each not finite where a value of the token's hidden state is not"""
-        failures, stop = {}, 0
-        for work in self._contexts:
-            start, stop = stop, stop + len(work.token_ids)
-            if not np.isfinite(sums[start:stop]).all():
-                failures[work.slot] = UNUSABLE
-        return failures

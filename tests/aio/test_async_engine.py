@@ -140,6 +140,10 @@ def test_refusals_and_names_that_are_none_raise_with_their_code():
         assert raised.value.code is ErrorCode.INVALID_REQUEST and not raised.value.is_retryable
         with pytest.raises(RequestFailed, match="Invalid tensor name: 'nonsense'"):
             engine.stream(request(nonsense=1))
+        for way in (engine.stream, engine.generate):
+            with pytest.raises(RequestFailed, match="streaming is given; stream.. streams and generate.. does not"):
+                answer = way(request(streaming=True))
+                await answer
         with pytest.raises(RequestFailed, match="return_log_probs"):
             await engine.generate(request(return_log_probs=[[1, 0], [0, 1]]))
 
