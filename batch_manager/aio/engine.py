@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Self
 
 from ..config import Parts, TrtGptModelOptionalParams
@@ -40,28 +39,30 @@ class AsyncEngine:
                     scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT,
                     return_batch_manager_stats_cb: Callable[[str], None] | None = None,
                     optional_params: TrtGptModelOptionalParams | None = None, parts: Parts | None = None, *,
-                    process: bool = False) -> Self:
+                    takes_all: bool = False, process: bool = False) -> Self:
         """Load the model, off the event loop, and start the worker.
 
         The arguments are those of GptManager; its other callbacks are the engine's own. Responses hold generated tokens
         only. `return_batch_manager_stats_cb` and hooks in `parts` are called on the worker's thread.
 
-        process   not built yet
-        Raises    what the constructor of GptManager raises
+        takes_all   hand each request to the engine at once: there it waits by priority and deadline, and is refused
+                    with QUEUE_FULL where too many wait (max_queued_requests), as servers do. False: requests wait
+                    here, in order and without a bound, until the engine has room for them
+        process     not built yet
+        Raises      what the constructor of GptManager raises
         """
         if process:
             raise ConfigError("process is True", "an engine in a process of its own is not built yet", "leave it out")
         return await asyncio.to_thread(cls._make, model_path, model_type, max_beam_width, scheduler_policy,
-                                       return_batch_manager_stats_cb, optional_params, parts)
+                                       return_batch_manager_stats_cb, optional_params, parts, takes_all)
 
     @classmethod
     def _make(cls, model_path: Any, model_type: TrtGptModelType, max_beam_width: int,
               scheduler_policy: SchedulerPolicy, stats: Callable[[str], None] | None,
-              optional_params: TrtGptModelOptionalParams | None, parts: Parts | None) -> Self:
-        switchboard, parts = Switchboard(), Parts() if parts is None else parts
+              optional_params: TrtGptModelOptionalParams | None, parts: Parts | None, takes_all: bool) -> Self:
+        switchboard, parts = Switchboard(takes_all), Parts() if parts is None else parts
         if isinstance(parts, Parts):           # else the manager says so
-            parts = replace(parts, after_responses=_both(switchboard.after_responses, parts.after_responses),
-                            at_end=_both(switchboard.at_end, parts.at_end))
+            parts = switchboard.hooked_into(parts)
         return cls(GptManager(model_path, model_type, max_beam_width, scheduler_policy, switchboard.get,
                               switchboard.send, switchboard.poll, stats, optional_params, parts=parts,
                               exclude_input_in_output=True), switchboard)
@@ -192,14 +193,3 @@ def _asks(value: Any) -> bool:
         return bool(value)
     except Exception:
         return True
-
-
-def _both(ours: Callable[..., None], theirs: Callable[..., None] | None) -> Callable[..., None]:
-    """A hook that calls ours, then the user's, which may raise."""
-    if theirs is None:
-        return ours
-
-    def call(*given: Any) -> None:
-        ours(*given)
-        theirs(*given)
-    return call

@@ -2,9 +2,12 @@
 
 from asyncio import AbstractEventLoop
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from ..config import Parts
 from ..errors import ManagerClosedError
 from ..requests.inference_request import InferenceRequest
 from ..responses.named_tensor import NamedTensor
@@ -20,11 +23,14 @@ class Switchboard:
     Threads meet in single operations of deques and dictionaries. Ids are never used twice, so that a stop which comes
     too late stops nobody.
 
+    takes_all      requests wait in the engine, by priority and deadline, and are refused with QUEUE_FULL beyond its
+                   bounds; else they wait here, in order, without a bound, until there is room for them
     num_wake_ups   calls of an event loop so far
     is_closed      the worker has ended; no request is taken any more
     """
 
-    def __init__(self) -> None:
+    def __init__(self, takes_all: bool = False) -> None:
+        self._takes_all = takes_all
         self._ids = count()
         self._mailboxes: dict[int, Mailbox] = {}
         self._handed_over: deque[tuple[Mailbox, InferenceRequest]] = deque()
@@ -50,6 +56,11 @@ class Switchboard:
         if not mailbox.has_ended:
             self._stops.append(mailbox.request_id)
 
+    def hooked_into(self, parts: Parts) -> Parts:
+        """The user's parts with the hooks of this switchboard before theirs."""
+        return replace(parts, after_responses=_both(self.after_responses, parts.after_responses),
+                       at_end=_both(self.at_end, parts.at_end))
+
     def __len__(self) -> int:
         """Requests that have had no final response."""
         return len(self._mailboxes)
@@ -57,7 +68,8 @@ class Switchboard:
     # ---------------------------------------------------------------- callbacks, on the worker's thread
 
     def get(self, max_num_requests: int) -> list[InferenceRequest]:
-        most = MOST_AT_ONCE if max_num_requests < 0 else min(max_num_requests, MOST_AT_ONCE)
+        is_bounded = max_num_requests >= 0 and not self._takes_all
+        most = min(max_num_requests, MOST_AT_ONCE) if is_bounded else MOST_AT_ONCE
         requests: list[InferenceRequest] = []
         while self._handed_over and len(requests) < most:
             mailbox, request = self._handed_over.popleft()
@@ -118,3 +130,14 @@ class Switchboard:
 def _wake(mailboxes: list[Mailbox]) -> None:
     for mailbox in mailboxes:
         mailbox.wake()
+
+
+def _both(ours: Callable[..., None], theirs: Callable[..., None] | None) -> Callable[..., None]:
+    """A hook that calls ours, then the user's, which may raise."""
+    if theirs is None:
+        return ours
+
+    def call(*given: Any) -> None:
+        ours(*given)
+        theirs(*given)
+    return call

@@ -198,7 +198,11 @@ class Intake:
             self._warning_log.log(logging.WARNING, "%s (%d so far)", warning, self.num_warnings)
 
     def _enqueue(self, admitted: Admitted) -> None:
-        self._queue.append(admitted)
+        """A larger priority waits before a smaller one, and equal ones in the order they came."""
+        queue, place = self._queue, len(self._queue)
+        while place and queue[place - 1].request.priority < admitted.request.priority:
+            place -= 1
+        queue.insert(place, admitted)
         self._queued_ids.add(admitted.request.request_id)
         self._queued_tokens += admitted.request.prompt_len
 

@@ -133,6 +133,37 @@ def test_a_request_that_was_not_taken_yet_never_runs():
     run(test, backend=LONG, max_batch_size=1)
 
 
+def test_with_takes_all_requests_wait_in_the_engine_and_too_many_are_refused():
+    async def test():
+        optional_params = TrtGptModelOptionalParams(max_batch_size=2, max_queued_requests=3)
+        parts = Parts(backend=ScriptedBackend(step_seconds=0.002))
+        async with await AsyncEngine.start(optional_params=optional_params, parts=parts, takes_all=True) as engine:
+            running = [engine.stream(request([n], 300)) for n in range(2)]
+            for stream in running:
+                await anext(stream)
+            ends = []
+
+            async def generate(number, priority):
+                try:
+                    await engine.generate(request([number], 5), priority=priority)
+                    ends.append(priority)
+                except RequestFailed as error:
+                    assert error.code is ErrorCode.QUEUE_FULL and error.is_retryable
+                    ends.append("refused")
+
+            waiting = [generate(10 + n, priority) for n, priority in enumerate((0.1, 0.9, 0.5, 0.7, 0.8))]
+            tasks = [asyncio.ensure_future(each) for each in waiting]
+            while len(ends) < 2:
+                await asyncio.sleep(0.002)
+            assert ends == ["refused"] * 2
+            running[0].cancel()
+            await asyncio.gather(*tasks)
+            assert ends[2:] == [0.9, 0.5, 0.1]
+            running[1].cancel()
+
+    asyncio.run(test())
+
+
 def test_refusals_and_names_that_are_none_raise_with_their_code():
     async def test(engine):
         with pytest.raises(RequestFailed, match="input_ids") as raised:

@@ -1,0 +1,54 @@
+"""One text as it is generated: tokens, text and log-probabilities up to its end or its first stop string."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..aio.mailbox import Delta
+from ..names import FinishReason
+from .text import TextStream
+
+
+class GeneratedText:
+    """What the deltas of one request add up to. Any cutting into deltas gives the same.
+
+    tokens, log_probs   up to the token that completed a stop string, if one did
+    finish_reason       STOP_WORDS where a stop string ended the text; NOT_FINISHED while it goes on
+    """
+
+    __slots__ = ("tokens", "log_probs", "finish_reason", "_stream", "_has_stop")
+
+    def __init__(self, tokenizer: Any, prompt_ids: Iterable[int], stop: str | Sequence[str]) -> None:
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.finish_reason = FinishReason.NOT_FINISHED
+        self._stream, self._has_stop = TextStream(tokenizer, prompt_ids, stop), bool(stop)
+
+    def add(self, delta: Delta) -> str:
+        """The text that is certain now. Mutates `delta`: what comes after a stop string is cut off."""
+        stream = self._stream
+        if self._has_stop:
+            text = self._up_to_a_stop(delta)
+        else:
+            text = stream.push(delta.tokens)
+        self.tokens += delta.tokens
+        self.log_probs += delta.log_probs
+        self.finish_reason = delta.finish_reason
+        if delta.finish_reason is not FinishReason.NOT_FINISHED:
+            text += stream.finish()
+        if stream.stopped_by is not None:
+            self.finish_reason = FinishReason.STOP_WORDS
+        return text
+
+    def rest(self) -> str:
+        """What was kept back, where no further delta comes: the request failed, or nobody waits for its end."""
+        return self._stream.finish()
+
+    def _up_to_a_stop(self, delta: Delta) -> str:
+        """Token by token, so that the same token is the last one however the tokens came."""
+        pieces = []
+        for position, token in enumerate(delta.tokens, 1):
+            pieces.append(self._stream.push([token]))
+            if self._stream.stopped_by is not None:
+                del delta.tokens[position:], delta.log_probs[position:]
+                break
+        return "".join(pieces)

@@ -1,0 +1,95 @@
+"""How a text is to be generated, in the words and with the defaults of web servers, as tensors of a request."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..engine_info import EngineInfo
+from ..errors import InvalidRequestError
+
+LARGEST_BIAS = 100.0    # OpenAI's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Options of one text. The defaults are those of web servers, not those of the request tensors.
+
+    max_tokens           tokens to generate at most; None: as many as max_seq_len leaves
+    temperature          0: always the likeliest token. 1 samples from the model's own distribution
+    top_p, top_k, min_p  1, 0 (or -1) and 0 keep all tokens
+    seed                 None: a fresh one for every text, so that the same prompt gives different texts
+    stop                 strings that end the text and are left out of it
+    stop_token_ids       tokens that end the text and are left out of it, beside the end ids of the checkpoint
+    ignore_eos           do not end at the checkpoint's end ids
+    min_tokens           tokens generated before one of those may be
+    repetition_penalty   counts prompt and output, as in transformers
+    presence_penalty, frequency_penalty   count the output only, as OpenAI's do
+    logit_bias           token id -> number from -100 to 100 that is added to its logit
+    log_probs            return the log-probability of each token
+    priority             0..1; a larger one goes first
+    deadline_s           seconds until the text is ended as timed out; None: never
+    """
+
+    max_tokens: int | None = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    log_probs: bool = False
+    priority: float = 0.5
+    deadline_s: float | None = None
+
+    def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
+        """The tensors of a request for one text after the prompt. The engine looks at their values.
+
+        Raises InvalidRequestError for a logit_bias of tokens that the model does not have.
+        """
+        tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
+                                   "temperature": self.temperature, "random_seed": self.seed}
+        if self.seed is None:
+            tensors["random_seed"] = secrets.randbits(64)
+        if self.top_p == 0:    # the smallest set that holds anything: one token
+            tensors["runtime_top_k"] = 1
+        else:
+            tensors["runtime_top_p"] = self.top_p
+            tensors["runtime_top_k"] = 0 if self.top_k == -1 else self.top_k
+        ends = [*(() if self.ignore_eos else info.end_ids), *self.stop_token_ids]
+        if ends:
+            tensors["end_id"] = ends[0] if len(ends) == 1 else ends
+        given = (("runtime_min_p", self.min_p, 0), ("min_length", self.min_tokens, 0),
+                 ("repetition_penalty", self.repetition_penalty, 1), ("presence_penalty", self.presence_penalty, 0),
+                 ("frequency_penalty", self.frequency_penalty, 0), ("return_log_probs", self.log_probs, False))
+        tensors.update((name, value) for name, value, neutral in given if value != neutral)
+        if self.logit_bias:
+            tensors["embedding_bias"] = self._bias(info.vocab_size)
+        return tensors
+
+    def _output_length(self, prompt_ids: Sequence[int], info: EngineInfo) -> int:
+        """A prompt that leaves no room is told so by the engine."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return max(info.max_seq_len - len(prompt_ids), 1)
+
+    def _bias(self, vocab_size: int) -> np.ndarray:
+        bias = np.zeros(vocab_size, np.float32)
+        for token, value in self.logit_bias.items():
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise InvalidRequestError("logit_bias names a token that the model does not have",
+                                          f"token ids in 0..{vocab_size - 1}", "leave it out")
+            if type(value) not in (int, float) or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
+                raise InvalidRequestError("logit_bias has a value out of range",
+                                          f"numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}", "correct it")
+            bias[token] = value
+        return bias

@@ -1,0 +1,46 @@
+"""The tokenizer of a model's folder, and token ids of a prompt. Needs tokenizers: the extra `text`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, InvalidRequestError, printable, type_name
+
+TOKENIZER_FILE = "tokenizer.json"
+LONGEST_QUOTE = 300
+
+
+def load_tokenizer(folder: str | os.PathLike) -> Any:
+    """The `tokenizers.Tokenizer` of a folder, without the padding and truncation that its file may ask for.
+
+    Raises ConfigError without the library, and for a folder without a tokenizer.json that it can read.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError("tokenizers is not installed", "texts need it", "pip install batch-manager[text]") from error
+    path = Path(folder) / TOKENIZER_FILE
+    if not path.is_file():
+        raise ConfigError(f"there is no file {os.fspath(path)!r}", "the folder of a model with its tokenizer",
+                          "pass a tokenizer, or the folder that has one")
+    try:
+        tokenizer = Tokenizer.from_file(os.fspath(path))
+    except Exception as error:    # the library raises a plain Exception
+        raise ConfigError(f"{os.fspath(path)!r} cannot be read: {printable(str(error)[:LONGEST_QUOTE])}",
+                          "a file as tokenizers writes it", "download or save it again") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The tokens of a text, for a tokenizer of `tokenizers` or of transformers.
+
+    Raises InvalidRequestError for a text that cannot be encoded.
+    """
+    try:
+        tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except Exception as error:    # half a surrogate pair, a vocabulary without a token for unknown characters
+        raise InvalidRequestError(f"the prompt cannot be encoded: {type_name(error)}",
+                                  "a text that the tokenizer has tokens for", "correct the text") from None
+    return list(getattr(tokens, "ids", tokens))

@@ -1,0 +1,262 @@
+"""LLM: prompts in, completions out, in order, whatever some of them are; and what interrupts, drops or closes it."""
+
+import asyncio
+import gc
+import json
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from batch_manager import ConfigError, ErrorCode, FinishReason, InvalidRequestError, ManagerClosedError, Parts
+from batch_manager.testing.scripted_backend import ScriptedBackend
+
+tokenizers = pytest.importorskip("tokenizers")
+
+from batch_manager.extras.llm import LLM, RequestFailed  # noqa: E402
+from batch_manager.extras.sampling import Sampling  # noqa: E402
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
+TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def scripted(script=None, *, folder=MODEL, step_seconds=0.0, **params):
+    params = {"max_batch_size": 4, "max_queued_requests": 2, **params}
+    backend = ScriptedBackend(vocab_size=4096, max_seq_len=60_000, num_blocks=20_000, script=script,
+                              step_seconds=step_seconds, verify=False)
+    return LLM(folder, parts=Parts(backend=backend), **params)
+
+
+def saying(text, prompt_length=1):
+    """A script: after prompts of that length, the text, over and over."""
+    tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return lambda history: tokens[(len(history) - prompt_length) % len(tokens)]
+
+
+def until_idle(llm):
+    deadline = time.monotonic() + 10
+    while len(llm._switchboard) or llm._manager.num_active_requests:
+        assert time.monotonic() < deadline, "requests are still alive"
+        time.sleep(0.002)
+
+
+def worker_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "batch_manager worker"]
+
+
+def test_completions_come_in_order_and_a_bad_prompt_costs_itself():
+    prompts = [[n % 4000] for n in range(300)]
+    prompts[7], prompts[8], prompts[50] = [10**6], 3, []
+    with scripted() as llm:
+        backend = llm._manager._loop.backend
+        completions = llm.generate(iter(prompts), max_tokens=4, temperature=0, ignore_eos=True)
+        assert len(completions) == 300
+        for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            if n in (7, 8, 50):
+                assert completion.error.code is ErrorCode.INVALID_REQUEST and not completion.tokens
+                assert completion.finish_reason is FinishReason.NOT_FINISHED
+            else:
+                assert completion.error is None
+                assert completion.tokens == backend.expected(prompt, 4)
+                assert completion.finish_reason is FinishReason.LENGTH
+                assert 0 < completion.timings.first_token_s <= completion.timings.total_s
+        assert completions[8].timings is None and "a prompt is a int" in str(completions[8].error)
+        until_idle(llm)
+
+
+def test_a_text_is_one_prompt_and_seeds_are_fresh_unless_given():
+    with LLM(MODEL, num_threads=1) as llm:
+        prompt = "It is a truth universally acknowledged"
+        (one,) = llm.generate(prompt, max_tokens=12, seed=5)
+        assert one.error is None and 0 < len(one.tokens) <= 12
+        assert prompt + one.text == TOKENIZER.decode([*TOKENIZER.encode(prompt).ids, *one.tokens])
+        again = llm.generate([prompt, prompt], max_tokens=12, seed=5)
+        assert [each.text for each in again] == [one.text] * 2
+        fresh = {completion.text for completion in llm.generate([prompt] * 6, max_tokens=12)}
+        assert len(fresh) > 1
+        greedy = {completion.text for completion in llm.generate([prompt] * 3, max_tokens=12, temperature=0)}
+        assert len(greedy) == 1
+        (scored,) = llm.generate(prompt, max_tokens=12, seed=5, log_probs=True)
+        assert scored.tokens == one.tokens and len(scored.log_probs) == len(scored.tokens)
+        assert all(value < 0 for value in scored.log_probs)
+        with pytest.raises(TypeError, match="max_token"):
+            llm.generate(prompt, max_token=3)
+
+
+def test_a_stop_string_ends_the_text_and_the_request():
+    with scripted(saying("We walked to the village and then home again.")) as llm:
+        whole, cut = (llm.generate([[5]], max_tokens=40, stop=stop)[0] for stop in ((), ["village"]))
+        assert whole.finish_reason is FinishReason.LENGTH and len(whole.tokens) == 40
+        assert cut.text == "We walked to the " and cut.finish_reason is FinishReason.STOP_WORDS
+        assert cut.tokens == whole.tokens[: len(cut.tokens)] and "village" in TOKENIZER.decode(cut.tokens)
+        assert [llm.generate([[5]], max_tokens=9000, stop="village")[0].tokens for _ in range(3)] == [cut.tokens] * 3
+        until_idle(llm)
+
+
+def test_pieces_are_the_text_and_leaving_the_loop_stops_the_request():
+    with scripted(saying("Emma smiled, and said nothing more. "), step_seconds=0.001) as llm:
+        (whole,) = llm.generate([[5]], max_tokens=30)
+        pieces = llm.stream([5], max_tokens=30)
+        assert "".join(pieces) == whole.text == pieces.completion.text
+        assert pieces.completion.tokens == whole.tokens and list(pieces) == []
+        for n, _ in enumerate(llm.stream([5], max_tokens=9000)):
+            if n == 3:
+                break
+        until_idle(llm)
+        pieces = llm.stream([5], max_tokens=9000)
+        next(pieces)
+        pieces.cancel()
+        assert list(pieces) == [] and pieces.completion.finish_reason is FinishReason.CANCELLED
+        assert pieces.completion.text and pieces.completion.tokens
+        until_idle(llm)
+        with pytest.raises(RequestFailed, match="INVALID_REQUEST"):
+            next(llm.stream([10**6]))
+        with pytest.raises(InvalidRequestError, match="a prompt is a dict"):
+            llm.stream({"role": "user"})
+
+
+def test_ctrl_c_stops_what_runs_and_leaves_it_usable():
+    with scripted(step_seconds=0.002) as llm:
+        for call in (lambda: llm.generate([[n] for n in range(50)], max_tokens=50_000),
+                     lambda: list(llm.stream([3], max_tokens=50_000))):
+            main = threading.main_thread().ident
+            timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+            timer.start()
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert time.monotonic() - began < 5
+            timer.join()
+            until_idle(llm)
+            assert [len(each.tokens) for each in llm.generate([[1], [2]], max_tokens=3, ignore_eos=True)] == [3, 3]
+
+
+def test_what_the_iterator_of_prompts_raises_stops_what_runs():
+    def prompts():
+        yield from ([1], [2])
+        raise LookupError("no more prompts")
+
+    with scripted(step_seconds=0.001) as llm:
+        with pytest.raises(LookupError):
+            llm.generate(prompts(), max_tokens=50_000)
+        until_idle(llm)
+
+
+def test_it_works_under_a_running_event_loop_and_on_threads():
+    with scripted() as llm:
+        async def cell():
+            return llm.generate([[1], [2]], max_tokens=3, temperature=0)
+
+        from_cell = [each.tokens for each in asyncio.run(cell())]
+        on_threads = {}
+
+        def work(n):
+            on_threads[n] = [each.tokens for each in llm.generate([[1], [2]] * 20, max_tokens=3, temperature=0)]
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert all(on_threads[n] == from_cell * 20 for n in range(4))
+
+
+def test_a_cell_that_is_run_again_leaves_one_engine():
+    before = len(worker_threads())
+    for _ in range(10):
+        llm = scripted()
+        assert llm.generate([[1]], max_tokens=2)
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while len(worker_threads()) > before + 1:
+        assert time.monotonic() < deadline, worker_threads()
+        time.sleep(0.01)
+    assert len(llm.generate([[1]] * 3, max_tokens=2)) == 3
+    del llm
+    gc.collect()
+    while len(worker_threads()) > before:
+        assert time.monotonic() < deadline, worker_threads()
+        time.sleep(0.01)
+
+
+def test_close_ends_what_waits_and_then_refuses():
+    llm = scripted(step_seconds=0.002)
+    pieces = llm.stream([3], max_tokens=50_000)
+    next(pieces)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(llm.generate([[n] for n in range(30)], max_tokens=50_000)))
+    thread.start()
+    time.sleep(0.1)
+    assert llm.close()
+    thread.join(10)
+    assert len(answers) == 30 and {each.error.code for each in answers} == {ErrorCode.SHUTDOWN}
+    assert answers[0].tokens and answers[0].text
+    with pytest.raises(RequestFailed, match="SHUTDOWN"):
+        list(pieces)
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(ManagerClosedError, match="LLM was closed"):
+            call("more")
+    assert llm.close()
+
+
+def test_a_chat_goes_through_the_template_of_the_folder(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    messages = [{"role": "user", "content": "Who is Emma?"}]
+    prompt = TOKENIZER.encode("user: Who is Emma?\nassistant:", add_special_tokens=False).ids
+    with scripted(saying(" a friend", len(prompt)), folder=folder) as llm:
+        backend_said = llm.chat(messages, max_tokens=2, temperature=0)
+        assert backend_said.error is None and " a friend".startswith(backend_said.text) and backend_said.text
+        assert "".join(llm.stream(messages, max_tokens=2, temperature=0)) == backend_said.text
+        with pytest.raises(InvalidRequestError, match="messages"):
+            llm.chat("Who is Emma?")
+    with scripted() as llm, pytest.raises(ConfigError, match="no chat template"):
+        llm.chat(messages)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    before = len(worker_threads())
+    with pytest.raises(ConfigError, match="tokenizer.json"):
+        LLM(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        LLM(tmp_path)
+    assert len(worker_threads()) == before
+
+
+def test_the_five_lines_of_the_readme(monkeypatch, capsys):
+    repository = MODEL.parents[2]
+    monkeypatch.chdir(repository)
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(from batch_manager.extras.llm import LLM\n.*?)^```$", readme, re.M | re.S)
+    assert len([line for line in block.splitlines() if line]) == 4
+    names = {}
+    exec(block, names)
+    assert len(capsys.readouterr().out.split()) > 20
+    names["llm"].close()
+
+
+def test_options_become_tensors():
+    with scripted() as llm:
+        info = llm.info
+    given = Sampling(max_tokens=None, temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=[7],
+                     min_tokens=2, repetition_penalty=1.2, log_probs=True, logit_bias={5: -100, 6: 2.5})
+    tensors = given.tensors([1, 2, 3], info)
+    bias = tensors.pop("embedding_bias")
+    assert (bias[5], bias[6], bias.sum(), len(bias)) == (-100, 2.5, -97.5, 4096)
+    assert tensors == {
+        "input_ids": [1, 2, 3], "request_output_len": info.max_seq_len - 3, "temperature": 0.5, "random_seed": 3,
+        "runtime_top_p": 0.9, "runtime_top_k": 0, "end_id": 7, "runtime_min_p": 0.1, "min_length": 2,
+        "repetition_penalty": 1.2, "return_log_probs": True}
+    assert Sampling(top_p=0).tensors([1], info)["runtime_top_k"] == 1
+    assert len({Sampling().tensors([1], info)["random_seed"] for _ in range(4)}) == 4
+    for bias in ({4096: 1}, {"5": 1}, {5: 101}, {5: float("nan")}):
+        with pytest.raises(InvalidRequestError, match="logit_bias"):
+            Sampling(logit_bias=bias).tensors([1], info)
