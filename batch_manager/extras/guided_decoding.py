@@ -15,6 +15,7 @@ matches.
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,18 @@ class GuidedDecoding:
         """Hold the request to the grammar, from its first generated token on. Replaces what the id had before."""
         self._sessions[request_id] = _Session(grammar.matcher.deep_copy())
 
+    def processor(self, grammar: Grammar) -> Callable[[int, torch.Tensor, list[list[int]]], torch.Tensor]:
+        """A logits post-processor for one request, whose id need not be known. Slower than the batched one.
+
+            InferenceRequest(7, {...}, logits_post_processor=guided.processor(grammar))
+        """
+        session = _Session(grammar.matcher.deep_copy())
+
+        def process(request_id: int, logits: torch.Tensor, beams: list[list[int]]) -> torch.Tensor:
+            forbid(logits.view(1, -1), self._mask(request_id, session, beams)[None])
+            return logits
+        return process
+
     def release(self, request_id: int) -> None:
         """Forget the request. An id that has no grammar is passed over."""
         self._sessions.pop(request_id, None)
@@ -126,13 +139,15 @@ class GuidedDecoding:
                 raise InvalidRequestError(f"request {request_id} has no grammar",
                                           "every request that is constrained has one",
                                           "call constrain(request_id, grammar) before the request is handed over")
-            if len(beams) > 1:
-                raise InvalidRequestError(f"request {request_id} has {len(beams)} beams",
-                                          "guided decoding follows one", "set beam_width to 1")
-            _catch_up(session, beams[0])
-            mask = np.frombuffer(session.matcher.compute_bitmask(), np.int32)
-            masks[row] = mask[: self._num_words]
+            masks[row] = self._mask(request_id, session, beams)
         forbid(logits.view(len(request_ids), -1), masks)
+
+    def _mask(self, request_id: int, session: _Session, beams: list[list[int]]) -> np.ndarray:
+        if len(beams) > 1:
+            raise InvalidRequestError(f"request {request_id} has {len(beams)} beams", "guided decoding follows one",
+                                      "set beam_width to 1")
+        _catch_up(session, beams[0])
+        return np.frombuffer(session.matcher.compute_bitmask(), np.int32)[: self._num_words]
 
 
 def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:

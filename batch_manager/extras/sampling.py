@@ -26,7 +26,7 @@ class Sampling:
     ignore_eos           do not end at the checkpoint's end ids
     min_tokens           tokens generated before one of those may be
     repetition_penalty   counts prompt and output, as in transformers
-    presence_penalty, frequency_penalty   count the output only, as OpenAI's do
+    presence_penalty, frequency_penalty   of the output only, as OpenAI means them: refused, because not built yet
     logit_bias           token id -> number from -100 to 100 that is added to its logit
     log_probs            return the log-probability of each token
     priority             0..1; a larger one goes first
@@ -54,8 +54,13 @@ class Sampling:
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
         """The tensors of a request for one text after the prompt. The engine looks at their values.
 
-        Raises InvalidRequestError for a logit_bias of tokens that the model does not have.
+        Raises InvalidRequestError for a logit_bias of tokens that the model does not have, and for what is not built:
+        penalties of the output only, and min_tokens with several end ids.
         """
+        if self.presence_penalty or self.frequency_penalty:
+            raise InvalidRequestError("presence_penalty or frequency_penalty is set",
+                                      "penalties that count the output only are not built yet",
+                                      "use repetition_penalty, which counts the prompt too")
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
         if self.seed is None:
@@ -67,10 +72,14 @@ class Sampling:
             tensors["runtime_top_k"] = 0 if self.top_k == -1 else self.top_k
         ends = [*(() if self.ignore_eos else info.end_ids), *self.stop_token_ids]
         if ends:
-            tensors["end_id"] = ends[0] if len(ends) == 1 else ends
+            tensors["end_id"] = ends[0]
+        if len(ends) > 1:
+            if self.min_tokens:
+                raise InvalidRequestError(f"min_tokens is set and {len(ends)} tokens end the text",
+                                          "only the first of them can be held off so far", "leave min_tokens out")
+            tensors["stop_words_list"] = [[end] for end in ends[1:]]    # GeneratedText takes them off the text
         given = (("runtime_min_p", self.min_p, 0), ("min_length", self.min_tokens, 0),
-                 ("repetition_penalty", self.repetition_penalty, 1), ("presence_penalty", self.presence_penalty, 0),
-                 ("frequency_penalty", self.frequency_penalty, 0), ("return_log_probs", self.log_probs, False))
+                 ("repetition_penalty", self.repetition_penalty, 1), ("return_log_probs", self.log_probs, False))
         tensors.update((name, value) for name, value, neutral in given if value != neutral)
         if self.logit_bias:
             tensors["embedding_bias"] = self._bias(info.vocab_size)

@@ -85,7 +85,7 @@ OUTSIDE: dict[str, set[str]] = {
     "build": {"numpy", "torch"},
     "testing": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers"},
-    "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers"},
+    "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers", "orjson"},
 }
 
 # Code that a hostile input could reach must not be able to load or start other code. (file, name) -> why it may.
@@ -100,6 +100,7 @@ ALLOWED_LOADERS = {
     ("batch_manager/__init__.py", "importlib"): "public names are served lazily, from a table in the file",
     **dict.fromkeys([(f"batch_manager/aio/{name}.py", "asyncio") for name in ("engine", "mailbox", "switchboard")],
                     "the host's event loops, which it is made for"),
+    ("batch_manager/extras/openai/service.py", "asyncio"): "texts of one answer are read side by side",
     ("batch_manager/models/registry.py", "importlib"): "model families are imported when wanted, from a table there",
     ("triton_kernels/dispatch.py", "importlib"): "a kernel, the CPU's own form of it or its oracle, by its name",
     ("triton_kernels/cpu/native/library.py", "ctypes"): "the compiled step: the package's own source, compiled here",
@@ -370,6 +371,7 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may = {f"batch_manager/{name}.py" for name in ("gpt_manager", "worker", "one_shot_event", "loading_thread",
                                                    "interpreter_exit", "clock", "thread_stack")}
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine", "mailbox", "switchboard"))    # event loops
+    may.add("batch_manager/extras/openai/service.py")   # coroutines of a server that has an event loop
     may.add("batch_manager/runtime/thread_count.py")    # it asks which thread calls, and starts none
     may.add("triton_kernels/cpu/large_pages.py")        # models are loaded on several threads; it starts none
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}

@@ -1,0 +1,43 @@
+"""Errors as OpenAI's clients expect them."""
+
+import orjson
+
+from ...aio.mailbox import RequestFailed
+from ...errors import BatchManagerError
+
+SECONDS_UNTIL_A_RETRY = {429: 1, 503: 5}
+_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+
+
+class OpenAIError(Exception):
+    """An answer that is an error.
+
+    status    of the HTTP response
+    message   for the client
+    param     the field of the body that it is about, or None
+    code      a word for programs, or None
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @classmethod
+    def of(cls, error: BatchManagerError) -> "OpenAIError":
+        """What a refused or failed request is told."""
+        message = error.message if isinstance(error, RequestFailed) else str(error)
+        return cls(error.code.http_status, message, code=error.code.value.lower())
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Retry-After, where the same request may succeed later."""
+        seconds = SECONDS_UNTIL_A_RETRY.get(self.status)
+        return {} if seconds is None else {"Retry-After": str(seconds)}
+
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return orjson.dumps({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+
+
+def refused(param: str, message: str) -> OpenAIError:
+    return OpenAIError(400, f"{param}: {message}", param)

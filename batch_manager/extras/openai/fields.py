@@ -1,0 +1,246 @@
+"""What a body asks for: each field is read once, by name; what is not known or not built is refused by name."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from ...errors import type_name
+from ..sampling import Sampling
+from .errors import OpenAIError, refused
+
+MOST_TEXTS = 1024
+MOST_STOP_STRINGS = 64
+WORD = (1 << 64) - 1
+
+# Fields that say nothing about the text.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+# Field -> (values that ask for nothing, why others are refused).
+NOT_BUILT = {
+    "suffix": ([""], "insertion into a text is not built"),
+    "tools": ([[]], "tool calls are not read from the text yet"),
+    "tool_choice": (["none", "auto"], "tool calls are not read from the text yet"),
+    "functions": ([[]], "tool calls are not read from the text yet"),
+    "function_call": (["none", "auto"], "tool calls are not read from the text yet"),
+    "top_logprobs": ([0], "log-probabilities of tokens that were not drawn are not built yet"),
+    "modalities": ([["text"]], "this server generates text"),
+    "audio": ([], "this server generates text"),
+    "prediction": ([], "predicted outputs are not built"),
+    "use_beam_search": ([False], "beams are not offered by this server"),
+    "reasoning_effort": ([], "put it into chat_template_kwargs, if the model's template knows it"),
+}
+
+
+@dataclass(slots=True)
+class Asked:
+    """A body that was read.
+
+    prompts          texts or lists of token ids; of a chat the one conversation: a list of messages
+    count            texts after each prompt
+    log_probs        of each token are told
+    response_format  a JSON schema the text must match, or None
+    """
+
+    is_chat: bool
+    model: str | None
+    prompts: list[Any]
+    sampling: Sampling
+    count: int = 1
+    is_streaming: bool = False
+    with_usage: bool = False
+    with_usage_in_every_chunk: bool = False
+    with_timings: bool = False
+    echo: bool = False
+    generates: bool = True
+    response_format: dict[str, Any] | bool | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
+
+
+class _Body:
+    """The fields of a body, each taken once. A null is a field that is not there."""
+
+    def __init__(self, body: bytes) -> None:
+        try:
+            fields = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            raise OpenAIError(400, "the body is no JSON") from None
+        if not isinstance(fields, dict):
+            raise OpenAIError(400, "the body is no JSON object")
+        self._fields = {name: value for name, value in fields.items() if value is not None}
+
+    def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        value = self._fields.pop(name, None)
+        if value is None:
+            return default
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if type(value) not in kinds:
+            names = " or ".join(each.__name__ for each in kinds)
+            raise refused(name, f"a {type_name(value)} was given; {names} is expected")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        return self.take(name, (int, float), default)
+
+    def count(self, name: str, default: int | None, least: int = 0, most: int = 2**31 - 1) -> int | None:
+        value = self.take(name, int, default)
+        if value is not None and not least <= value <= most:
+            raise refused(name, f"{value} was given; an integer in {least}..{most} is expected")
+        return value
+
+    def check_rest(self) -> None:
+        """Everything that is known was taken."""
+        for name, value in self._fields.items():
+            if name in NOT_BUILT:
+                harmless, why = NOT_BUILT[name]
+                if value not in harmless:
+                    raise refused(name, why)
+            elif name not in IGNORED:
+                raise OpenAIError(400, f"unrecognized request argument: {name[:64]!r}", name[:64], "unknown_parameter")
+
+
+def read_body(body: bytes, is_chat: bool) -> Asked:
+    """Raises OpenAIError for what cannot be used."""
+    fields = _Body(body)
+    prompts = [_messages(fields)] if is_chat else _prompts(fields)
+    asked = Asked(is_chat, fields.take("model", str), prompts, Sampling())
+    asked.count = fields.count("n", 1, least=1, most=MOST_TEXTS)
+    if fields.count("best_of", asked.count) != asked.count:
+        raise refused("best_of", "texts are not ranked; leave it out, or set it to n")
+    if asked.count * len(prompts) > MOST_TEXTS:
+        raise refused("n", f"{asked.count * len(prompts)} texts were asked for; at most {MOST_TEXTS} are made at once")
+    asked.is_streaming = fields.take("stream", bool, False)
+    _stream_options(fields, asked)
+    asked.with_timings = fields.take("return_timings", bool, False)
+    if is_chat:
+        log_probs = fields.take("logprobs", bool, False)
+        asked.template_options = fields.take("chat_template_kwargs", dict, {})
+        if not fields.take("add_generation_prompt", bool, True):
+            asked.template_options = {**asked.template_options, "add_generation_prompt": False}
+    else:
+        log_probs = _log_probs_of_a_completion(fields)
+        asked.echo = fields.take("echo", bool, False)
+        if asked.echo and log_probs:
+            raise refused("logprobs", "log-probabilities of the prompt are not built; leave echo out")
+    asked.response_format = _response_format(fields)
+    max_tokens = _max_tokens(fields, is_chat)
+    if max_tokens == 0:
+        if not asked.echo:
+            raise refused("max_tokens", "0 was given; at least 1 is expected, unless echo is set")
+        asked.generates, max_tokens = False, 1
+    asked.sampling = Sampling(
+        max_tokens=max_tokens, temperature=fields.number("temperature", 1.0), top_p=fields.number("top_p", 1.0),
+        top_k=fields.count("top_k", 0, least=-1), min_p=fields.number("min_p", 0.0), seed=_seed(fields),
+        stop=_stop(fields), stop_token_ids=_token_ids("stop_token_ids", fields.take("stop_token_ids", list, [])),
+        ignore_eos=fields.take("ignore_eos", bool, False), min_tokens=fields.count("min_tokens", 0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0),
+        presence_penalty=fields.number("presence_penalty", 0.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0), logit_bias=_logit_bias(fields),
+        log_probs=log_probs, priority=_priority(fields))
+    fields.check_rest()
+    return asked
+
+
+def _messages(fields: _Body) -> list[dict[str, Any]]:
+    messages = fields.take("messages", list)
+    if not messages:
+        raise refused("messages", "a list of at least one message is expected")
+    if not all(type(message) is dict for message in messages):
+        raise refused("messages", "each message is an object")
+    return [{**message, "content": _content(message["content"])} if type(message.get("content")) is list else message
+            for message in messages]
+
+
+def _content(parts: list[Any]) -> str:
+    for part in parts:
+        if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
+            raise refused("messages", "parts of a content are of type text; this server reads no others")
+    return "".join(part["text"] for part in parts)
+
+
+def _prompts(fields: _Body) -> list[Any]:
+    prompt = fields.take("prompt", (str, list))
+    if prompt is None:
+        raise refused("prompt", "a text, a list of texts, a list of token ids or a list of such lists is expected")
+    if type(prompt) is str or (prompt and type(prompt[0]) is int):
+        prompt = [prompt]
+    if not prompt or len(prompt) > MOST_TEXTS:
+        raise refused("prompt", f"{len(prompt)} prompts were given; 1 to {MOST_TEXTS} are expected")
+    return [each if type(each) is str else _token_ids("prompt", each) for each in prompt]
+
+
+def _token_ids(name: str, tokens: Any) -> list[int]:
+    if type(tokens) is not list or any(type(token) is not int for token in tokens):
+        raise refused(name, "token ids are integers in a list")
+    return tokens
+
+
+def _stream_options(fields: _Body, asked: Asked) -> None:
+    options = fields.take("stream_options", dict, {})
+    if options and not asked.is_streaming:
+        raise refused("stream_options", "it is of use with stream only")
+    known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+    for name, value in options.items():
+        if name not in known or type(value) not in (bool, type(None)):
+            raise refused(f"stream_options.{name[:64]}", f"{' and '.join(sorted(known))} are known, true or false")
+    asked.with_usage_in_every_chunk = bool(options.get("continuous_usage_stats"))
+    asked.with_usage = bool(options.get("include_usage")) or asked.with_usage_in_every_chunk
+
+
+def _log_probs_of_a_completion(fields: _Body) -> bool:
+    most = fields.take("logprobs", (int, bool))
+    if most is None or most is False:
+        return False
+    if most is not True and most != 0:
+        raise refused("logprobs", NOT_BUILT["top_logprobs"][1] + "; 0 tells those of the text's own tokens")
+    return True
+
+
+def _response_format(fields: _Body) -> dict[str, Any] | None:
+    given = fields.take("response_format", dict, {"type": "text"})
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        schema = given.get("json_schema")
+        schema = schema.get("schema") if type(schema) is dict else None
+        if type(schema) not in (dict, bool):
+            raise refused("response_format", "json_schema.schema is a JSON schema")
+        return schema
+    raise refused("response_format", "its type is text, json_object or json_schema")
+
+
+def _max_tokens(fields: _Body, is_chat: bool) -> int | None:
+    """OpenAI's defaults: 16 for a completion; what the context leaves for a chat."""
+    older = fields.count("max_tokens", None if is_chat else 16)
+    return fields.count("max_completion_tokens", older) if is_chat else older
+
+
+def _seed(fields: _Body) -> int | None:
+    seed = fields.take("seed", int)
+    return None if seed is None else seed & WORD
+
+
+def _stop(fields: _Body) -> list[str]:
+    stop = fields.take("stop", (str, list), [])
+    stop = [stop] if type(stop) is str else stop
+    if len(stop) > MOST_STOP_STRINGS or any(type(each) is not str or not each for each in stop):
+        raise refused("stop", f"at most {MOST_STOP_STRINGS} texts of at least one character are expected")
+    return stop
+
+
+def _logit_bias(fields: _Body) -> dict[int, float] | None:
+    given = fields.take("logit_bias", dict)
+    if not given:
+        return None
+    if not all(token.isdecimal() and len(token) < 12 for token in given):
+        raise refused("logit_bias", "its names are token ids")
+    return {int(token): value for token, value in given.items()}
+
+
+def _priority(fields: _Body) -> float:
+    """As vLLM means it: any integer, 0 by default, and the smaller goes first. The engine's are 0..1, the larger first.
+    """
+    priority = fields.count("priority", 0, least=-(2**31))
+    return 0.5 - priority / (2 * (1 + abs(priority)))

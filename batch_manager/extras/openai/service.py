@@ -1,0 +1,284 @@
+"""OpenAIService: bodies in, answers out, over one AsyncEngine."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from time import monotonic, time
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from ...aio import AsyncEngine, RequestFailed, Stream
+from ...aio.mailbox import Delta
+from ...errors import BatchManagerError, ConfigError
+from ...names import FinishReason
+from ..chat_template import chat_prompt
+from ..generated_text import GeneratedText
+from ..tokenizer import encode, load_tokenizer
+from .errors import OpenAIError, refused
+from .fields import WORD, Asked, read_body
+from .shapes import DONE, Shapes, usage
+from .token_names import TokenNames
+
+
+class OpenAIService:
+    """What a server does for /v1/completions, /v1/chat/completions, /v1/models and /health.
+
+    engine    an AsyncEngine; with takes_all=True its bounds answer 429, and priorities hold among those that wait
+    folder    of the model, with its tokenizer and chat template
+    names     of the model, as clients may call it; the first one is told. Empty: the folder's
+    tokenizer   None: the folder's
+
+    `is_draining` may be set: new requests are then answered 503, and those that run go on.
+
+    Raises ConfigError where there is no tokenizer.
+    """
+
+    def __init__(self, engine: AsyncEngine, folder: str | os.PathLike, names: Sequence[str] = (),
+                 tokenizer: Any = None) -> None:
+        self.engine, self.folder = engine, os.fspath(folder)
+        self.names = list(names) or [os.path.basename(os.path.abspath(self.folder))]
+        self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
+        self.token_names = TokenNames(self.tokenizer)
+        self.is_draining = False
+        self._started = int(time())
+        self._guided: Any = None
+
+    async def accept(self, body: bytes, is_chat: bool) -> "Answer":
+        """Read a body and hand its requests to the engine.
+
+        Raises OpenAIError, and then nothing was handed over. What the engine refuses is raised by the answer.
+        """
+        arrived = monotonic()
+        if self.is_draining:
+            raise OpenAIError(503, "the server is draining", code="shutdown")
+        asked = read_body(body, is_chat)
+        if asked.model is not None and asked.model not in (*self.names, self.folder):
+            raise OpenAIError(404, f"the model {asked.model[:200]!r} does not exist; this server has {self.names[0]!r}",
+                              "model", "model_not_found")
+        try:
+            prompts = [self._prompt_ids(asked, prompt) for prompt in asked.prompts]
+            grammar = None
+            if asked.response_format is not None:
+                grammar = await asyncio.to_thread(self._grammar, asked.response_format)
+            return Answer(self, asked, prompts, grammar, arrived)
+        except ConfigError as error:         # no chat template, no llguidance
+            raise OpenAIError(400, str(error)) from None
+        except BatchManagerError as error:
+            raise OpenAIError.of(error) from None
+
+    def models(self) -> bytes:
+        """The answer of /v1/models."""
+        return orjson.dumps({"object": "list", "data": [
+            {"id": name, "object": "model", "created": self._started, "owned_by": "batch-manager",
+             "max_model_len": self.engine.info.max_seq_len} for name in self.names]})
+
+    def health(self) -> tuple[int, bytes]:
+        """(status, body) of /health: 503 while the server drains, and where the engine failed or hangs."""
+        health = self.engine.health()
+        state = "DRAINING" if self.is_draining and health["state"] == "RUNNING" else health["state"]
+        is_well = state == "RUNNING" and not health["is_hanging"]
+        told = {"status": state, "active_requests": health["active_requests"],
+                "queued_requests": health["queued_requests"]}
+        return 200 if is_well else 503, orjson.dumps(told)
+
+    def _prompt_ids(self, asked: Asked, prompt: Any) -> list[int]:
+        if asked.is_chat:
+            text = chat_prompt(self.folder, prompt, **asked.template_options)
+            return encode(self.tokenizer, text, add_special_tokens=False)
+        return encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+
+    def _grammar(self, schema: dict[str, Any] | bool) -> Any:
+        """Compiles; takes a while. On a thread of its own."""
+        info = self.engine.info
+        if not info.end_ids:
+            raise refused("response_format", "the model has no end id, so that a text could not end")
+        if self._guided is None:
+            from ..guided_decoding import GuidedDecoding
+            path = os.path.join(self.folder, "tokenizer.json")
+            self._guided = GuidedDecoding(path, vocab_size=info.vocab_size, end_id=info.end_ids[0])
+        return self._guided, self._guided.json_schema(orjson.dumps(schema).decode())
+
+
+class _Choice:
+    """One of the texts of an answer."""
+
+    __slots__ = ("index", "stream", "text", "first_token", "offset")
+
+    def __init__(self, index: int, stream: Stream, text: GeneratedText, offset: int) -> None:
+        self.index, self.stream, self.text, self.offset = index, stream, text, offset
+        self.first_token: float | None = None
+
+    def add(self, delta: Delta) -> str:
+        if self.first_token is None:
+            self.first_token = monotonic()
+        piece = self.text.add(delta)
+        if self.is_over:
+            self.stream.cancel()             # after a stop string the engine would go on
+        return piece
+
+    @property
+    def is_over(self) -> bool:
+        return self.text.finish_reason is not FinishReason.NOT_FINISHED
+
+
+class Answer:
+    """What one body is answered with. Either `events` or `whole` is called, once.
+
+    is_streaming   `events` it is
+    identity       the id that clients are told
+    """
+
+    def __init__(self, service: OpenAIService, asked: Asked, prompts: list[list[int]], grammar: Any,
+                 arrived: float) -> None:
+        self.is_streaming = asked.is_streaming
+        self.identity = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{uuid4().hex}"
+        self._service, self._asked, self._arrived = service, asked, arrived
+        self._shapes = Shapes(asked.is_chat, self.identity, int(time()), asked.model or service.names[0],
+                              service.token_names)
+        self._prompt_tokens = sum(map(len, prompts))
+        self._choices: list[_Choice] = []
+        self._echoes = [self._text_of(prompt, tokens) if asked.echo else ""
+                        for prompt, tokens in zip(asked.prompts, prompts, strict=True)]
+        try:
+            for number, prompt_ids in enumerate(prompts):
+                for copy in range(asked.count):
+                    self._start(prompt_ids, copy, grammar, len(self._echoes[number]))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """The client is gone: stop what runs. From the event loop."""
+        for choice in self._choices:
+            choice.stream.cancel()
+
+    async def whole(self) -> bytes:
+        """The body of an answer that does not stream. Raises OpenAIError."""
+        texts = [[echo] for echo in self._echoes for _ in range(self._asked.count)]
+        try:
+            for choice in self._choices:     # all of them run; they are only read in turn
+                async for delta in choice.stream:
+                    texts[choice.index].append(self._piece(choice, delta))
+                    if choice.is_over:
+                        break
+        except RequestFailed as error:
+            raise OpenAIError.of(error) from None
+        finally:
+            self.cancel()
+        return self._shapes.whole(
+            [("".join(texts[choice.index]), self._log_probs(choice, choice.text.tokens, choice.text.log_probs),
+              choice.text.finish_reason) for choice in self._choices], self._usage(), self._timings())
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, `[DONE]` the last. Raises OpenAIError before the first one; later an error is an event.
+        """
+        has_begun = False
+        try:
+            async for event in self._events():
+                yield event
+                has_begun = True
+        except RequestFailed as error:
+            if not has_begun:
+                raise OpenAIError.of(error) from None
+            yield b"data: " + OpenAIError.of(error).body() + b"\n\n"
+        finally:
+            self.cancel()
+        yield DONE
+
+    # ---------------------------------------------------------------- inside
+
+    def _start(self, prompt_ids: list[int], copy: int, grammar: Any, offset: int) -> None:
+        sampling, engine = self._asked.sampling, self._service.engine
+        if copy and sampling.seed is not None:
+            sampling = replace(sampling, seed=(sampling.seed + copy) & WORD)
+        options = {} if grammar is None else {"logits_post_processor": grammar[0].processor(grammar[1])}
+        text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop)
+        stream = engine.stream(sampling.tensors(prompt_ids, engine.info), priority=sampling.priority, **options)
+        self._choices.append(_Choice(len(self._choices), stream, text, offset))
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        if len(self._choices) == 1:
+            async for event in self._events_of(self._choices[0]):
+                yield event
+        else:
+            async for event in _merged([self._events_of(choice) for choice in self._choices]):
+                yield event
+        if self._asked.with_usage or self._asked.with_timings:
+            yield self._shapes.usage(self._usage(), self._timings())
+
+    async def _events_of(self, choice: _Choice) -> AsyncIterator[bytes]:
+        shapes, index, told = self._shapes, choice.index, self._asked.with_usage_in_every_chunk
+        before = shapes.role(index) if self._asked.is_chat else b""
+        echo = self._echoes[index // self._asked.count]
+        if echo:
+            before = shapes.chunk(index, echo, None, None)
+        async for delta in choice.stream:
+            piece = self._piece(choice, delta)
+            log_probs = self._log_probs(choice, delta.tokens, delta.log_probs)
+            used = self._usage() if told else None
+            if choice.is_over:
+                yield before + shapes.last(index, piece, log_probs, choice.text.finish_reason, used)
+                return
+            if piece or log_probs is not None or before:
+                yield before + (shapes.chunk(index, piece, log_probs, used) if piece or log_probs is not None else b"")
+                before = b""
+
+    def _piece(self, choice: _Choice, delta: Delta) -> str:
+        piece = choice.add(delta)
+        if self._asked.generates:
+            return piece
+        choice.text.tokens.clear()           # echo with max_tokens=0: a token was generated, and is not told
+        return ""
+
+    def _log_probs(self, choice: _Choice, tokens: list[int], values: list[float]) -> dict[str, Any] | None:
+        if not self._asked.sampling.log_probs:
+            return None
+        told = self._shapes.log_probs(tokens, values, choice.offset)
+        if self.is_streaming:
+            choice.offset += sum(len(self._service.token_names[token][0]) for token in tokens)
+        return told
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._prompt_tokens, sum(len(choice.text.tokens) for choice in self._choices))
+
+    def _timings(self) -> dict[str, float] | None:
+        if not self._asked.with_timings:
+            return None
+        first = min((choice.first_token for choice in self._choices if choice.first_token is not None), default=None)
+        return {"time_to_first_token_ms": None if first is None else round(1000 * (first - self._arrived), 3),
+                "total_ms": round(1000 * (monotonic() - self._arrived), 3)}
+
+    def _text_of(self, prompt: str | list[int], tokens: list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(tokens)
+
+
+async def _merged(iterators: list[AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
+    """What the iterators yield, as it comes. The first exception ends all."""
+    arrived: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
+
+    async def read(iterator: AsyncIterator[bytes]) -> None:
+        try:
+            async for event in iterator:
+                arrived.put_nowait(event)
+        except Exception as error:
+            arrived.put_nowait(error)
+        else:
+            arrived.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(read(iterator)) for iterator in iterators]
+    try:
+        left = len(tasks)
+        while left:
+            event = await arrived.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event is None:
+                left -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,90 @@
+"""The JSON of answers and chunks. A chunk is put together from parts that are the same for a whole answer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from ...names import FinishReason
+from .token_names import TokenNames
+
+DONE = b"data: [DONE]\n\n"
+_REASONS = {FinishReason.LENGTH: "length", FinishReason.NOT_FINISHED: None}
+
+
+def finish_reason(reason: FinishReason) -> str | None:
+    return _REASONS.get(reason, "stop")
+
+
+class Shapes:
+    """Of one answer.
+
+    identity   its id, which also says of what kind it is
+    """
+
+    def __init__(self, is_chat: bool, identity: str, created: int, model: str, names: TokenNames) -> None:
+        self._is_chat, self._names = is_chat, names
+        self._head = {"id": identity, "object": "chat.completion" if is_chat else "text_completion",
+                      "created": created, "model": model}
+        self._of_chunks = {**self._head, "object": "chat.completion.chunk"} if is_chat else self._head
+        self._start = b"data: " + orjson.dumps(self._of_chunks)[:-1] + b',"choices":[{"index":'
+        self._text = b',"delta":{"content":' if is_chat else b',"text":'
+        self._behind = (b"}" if is_chat else b"") + b',"logprobs":'
+
+    def role(self, index: int) -> bytes:
+        """The first chunk of a chat's text."""
+        delta = b'%d,"delta":{"role":"assistant","content":""},"logprobs":null' % index
+        return self._start + delta + self._end(b"null", None)
+
+    def chunk(self, index: int, text: str, log_probs: dict[str, Any] | None, usage: dict[str, Any] | None) -> bytes:
+        """A piece of a text."""
+        end = b',"finish_reason":null}]}\n\n' if usage is None else self._end(b"null", usage)
+        return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._behind,
+                         b"null" if log_probs is None else orjson.dumps(log_probs), end))
+
+    def last(self, index: int, text: str, log_probs: dict[str, Any] | None, reason: FinishReason,
+             usage: dict[str, Any] | None) -> bytes:
+        """The last piece, with why the text ended."""
+        told = orjson.dumps(finish_reason(reason))
+        if self._is_chat:
+            before = self.chunk(index, text, log_probs, usage) if text or log_probs else b""
+            return before + self._start + b'%d,"delta":{},"logprobs":null' % index + self._end(told, usage)
+        return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._behind,
+                         b"null" if log_probs is None else orjson.dumps(log_probs), self._end(told, usage)))
+
+    def usage(self, usage: dict[str, Any] | None, timings: dict[str, float] | None) -> bytes:
+        """The chunk without a text, behind the last."""
+        more = {"usage": usage} if timings is None else {"usage": usage, "timings": timings}
+        return b"data: " + orjson.dumps({**self._of_chunks, "choices": [], **more}) + b"\n\n"
+
+    def whole(self, texts: Sequence[tuple[str, dict[str, Any] | None, FinishReason]], usage: dict[str, Any],
+              timings: dict[str, float] | None) -> bytes:
+        choices = []
+        for index, (text, log_probs, reason) in enumerate(texts):
+            content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+            choices.append({"index": index, **content, "logprobs": log_probs, "finish_reason": finish_reason(reason)})
+        more = {} if timings is None else {"timings": timings}
+        return orjson.dumps({**self._head, "choices": choices, "usage": usage, **more})
+
+    def log_probs(self, tokens: Sequence[int], values: Sequence[float], offset: int) -> dict[str, Any]:
+        """offset   characters of the answer before the first of these tokens"""
+        named = [self._names[token] for token in tokens]
+        if self._is_chat:
+            return {"content": [{"token": text, "logprob": value, "bytes": content, "top_logprobs": []}
+                                for (text, content), value in zip(named, values, strict=True)], "refusal": None}
+        offsets = []
+        for text, _ in named:
+            offsets.append(offset)
+            offset += len(text)
+        return {"tokens": [text for text, _ in named], "token_logprobs": list(values), "top_logprobs": None,
+                "text_offset": offsets}
+
+    @staticmethod
+    def _end(reason: bytes, usage: dict[str, Any] | None) -> bytes:
+        told = b"" if usage is None else b',"usage":' + orjson.dumps(usage)
+        return b',"finish_reason":' + reason + b"}]" + told + b"}\n\n"
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens}

@@ -1,0 +1,37 @@
+"""How answers with log-probabilities name tokens: a text, and bytes."""
+
+from typing import Any
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The characters that byte-level tokenizers write for bytes, as GPT-2 chose them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
+
+
+class TokenNames:
+    """Looks each token up once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+        self._bytes_of_characters = _bytes_of_characters()
+
+    def __getitem__(self, token: int) -> tuple[str, list[int]]:
+        """(text, bytes). A token that is no whole character has a text such as `bytes:\\xe2\\x80`."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._look_up(token)
+        return found
+
+    def _look_up(self, token: int) -> tuple[str, list[int]]:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        if _REPLACEMENT in text:
+            name = getattr(self._tokenizer, "id_to_token", lambda _: None)(token) or ""
+            parts = [self._bytes_of_characters.get(character, -1) for character in name]
+            if parts and -1 not in parts:
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in parts), parts
+        return text, list(text.encode("utf-8", "replace"))

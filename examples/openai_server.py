@@ -1,0 +1,197 @@
+"""A server for OpenAI's clients. See openai_server.md.
+
+    python examples/openai_server.py --model FOLDER --port 8000
+    gunicorn -k uvicorn.workers.UvicornWorker -w 2 --chdir examples 'openai_server:make_app("models/austen-4m")'
+"""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+except ImportError:
+    sys.exit('openai_server: starlette and uvicorn are not installed; pip install -e ".[server]"')
+
+from batch_manager import BatchManagerError, KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.aio import AsyncEngine
+from batch_manager.extras.openai import Answer, OpenAIError, OpenAIService
+
+LARGEST_BODY = 32 * 1024 * 1024
+SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True, **params) -> Starlette:
+    """The application. Each process that runs it loads the model in its own start-up: after a fork, never before.
+
+    params   fields of TrtGptModelOptionalParams
+    """
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette):
+        cache = KvCacheConfig(enable_block_reuse=block_reuse)
+        engine = await AsyncEngine.start(
+            model, takes_all=True, optional_params=TrtGptModelOptionalParams(kv_cache_config=cache, **params))
+        try:
+            app.state.service = OpenAIService(engine, model, [served_model_name] if served_model_name else [])
+            yield
+        finally:
+            await engine.close(drain=False)      # uvicorn has waited for the connections
+
+    return Starlette(lifespan=lifespan, routes=[
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/models", models), Route("/health", health),
+    ], exception_handlers={404: not_found, 405: not_found, 500: server_error})
+
+
+async def completions(request: Request) -> Response:
+    return await answered(request, is_chat=False)
+
+
+async def chat_completions(request: Request) -> Response:
+    return await answered(request, is_chat=True)
+
+
+async def models(request: Request) -> Response:
+    return json_response(request.app.state.service.models())
+
+
+async def health(request: Request) -> Response:
+    status, body = request.app.state.service.health()
+    return json_response(body, status, {"Retry-After": "5"} if status == 503 else {})
+
+
+async def not_found(request: Request, error: Exception) -> Response:
+    return error_response(OpenAIError(error.status_code, f"{request.method} {request.url.path[:200]} is no route"))
+
+
+async def server_error(_: Request, __: Exception) -> Response:
+    return error_response(OpenAIError(500, "the server failed; its log says where"))
+
+
+# ---------------------------------------------------------------------- one request
+
+
+async def answered(request: Request, is_chat: bool) -> Response:
+    """The answer to one body. A client that goes away stops its requests, whether it streams or not."""
+    service, watcher = request.app.state.service, None
+    try:
+        answer = await service.accept(await body_of(request), is_chat)
+        headers = {"X-Request-Id": request.headers.get("x-request-id", answer.identity)}
+        watcher = asyncio.ensure_future(cancel_when_gone(request, answer))
+        if answer.is_streaming:
+            events = answer.events()
+            response = EventStream(await anext(events), events, answer, watcher, headers)
+            watcher = None
+            return response
+        return json_response(await answer.whole(), headers=headers)
+    except OpenAIError as error:
+        return error_response(error)
+    except ClientDisconnect:
+        return Response(status_code=499)
+    finally:
+        if watcher is not None:
+            watcher.cancel()
+
+
+async def body_of(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LARGEST_BODY:
+            raise OpenAIError(413, f"the body is larger than {LARGEST_BODY:,} bytes")
+    return bytes(body)
+
+
+async def cancel_when_gone(request: Request, answer: Answer) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    answer.cancel()
+
+
+class EventStream(Response):
+    """Server-sent events, the first of which is there already: what fails before it is an error with a status."""
+
+    def __init__(self, first: bytes, events, answer: Answer, watcher: asyncio.Future, headers: dict[str, str]) -> None:
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.first, self.events, self.answer, self.watcher = first, events, answer, watcher
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.first, "more_body": True})
+            async for event in self.events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self.watcher.cancel()
+            self.answer.cancel()
+
+
+def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, "application/json")
+
+
+def error_response(error: OpenAIError) -> Response:
+    return json_response(error.body(), error.status, error.headers)
+
+
+# ---------------------------------------------------------------------- the process
+
+
+class DrainingServer(uvicorn.Server):
+    """On SIGTERM new requests are answered 503, those that run go on for `drain_s` seconds, and the process ends.
+
+    The port stays open meanwhile, so that /health tells a load balancer. A second signal ends it at once.
+    """
+
+    def __init__(self, app: Starlette, host: str, port: int, drain_s: float) -> None:
+        super().__init__(uvicorn.Config(app, host, port, access_log=False, timeout_graceful_shutdown=5))
+        self.app, self.drain_s, self.draining = app, drain_s, None
+
+    def handle_exit(self, sig: int, frame) -> None:
+        if sig == signal.SIGTERM and self.draining is None and self.started:
+            self.draining = asyncio.ensure_future(self.drain())
+        else:
+            super().handle_exit(sig, frame)
+
+    async def drain(self) -> None:
+        service, deadline = self.app.state.service, time.monotonic() + self.drain_s
+        service.is_draining = True
+        while service.engine.health()["active_requests"] and time.monotonic() < deadline:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+        await service.engine.close(drain=False)      # what is left is told so
+        self.should_exit = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="OpenAI's HTTP interface over one model")
+    parser.add_argument("--model", required=True, help="folder: config.json, *.safetensors, tokenizer.json")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--drain-seconds", type=float, default=30.0)
+    parser.add_argument("--no-block-reuse", action="store_true")
+    for name, kind in (("max-batch-size", int), ("max-queued-requests", int), ("max-seq-len", int),
+                       ("num-threads", int), ("device", str), ("dtype", str)):
+        parser.add_argument(f"--{name}", type=kind)
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    host, port, drain_s = (given.pop(name) for name in ("host", "port", "drain_seconds"))
+    app = make_app(given.pop("model"), block_reuse=not given.pop("no_block_reuse"), **given)
+    try:
+        DrainingServer(app, host, port, drain_s).run()
+    except BatchManagerError as error:
+        sys.exit(f"openai_server: {error}")
+
+
+if __name__ == "__main__":
+    main()

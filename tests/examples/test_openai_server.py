@@ -1,0 +1,244 @@
+"""The OpenAI server as its README starts it, with OpenAI's own client and with plain HTTP, on loopback."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="httpx is not installed: the OpenAI server was not tried")
+openai = pytest.importorskip("openai", reason="openai is not installed: the OpenAI server was not tried")
+pytest.importorskip("starlette", reason="starlette is not installed: the OpenAI server was not tried")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: the OpenAI server was not tried")
+pytest.importorskip("torch")
+
+from batch_manager.extras.tokenizer import load_tokenizer  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOKENIZER = load_tokenizer(REPOSITORY / "examples" / "models" / "austen-4m")
+SERVER = REPOSITORY / "examples" / "openai_server.py"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+LONG = 1500
+
+
+class Server:
+    """A server in a process of its own, and what it logged."""
+
+    def __init__(self, folder, log, *options):
+        command = [sys.executable, str(SERVER), "--model", str(folder), "--port", "0", "--num-threads", "1", *options]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"running on (http://127\.0\.0\.1:\d+)", log.read_text())):
+            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        self.url = found[1]
+
+    def alive(self):
+        health = httpx.get(f"{self.url}/health").json()
+        return health["active_requests"]
+
+    def until(self, count, seconds):
+        deadline = time.monotonic() + seconds
+        while (alive := self.alive()) != count:
+            assert time.monotonic() < deadline, f"{alive} requests are alive, {count} are expected"
+            time.sleep(0.01)
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "austen"
+    shutil.copytree(REPOSITORY / "examples" / "models" / "austen-4m", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    server = Server(folder, tmp_path_factory.mktemp("logs") / "log", "--max-batch-size", "8", "--max-queued-requests",
+                    "16")
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_the_routes_and_options_of_openais_client(client):
+    assert [model.id for model in client.models.list()] == ["austen"]
+    fixed = {"model": "austen", "seed": 5, "max_tokens": 12}
+    one = client.completions.create(prompt="Emma smiled, and", logprobs=0, **fixed)
+    assert one.usage.completion_tokens == len(one.choices[0].logprobs.tokens) == 12
+    assert "".join(one.choices[0].logprobs.tokens) == one.choices[0].text
+    stream = client.completions.create(prompt="Emma smiled, and", stream=True,
+                                       stream_options={"include_usage": True}, **fixed)
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == one.choices[0].text
+    assert chunks[-1].usage == one.usage
+    tokens = [200, 201, 202]
+    for prompt, count in (("It is", 1), (["It is", "Emma"], 2), (tokens, 1), ([tokens, tokens], 2)):
+        assert len(client.completions.create(prompt=prompt, **fixed).choices) == count
+    three = client.completions.create(prompt="It is", n=3, **fixed)
+    assert len({choice.text for choice in three.choices}) == 3
+    greedy = [client.completions.create(prompt="It is", temperature=0, model="austen").choices[0].text
+              for _ in range(2)]
+    assert greedy[0] == greedy[1]
+    cut = client.completions.create(prompt="Emma smiled, and", stop=one.choices[0].text[5:9], **fixed)
+    assert cut.choices[0].text == one.choices[0].text.split(one.choices[0].text[5:9])[0]
+    assert cut.choices[0].finish_reason == "stop"
+    echo = client.completions.create(prompt="It is", echo=True, **fixed)
+    assert echo.choices[0].text.startswith("It is")
+    forced = client.completions.create(prompt="It is", logit_bias={"300": 100}, temperature=0.01, **fixed)
+    assert len(set(forced.choices[0].text.split())) <= 1
+    more = client.completions.create(prompt="It is", **fixed, extra_body={
+        "ignore_eos": True, "min_tokens": 3, "top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2,
+        "stop_token_ids": [1], "priority": 3, "return_timings": True})
+    assert 0 < more.timings["time_to_first_token_ms"] <= more.timings["total_ms"]
+    third = one.choices[0].logprobs.tokens[3]
+    ends = client.completions.create(prompt="Emma smiled, and", logprobs=0, **fixed, extra_body={
+        "stop_token_ids": [TOKENIZER.encode(third, add_special_tokens=False).ids[0]]})
+    assert ends.choices[0].finish_reason == "stop"
+    assert ends.choices[0].logprobs.tokens == one.choices[0].logprobs.tokens[:3]
+
+
+def test_chats(client):
+    fixed = {"model": "austen", "seed": 5, "messages": [{"role": "user", "content": "Who is Emma?"}]}
+    one = client.chat.completions.create(max_tokens=10, logprobs=True, **fixed)
+    assert one.choices[0].message.role == "assistant" and len(one.choices[0].logprobs.content) == 10
+    chunks = list(client.chat.completions.create(max_completion_tokens=10, stream=True, **fixed))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == one.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_response_format_is_kept(client):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"name": {"enum": ["Emma", "Jane"]}, "age": {"enum": [21, 27]}},
+              "required": ["name", "age"], "additionalProperties": False}
+    for extra in ({}, {"stream": True}):
+        answer = client.chat.completions.create(
+            model="austen", messages=[{"role": "user", "content": "Who?"}], max_tokens=120, temperature=0, **extra,
+            response_format={"type": "json_schema", "json_schema": {"name": "who", "schema": schema}})
+        text = ("".join(chunk.choices[0].delta.content or "" for chunk in answer) if extra
+                else answer.choices[0].message.content)
+        told = json.loads(text)
+        assert told["name"] in ("Emma", "Jane") and told["age"] in (21, 27)
+
+
+def test_errors_have_openais_shape_and_class(client, server):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature") as told:
+        client.completions.create(model="austen", prompt="x", temperature=-1, stream=True)
+    assert told.value.code == "invalid_request"
+    for body in ({"presence_penalty": 0.5}, {"logprobs": 3}, {"extra_body": {"banana": 1}}):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="austen", prompt="x", **body)
+    for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405)):
+        answer = httpx.request(method, server.url + path)
+        assert answer.status_code == status and answer.json()["error"]["message"]
+    answer = httpx.post(f"{server.url}/v1/completions", content=b"{", headers={"X-Request-Id": "mine"})
+    assert answer.status_code == 400 and "no JSON" in answer.json()["error"]["message"]
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
+
+
+def test_streams_that_are_cut_stop_and_leave_the_others_as_they_are(server):
+    async def test():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            async def read(number, cut=None):
+                length = LONG if cut else 60
+                pieces = []
+                stream = await client.completions.create(model="austen", prompt=f"Chapter {number}", seed=number,
+                                                         max_tokens=length, stream=True, extra_body={
+                                                             "ignore_eos": True})
+                async for chunk in stream:
+                    pieces.append(chunk.choices[0].text)
+                    if cut and len(pieces) == cut:
+                        await stream.close()
+                        break
+                return "".join(pieces)
+
+            together = await asyncio.gather(*[read(number, 5 if number % 4 == 0 else None) for number in range(20)])
+            await asyncio.to_thread(server.until, 0, 0.5)
+            alone = [await read(number) for number in (1, 2, 3, 19)]
+            assert alone == [together[number] for number in (1, 2, 3, 19)]
+            assert all(together)
+    asyncio.run(asyncio.wait_for(test(), 90))
+
+
+def test_a_call_that_does_not_stream_and_times_out_is_stopped(server):
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", timeout=0.3, json={
+            "prompt": "It is", "max_tokens": LONG, "ignore_eos": True, "n": 4})
+    server.until(0, 0.5)
+
+
+def test_too_many_calls_at_once_are_told_to_come_back(server):
+    async def test():
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+            answers = await asyncio.gather(*[client.post("/v1/completions", json={
+                "prompt": f"Chapter {number}", "max_tokens": 200, "ignore_eos": True}) for number in range(100)])
+        answered = [answer for answer in answers if answer.status_code == 200]
+        others = [answer for answer in answers if answer.status_code != 200]
+        assert len(answered) >= 24
+        assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in answered)
+        assert others and all(answer.status_code == 429 and int(answer.headers["retry-after"]) for answer in others)
+        assert others[0].json()["error"]["code"] == "queue_full"
+    asyncio.run(asyncio.wait_for(test(), 90))
+    server.until(0, 5)
+
+
+def test_no_prompt_is_in_the_log_and_sigterm_drains_with_a_limit(folder, tmp_path, server):
+    assert "Chapter" not in server.log.read_text() and "Traceback" not in server.log.read_text()
+    draining = Server(folder, tmp_path / "log", "--drain-seconds", "1.5")
+    try:
+        async def test():
+            async with httpx.AsyncClient(base_url=draining.url, timeout=30) as client:
+                async def read(length):
+                    async with client.stream("POST", "/v1/completions", json={
+                            "prompt": "It is", "max_tokens": length, "ignore_eos": True, "stream": True,
+                            "stream_options": {"include_usage": True}}) as answer:
+                        return [line async for line in answer.aiter_lines() if line]
+
+                long = [asyncio.ensure_future(read(2000)) for _ in range(64)]
+                short = asyncio.ensure_future(read(40))
+                while (await client.get("/health")).json()["active_requests"] < 65:
+                    await asyncio.sleep(0.01)
+                draining.process.send_signal(signal.SIGTERM)
+                began = time.monotonic()
+                while (answer := await client.get("/health")).status_code == 200:
+                    assert time.monotonic() - began < 1
+                assert answer.json()["status"] == "DRAINING" and "retry-after" in answer.headers
+                refused = await client.post("/v1/completions", json={"prompt": "x"})
+                assert refused.status_code == 503 and "retry-after" in refused.headers
+                assert json.loads((await short)[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 40
+                for lines in await asyncio.gather(*long):
+                    assert lines[-1] == "data: [DONE]"
+                    last = json.loads(lines[-2].removeprefix("data: "))
+                    assert "usage" in last or last["error"]["code"] == "shutdown"
+                return [json.loads(lines[-2].removeprefix("data: ")) for lines in await asyncio.gather(*long)]
+        ends = asyncio.run(asyncio.wait_for(test(), 60))
+        assert any("error" in end for end in ends)
+        assert draining.process.wait(10) == 0, draining.log.read_text()
+        assert "Traceback" not in draining.log.read_text() and "It is" not in draining.log.read_text()
+    finally:
+        draining.end()

@@ -1,0 +1,255 @@
+"""OpenAIService over a scripted model, without sockets: what bodies are read as, what is refused, how answers look."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from batch_manager import FinishReason, InvalidRequestError, Parts, TrtGptModelOptionalParams
+from batch_manager.aio import AsyncEngine, Delta
+from batch_manager.testing.scripted_backend import ScriptedBackend
+
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from batch_manager.extras.generated_text import GeneratedText  # noqa: E402
+from batch_manager.extras.openai import OpenAIError, OpenAIService  # noqa: E402
+from batch_manager.extras.openai.fields import read_body  # noqa: E402
+from batch_manager.extras.sampling import Sampling  # noqa: E402
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
+TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+TEXT = "We walked to the village — and then home again. "
+HASHED = object()    # no script: every history and every seed has its own text
+TOKENS = TOKENIZER.encode(TEXT, add_special_tokens=False).ids
+
+
+def run(test, script=None, folder=MODEL, **backend):
+    """test(service) on an event loop of its own. After prompts of one token the model says TEXT, over and over."""
+    async def inside():
+        says = None if script is HASHED else script or (lambda history: TOKENS[(len(history) - 1) % len(TOKENS)])
+        scripted = ScriptedBackend(vocab_size=4096, max_seq_len=4000, num_blocks=2000, verify=False, script=says,
+                                   **backend)
+        params = TrtGptModelOptionalParams(max_batch_size=4, max_queued_requests=4)
+        async with await AsyncEngine.start(parts=Parts(backend=scripted), optional_params=params,
+                                           takes_all=True) as engine:
+            await asyncio.wait_for(test(OpenAIService(engine, folder, ["austen"])), 60)
+    asyncio.run(inside())
+
+
+async def whole(service, is_chat=False, **body):
+    answer = await service.accept(json.dumps(body).encode(), is_chat)
+    return json.loads(await answer.whole())
+
+
+async def events(service, is_chat=False, **body):
+    answer = await service.accept(json.dumps({**body, "stream": True}).encode(), is_chat)
+    lines = b"".join([event async for event in answer.events()]).decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: ") for line in lines[:-1])
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+async def until_idle(service):
+    for _ in range(2000):
+        if not service.engine.health()["active_requests"]:
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("requests are still alive")
+
+
+def test_a_stream_is_the_whole_in_pieces():
+    async def test(service):
+        for stop in ([], ["village"], "gain"):
+            body = {"prompt": [5], "max_tokens": 40, "logprobs": 0, "stop": stop, "seed": 3}
+            one = await whole(service, **body)
+            chunks = await events(service, **body, stream_options={"include_usage": True})
+            (choice,) = one["choices"]
+            texts = [chunk["choices"][0] for chunk in chunks[:-1]]
+            assert "".join(each["text"] for each in texts) == choice["text"]
+            assert choice["text"].startswith("We walked to the ")
+            assert [each["finish_reason"] for each in texts[:-1]] == [None] * (len(texts) - 1)
+            assert texts[-1]["finish_reason"] == choice["finish_reason"] == ("stop" if stop else "length")
+            for key in ("tokens", "token_logprobs", "text_offset"):
+                assert [value for each in texts if each["logprobs"] for value in each["logprobs"][key]] == (
+                    choice["logprobs"][key])
+            count = one["usage"]["completion_tokens"]
+            assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == one["usage"]
+            assert one["usage"] == {"prompt_tokens": 1, "completion_tokens": count, "total_tokens": count + 1}
+            assert len(choice["logprobs"]["tokens"]) == count == (40 if not stop else count)
+            if stop:
+                assert choice["text"] == TEXT[: TEXT.index("village" if stop == ["village"] else "gain")]
+        await until_idle(service)
+
+    run(test)
+
+
+def test_several_prompts_and_texts_each_are_in_order_with_seeds_of_their_own():
+    async def test(service):
+        body = {"prompt": [[5], [6], [7]], "n": 2, "max_tokens": 6, "seed": 9, "ignore_eos": True}
+        one = await whole(service, **body)
+        assert [choice["index"] for choice in one["choices"]] == list(range(6))
+        texts = [choice["text"] for choice in one["choices"]]
+        assert len(set(texts)) == 6
+        alone = [(await whole(service, prompt=[token], max_tokens=6, seed=seed, ignore_eos=True))["choices"][0]["text"]
+                 for token in (5, 6, 7) for seed in (9, 10)]
+        assert alone == texts
+        pieces = {index: "" for index in range(6)}
+        for chunk in await events(service, **body):
+            pieces[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert list(pieces.values()) == texts
+        fresh = await whole(service, prompt=[5], n=4, max_tokens=6)
+        assert len({choice["text"] for choice in fresh["choices"]}) == 4
+        assert one["usage"]["prompt_tokens"] == 3 and one["usage"]["completion_tokens"] == 36
+
+    run(test, script=HASHED)
+
+
+def test_echo_also_of_nothing():
+    async def test(service):
+        prompt = "Emma smiled, and"
+        for extra in ({}, {"max_tokens": 0}):
+            one = await whole(service, prompt=prompt, echo=True, **{"max_tokens": 5, **extra})
+            text, used = one["choices"][0]["text"], one["usage"]["completion_tokens"]
+            assert text.startswith(prompt) and (text == prompt) == bool(extra) and used == (0 if extra else 5)
+            chunks = await events(service, prompt=prompt, echo=True, **{"max_tokens": 5, **extra})
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+
+    run(test)
+
+
+def test_a_chat_with_its_shapes(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ more }}assistant:")
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Who is "}, {"type": "text", "text": "Emma?"}]}]
+    prompt = TOKENIZER.encode("user: Who is Emma?\nassistant:", add_special_tokens=False).ids
+
+    async def test(service):
+        body = {"messages": messages, "max_completion_tokens": 8, "logprobs": True}
+        one = await whole(service, True, **body)
+        assert one["object"] == "chat.completion" and one["usage"]["prompt_tokens"] == len(prompt)
+        choice = one["choices"][0]
+        assert choice["message"] == {"role": "assistant", "content": TOKENIZER.decode(TOKENS[:8])}
+        assert len(choice["logprobs"]["content"]) == 8
+        assert all({"token", "logprob", "bytes", "top_logprobs"} == set(each)
+                   for each in choice["logprobs"]["content"])
+        said = b"".join(bytes(each["bytes"]) for each in choice["logprobs"]["content"])
+        assert said.decode(errors="replace") == choice["message"]["content"]
+        chunks = await events(service, True, **body, stream_options={"continuous_usage_stats": True})
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+        assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+        assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
+        assert chunks[-2]["usage"]["completion_tokens"] == 8 and chunks[-1]["usage"] == one["usage"]
+        more = await whole(service, True, messages=messages, max_tokens=1, chat_template_kwargs={"more": "(x)"})
+        assert more["usage"]["prompt_tokens"] > len(prompt)
+        unlimited = await whole(service, True, messages=messages, stop=["home"])
+        assert unlimited["choices"][0]["finish_reason"] == "stop"
+
+    run(test, folder=folder, script=lambda history: TOKENS[(len(history) - len(prompt)) % len(TOKENS)])
+
+
+@pytest.mark.parametrize("body, param", [
+    ({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[1, "a"]]}, "prompt"), ({"prompt": 3}, "prompt"),
+    ({"n": 0}, "n"), ({"n": 2000}, "n"), ({"n": True}, "n"), ({"best_of": 3}, "best_of"),
+    ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop"),
+    ({"stop": 3}, "stop"), ({"seed": "x"}, "seed"), ({"temperature": "hot"}, "temperature"),
+    ({"logprobs": 3}, "logprobs"), ({"logprobs": 0, "echo": True}, "logprobs"), ({"suffix": "x"}, "suffix"),
+    ({"tools": [{}]}, "tools"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"response_format": {"type": "grammar"}}, "response_format"), ({"banana": 1}, "banana"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"), ({"stop_token_ids": [1.5]}, "stop_token_ids"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+])
+def test_what_cannot_be_used_is_refused_by_name(body, param):
+    given = {} if not body or "prompt" in body else {"prompt": "x"}
+    with pytest.raises(OpenAIError) as told:
+        read_body(json.dumps({**given, **body}).encode(), is_chat=False)
+    assert told.value.status == 400 and told.value.param == param and param in told.value.message
+    assert json.loads(told.value.body())["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body, message", [
+    (b"{", "no JSON"), (b"[]", "no JSON object"), (b'{"messages": []}', "messages"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "type text"),
+    (b'{"messages": [3]}', "object"), (b'{"messages": [{}], "top_logprobs": 3}', "top_logprobs"),
+])
+def test_chats_that_cannot_be_used(body, message):
+    with pytest.raises(OpenAIError, match=message):
+        read_body(body, is_chat=True)
+
+
+def test_options_of_other_engines_and_harmless_fields():
+    asked = read_body(json.dumps({
+        "prompt": "x", "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "stop_token_ids": [3], "min_tokens": 2,
+        "ignore_eos": True, "priority": -1, "logit_bias": {"5": -100}, "seed": -1, "user": "me", "metadata": {},
+        "suffix": None, "tools": [], "n": None, "echo": None, "best_of": 1}).encode(), is_chat=False)
+    sampling = asked.sampling
+    assert (sampling.top_k, sampling.min_p, sampling.stop_token_ids, sampling.min_tokens) == (5, 0.1, [3], 2)
+    assert sampling.logit_bias == {5: -100} and sampling.seed == 2**64 - 1 and sampling.max_tokens == 16
+
+    def order(priority):
+        body = json.dumps({"prompt": "x", "priority": priority}).encode()
+        return read_body(body, is_chat=False).sampling.priority
+
+    values = [order(priority) for priority in (-1000, -1, 0, 1, 2, 1000)]
+    assert values == sorted(values, reverse=True) and len(set(values)) == 6 and order(0) == 0.5
+    assert all(0 < value < 1 for value in values)
+
+
+def test_errors_of_the_engine_come_before_the_first_event_with_their_status():
+    async def test(service):
+        for body, status, code in (({"prompt": [10**6]}, 400, "invalid_request"),
+                                   ({"prompt": [1], "temperature": -1}, 400, "invalid_request"),
+                                   ({"prompt": [1], "presence_penalty": 1}, 400, "invalid_request"),
+                                   ({"prompt": [1], "model": "other"}, 404, "model_not_found")):
+            for read in (whole, events):
+                with pytest.raises(OpenAIError) as told:
+                    await read(service, **body)
+                assert (told.value.status, told.value.code) == (status, code)
+        answers = [await service.accept(json.dumps({"prompt": [1], "max_tokens": 3000}).encode(), False)
+                   for _ in range(12)]
+        results = await asyncio.gather(*[answer.whole() for answer in answers[8:]], return_exceptions=True)
+        assert {each.status for each in results} == {429} and results[0].headers == {"Retry-After": "1"}
+        for answer in answers:
+            answer.cancel()
+        await until_idle(service)
+        assert service.health()[0] == 200
+        service.is_draining = True
+        assert service.health()[0] == 503
+        with pytest.raises(OpenAIError) as told:
+            await whole(service, prompt=[1])
+        assert told.value.status == 503 and told.value.headers == {"Retry-After": "5"}
+
+    run(test, step_seconds=0.002)
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event():
+    async def test(service):
+        answer = await service.accept(b'{"prompt": [1], "max_tokens": 3000, "stream": true}', False)
+        seen = []
+        async for event in answer.events():
+            seen.append(event)
+            if len(seen) == 3:
+                await service.engine.close(drain=False)
+        assert seen[-1] == b"data: [DONE]\n\n"
+        error = json.loads(seen[-2].removeprefix(b"data: "))["error"]
+        assert error["code"] == "shutdown" and error["type"] == "service_unavailable_error"
+
+    run(test, step_seconds=0.002)
+
+
+def test_further_end_ids_are_stop_words_and_left_out_of_the_text():
+    text = GeneratedText(TOKENIZER, [5], ["never"])
+    assert text.add(Delta(TOKENS[:2], [-1.0, -2.0])) == TOKENIZER.decode(TOKENS[:2])
+    text.add(Delta([TOKENS[2], 9], [-3.0, -4.0], finish_reason=FinishReason.STOP_WORDS))
+    assert text.tokens == TOKENS[:3] and text.log_probs == [-1.0, -2.0, -3.0]
+    assert text.finish_reason is FinishReason.END_ID
+
+    async def test(service):
+        tensors = Sampling(stop_token_ids=[7, 8, 9]).tensors([1], service.engine.info)
+        assert tensors["end_id"] == 7 and tensors["stop_words_list"] == [[8], [9]]
+        with pytest.raises(InvalidRequestError, match="min_tokens"):
+            Sampling(stop_token_ids=[7, 8], min_tokens=3).tensors([1], service.engine.info)
+    run(test)
