@@ -16,6 +16,7 @@ _PUBLIC = {
     "GptManager": "gpt_manager",
     "InferenceRequest": "requests.inference_request",
     "NamedTensor": "responses.named_tensor",
+    "PerfMetrics": "responses.perf_metrics",
     "KvCacheRetentionConfig": "requests.retention",
     "TokenRangeRetentionConfig": "requests.retention",
     "EngineInfo": "engine_info",
@@ -148,6 +149,7 @@ if TYPE_CHECKING:
     from .requests.llm_request import LlmRequest
     from .requests.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
     from .responses.named_tensor import NamedTensor
+    from .responses.perf_metrics import PerfMetrics
     from .sampling_config import SamplingConfig
     from .scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
     from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler, SchedulerOutput

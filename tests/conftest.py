@@ -218,7 +218,8 @@ class Client:
 
 def request(request_id: int, prompt: list[int], new_tokens: int, *, streaming: bool = False,
             **tensors) -> InferenceRequest:
-    options = {name: tensors.pop(name) for name in ("priority", "deadline_s", "cache_salt") if name in tensors}
+    options = {name: tensors.pop(name) for name in ("priority", "deadline_s", "cache_salt", "arrival_time")
+               if name in tensors}
     return InferenceRequest(request_id, {"input_ids": prompt, "request_output_len": new_tokens, **tensors},
                             is_streaming=streaming, **options)
 

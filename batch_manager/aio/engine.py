@@ -121,7 +121,8 @@ class AsyncEngine:
             raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor streaming is given; stream() streams and "
                                 "generate() does not; leave it out")
         mailbox = Mailbox(request_id, Wants(log_probs=_asks(request.return_log_probs), tensors=any(map(_asks, (
-            request.return_context_logits, request.return_generation_logits, request.beam_width)))))
+            request.return_context_logits, request.return_generation_logits, request.beam_width))),
+            metrics=_asks(request.return_perf_metrics)))
         switchboard.hand_over(mailbox, request)
         self._manager.notify()
         return mailbox

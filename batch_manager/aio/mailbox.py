@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..errors import BatchManagerError
 from ..names import ErrorCode, FinishReason
 from ..responses.named_tensor import NamedTensor
+from ..responses.perf_metrics import PerfMetrics
 from ..responses.tensors import RESPONSE_TENSORS
 
 OUTPUT_IDS, SEQUENCE_LENGTH, LOG_PROBS, CUM_LOG_PROBS, FINISH_REASON = map(RESPONSE_TENSORS.index, (
@@ -42,6 +43,7 @@ class Delta:
     finish_reason  why the text ended; NOT_FINISHED in all deltas but the last
     responses      the tensors of the responses that these tokens came in, where the request asked for logits or beams:
                    a list of NamedTensor each, as `send_response_cb` gets them
+    metrics        timings, in the last delta of a request with `return_perf_metrics`
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -49,6 +51,7 @@ class Delta:
     cum_log_prob: float = 0.0
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
     responses: list[list[NamedTensor]] = field(default_factory=list)
+    metrics: PerfMetrics | None = None
 
 
 class Wants(NamedTuple):
@@ -56,6 +59,7 @@ class Wants(NamedTuple):
 
     log_probs: bool
     tensors: bool
+    metrics: bool = False
 
 
 class Mailbox:
@@ -85,7 +89,7 @@ class Mailbox:
             self.end(error)
             return
         reason = FinishReason.NOT_FINISHED if not final else FinishReason(int(tensors[FINISH_REASON].array[0, 0]))
-        tokens, wants_more = tensors[OUTPUT_IDS].array[0, 0], self._wants.log_probs or self._wants.tensors
+        tokens, wants_more = tensors[OUTPUT_IDS].array[0, 0], any(self._wants)
         if self._wants.tensors:                # of several beams the shorter ones are padded
             tokens = tokens[: int(tensors[SEQUENCE_LENGTH].array[0, 0])]
         self._arrived.append((tokens.tolist(), reason, tensors if wants_more else None))
@@ -122,6 +126,8 @@ class Mailbox:
             delta.cum_log_prob = float(tensors[CUM_LOG_PROBS].array[0, 0])
         if self._wants.tensors:
             delta.responses.append(tensors)
+        if self._wants.metrics:
+            delta.metrics = PerfMetrics.of(tensors)
 
     def something(self) -> asyncio.Future:
         """A future that is done when something arrived. The caller has found nothing since it set `loop` to the running

@@ -280,6 +280,16 @@ class KvCacheManager:
         """Tokens at the front of the prompt that were in the cache when the request claimed its blocks."""
         return self.sequences.reused_tokens.get(request.seq_slot, 0) if self.owns(request) else 0
 
+    def blocks_since_start(self, request: LlmRequest) -> tuple[int, int]:
+        """Blocks the request has got since it claimed its first ones: taken from the pool, and found in the cache."""
+        if not self.owns(request):
+            return 0, 0
+        unit, beams = self.tokens_per_block, request.beam_width
+        reused = -(-self.reused_tokens(request) // unit)
+        grown = int(self.sequences.ends[request.seq_slot]) - -(-request.prompt_len // unit)
+        first = block_needs.blocks_of_prompt(request.prompt_len, unit, beams, own_last=self.cache is not None)
+        return first - reused + grown * beams, reused
+
     def publish_context(self, request: LlmRequest, computed_tokens: int) -> None:
         """Let other prompts use the full blocks of the prompt that are computed; not the block of its last token.
 

@@ -6,6 +6,7 @@ from ..names import ErrorCode, FinishReason
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
 from ..responses.deliveries import Deliveries, Delivery
+from ..responses.perf_metrics import PerfMetrics
 from ..steps.resources import Resources
 from ..steps.window import StepWindow
 from .active_requests import ActiveRequests
@@ -28,6 +29,7 @@ class Finals:
         self._unanswered = callbacks.unanswered
         self._active = active
         self._intake = intake
+        self._timings = intake.timings
         self._resources = resources
         self._deliveries = deliveries
         self._window = window
@@ -44,8 +46,9 @@ class Finals:
 
     def end(self, request: LlmRequest, reason: FinishReason) -> None:
         """A request that ran ends well: its final carries what it has not been told yet."""
+        metrics = self._timings.take(request, self._resources)
         delivery = self._take_out(request, keep_computed=True)
-        self._send_final(request, delivery, reason)
+        self._send_final(request, delivery, reason, metrics)
 
     def send_held(self) -> None:
         """Send what was held back and no longer need be."""
@@ -60,9 +63,10 @@ class Finals:
 
     def end_waiting(self, admitted: Admitted, reason: FinishReason) -> None:
         """A request that never ran ends well, with no tokens."""
+        metrics = self._timings.take(admitted.request, self._resources)
         self._intake.forget(admitted.request.request_id)
         self._deliveries.admit(admitted)
-        self._send_final(admitted.request, self._deliveries.forget(admitted.request.request_id), reason)
+        self._send_final(admitted.request, self._deliveries.forget(admitted.request.request_id), reason, metrics)
 
     def fail_waiting(self, admitted: Admitted, code: ErrorCode, message: str) -> None:
         request_id = admitted.request.request_id
@@ -106,8 +110,12 @@ class Finals:
         self.ended.append(request.request_id)
         return self._deliveries.forget(request.request_id)
 
-    def _send_final(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> None:
-        self._callbacks.send_final(request.request_id, self._deliveries.response(request, delivery, reason))
+    def _send_final(self, request: LlmRequest, delivery: Delivery, reason: FinishReason,
+                    metrics: PerfMetrics | None) -> None:
+        tensors = self._deliveries.response(request, delivery, reason)
+        if metrics is not None:
+            tensors += self._deliveries.tensors_of(metrics)
+        self._callbacks.send_final(request.request_id, tensors)
 
     def _send_error(self, request_id: int, code: ErrorCode, text: str) -> None:
         log.info("request %d ended: %s", request_id, text)

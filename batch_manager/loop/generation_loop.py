@@ -71,6 +71,7 @@ class GenerationLoop:
         self.totals = Totals()
         self.deliveries = deliveries
         self._static_batch = static_batch
+        self.timings = intake.timings
         self._no_static_batch = None if static_batch is None else StaticBatchStats()
         self._resources = Resources(kv_cache_manager, limits.max_seq_len, resources)
         self._runner = StepRunner(backend, self._resources.device_work, limits.vocab_size, callbacks.guard)
@@ -200,6 +201,8 @@ class GenerationLoop:
         if plan is None:
             return None
         if plan.paused_requests:
+            if self.timings.asking:
+                self.timings.note_pauses(plan.paused_requests, self.kv)
             self.totals.recomputed_tokens += self._resources.pause(plan.paused_requests)
         batch = None
         if plan.context_requests or plan.generation_requests:
@@ -211,6 +214,7 @@ class GenerationLoop:
                 batch = self._static_batch.padded(batch, plan)
                 record.static_batch = self._static_batch.stats
             if batch.context:
+                self.timings.note_starts(batch, plan.context_requests, self.kv)
                 record.chunks = [(request.request_id, work.start, len(work.token_ids))
                                  for request, work in zip(plan.context_requests, batch.context, strict=True)]
         record.plan = plan
@@ -242,6 +246,8 @@ class GenerationLoop:
         flight, output = finished
         outcome = advance(flight.step.batch, output, flight.requests, flight.void, self.deliveries, self._resources,
                           may_have_ended=self.window.depth > 1)
+        if self.timings.asking:
+            self.timings.note_tokens(flight.requests, flight.void)
         record.generated_tokens = outcome.generated_tokens
         self.window.num_discarded_tokens += outcome.discarded_tokens
         return outcome

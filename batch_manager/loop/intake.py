@@ -19,7 +19,10 @@ from ..errors import (
 from ..requests.admission import Admission, Admitted, usable_id
 from ..seams import Clock
 from .callbacks import GuardedCallbacks
+from .timings import Timings
 from .unanswered import Refusal
+
+MOST_SECONDS_IN_THE_FUTURE = 1.0    # of an arrival: clocks are read on several threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Intake:
 
     num_accepted, num_refused, unaddressable   items decided since construction
     arrived         ids accepted since `take_arrived` was called
+    timings         of the accepted requests
     num_warnings    accepted requests that were changed on the way in (an output length cut to what fits)
     """
 
@@ -54,6 +58,7 @@ class Intake:
         self._warning_log = RateLimitedLog(clock.monotonic)
         self._bounds = bounds
         self._clock = clock
+        self.timings = Timings(clock)
         self._at_most = max_admissions_per_iteration
         self._terminate_req_id = terminate_req_id
         self._queue: deque[Admitted] = deque()
@@ -168,6 +173,8 @@ class Intake:
         if admitted.request.request_id != request_id:
             raise InvalidRequestError(f"request {request_id}: its request_id is another one each time it is read",
                                       "an id stays what it is until the final response", "do not override request_id")
+        if admitted.arrival_time is not None:
+            self._check_arrival(request_id, admitted.arrival_time)
         tokens, bounds = admitted.request.prompt_len, self._bounds
         if not has_room and len(self._queue) >= bounds.max_queued_requests:
             raise QueueFullError(f"request {request_id}: {len(self._queue)} requests wait already",
@@ -185,14 +192,25 @@ class Intake:
                                  "ask for fewer logits, try again later, or raise max_bytes_in_flight")
         return admitted
 
+    def _check_arrival(self, request_id: int, arrival_time: float) -> None:
+        ahead = arrival_time - self._clock.monotonic()
+        if ahead > MOST_SECONDS_IN_THE_FUTURE:
+            raise InvalidRequestError(f"request {request_id}: arrival_time is {arrival_time:g}, {ahead:.6g} seconds in "
+                                      "the future", "it is in the past, in seconds of the engine's clock",
+                                      "take it from time.monotonic(), not from time.time()")
+
     def _note_accepted(self, admitted: Admitted) -> None:
         request_id = admitted.request.request_id
         self.arrived.append(request_id)
         self._bytes_of[request_id] = admitted.num_bytes
         self._bytes_in_flight += admitted.num_bytes
+        arrived_at = self._clock.monotonic()
+        if admitted.arrival_time is not None:
+            arrived_at = min(admitted.arrival_time, arrived_at)
+        self.timings.accept(admitted, arrived_at)
         if admitted.response.deadline_s is not None:
             deadline_s = admitted.response.deadline_s
-            self._deadlines[request_id] = self._clock.monotonic() + deadline_s, deadline_s
+            self._deadlines[request_id] = arrived_at + deadline_s, deadline_s
         for warning in admitted.warnings:
             self.num_warnings += 1
             self._warning_log.log(logging.WARNING, "%s (%d so far)", warning, self.num_warnings)
@@ -243,6 +261,7 @@ class Intake:
         self._bytes_of.clear()
         self._bytes_in_flight = 0
         self._deadlines.clear()
+        self.timings.clear()
 
     def expired(self) -> dict[int, str]:
         """The ids whose deadline has passed, and the error for each that has no token by then. Each is named once."""
@@ -254,13 +273,14 @@ class Intake:
         for request_id in late:
             del self._deadlines[request_id]
         return {request_id: f"deadline_s is {deadline_s:g} and it passed before the first token; it counts from "
-                            "admission and must last for waiting, the prompt and one token; give the request more "
+                            "the arrival and must last for waiting, the prompt and one token; give the request more "
                             "time, or the engine less work" for request_id, deadline_s in late.items()}
 
     def forget(self, request_id: int) -> None:
         """The request has ended; its bytes and its deadline no longer count."""
         self._bytes_in_flight -= self._bytes_of.pop(request_id, 0)
         self._deadlines.pop(request_id, None)
+        self.timings.forget(request_id)
 
     def _note_unaddressable(self, item: object) -> None:
         self._unanswered.note_unaddressable()

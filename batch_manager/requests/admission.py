@@ -71,15 +71,18 @@ NOT_WITH_BEAMS: dict[str, str] = {
 SAMPLING_OPTIONS = frozenset(parameter.tensor for parameter in PARAMETERS.values()) - {"beam_width"}
 
 MAX_CACHE_SALT = 1024
+LATEST_S = 1e9             # thirty years; as nanoseconds it is an int64
 BATCHED = "batched"        # the name of TensorRT-LLM's batched post-processor
 
 _IS_STREAMING = TensorSpec("is_streaming", Content.FLAG, Shape.SCALAR)
 _PRIORITY = TensorSpec("priority", Content.NUMBER, Shape.SCALAR)
 _DEADLINE = TensorSpec("deadline_s", Content.NUMBER, Shape.SCALAR)
+_ARRIVAL = TensorSpec("arrival_time", Content.NUMBER, Shape.SCALAR)
 
 _POSITIVE = Range(1, INT32_MAX, whole=True)
 _TASK_ID = Range(0, UINT64_MAX, whole=True)
 _DEADLINE_RANGE = Range(0, FLOAT32_MAX, above_low=True)
+_ARRIVAL_RANGE = Range(-LATEST_S, LATEST_S)
 _SEED = Range(-(2**63), UINT64_MAX, whole=True)
 _LORA_NUMBER = Range(0, INT32_MAX, whole=True)
 _EXTRA_ID = Range(0, 2**63 - 1, whole=True)
@@ -95,6 +98,7 @@ class Admitted:
     num_bytes    its tensors and the logits it will get back
     warnings     what was changed to make it fit, one sentence each
     prompt_table   embeddings of its virtual tokens; None: its prompt has none
+    arrival_time   seconds of the engine's clock, as the request has it; None: it has none
     """
 
     request: LlmRequest
@@ -103,6 +107,7 @@ class Admitted:
     num_bytes: int
     warnings: tuple[str, ...] = ()
     prompt_table: PromptTable | None = None
+    arrival_time: float | None = None
 
 
 @dataclass(slots=True)
@@ -115,6 +120,7 @@ class _Looked:
     is_streaming: bool = False
     priority: float = 0.5
     deadline_s: float | None = None
+    arrival_time: float | None = None
     cache_salt: str | bytes | None = None
     retention: KvCacheRetentionConfig | None = None
     logits_post_processor: Callable[..., Any] | str | None = None
@@ -228,6 +234,7 @@ class Admission:
         looked.is_streaming = scalar(_IS_STREAMING, item.is_streaming) or looked.scalars.get("streaming", False)
         looked.priority = scalar(_PRIORITY, item.priority)
         looked.deadline_s = None if item.deadline_s is None else scalar(_DEADLINE, item.deadline_s)
+        looked.arrival_time = None if item.arrival_time is None else scalar(_ARRIVAL, item.arrival_time)
         looked.cache_salt = item.cache_salt
         if type(looked.cache_salt) not in (str, bytes, type(None)) or len(looked.cache_salt or "") > MAX_CACHE_SALT:
             raise InvalidRequestError("cache_salt is not usable",
@@ -321,12 +328,14 @@ class Admission:
                 return_log_probs=return_log_probs,
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
+                return_perf_metrics=scalars.get("return_perf_metrics", False),
                 deadline_s=None if looked.deadline_s is None else float(looked.deadline_s),
                 pad_id=_pad_id(scalars) if sampling.beam_width > 1 else 0,
             ),
             num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
             prompt_table=prompt_table,
+            arrival_time=None if looked.arrival_time is None else float(looked.arrival_time),
         )
 
     def _post_processor_for(self, request: LlmRequest, looked: _Looked) -> LogitsPostProcessor | None:
@@ -396,6 +405,8 @@ class Admission:
         SHARE.check("priority", looked.priority)
         if looked.deadline_s is not None:
             _DEADLINE_RANGE.check("deadline_s", looked.deadline_s)
+        if looked.arrival_time is not None:
+            _ARRIVAL_RANGE.check("arrival_time", looked.arrival_time)
         for name, gathered in (("context", self.gather_context_logits), ("generation", self.gather_generation_logits)):
             if scalars.get(f"return_{name}_logits") and not gathered:
                 raise InvalidRequestError(f"return_{name}_logits is set and gather_{name}_logits is off",

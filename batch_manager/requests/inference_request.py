@@ -81,6 +81,7 @@ TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
     TensorSpec("return_log_probs", Content.FLAG, Shape.SCALAR, False),
     TensorSpec("return_context_logits", Content.FLAG, Shape.SCALAR, False),
     TensorSpec("return_generation_logits", Content.FLAG, Shape.SCALAR, False),
+    TensorSpec("return_perf_metrics", Content.FLAG, Shape.SCALAR, False),
     TensorSpec("streaming", Content.FLAG, Shape.SCALAR, False),
 ]}
 
@@ -101,7 +102,9 @@ class InferenceRequest:
                             runs again. Or "batched": the one of Parts(logits_post_processor_batched=...), for all
                             requests that name it at once. decoding/logits_post_processors.py says more
     priority                0..1, a larger one goes first
-    deadline_s              seconds from admission until the request is ended as timed out; None: never
+    deadline_s              seconds from arrival until the request is ended as timed out; None: never
+    arrival_time            when the server got it: seconds of `time.monotonic()`, or of the clock in Parts. Its queue
+                            time and deadline_s count from then; None: from admission
     cache_salt              reuse of cached prefixes stays among requests with the same salt
     kv_cache_retention_config   how long what the request leaves in the KV cache should be kept; None: as long as others
 
@@ -112,12 +115,13 @@ class InferenceRequest:
     """
 
     __slots__ = ("_request_id", "_tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s",
-                 "cache_salt", "kv_cache_retention_config", "__weakref__")
+                 "cache_salt", "kv_cache_retention_config", "arrival_time", "__weakref__")
 
     def __init__(self, request_id: int, tensors: Mapping[str, Any] | None = None, *, is_streaming: bool = False,
                  logits_post_processor: Callable[..., Any] | str | None = None, priority: float = 0.5,
                  deadline_s: float | None = None, cache_salt: str | bytes | None = None,
-                 kv_cache_retention_config: KvCacheRetentionConfig | None = None) -> None:
+                 kv_cache_retention_config: KvCacheRetentionConfig | None = None,
+                 arrival_time: float | None = None) -> None:
         self._request_id = checked_request_id(request_id)
         self._tensors = {} if tensors is None else _named(tensors)
         self.is_streaming = is_streaming
@@ -126,6 +130,7 @@ class InferenceRequest:
         self.deadline_s = deadline_s
         self.cache_salt = cache_salt
         self.kv_cache_retention_config = kv_cache_retention_config
+        self.arrival_time = arrival_time
 
     # Read by C: an exception that another thread raises cannot be mistaken for one that reading the id raised.
     request_id = property(attrgetter("_request_id"))

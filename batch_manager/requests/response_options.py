@@ -9,7 +9,8 @@ class ResponseOptions:
 
     is_streaming     a response for each new token
     exclude_input    output_ids of a response that is not streamed leaves the prompt out
-    deadline_s       seconds from admission; None: no deadline
+    deadline_s       seconds from arrival; None: no deadline
+    return_perf_metrics   the final response has them
     pad_id           what fills the rows of output_ids after shorter beams
     """
 
@@ -18,5 +19,6 @@ class ResponseOptions:
     return_log_probs: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False
+    return_perf_metrics: bool = False
     deadline_s: float | None = None
     pad_id: int = 0

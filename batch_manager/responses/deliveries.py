@@ -11,6 +11,7 @@ from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
 from ..requests.response_options import ResponseOptions
 from .beam_delivery import BeamDelivery
+from .perf_metrics import PerfMetrics
 from .tensors import build_beam_response, build_response, streamed_token_builder
 
 
@@ -127,6 +128,10 @@ class Deliveries:
             delivery.num_sent = num_generated
             responses.append((request_id, tensors))
         return responses
+
+    def tensors_of(self, metrics: PerfMetrics) -> list:
+        """What the final response of a request that asked for metrics has after its other tensors."""
+        return metrics.tensors(self._to_tensor)
 
     def forget(self, request_id: int) -> Delivery | None:
         """The request has ended; what it has not been told yet is returned, for its final."""

@@ -125,6 +125,10 @@ class Resources:
             figures.update(resource.figures())
         return figures
 
+    def blocks_since_start(self, request: LlmRequest) -> tuple[int, int]:
+        """See KvCacheManager.blocks_since_start."""
+        return self._kv.blocks_since_start(request)
+
     def reject_drafts(self, requests: Sequence[LlmRequest], num_rejected: Sequence[int]) -> None:
         """Give back what was claimed for drafts that were not accepted. num_rejected: of each request"""
         self._kv.rewind(requests, num_rejected)

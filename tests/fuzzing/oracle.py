@@ -13,7 +13,8 @@ from .items import BROKEN, NOBODY, STRANGER, Draw, fail_later, leave_alone
 from .values import BOOL, FLOAT, INT, LARGE, PYTHON, STRANGE, Value
 
 INT32, UINT64, FLOAT32 = 2**31 - 1, 2**64 - 1, 3.4028234663852886e38
-FLAGS = ("return_log_probs", "return_context_logits", "return_generation_logits", "streaming")
+FLAGS = ("return_log_probs", "return_context_logits", "return_generation_logits", "streaming",
+         "return_perf_metrics")
 SCALARS: dict[str, tuple[type, float, float]] = {       # lowest and highest; of floats that are above 0: the least one
     "request_output_len": (int, 1, INT32), "end_id": (int, -1, None), "pad_id": (int, -1, None),
     "runtime_top_p_reset_ids": (int, -1, None), "beam_width": (int, 1, INT32), "runtime_top_k": (int, 0, 1024),

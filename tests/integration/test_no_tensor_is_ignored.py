@@ -49,6 +49,7 @@ CRAFTED = {
     "return_log_probs": ({}, True),
     "return_context_logits": ({}, True),
     "return_generation_logits": ({}, True),
+    "return_perf_metrics": ({}, True),
     "streaming": ({}, True),
 }
 NO_EFFECT = {"input_lengths": "obsolete: accepted and not looked at",

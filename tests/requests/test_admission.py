@@ -47,6 +47,7 @@ VALID = {
     "lora_config": [[[0, 0, 4], [4, 1, 4]]],
     "draft_input_ids": [[4, 5]],
     "draft_logits": [np.zeros((2, VOCAB), np.float32)],
+    "return_perf_metrics": [True, 1, np.array([True]), [1], np.bool_(True)],
     "return_log_probs": [True, 1, np.array([True]), [1], np.bool_(True)],
     "return_context_logits": [True],
     "return_generation_logits": [True],

@@ -15,7 +15,7 @@ DOCUMENTED = [
     "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_length", "random_seed", "bad_words_list",
     "stop_words_list", "embedding_bias", "prompt_embedding_table", "prompt_vocab_size", "lora_task_id", "lora_weights",
     "lora_config", "draft_input_ids", "draft_logits", "return_log_probs", "return_context_logits",
-    "return_generation_logits", "input_lengths", "streaming",
+    "return_generation_logits", "input_lengths", "streaming", "return_perf_metrics",
 ]
 
 

@@ -1,0 +1,108 @@
+"""When requests arrived, started and got their tokens: for statistics, and for requests that ask."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from ..handover import ScheduledBatch
+from ..kv.kv_cache_manager import KvCacheManager
+from ..requests.admission import Admitted
+from ..requests.llm_request import LlmRequest
+from ..responses.perf_metrics import NANOSECONDS, PerfMetrics
+from ..seams import Clock
+from ..steps.resources import Resources
+
+
+class Timings:
+    """Arrivals of the requests that have not started, and the metrics of those that asked for them.
+
+    asking           request id -> its metrics so far. Where it is empty, nothing is computed for anybody's metrics
+    waiting          request id -> seconds of the clock when it arrived, of accepted requests that never were in a step
+    started          requests that were in a step for the first time since `take_started` was called
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.asking: dict[int, PerfMetrics] = {}
+        self.waiting: OrderedDict[int, float] = OrderedDict()
+        self.started = 0
+        self._queue_s = self._longest_queue_s = 0.0
+
+    def accept(self, admitted: Admitted, arrived_at: float) -> None:
+        request_id = admitted.request.request_id
+        self.waiting[request_id] = arrived_at
+        if admitted.response.return_perf_metrics:
+            self.asking[request_id] = PerfMetrics(arrival_time_ns=_ns(arrived_at))
+
+    def note_starts(self, batch: ScheduledBatch, contexts: Sequence[LlmRequest], kv: KvCacheManager) -> None:
+        """These contexts are in a step that is about to be launched."""
+        waiting = self.waiting
+        now = None
+        for work, request in zip(batch.context, contexts):
+            if work.setup is None or request.request_id not in waiting:    # a later chunk, or resumed after a pause
+                continue
+            request_id, now = request.request_id, self._clock.monotonic() if now is None else now
+            queue_s = max(now - waiting.pop(request_id), 0.0)
+            self.started += 1
+            self._queue_s += queue_s
+            self._longest_queue_s = max(self._longest_queue_s, queue_s)
+            if request_id in self.asking:
+                self.asking[request_id] = replace(self.asking[request_id], first_scheduled_time_ns=_ns(now),
+                                                  cached_tokens=kv.reused_tokens(request))
+
+    def take_started(self) -> tuple[int, float, float]:
+        """Of the requests that started since the last call: how many, the sum and the largest of their queue times, in
+        seconds."""
+        taken = self.started, self._queue_s, self._longest_queue_s
+        self.started, self._queue_s, self._longest_queue_s = 0, 0.0, 0.0
+        return taken
+
+    def oldest_wait_s(self) -> float:
+        """How long the request waits that waits longest of those in the order of their admission; 0.0: none waits."""
+        for arrived_at in self.waiting.values():
+            return max(self._clock.monotonic() - arrived_at, 0.0)
+        return 0.0
+
+    def note_tokens(self, requests: Sequence[LlmRequest], passed_over: Collection[LlmRequest]) -> None:
+        """A step of these requests was read. Only where somebody is `asking`."""
+        now = _ns(self._clock.monotonic())
+        for request in requests:
+            metrics = self.asking.get(request.request_id)
+            # What is behind its context drew a token.
+            if metrics is not None and request.context_read == request.prompt_len and request not in passed_over:
+                self.asking[request.request_id] = replace(
+                    metrics, first_token_time_ns=metrics.first_token_time_ns or now, last_token_time_ns=now)
+
+    def note_pauses(self, paused: Sequence[LlmRequest], kv: KvCacheManager) -> None:
+        """These are about to give back what they hold. Only where somebody is `asking`."""
+        for request in paused:
+            metrics = self.asking.get(request.request_id)
+            if metrics is not None:
+                computed = kv.kv_length(request) if request.is_generating else request.context_position
+                self.asking[request.request_id] = replace(_with_blocks(metrics, *kv.blocks_since_start(request)),
+                                                          num_pauses=metrics.num_pauses + 1,
+                                                          recomputed_tokens=metrics.recomputed_tokens + computed)
+
+    def take(self, request: LlmRequest, resources: Resources) -> PerfMetrics | None:
+        """The metrics of a request that is about to give back what it holds for the last time; None: it did not ask."""
+        metrics = self.asking.pop(request.request_id, None) if self.asking else None
+        return None if metrics is None else _with_blocks(metrics, *resources.blocks_since_start(request))
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended."""
+        self.waiting.pop(request_id, None)
+        self.asking.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Forget everybody."""
+        self.waiting.clear()
+        self.asking.clear()
+
+
+def _with_blocks(metrics: PerfMetrics, new: int, reused: int) -> PerfMetrics:
+    return replace(metrics, kv_cache_alloc_new_blocks=metrics.kv_cache_alloc_new_blocks + new,
+                   kv_cache_reused_blocks=metrics.kv_cache_reused_blocks + reused)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * NANOSECONDS)
