@@ -1,0 +1,150 @@
+"""A GptManager behind Triton Inference Server's Python backend.
+
+get_inference_requests takes what `execute` has queued, send_response goes to the response sender of the request,
+poll_stop_signal looks for clients that are gone and for requests with `stop`, and the statistics become metrics.
+"""
+
+import json
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import triton_python_backend_utils as pb_utils
+import triton_settings
+from triton_metrics import Metrics
+
+from batch_manager import ErrorCode, GptManager, InferenceRequest, InvalidRequestError, TrtGptModelType
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+@dataclass(eq=False, slots=True)
+class Live:
+    """A request that has had no final response.
+
+    client_id   the id that the client gave, or ""
+    outputs     names of the tensors that the client wants
+    is_left     its client is gone
+    """
+
+    client_id: str
+    sender: object
+    outputs: frozenset
+    is_left: bool = False
+
+
+class TritonPythonModel:
+    """Triton makes one, calls `initialize`, then `execute` for each request, and `finalize` when it unloads the model.
+
+    The worker is the only thread that uses the response sender of a request which the manager has: `is_cancelled` must
+    not be called after the final response.
+    """
+
+    def initialize(self, args: dict) -> None:
+        given = json.loads(args["model_config"]).get("parameters", {})
+        settings = triton_settings.read({name: value["string_value"] for name, value in given.items()
+                                         if name != "FORCE_CPU_ONLY_INPUT_TENSORS"})
+        self._lock = threading.Lock()                            # of the three below: `execute` and the worker use them
+        self._live: dict[int, Live] = {}
+        self._ids: dict[str, int] = {}                           # the client's id -> ours
+        self._stops: set[int] = set()                            # ids stay until their final response
+        self._queue: deque[InferenceRequest] = deque()
+        self._next_id, self._next_look, self._cancel_period_s = 0, 0.0, settings.cancel_period_s
+        self._metrics = Metrics(pb_utils, args["model_name"], args["model_version"],
+                                settings.positional[1] is TrtGptModelType.V1, settings.stats_period_s)
+        self._manager = GptManager(
+            *settings.positional, self._get, self._send, self._poll, self._metrics.keep, settings.optional_params,
+            exclude_input_in_output=settings.exclude_input_in_output)
+
+    def execute(self, requests: list) -> None:
+        """Queues the requests. Their responses come later, from the worker."""
+        for request in requests:
+            sender = request.get_response_sender()
+            # The arrays lie in memory of the server's, which it takes back after this call.
+            tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
+            try:
+                if _flag(tensors.pop("stop", None)):
+                    self._stop(request.request_id())
+                    sender.send(flags=FINAL)
+                else:
+                    self._take(request, sender, tensors)
+            except InvalidRequestError as error:
+                sender.send(_error(error.code, str(error)), flags=FINAL)
+        self._manager.notify()
+
+    def finalize(self) -> None:
+        """The server waits for streams in flight before it calls this."""
+        self._manager.shutdown(drain=False)
+        self._metrics = None
+
+    def _take(self, request: object, sender: object, tensors: dict) -> None:
+        client_id, streaming = request.request_id(), _flag(tensors.pop("streaming", None))
+        with self._lock:
+            if client_id and client_id in self._ids:
+                raise InvalidRequestError(f"a request with id {client_id!r} is active", "ids of active requests differ",
+                                          "send another id, or none")
+            ours, self._next_id = self._next_id, self._next_id + 1
+            made = InferenceRequest(ours, tensors, is_streaming=streaming)
+            self._live[ours] = Live(client_id, sender, frozenset(request.requested_output_names()))
+            if client_id:
+                self._ids[client_id] = ours
+        self._queue.append(made)
+
+    def _stop(self, client_id: str) -> None:
+        with self._lock:
+            if client_id not in self._ids:
+                raise InvalidRequestError(f"stop is set for request {client_id!r}, which is not active",
+                                          "the id of an active request", "it may have ended already")
+            self._stops.add(self._ids[client_id])
+
+    # ------------------------------------------------------------------ callbacks, on the worker's thread
+
+    def _get(self, max_num_requests: int) -> list[InferenceRequest]:
+        """All there are: the manager's own queue is bounded, and refuses what is beyond it."""
+        return [self._queue.popleft() for _ in range(len(self._queue))]
+
+    def _send(self, request_id: int, tensors: list, final: bool, error: str) -> None:
+        live = self._live[request_id]
+        if final:
+            with self._lock:
+                del self._live[request_id]
+                self._ids.pop(live.client_id, None)
+                self._stops.discard(request_id)
+        if live.is_left:
+            response = _response(pb_utils.TritonError("the client is gone", pb_utils.TritonError.CANCELLED))
+        elif error:
+            response = _error(*ErrorCode.of(error))
+        else:
+            response = pb_utils.InferenceResponse([pb_utils.Tensor(tensor.name, tensor.array) for tensor in tensors
+                                                   if tensor.name in live.outputs])
+        if final or not live.is_left:
+            live.sender.send(response, flags=FINAL if final else 0)
+
+    def _poll(self) -> set[int]:
+        self._metrics.publish()
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + self._cancel_period_s
+            for request_id, live in list(self._live.items()):
+                if not live.is_left and live.sender.is_cancelled():
+                    live.is_left = True
+                    with self._lock:
+                        self._stops.add(request_id)
+        with self._lock:
+            return set(self._stops)
+
+
+def _flag(array: object) -> bool:
+    return array is not None and bool(array.any())
+
+
+def _error(code: ErrorCode, message: str) -> object:
+    triton = pb_utils.TritonError
+    kinds = {400: triton.INVALID_ARG, 409: triton.ALREADY_EXISTS, 413: triton.INVALID_ARG, 429: triton.UNAVAILABLE,
+             503: triton.UNAVAILABLE, 504: triton.CANCELLED}
+    return _response(triton(f"[{code.value}] {message}", kinds.get(code.http_status, triton.INTERNAL)))
+
+
+def _response(error: object) -> object:
+    return pb_utils.InferenceResponse(error=error)

@@ -1,0 +1,61 @@
+"""The `nv_trt_llm_*` metrics of TensorRT-LLM's Triton backend, from the statistics of a GptManager."""
+
+import json
+import time
+from calendar import timegm
+from typing import Any
+
+# family -> (label, {value of the label: key of the statistics})
+FAMILIES = {
+    "nv_trt_llm_request_metrics": ("request_type", {
+        "active": "Active Request Count", "max": "Max Request Count", "scheduled": "Scheduled Requests",
+        "context": "Context Requests", "waiting": "Queued Requests"}),
+    "nv_trt_llm_runtime_memory_metrics": ("memory_type", {
+        "cpu": "Runtime CPU Memory Usage", "gpu": "Runtime GPU Memory Usage", "pinned": "Runtime Pinned Memory Usage"}),
+    "nv_trt_llm_kv_cache_block_metrics": ("kv_cache_block_type", {
+        "max": "Max KV cache blocks", "free": "Free KV cache blocks", "used": "Used KV cache blocks",
+        "tokens_per": "Tokens per KV cache block", "reused": "Reused KV cache blocks"}),
+    "nv_trt_llm_inflight_batcher_metrics": ("inflight_batcher_specific_metric", {
+        "total_context_tokens": "Total Context Tokens", "generation_requests": "Generation Requests",
+        "micro_batch_id": "MicroBatch ID", "paused_requests": "Paused Requests"}),
+    "nv_trt_llm_v1_metrics": ("v1_specific_metric", {
+        "total_context_tokens": "Total Context Tokens", "total_generation_tokens": "Total Generation Tokens",
+        "empty_generation_slots": "Empty Generation Slots"}),
+    "nv_trt_llm_general_metrics": ("general_type", {
+        "timestamp": "Timestamp", "iteration_counter": "Iteration Counter"}),
+}
+
+
+class Metrics:
+    """Gauges on the server's /metrics. Called by the worker of one manager.
+
+    pb_utils   the module triton_python_backend_utils
+    is_v1      static batching, which has a family of its own
+    """
+
+    def __init__(self, pb_utils: Any, model: str, version: str, is_v1: bool, period_s: float) -> None:
+        left_out = f"nv_trt_llm_{'inflight_batcher' if is_v1 else 'v1'}_metrics"
+        self._families, self._gauges = [], []                    # a family ends when its object does
+        for name, (label, categories) in FAMILIES.items():
+            if name != left_out:
+                family = pb_utils.MetricFamily(name=name, description=f"Batch manager: {label} of {model}",
+                                               kind=pb_utils.MetricFamily.GAUGE)
+                self._families.append(family)
+                self._gauges += [(key, family.Metric(labels={"model": model, "version": version, label: category}))
+                                 for category, key in categories.items()]
+        self._period_s, self._next_s, self._latest = period_s, 0.0, None
+
+    def keep(self, record: str) -> None:
+        """A record of the statistics: the latest one is published."""
+        self._latest = record
+
+    def publish(self) -> None:
+        """Set the gauges, once a period, if there is anything new. Each is a message to the server."""
+        now = time.monotonic()
+        if self._latest is None or now < self._next_s:
+            return
+        self._next_s = now + self._period_s
+        record, self._latest = json.loads(self._latest), None
+        record["Timestamp"] = timegm(time.gmtime())
+        for key, gauge in self._gauges:
+            gauge.set(record.get(key, 0))
