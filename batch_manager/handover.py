@@ -34,12 +34,12 @@ class LogitsPostProcessor:
     is_batched: bool = False
 
 
-def num_beam_candidates(width: int, end_id: int, stop_words: Sequence[Sequence[int]]) -> int:
+def num_beam_candidates(width: int, end_ids: Sequence[int], stop_words: Sequence[Sequence[int]]) -> int:
     """Continuations that a step of beam search looks at: so many that `width` are left, however many of them end.
 
-    A beam has at most one continuation by each last token of a stop word, and one by the end id (-1: none).
+    A beam has at most one continuation by each last token of a stop word, and one by each end id.
     """
-    ends = {word[-1] for word in stop_words} | ({end_id} - {-1})
+    ends = {word[-1] for word in stop_words}.union(end_ids)
     return max(2, 1 + len(ends)) * width
 
 
@@ -50,6 +50,7 @@ class SlotSetup:
     sampling                how its tokens are sampled, and how its beams compete
     request_id              of the request that it belongs to
     end_id                  token that ends the sequence and is not part of the output; -1: none
+    more_end_ids            up to 7 more of them, where end_id is one
     bad_words, stop_words   words, each a tuple of tokens: the last token of a bad word is not sampled after the others;
                             a stop word ends the sequence with its last token
     embedding_bias          [vocab] float32, added to the logits; None: nothing
@@ -65,6 +66,7 @@ class SlotSetup:
     sampling: SamplingConfig = NEUTRAL
     request_id: int = 0
     end_id: int = -1
+    more_end_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
     embedding_bias: np.ndarray | None = None
@@ -75,6 +77,11 @@ class SlotSetup:
     prompt_length: int = 0
     max_new_tokens: int = 0
     history: np.ndarray | None = None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """All tokens that end the sequence."""
+        return (self.end_id, *self.more_end_ids) if self.end_id >= 0 else ()
 
     @property
     def has_beams(self) -> bool:

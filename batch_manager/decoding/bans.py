@@ -1,6 +1,6 @@
 """Tokens that may not be sampled now: their logit becomes -inf.
 
-    the end id            before min_length tokens were generated
+    end ids               before min_length tokens were generated
     repeated n-grams      the token that would end a sequence of n tokens which the prompt or the output holds already
     bad words             the last token of a word whose other tokens are the last ones of the sequence
 """
@@ -17,21 +17,34 @@ from .word_lists import WordLists, has_longer_words
 
 
 class MinLength(LogitsStage):
-    """Bans the end id while the output is too short."""
+    """Bans the end ids while the output is too short."""
 
     reads = ("min_length", "end_id", "prompt_length")
 
     def __init__(self, state: SlotState) -> None:
         self._state = state
+        self._more: dict[int, tuple[int, ...]] = {}     # slot -> end ids beyond the first, where there are any
 
     def is_active(self, setup: SlotSetup) -> bool:
         return setup.sampling.min_length > 0 and setup.end_id >= 0
+
+    def set_up(self, slot: int, setup: SlotSetup) -> None:
+        self._more.pop(slot, None)
+        if setup.more_end_ids and self.is_active(setup):
+            self._more[slot] = setup.more_end_ids
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
         min_length, end_id, prompt_length = (self._state.host[name][rows.slots] for name in self.reads)
         too_short = np.nonzero(active & (rows.positions - prompt_length < min_length))[0]
         if len(too_short):
-            end_ids = torch.from_numpy(end_id[too_short].astype(np.int64))
+            end_ids = end_id[too_short].astype(np.int64)
+            if self._more:
+                more = [(row, token) for row in too_short.tolist()
+                        for token in self._more.get(int(rows.slots[row]), ())]
+                if more:
+                    banned_rows, tokens = zip(*more)
+                    too_short, end_ids = np.append(too_short, banned_rows), np.append(end_ids, tokens)
+            end_ids = torch.from_numpy(end_ids)
             logits[torch.from_numpy(too_short).to(logits.device), end_ids.to(logits.device)] = -torch.inf
 
 

@@ -1,11 +1,11 @@
 """Beam search: which continuations a sequence goes on with, which texts are finished, and when the search is over.
 
 In each step the operation `beam_topk` gives the (1 + ends) * width best continuations of a sequence's beams, best
-first. `ends` counts the end id and the different last tokens of its stop words, and is 1 at least. At most `ends`
+first. `ends` counts the end ids and the different last tokens of its stop words, and is 1 at least. At most `ends`
 continuations of each beam end it, so `width` are left to go on with. The rest is done here, on the host, on a few
 numbers:
 
-    finished    a continuation by the end id or by the last token of a stop word, if it is among the first `width`; at
+    finished    a continuation by an end id or by the last token of a stop word, if it is among the first `width`; at
                 `max_new_tokens` each of the first `width`. Worth cum_log_prob / length ** len_penalty, where the token
                 that ends the text counts in both, though an end id is not part of it, and a stop word is. The `width`
                 most worth are kept
@@ -110,7 +110,7 @@ class BeamSearch:
 
     sampling: SamplingConfig
     max_new_tokens: int
-    end_id: int
+    end_ids: tuple[int, ...]
     num_candidates: int
     cum_log_probs: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
     last_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
@@ -130,8 +130,8 @@ class BeamSearch:
             stop_words = BeamStopWords(setup.stop_words, np.empty(0, np.int32) if prompt is None else prompt)
         texts = np.empty((1, 0), np.int32) if needs_history or stop_words is not None else None
         return BeamSearch(
-            setup.sampling, setup.max_new_tokens, setup.end_id,
-            num_beam_candidates(setup.sampling.beam_width, setup.end_id, setup.stop_words),
+            setup.sampling, setup.max_new_tokens, setup.end_ids,
+            num_beam_candidates(setup.sampling.beam_width, setup.end_ids, setup.stop_words),
             texts=texts, stop_words=stop_words, is_changed=is_changed, needs_history=needs_history)
 
     @property
@@ -151,7 +151,7 @@ class BeamSearch:
         finish = np.full(len(tokens), LENGTH if is_last else NOT_FINISHED)
         if self.stop_words is not None:
             finish[self.stop_words.ended(self.texts, parents, tokens)] = STOP_WORDS
-        finish[tokens == self.end_id] = END_ID
+        finish[np.isin(tokens, self.end_ids)] = END_ID
 
         finishing = exists & (finish != NOT_FINISHED)
         finished = self._finished

@@ -13,6 +13,7 @@ from ..triton_kernels.sample_scratch import BUCKETS
 from .beam_draw import BeamRows, DrawnBeams, find_candidates, to_log_probs
 from .beam_search import BeamSearches
 from .drawn import Drawn
+from .end_ids import MoreEndIds
 from .history import TokenHistory
 from .logits_post_processors import LogitsPostProcessors
 from .logits_return import generation_logits
@@ -24,6 +25,7 @@ from .slots import (
     GENERATION_LOGITS,
     HISTORY,
     LOG_PROBS,
+    MORE_END_IDS,
     POST_PROCESSED,
     SAMPLES,
     STAGES,
@@ -66,6 +68,7 @@ class GptDecoder:
         self.searches = BeamSearches()
         self.history = TokenHistory(device)
         self.stages = Stages(default_stages(self.state, own_stages), self.state)
+        self._more_end_ids = MoreEndIds(self.state)
         self._stop_words = StopWords(self.state)
         self._sample_token = dispatch.kernel("sample_token", device)
         self._samples_any_dtype = dispatch.use_triton(device)
@@ -79,6 +82,8 @@ class GptDecoder:
             self.state.set_up(slot, setup)
             features, needs_history = self.stages.set_up(slot, setup)
             self.searches.set_up(slot, setup, is_changed=features != 0, needs_history=needs_history)
+            if self._more_end_ids.set_up(slot, setup):
+                features |= MORE_END_IDS
             self._stop_words.set_up(slot, setup)
             if self._stop_words.is_active(setup):
                 features |= STOP_WORDS
@@ -135,6 +140,8 @@ class GptDecoder:
     def _finish(self, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
         """[r] uint8: how each token ends its sequence."""
         finish = (tokens == rows.column("end_id")).view(torch.uint8)          # an end id of -1 is no token's
+        if rows.features & MORE_END_IDS:
+            finish |= self._more_end_ids.end(tokens, rows).view(torch.uint8)
         return self._stop_words.mark(finish, tokens, rows) if rows.features & STOP_WORDS else finish
 
     def keep(self, drawn: Drawn) -> None:

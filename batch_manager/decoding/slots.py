@@ -14,8 +14,8 @@ from .position_ring import PositionRing
 # Bits of `SlotState.features`. The lowest ones are the stages', in their order.
 MAX_STAGES = 32
 STAGES = (1 << MAX_STAGES) - 1
-SAMPLES, LOG_PROBS, CONTEXT_LOGITS, GENERATION_LOGITS, HISTORY, STOP_WORDS, BEAMS, POST_PROCESSED = (
-    1 << bit for bit in range(MAX_STAGES, MAX_STAGES + 8))
+SAMPLES, LOG_PROBS, CONTEXT_LOGITS, GENERATION_LOGITS, HISTORY, STOP_WORDS, BEAMS, POST_PROCESSED, MORE_END_IDS = (
+    1 << bit for bit in range(MAX_STAGES, MAX_STAGES + 9))
 
 # Columns that are no parameter of sampling: of the setup itself.
 SETUP_COLUMNS = ("end_id", "prompt_length", "return_log_probs")

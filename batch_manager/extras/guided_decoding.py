@@ -51,7 +51,8 @@ class GuidedDecoding:
 
     tokenizer    tokenizer.json of the model, as Hugging Face's tokenizers write it
     vocab_size   of the model, which may be larger than the tokenizer's
-    end_id       token that ends a text; requests must use the same
+    end_id       token that ends a text; requests must use the same. To the grammar further end ids of a request are
+                 tokens like all others
 
     `regex`, `json_schema` and `lark` compile, which may take a while: call them where requests are made, not in a
     callback of the engine. `constrain` and `release` may be called from any thread. Beam search is not done.

@@ -5,7 +5,7 @@ is copied; bytes; the copy; the values of the copy. The copy is what runs, so a 
 it over changes nothing.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import count
@@ -40,7 +40,7 @@ from .inference_request import (
 )
 from .llm_request import LlmRequest
 from .prompt_table import PromptTable
-from .reading import MAX_WORD_LIST_SIZE, Bound, Given, floats, ids, integers, look, scalar, words
+from .reading import MAX_WORD_LIST_SIZE, Bound, Given, few, floats, ids, integers, look, scalar, words
 from .response_options import ResponseOptions
 from .retention import KvCacheRetentionConfig, copied_retention
 
@@ -115,6 +115,7 @@ class _Looked:
     """A request after the first checks: plain scalars, and tensors that are known to be of a fair type and size."""
 
     scalars: dict[str, Any] = field(default_factory=dict)
+    few: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tensors: dict[str, Given] = field(default_factory=dict)
     num_bytes: int = 0
     is_streaming: bool = False
@@ -170,7 +171,7 @@ class Admission:
             "lora_weights": table,
             "lora_config": table,
         }
-        self._id_or_none = Range(-1, vocab - 1, whole=True)
+        self._id_or_none, self._id = Range(-1, vocab - 1, whole=True), Range(0, vocab - 1, whole=True)
         self._in_request = (Guard() if guard is None else guard).raising("reading a request")
         self._top_k = Range(0, min(MAX_TOP_K, vocab), whole=True)
 
@@ -222,6 +223,10 @@ class Admission:
             if spec.shape is Shape.SCALAR:
                 looked.scalars[name] = scalar(spec, value)
                 looked.num_bytes += 8
+                continue
+            if spec.shape is Shape.FEW:
+                looked.few[name] = few(spec, value)
+                looked.num_bytes += 8 * len(looked.few[name])
                 continue
             given = look(spec, value, Bound(*self._max_sizes[name], self.max_request_bytes - looked.num_bytes))
             looked.tensors[name] = given
@@ -280,7 +285,8 @@ class Admission:
         sampling = self._sampling(looked)
         values = self._values(looked)
         shapes = {name: given.shape for name, given in looked.tensors.items()}
-        check_companions(looked.scalars, shapes, values, self.limits)
+        end_ids = self._end_ids(looked)
+        check_companions(looked.scalars, shapes, values, end_ids, self.limits)
         self._check_options(looked, values)
         self._refuse_what_is_not_built(looked, values, sampling.beam_width)
 
@@ -301,7 +307,7 @@ class Admission:
             priority=float(looked.priority), in_lockstep=looked.logits_post_processor is not None,
             token_extra_ids=values.get("input_token_extra_ids"),
             retention=looked.retention,
-            batch_key=_batch_key(looked, sampling) if self.static_batching else None,
+            batch_key=_batch_key(looked, end_ids, sampling) if self.static_batching else None,
             # Logits come from computing, so nothing of the prompt may be found in the KV cache: it gets a salt that
             # nobody else has. No other one is an integer.
             cache_salt=next(self._own_salts) if return_context_logits else _cache_salt(looked, prompt_table))
@@ -311,7 +317,8 @@ class Admission:
             setup=SlotSetup(
                 sampling=sampling,
                 request_id=request_id,
-                end_id=scalars.get("end_id", -1),
+                end_id=end_ids[0] if end_ids else -1,
+                more_end_ids=end_ids[1:],
                 bad_words=values.get("bad_words_list", ()),
                 stop_words=values.get("stop_words_list", ()),
                 embedding_bias=_unless_zero(values.get("embedding_bias")),
@@ -330,7 +337,7 @@ class Admission:
                 return_generation_logits=return_generation_logits,
                 return_perf_metrics=scalars.get("return_perf_metrics", False),
                 deadline_s=None if looked.deadline_s is None else float(looked.deadline_s),
-                pad_id=_pad_id(scalars) if sampling.beam_width > 1 else 0,
+                pad_id=_pad_id(scalars, end_ids) if sampling.beam_width > 1 else 0,
             ),
             num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
@@ -374,8 +381,7 @@ class Admission:
         """Checked copies of the tensors, by name."""
         scalars, tensors = looked.scalars, looked.tensors
         _POSITIVE.check("request_output_len", scalars["request_output_len"])
-        for name in ("end_id", "pad_id"):
-            self._id_or_none.check(name, scalars.get(name, -1))
+        self._id_or_none.check("pad_id", scalars.get("pad_id", -1))
         if "prompt_vocab_size" in scalars:
             _POSITIVE.check("prompt_vocab_size", scalars["prompt_vocab_size"])
         if "lora_task_id" in scalars:
@@ -399,6 +405,14 @@ class Admission:
             elif name != "input_ids":
                 values[name] = floats(given)
         return values
+
+    def _end_ids(self, looked: _Looked) -> tuple[int, ...]:
+        """The tokens that end a sequence, each once, in the order in which they were given."""
+        given = looked.few.get("end_id", (-1,))
+        allowed = self._id_or_none if len(given) == 1 else self._id
+        for end_id in given:
+            allowed.check("end_id", end_id)
+        return tuple(dict.fromkeys(given)) if given != (-1,) else ()
 
     def _check_options(self, looked: _Looked, values: Mapping[str, Any]) -> None:
         scalars = looked.scalars
@@ -461,18 +475,18 @@ class Admission:
                 f"raise KvCacheConfig.max_tokens to {blocks * limits.tokens_per_block:,}, or shorten the request")
 
 
-def _pad_id(scalars: Mapping[str, Any]) -> int:
-    return next((scalars[name] for name in ("pad_id", "end_id") if scalars.get(name, -1) >= 0), 0)
+def _pad_id(scalars: Mapping[str, Any], end_ids: Sequence[int]) -> int:
+    return scalars["pad_id"] if scalars.get("pad_id", -1) >= 0 else end_ids[0] if end_ids else 0
 
 
-def _batch_key(looked: _Looked, sampling: SamplingConfig) -> Hashable:
-    """What the members of a static batch have in common: end_id, pad_id, the beams, and which options are set."""
+def _batch_key(looked: _Looked, end_ids: Sequence[int], sampling: SamplingConfig) -> Hashable:
+    """What the members of a static batch have in common: the end ids, pad_id, the beams, and which options are set."""
     beams: Hashable = sampling.beam_width
     if sampling.beam_width > 1:
         beams = (sampling.beam_width, sampling.len_penalty, sampling.early_stopping,
                  sampling.beam_search_diversity_rate)
     scalars = looked.scalars
-    return scalars.get("end_id", -1), scalars.get("pad_id", -1), beams, SAMPLING_OPTIONS & scalars.keys()
+    return frozenset(end_ids), scalars.get("pad_id", -1), beams, SAMPLING_OPTIONS & scalars.keys()
 
 
 def _cache_salt(looked: _Looked, prompt_table: PromptTable | None) -> Hashable:

@@ -1,6 +1,6 @@
 """Tensors of a request that mean something only together, or must agree in size."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import Limits
@@ -12,11 +12,12 @@ MAX_BEAM_CANDIDATES = 16_384
 
 
 def check_companions(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any],
-                     limits: Limits) -> None:
+                     end_ids: Sequence[int], limits: Limits) -> None:
     """Raises InvalidRequestError when one of them is missing, or two do not agree.
 
     scalars   the request's numbers and flags, by name
     shapes    of its other tensors, by name; values are the checked copies of these
+    end_ids   tokens that end a sequence of it, each once
     """
     vocab = limits.vocab_size
     if "embedding_bias" in shapes and shapes["embedding_bias"] != (vocab,):
@@ -46,12 +47,13 @@ def check_companions(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int,
                        shapes["lora_config"][0])
 
     width, stop_words = scalars.get("beam_width", 1), values.get("stop_words_list", ())
-    candidates = num_beam_candidates(width, scalars.get("end_id", -1), stop_words)
-    if stop_words and 1 < width <= limits.max_beam_width and candidates > MAX_BEAM_CANDIDATES:
+    candidates = num_beam_candidates(width, end_ids, stop_words)
+    if (stop_words or len(end_ids) > 1) and 1 < width <= limits.max_beam_width and candidates > MAX_BEAM_CANDIDATES:
         raise InvalidRequestError(
             f"stop_words_list ends in {len({word[-1] for word in stop_words}):,} different tokens and beam_width is "
-            f"{width:,}", f"a step of the search then looks at {candidates:,} continuations; it may look at "
-            f"{MAX_BEAM_CANDIDATES:,}", "send fewer stop words, or ask for fewer beams")
+            f"{width:,}, with {len(end_ids)} end ids",
+            f"a step of the search then looks at {candidates:,} continuations; it may look at {MAX_BEAM_CANDIDATES:,}",
+            "send fewer stop words or end ids, or ask for fewer beams")
 
     num_drafts = len(values.get("draft_input_ids", ()))
     if "draft_logits" in shapes:

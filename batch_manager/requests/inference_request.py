@@ -18,6 +18,7 @@ class Shape(Enum):
     """How the values of a tensor are arranged."""
 
     SCALAR = "one value: 0-d, [1] or [1, 1]"
+    FEW = "1 to 8 values: 0-d, [n] or [1, n]"
     ROW = "[n] or [1, n]; the batch dimension must be 1"
     TABLE = "[rows, columns] or [1, rows, columns]; the batch dimension must be 1"
     WORDS = ("[1, 2, m] or [2, m]: the tokens of all words, then the running sums of the words' lengths, padded with "
@@ -65,7 +66,7 @@ TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
     TensorSpec("input_token_extra_ids", Content.INTEGER, Shape.ROW),
     TensorSpec("request_output_len", Content.INTEGER, Shape.SCALAR, aliases=("max_new_tokens",)),
     TensorSpec("input_lengths", Content.INTEGER, Shape.SCALAR),         # obsolete: accepted and not looked at
-    TensorSpec("end_id", Content.INTEGER, Shape.SCALAR, -1),
+    TensorSpec("end_id", Content.INTEGER, Shape.FEW, -1),
     TensorSpec("pad_id", Content.INTEGER, Shape.SCALAR, -1),
     *_sampling_specs(),
     TensorSpec("bad_words_list", Content.INTEGER, Shape.WORDS),
@@ -187,7 +188,7 @@ def checked_request_id(request_id: object) -> int:
 _WORDS_OF_OTHER_ENGINES = {
     "stop": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
     "stop_sequences": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
-    "stop_token_ids": "end_id ends a text, and stop_words_list takes more tokens that do",
+    "stop_token_ids": "end_id takes up to 8 tokens that end a text",
     "eos_token_id": "the tensor is called end_id",
     "prompt": "input_ids takes tokens: a tokenizer makes them of a text",
     "messages": "input_ids takes tokens: a tokenizer makes them of messages, with its chat template",

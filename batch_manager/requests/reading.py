@@ -17,6 +17,7 @@ from .inference_request import Content, Shape, TensorSpec, type_name
 
 # Tokens of a bad or stop word list, with padding; more is an attack or a mistake.
 MAX_WORD_LIST_SIZE = 65_536
+MAX_FEW = 8                # values of a tensor of shape FEW
 
 _ARRAYS = (np.ndarray, np.memmap)
 _LISTS = (list, tuple)
@@ -113,6 +114,26 @@ def scalar(spec: TensorSpec, value: object) -> int | float | bool:
     if type(value) is bool or (type(value) is float and spec.content is Content.INTEGER):
         raise _wrong_content(spec, "a bool" if type(value) is bool else "a float")
     return value
+
+
+def few(spec: TensorSpec, value: object) -> tuple[int, ...]:
+    """The 1 to 8 integers in `value`. Raises InvalidRequestError; does not check their range."""
+    row = value
+    if type(row) in _LISTS and len(row) == 1 and type(row[0]) in _LISTS:
+        (row,) = row
+    if type(row) in _LISTS:
+        if len(row) != 1:
+            numbers = _numbers(spec, row, Bound(MAX_FEW, f"it must be {spec.shape.value}", 8 * MAX_FEW))
+            if not numbers:
+                raise _wrong_shape(spec, (0,))
+            return numbers
+    elif not isinstance(row, (int, float)):
+        array = _as_array(spec, row)
+        if array.size != 1:
+            if array.ndim > 2 or not 1 <= array.size <= MAX_FEW or (array.ndim == 2 and array.shape[0] != 1):
+                raise _wrong_shape(spec, array.shape)
+            return tuple(np.array(array).reshape(-1).tolist())
+    return (scalar(spec, value),)
 
 
 def ids(given: Given, vocab_size: int, virtual: int = 0) -> list[int]:

@@ -227,14 +227,15 @@ class ScriptedBackend:
         positions, size, row = np.arange(length), self.info.tokens_per_block, slot * self._rows_per_slot
         return self._pool[self._tables.rows[row, positions // size] * size + positions % size].tolist()
 
-    def expected(self, prompt: Sequence[int], count: int, *, end_id: int = -1,
+    def expected(self, prompt: Sequence[int], count: int, *, end_id: int | Sequence[int] = -1,
                  random_seed: int | None = None) -> list[int]:
         """What this backend must generate for a prompt; see `expected_tokens`."""
         return self.expected_tokens(prompt, count, vocab_size=self.info.vocab_size, key=self.key, end_id=end_id,
                                     random_seed=random_seed, window=self.window, sink=self.sink)
 
     @staticmethod
-    def expected_tokens(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0, end_id: int = -1,
+    def expected_tokens(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
+                        end_id: int | Sequence[int] = -1,
                         random_seed: int | None = None, window: int | None = None, sink: int = 0) -> list[int]:
         """The oracle: up to `count` tokens after `prompt`, without the end id, in plain integers.
 
@@ -260,7 +261,8 @@ class ScriptedBackend:
             if setup.has_beams:
                 assert self.script is None and setup.logits_post_processor is None, "not with beams"
             self._searches.set_up(work.slot, setup)
-            state[work.slot] = (work.start, 0, setup.end_id, _draw(setup), setup.return_log_probs,
+            end_ids = [*setup.end_ids, *[-1] * (8 - len(setup.end_ids))]
+            state[work.slot] = (work.start, 0, end_ids, _draw(setup), setup.return_log_probs,
                                 setup.return_generation_logits, setup.return_context_logits, True)
             self._extras_wanted |= setup.return_log_probs or setup.return_generation_logits
             if setup.logits_post_processor is not None and self._post_processors is None:
@@ -377,7 +379,7 @@ class ScriptedBackend:
             log_probs = np.where(asked, _log_probs(words), np.float32(0)) if asked.any() else None
             generation_logits |= {int(slots[row]): self._logits(tokens[row: row + 1])
                                   for row in np.nonzero(self._state["generation_logits"][slots])[0]}
-        finish = (tokens == self._state["end_id"][slots]).astype(np.uint8) * np.uint8(END_ID)
+        finish = (tokens[:, None] == self._state["end_ids"][slots]).any(1).astype(np.uint8) * np.uint8(END_ID)
         columns = {"slots": slots, "tokens": tokens, "finish": finish, "log_probs": log_probs}
         if beam_steps:
             columns = columns_with_beams(all_slots, slots, tokens, finish, log_probs, beam_steps)
@@ -400,10 +402,9 @@ class ScriptedBackend:
             sampled, mine = self._next_tokens(words).tolist(), drafts[:count]
             del drafts[:count]
             kept = next((i for i, draft in enumerate(mine) if draft != sampled[i]), count) + 1
-            end_id = int(self._state["end_id"][slot])
-            if end_id in sampled[:kept]:
-                kept = sampled.index(end_id) + 1
-            finish.append(END_ID if sampled[kept - 1] == end_id else NOT_FINISHED)
+            end_ids = set(self._state["end_ids"][slot].tolist())
+            kept = next((i + 1 for i, token in enumerate(sampled[:kept]) if token in end_ids), kept)
+            finish.append(END_ID if sampled[kept - 1] in end_ids else NOT_FINISHED)
             accepted.append(sampled[:kept])
             log_probs.append(np.where(self._state["log_probs"][slot], _log_probs(words[:kept]), np.float32(0)))
             if self._state["generation_logits"][slot]:
@@ -584,15 +585,16 @@ class _Layout:
 
 
 SLOT_STATE = np.dtype([
-    ("length", np.int32), ("sum", np.uint64), ("end_id", np.int32), ("draw", np.uint64),
+    ("length", np.int32), ("sum", np.uint64), ("end_ids", np.int32, (8,)), ("draw", np.uint64),
     ("log_probs", bool), ("generation_logits", bool), ("context_logits", bool), ("set_up", bool)])
 
 
-def expected_draws(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0, end_id: int = -1,
-                   random_seed: int | None = None, window: int | None = None,
+def expected_draws(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
+                   end_id: int | Sequence[int] = -1, random_seed: int | None = None, window: int | None = None,
                    sink: int = 0) -> list[tuple[int, float]]:
     """Up to `count` pairs (token, log-prob) after `prompt`, computed one token at a time."""
     terms: list[int] = []
+    end_ids = {end_id} if isinstance(end_id, int) else set(end_id)
 
     def seen_with(token: int) -> int:
         """What comes into the sum with the next token, less what leaves it."""
@@ -608,7 +610,7 @@ def expected_draws(prompt: Sequence[int], count: int, *, vocab_size: int = 1000,
     while len(draws) < count:
         word = _mix(key ^ draw ^ (history_sum & WORD))
         token = (word >> 16) % vocab_size
-        if token == end_id:
+        if token in end_ids:
             break
         draws.append((token, -(word & 0xFFFF) / 4096))
         history_sum += seen_with(token)

@@ -38,8 +38,10 @@ def beams(width, max_new_tokens, len_penalty=0.0, early_stopping=1, diversity_ra
 
 def run(setup, end_id, follows, stop_words=(), prompt=(0,)):
     """Hypotheses, and the outputs of all steps. follows(texts) -> [len(texts), vocab] log-probs of the next token."""
+    end_ids = [end_id] if isinstance(end_id, int) else end_id
     search, texts, outputs = BeamSearch.of(
-        replace(setup, end_id=end_id, stop_words=stop_words).continuing(prompt)), [()], []
+        replace(setup, end_id=end_ids[0], more_end_ids=tuple(end_ids[1:]), stop_words=stop_words).continuing(prompt)
+    ), [()], []
     while not outputs or outputs[-1].hypotheses is None:
         before = search.cum_log_probs
         search, output = search.advance(*candidates(search, follows(texts)))
@@ -96,19 +98,22 @@ def test_the_beams_of_transformers_all_of_them_in_order(tiny_model, follows_in, 
     import torch
 
     finishes = set()
-    for prompt, end_id, count in [((1, 2, 3), 6, 14), ((5,), 4, 9), ((7, 1), 2, 12), ((9, 9), 4, 1), ((4, 8), None, 6)]:
+    for prompt, end_id, count in [((1, 2, 3), 6, 14), ((5,), 4, 9), ((7, 1), 2, 12), ((9, 9), 4, 1), ((4, 8), None, 6),
+                                  ((1, 2, 3), [6, 1, 9], 14), ((7, 1), [2, 4, 6, 8, 0, 3, 5, 7], 9)]:
         with torch.inference_mode():
             expected = tiny_model.generate(
                 torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), num_beams=width,
                 num_return_sequences=width, do_sample=False, max_new_tokens=count, length_penalty=len_penalty,
-                early_stopping=EARLY_STOPPING[early_stopping], eos_token_id=end_id, pad_token_id=end_id or 0,
+                early_stopping=EARLY_STOPPING[early_stopping], eos_token_id=end_id,
+                pad_token_id=end_id[0] if isinstance(end_id, list) else end_id or 0,
                 return_dict_in_generate=True, output_scores=True)
         setup = beams(width, count, len_penalty, early_stopping)
         hypotheses, _ = run(setup, -1 if end_id is None else end_id, follows_in(prompt))
 
         texts = [sequence[len(prompt):] for sequence in expected.sequences.tolist()]
         if end_id is not None:
-            texts = [text[:text.index(end_id)] if end_id in text else text for text in texts]
+            ends = [end_id] if isinstance(end_id, int) else end_id
+            texts = [list(itertools.takewhile(lambda token: token not in ends, text)) for text in texts]
         assert [hypothesis.tokens.tolist() for hypothesis in hypotheses] == texts
         np.testing.assert_allclose([worth(hypothesis, setup) for hypothesis in hypotheses],
                                    expected.sequences_scores.numpy(), atol=1e-5, rtol=0)

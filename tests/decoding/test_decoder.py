@@ -85,6 +85,27 @@ def test_the_end_id_finishes_a_sequence_and_minus_one_never_does(decoder_with, r
     assert drawn.finish.dtype == torch.uint8
 
 
+@pytest.mark.parametrize("largest", [True, False])
+def test_each_of_several_end_ids_finishes_a_sequence_and_no_other_one(decoder_with, rows_of, largest):
+    ends = (4, 7, 1, 9, 0, 8, 2, 3)
+    decoder = decoder_with(SlotSetup(end_id=4, more_end_ids=ends[1:]), SlotSetup(end_id=5),
+                           SlotSetup(end_id=5, more_end_ids=(6,)))
+    rows = rows_of([0, 1, 2], [1] * 3)
+
+    def finish(token):
+        tokens = torch.full((3,), token)
+        logits = torch.nn.functional.one_hot(tokens, 10).float()
+        drawn = decoder.draw_largest(tokens, logits.amax(1), rows) if largest else decoder.draw(logits, rows)
+        return [reason == END_ID for reason in drawn.finish.tolist()]
+
+    for token in range(10):
+        assert finish(token) == [token in ends, token == 5, token in (5, 6)]
+    decoder.set_up([(0, SlotSetup(end_id=5)), (1, SlotSetup(end_id=9, more_end_ids=(7,)))])
+    assert finish(7) == [False, True, False], "what the sequences before had is gone"
+    decoder.set_up([(70, SlotSetup(end_id=5, more_end_ids=(7,)))])
+    assert finish(7) == [False, True, False], "more slots change nothing"
+
+
 def test_logits_are_returned_for_those_who_asked(decoder_with, rows_of):
     logits = logits_of(3)
     drawn = decoder_with(SlotSetup(), SlotSetup(return_generation_logits=True), SlotSetup()).draw(

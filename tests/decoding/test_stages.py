@@ -111,6 +111,20 @@ def test_the_end_id_is_banned_until_enough_was_generated_whatever_was_paused(dec
         assert logits.isneginf().sum() == banned and logits[0, 4].isneginf() == banned
 
 
+def test_all_end_ids_are_banned_until_enough_was_generated(decoder_with, rows_of):
+    sampling = SamplingConfig(min_length=3)
+    decoder = decoder_with(SlotSetup(sampling, end_id=4, more_end_ids=(1, 6), prompt_length=10),
+                           SlotSetup(sampling, end_id=5, prompt_length=11), SlotSetup(end_id=2, more_end_ids=(3,)))
+    for position, banned in ((12, [[0, 1], [0, 4], [0, 6], [1, 5]]), (13, [[1, 5]]), (14, [])):
+        logits = torch.zeros(3, VOCAB)
+        decoder.draw(logits, rows_of([0, 1, 2], [position] * 3))
+        assert logits.isneginf().nonzero().tolist() == banned
+    decoder.set_up([(0, SlotSetup(sampling, end_id=4, prompt_length=10))])
+    logits = torch.zeros(1, VOCAB)
+    decoder.draw(logits, rows_of([0], [10]))
+    assert logits.isneginf().nonzero().tolist() == [[0, 4]]
+
+
 def drawing(tokens):
     """Logits from which exactly these are drawn."""
     return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float()

@@ -83,6 +83,8 @@ def _put(random: Random, tensors: dict, name: str, engine: Engine) -> None:
     vocab = engine.vocab_size
     if name in COMMON:
         tensors[name] = of_scalar(random, random.choice(COMMON[name]))
+    elif name == "end_id" and random.random() < 0.4:
+        tensors[name] = of_list(random, [random.randrange(vocab) for _ in range(random.randrange(1, 9))])
     elif name in ("end_id", "pad_id", "runtime_top_p_reset_ids"):
         tensors[name] = of_scalar(random, random.randrange(-1, vocab))
     elif name in ("bad_words_list", "stop_words_list"):

@@ -16,7 +16,7 @@ INT32, UINT64, FLOAT32 = 2**31 - 1, 2**64 - 1, 3.4028234663852886e38
 FLAGS = ("return_log_probs", "return_context_logits", "return_generation_logits", "streaming",
          "return_perf_metrics")
 SCALARS: dict[str, tuple[type, float, float]] = {       # lowest and highest; of floats that are above 0: the least one
-    "request_output_len": (int, 1, INT32), "end_id": (int, -1, None), "pad_id": (int, -1, None),
+    "request_output_len": (int, 1, INT32), "pad_id": (int, -1, None),
     "runtime_top_p_reset_ids": (int, -1, None), "beam_width": (int, 1, INT32), "runtime_top_k": (int, 0, 1024),
     "early_stopping": (int, -INT32 - 1, INT32), "no_repeat_ngram_size": (int, 0, INT32), "min_length": (int, 0, INT32),
     "random_seed": (int, -(2**63), UINT64), "prompt_vocab_size": (int, 1, INT32), "lora_task_id": (int, 0, UINT64),
@@ -28,7 +28,7 @@ SCALARS: dict[str, tuple[type, float, float]] = {       # lowest and highest; of
 ROWS = ("input_ids", "embedding_bias", "draft_input_ids", "input_token_extra_ids")
 WORDS = ("bad_words_list", "stop_words_list")
 TABLES = ("prompt_embedding_table", "lora_weights", "lora_config", "draft_logits")
-KNOWN = {*FLAGS, *SCALARS, *ROWS, *WORDS, *TABLES, "input_lengths"}
+KNOWN = {*FLAGS, *SCALARS, *ROWS, *WORDS, *TABLES, "input_lengths", "end_id"}
 WRONG = object()
 
 
@@ -49,7 +49,7 @@ class Verdict:
     is_clear: bool = True
     prompt: list[int] = field(default_factory=list)
     count: int = 0
-    end_id: int = -1
+    end_id: int | list[int] = -1
     seed: int | None = None
     beam_width: int = 1
     is_streaming: bool = False
@@ -242,10 +242,25 @@ class _Reading:
         for name in ("return_context_logits", "return_generation_logits"):
             if scalars[name] and not engine.gathers_logits:
                 self.wrong(name)
-        verdict.beam_width, verdict.end_id = beams, scalars.get("end_id", -1)
+        verdict.beam_width = beams
+        if "end_id" in self.tensors:
+            self.end_ids()
         is_greedy = temperature == 0 or top_k == 1 or (top_k == 0 and top_p == 0)
         seed = scalars.get("random_seed", 0)
         verdict.seed = None if is_greedy or seed is None else seed % 2**64
+
+    def end_ids(self) -> None:
+        """One integer, which may be -1, or a row of 1 to 8 tokens."""
+        value, found = self.tensors["end_id"], self.single(self.tensors["end_id"])
+        if found is not WRONG:
+            number = self.number("end_id", value, int, -1, self.engine.vocab_size - 1)
+            self.verdict.end_id = -1 if number is None else number
+            return
+        ids = self.row("end_id", int)
+        if ids is None or not 1 <= len(ids) <= 8 or not all(0 <= token < self.engine.vocab_size for token in ids):
+            self.wrong("end_id")
+        else:
+            self.verdict.end_id = ids
 
     def tables(self) -> None:
         engine, scalars, tensors = self.engine, self.scalars, self.tensors

@@ -15,8 +15,10 @@ processors = pytest.importorskip("transformers.generation.logits_process")
 
 AUSTEN = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 COUNT = 30
+SEVERAL = "several"                         # of end ids
 TAKEN = {                                   # what is taken from the output there would be without it, to be in its way
     "end_id": lambda drawn: drawn[8],
+    SEVERAL: lambda drawn: [drawn[23], drawn[8], drawn[16]],
     "bad_words_list": lambda drawn: [[drawn[2]], drawn[6:8], drawn[11:14]],
     "stop_words_list": lambda drawn: [drawn[12:14], drawn[20:21], [drawn[3], drawn[5]]],
 }
@@ -34,6 +36,8 @@ FEATURES = {
     "bias": dict(embedding_bias=1.5),
     "end id": dict(end_id=...),
     "minimum length": dict(end_id=..., min_length=15),
+    "several end ids": dict(end_id=SEVERAL),
+    "several end ids after a minimum length": dict(end_id=SEVERAL, min_length=15),
     "bad words": dict(bad_words_list=...),
     "stop words": dict(stop_words_list=...),
     "everything": dict(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, no_repeat_ngram_size=3,
@@ -74,7 +78,7 @@ class Transformers:
                 output = self.model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
                 scores = self.scores(tensors, tokens, len(prompt), output.logits[:, -1])[0]
             token, cache = int(scores.argmax()), output.past_key_values
-            if token == tensors.get("end_id"):
+            if token in np.atleast_1d(tensors.get("end_id", -1)):
                 return tokens[len(prompt):], FinishReason.END_ID, log_probs
             tokens.append(token)
             log_probs.append(float(scores.log_softmax(0)[token]))
@@ -85,14 +89,15 @@ class Transformers:
 
     def completed(self, prompt, feature):
         """The tensors of a feature, with what it takes from the output without it."""
-        tensors = {name: value for name, value in feature.items() if value is not ...}
+        tensors = {name: value for name, value in feature.items() if value is not ... and value is not SEVERAL}
         if "embedding_bias" in tensors:
             bias = np.random.default_rng(0).normal(size=self.vocab_size) * tensors["embedding_bias"]
             tensors["embedding_bias"] = bias.astype(np.float32)
-        missing = [name for name, value in feature.items() if value is ...]
+        missing = {name: SEVERAL if value is SEVERAL else name for name, value in feature.items()
+                   if value is ... or value is SEVERAL}
         alone = {name: value for name, value in tensors.items() if name != "min_length"}
         drawn, _, _ = self.generate(prompt, alone) if missing else ([], None, None)
-        return tensors | {name: TAKEN[name](drawn) for name in missing}
+        return tensors | {name: TAKEN[taken](drawn) for name, taken in missing.items()}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ VALID = {
     "input_token_extra_ids": [[0, 0, 7], np.array([[0, 0, 0]]), np.array([1, 2, 2**63 - 1], np.uint64)],
     "request_output_len": [1, [2], [[3]], np.array(4), np.array([[8]], np.int32), np.uint64(6), 2**31 - 1],
     "input_lengths": [3, "anything, nobody looks"],
-    "end_id": [0, 99, [2]],
+    "end_id": [0, 99, [2], [2, 0], (3, 3), [[5, 6, 7]], np.array([1, 2]),
+               np.array([[1, 2]], np.uint8), list(range(8))],
     "pad_id": [0, 99],
     "beam_width": [2, 4],
     "temperature": [0, 0.5, 2, np.float16(0.5), np.array([2], np.int8), -0.0],
@@ -76,6 +77,10 @@ def wrong_values(name):
                   Content.INTEGER: [True, 1.0, NAN, np.array([True]), np.array([1.0]), 10**400, 2**64, -(2**63) - 1],
                   Content.NUMBER: [True, NAN, INF, -INF, np.array([NAN]), np.array([True]), 10**400, -(10**400), 1e39]
                   }[spec.content]
+    elif spec.shape is Shape.FEW:
+        wrong += [[], list(range(9)), [[1], [1]], [[[1]]], np.ones((1, 1, 1), int), np.ones(0, int), np.arange(9),
+                  np.ones((2, 1), int), True, 1.0, NAN, [1, True], [1, 2.0], np.array([1.0, 2.0]), [1, 10**400],
+                  np.array([True, False]), [1, -1], [-1, -1], [-1, 3], [3, VOCAB], np.array([3, -1]), (1, [2])]
     else:
         wrong += [1, np.array(1), [True], [[True]], np.array([True]), np.array([[True]])]
         if spec.content is Content.INTEGER:
@@ -163,7 +168,8 @@ def test_a_scalar_out_of_range_is_refused_with_its_name_its_value_and_the_range(
 
 
 def test_every_scalar_with_a_range_is_in_that_table():
-    ranged = {name for name, spec in TENSORS.items() if spec.shape is Shape.SCALAR and spec.content is not Content.FLAG}
+    ranged = {name for name, spec in TENSORS.items() if spec.shape in (Shape.SCALAR, Shape.FEW)
+              and spec.content is not Content.FLAG}
     assert set(RANGES) == ranged - IGNORED
 
 
@@ -337,7 +343,7 @@ def test_more_ways_to_end_than_a_search_can_look_at_are_refused_with_the_numbers
     for tensors in (dict(beam_width=160, stop_words_list=words), dict(stop_words_list=words), dict(beam_width=200)):
         assert admit(limits=limits, **tensors).request.beam_width == tensors.get("beam_width", 1)
     text = refusal(limits=limits, beam_width=200, stop_words_list=words)
-    assert "stop_words_list ends in 100 different tokens and beam_width is 200" in text
+    assert "stop_words_list ends in 100 different tokens and beam_width is 200, with 0 end ids" in text
     assert "20,200 continuations" in text and "16,384" in text
 
 
@@ -711,6 +717,18 @@ def test_a_torch_tensor_is_copied(admit):
 STATIC = {"static_batching": True}
 
 
+def test_several_end_ids_are_each_taken_once_and_the_first_pads(admit):
+    admitted = admit(end_id=[9, 4, 9, 0], beam_width=2)
+    assert admitted.setup.end_ids == (9, 4, 0) and admitted.response.pad_id == 9
+    assert admit(end_id=-1).setup.end_ids == () == admit().setup.end_ids
+    assert admit(end_id=[7]).setup == admit(end_id=7).setup
+
+
+def test_nine_end_ids_and_ids_that_are_none_beside_others_are_told_so(refusal):
+    assert "1 to 8 values" in refusal(end_id=[1] * 9)
+    assert "end_id is -1; it must be an integer in 0..99" in refusal(end_id=[3, -1])
+
+
 def test_without_static_batches_a_request_says_nothing_of_whom_it_can_share_one_with(admit):
     assert admit(end_id=3).request.batch_key is None
 
@@ -720,14 +738,15 @@ def test_without_static_batches_a_request_says_nothing_of_whom_it_can_share_one_
     ({"temperature": 0.5}, {"temperature": 1.0}),
     ({"len_penalty": 1.0}, {"len_penalty": 2.0}),
     ({}, {"return_log_probs": True}),
+    ({"end_id": [3, 4]}, {"end_id": [4, 3, 4]}),
     ({"runtime_top_k": 2, "random_seed": 1}, {"random_seed": 0, "runtime_top_k": 0}),
 ])
 def test_requests_that_can_share_a_static_batch_have_one_key(admit, given, as_another):
     assert admit(limits=STATIC, **given).request.batch_key == admit(limits=STATIC, **as_another).request.batch_key
 
 
-@pytest.mark.parametrize("given", [{"end_id": 3}, {"pad_id": 3}, {"temperature": 1.0}, {"runtime_top_k": 0},
-                                   {"len_penalty": 0.0}])
+@pytest.mark.parametrize("given", [{"end_id": 3}, {"end_id": [3, 4]}, {"pad_id": 3}, {"temperature": 1.0},
+                                   {"runtime_top_k": 0}, {"len_penalty": 0.0}])
 def test_requests_that_cannot_share_a_static_batch_have_different_keys(admit, given):
     assert admit(limits=STATIC, **given).request.batch_key != admit(limits=STATIC).request.batch_key
 

@@ -91,6 +91,19 @@ def test_a_wrong_block_table_changes_the_text():
     assert output.tokens.tolist() != backend.expected(prompt, 2)[1:]
 
 
+def test_each_of_several_end_ids_is_recognised():
+    prompt, backend = [1, 2, 3], ScriptedBackend(vocab_size=9)
+    drawn = backend.expected(prompt, 30)
+    ends = {drawn[12], drawn[4]}
+    expected = backend.expected(prompt, 30, end_id=tuple(ends))
+    assert expected == drawn[:next(i for i, token in enumerate(drawn) if token in ends)]
+    for first, other in (ends, reversed(sorted(ends))):
+        backend = ScriptedBackend(vocab_size=9, script=lambda history: drawn[4])
+        output = run(backend, [context(0, prompt, setup=SlotSetup(end_id=first, more_end_ids=(other, 77)))],
+                     tables={0: [0]})
+        assert output.finish.tolist() == [END_ID]
+
+
 def test_the_end_id_is_recognised():
     prompt = [5, 6, 7]
     second = ScriptedBackend.expected_tokens(prompt, 2)[1]
