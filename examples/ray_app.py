@@ -1,0 +1,169 @@
+"""Replicas of an engine under Ray Serve. A stream whose replica dies goes on on another one.
+
+    serve run examples.ray_app:app [model=FOLDER] [replicas=2] [max_replicas=2] [num_threads=1] [max_batch_size=32]
+
+    curl -N localhost:8000 -d '{"input_ids": [5, 6, 7], "request_output_len": 64}'
+
+A request is a JSON object of request tensors. The answer is a line of JSON for each delta: `tokens` and
+`finish_reason`, or `error`.
+"""
+
+import asyncio
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+
+from batch_manager import FinishReason, KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.aio import AsyncEngine, RequestFailed
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SECONDS_TO_FIND_A_REPLICA = 60.0
+# Every process of Ray's must find this module.
+EVERYWHERE = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}}}
+
+
+class CannotContinue(ValueError):
+    """A request that cannot go on elsewhere: why."""
+
+
+def continuation(tensors: dict, tokens: list[int]) -> dict:
+    """The request that generates what `tensors` would generate after `tokens`: nothing else depends on the replica.
+
+    Raises CannotContinue for beams and a decaying top-p, whose state is not in the tokens.
+    """
+    if not tokens:
+        return tensors
+    if tensors.get("beam_width", 1) != 1 or tensors.get("runtime_top_p_decay", 1) != 1:
+        raise CannotContinue("beam_width or runtime_top_p_decay is set; a stream with either does not go on elsewhere")
+    return {**tensors, "input_ids": [*tensors["input_ids"], *tokens],
+            "request_output_len": tensors["request_output_len"] - len(tokens),
+            "min_length": max(tensors.get("min_length", 0) - len(tokens), 0)}
+
+
+class Engine:
+    """One replica: an AsyncEngine, and what Ray asks of it."""
+
+    async def __init__(self, model: str, num_threads: int, max_batch_size: int) -> None:
+        self._latest: dict = {}
+        self._engine = await AsyncEngine.start(
+            model, return_batch_manager_stats_cb=lambda record: self._latest.update(json.loads(record)),
+            optional_params=TrtGptModelOptionalParams(
+                num_threads=num_threads, max_batch_size=max_batch_size, flush_stats_when_idle=True,
+                kv_cache_config=KvCacheConfig(enable_block_reuse=True)))
+
+    async def stream(self, tensors: dict):
+        """Deltas as dictionaries. A caller that cancels stops the request."""
+        try:
+            async for delta in self._engine.stream(tensors):
+                yield {"tokens": delta.tokens, "finish_reason": delta.finish_reason.name}
+        except RequestFailed as error:
+            yield {"tokens": [], "error": str(error), "is_retryable": error.is_retryable}
+
+    async def health(self, tensors: dict) -> dict:
+        """Of the replica that such a request goes to."""
+        return self._engine.health()
+
+    def check_health(self) -> None:
+        """Ray replaces a replica where this raises."""
+        health = self._engine.health()
+        if health["state"] != "RUNNING" or health["is_hanging"]:
+            raise RuntimeError(f"the engine is {health['state']}, in {health['activity']}: {health['failure']}")
+
+    def record_routing_stats(self) -> dict[str, float]:
+        latest = self._latest
+        return {"free_share": latest.get("Free KV cache blocks", 1) / latest.get("Max KV cache blocks", 1)}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        health = self._engine.health()
+        return {"waiting": health["queued_requests"], "active": health["active_requests"],
+                "max_active": self._engine.info.max_batch_size}
+
+
+class Front:
+    """Takes requests over HTTP, and keeps the tokens of each, so that another replica can go on with it."""
+
+    def __init__(self, engines) -> None:
+        self._engines = engines
+
+    async def __call__(self, request: Request):
+        try:
+            tensors = json.loads(await request.body())
+            if not isinstance(tensors["input_ids"], list) or type(tensors["request_output_len"]) is not int:
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            return JSONResponse({"error": "the body is no JSON object with input_ids, a list, and request_output_len, "
+                                          "a number; both are required"}, 400)
+        tensors.setdefault("random_seed", random.getrandbits(63))      # a seed of its own, the same on every replica
+        return StreamingResponse(self._lines(tensors), media_type="application/x-ndjson")
+
+    async def _lines(self, tensors: dict):
+        async for delta in self._deltas(tensors):
+            yield json.dumps(delta) + "\n"
+
+    async def _deltas(self, tensors: dict):
+        tokens: list[int] = []
+        give_up = None
+        while True:
+            deltas = None
+            try:
+                deltas = self._engines.options(stream=True).stream.remote(continuation(tensors, tokens))
+                async for delta in deltas:
+                    if delta.pop("is_retryable", False):
+                        reason = delta["error"]
+                        break
+                    give_up = None
+                    tokens += delta["tokens"]
+                    yield delta
+                    if "error" in delta or delta["finish_reason"] != FinishReason.NOT_FINISHED.name:
+                        return
+                else:
+                    reason = "the replica ended the stream early"
+            except (RayActorError, DeploymentUnavailableError) as error:
+                reason = f"the replica is gone ({type(error).__name__})"
+            except CannotContinue as error:
+                yield {"tokens": [], "error": str(error)}
+                return
+            finally:
+                if deltas is not None:
+                    deltas.cancel()                     # the client may be gone
+            if len(tokens) >= tensors["request_output_len"]:
+                yield {"tokens": [], "finish_reason": FinishReason.LENGTH.name}
+                return
+            give_up = give_up or time.monotonic() + SECONDS_TO_FIND_A_REPLICA
+            if time.monotonic() > give_up:
+                yield {"tokens": [], "error": reason}
+                return
+            await asyncio.sleep(0.1)
+
+
+def app(arguments: dict[str, str]) -> serve.Application:
+    """The application; `serve run` calls this with its key=value arguments."""
+    known = {"model": str(REPOSITORY / "examples" / "models" / "austen-4m"), "replicas": 2, "max_replicas": 0,
+             "num_threads": 1, "max_batch_size": 32}
+    unknown = sorted(set(arguments) - set(known))
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no argument; the arguments are {', '.join(known)}")
+    given = known | {name: type(known[name])(value) for name, value in arguments.items()}
+    given["max_replicas"] = max(given["max_replicas"], given["replicas"])
+    autoscaling = AutoscalingConfig(
+        min_replicas=given["replicas"], max_replicas=given["max_replicas"], metrics_interval_s=1, upscale_delay_s=5,
+        look_back_period_s=2, policy=AutoscalingPolicy(policy_function="examples.ray_router:autoscale"))
+    engines = serve.deployment(Engine, name="Engine").options(
+        ray_actor_options={"num_cpus": 0.25, **EVERYWHERE}, max_ongoing_requests=1000,
+        health_check_period_s=1, health_check_timeout_s=10, graceful_shutdown_timeout_s=30,
+        request_router_config=RequestRouterConfig(request_router_class="examples.ray_router:PrefixRouter",
+                                                  request_routing_stats_period_s=1),
+        **({"autoscaling_config": autoscaling} if given["max_replicas"] > given["replicas"]
+           else {"num_replicas": given["replicas"]}))
+    front = serve.deployment(Front, name="Front").options(
+        ray_actor_options={"num_cpus": 0.25, **EVERYWHERE}, max_ongoing_requests=1000)
+    return front.bind(engines.bind(given["model"], given["num_threads"], given["max_batch_size"]))

@@ -1,0 +1,178 @@
+"""Replicas under Ray Serve, one of which is killed in the middle of 16 streams.
+
+    python tests/campaigns/ray_replicas.py [--repeat 1] [--streams 16] [--tokens 300]
+
+Needs ray[serve]. Every stream must have the text that it has when nothing is killed, two replicas must run again within
+20 s, and the request of a client that leaves must end within a second. Prints a line of what it did; the exit status is
+1 where something was wrong.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+SECONDS_TO_BE_WHOLE, SECONDS_TO_LEAVE, SECONDS_TO_START = 20.0, 1.0, 120.0
+
+
+class Stream(threading.Thread):
+    """A client that reads one answer to its end."""
+
+    def __init__(self, port: int, tensors: dict) -> None:
+        super().__init__(daemon=True)
+        self.tokens, self.error, self.last = [], "", ""
+        self.connection, self._tensors = http.client.HTTPConnection("127.0.0.1", port, timeout=90), tensors
+
+    def run(self) -> None:
+        try:
+            self.connection.request("POST", "/", json.dumps(self._tensors))
+            for line in self.connection.getresponse():
+                delta = json.loads(line)
+                self.tokens += delta["tokens"]
+                self.error, self.last = delta.get("error", self.error), delta.get("finish_reason", "")
+        except Exception as error:
+            self.error = self.error or repr(error)
+
+
+def asked(number: int, tokens: int) -> dict:
+    return {"input_ids": [100 + number, 7, 30 + number], "request_output_len": tokens, "random_seed": number,
+            "temperature": 0.9, "runtime_top_k": 50}
+
+
+def started(port: int, streams: int, tokens: int) -> list[Stream]:
+    made = [Stream(port, asked(number, tokens)) for number in range(streams)]
+    for stream in made:
+        stream.start()
+    return made
+
+
+def texts(streams: list[Stream]) -> list[tuple]:
+    for stream in streams:
+        stream.join(120)
+    return [(stream.tokens, stream.last, stream.error) for stream in streams]
+
+
+def parents(pid: int) -> list[int]:
+    found = []
+    while pid > 1:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        pid = int(stat.rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+def replicas() -> list[int]:
+    """Process ids of the engines that this program started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_bytes()
+            if title.startswith(b"ray::") and b":Engine" in title and os.getpid() in parents(int(folder.name)):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def running() -> int:
+    from ray import serve
+    states = serve.status().applications["default"].deployments["Engine"].replica_states
+    return int(states.get("RUNNING", 0))
+
+
+def seconds_until(condition, most: float) -> float | None:
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > most:
+            return None
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def kill_one(port: int, undisturbed: list, tokens: int) -> tuple[list[str], str]:
+    """(what was wrong, what it did)"""
+    wrong, before = [], replicas()
+    streams = started(port, len(undisturbed), tokens)
+    if seconds_until(lambda: all(len(s.tokens) > tokens // 10 for s in streams), 60) is None:
+        wrong.append("not every stream had begun")
+    victim = before[0]
+    alive = sum(s.is_alive() for s in streams)
+    os.kill(victim, signal.SIGKILL)
+    whole = {}
+    watch = threading.Thread(target=lambda: whole.setdefault("s", seconds_until(
+        lambda: running() == 2 and len(now := replicas()) == 2 and victim not in now, 60)))
+    watch.start()
+    got = texts(streams)
+    different = sum(one != other for one, other in zip(got, undisturbed, strict=True))
+    if different:
+        wrong.append(f"{different} texts differ: {[text[1:] for text in got]}")
+    watch.join()
+    if whole["s"] is None or whole["s"] > SECONDS_TO_BE_WHOLE:
+        wrong.append(f"two replicas again only after {whole['s']} s")
+    return wrong, f"{alive} streams in flight at the kill, {different} different, two replicas after {whole['s']:.1f} s"
+
+
+def leave(port: int, engines) -> tuple[list[str], str]:
+    tensors = asked(1, 1000)
+    stream = Stream(port, tensors)
+    stream.start()
+    if seconds_until(lambda: len(stream.tokens) > 5, 30) is None:
+        return ["the stream that is left had not begun"], ""
+    active = lambda: engines.health.remote(tensors).result()["active_requests"]
+    if active() != 1:
+        return ["the request that is left was not found"], ""
+    stream.connection.sock.shutdown(socket.SHUT_RDWR)
+    took = seconds_until(lambda: active() == 0, 5)
+    did = "a client left, and its request " + ("ran on" if took is None else f"ended after {took:.2f} s")
+    return [did] if took is None or took > SECONDS_TO_LEAVE else [], did
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=300)
+    given = parser.parse_args()
+    if find_spec("ray") is None:
+        print('Ray Serve was NOT tested: ray is not installed; pip install "ray[serve]"')
+        return 0
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+    from ray import serve
+
+    from examples.ray_app import app
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    wrong, did = [], []
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(app({}))
+        if seconds_until(lambda: len(replicas()) == 2, SECONDS_TO_START) is None:
+            raise SystemExit("there are no two replicas")
+        undisturbed = texts(started(port, given.streams, given.tokens))
+        if {text[1:] for text in undisturbed} != {("LENGTH", "")}:
+            wrong.append("undisturbed texts are not whole")
+        for _ in range(given.repeat):
+            bad, line = kill_one(port, undisturbed, given.tokens)
+            wrong, did = wrong + bad, [*did, line]
+        bad, line = leave(port, serve.get_deployment_handle("Engine", "default"))
+        wrong, did = wrong + bad, [*did, line]
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    print("\n".join([*did, *(f"WRONG: {line}" for line in wrong)]))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
