@@ -91,7 +91,7 @@ def test_the_routes_and_options_of_openais_client(client):
                                        stream_options={"include_usage": True}, **fixed)
     chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == one.choices[0].text
-    assert chunks[-1].usage == one.usage
+    assert chunks[-1].usage.total_tokens == one.usage.total_tokens == 12 + one.usage.prompt_tokens
     tokens = [200, 201, 202]
     for prompt, count in (("It is", 1), (["It is", "Emma"], 2), (tokens, 1), ([tokens, tokens], 2)):
         assert len(client.completions.create(prompt=prompt, **fixed).choices) == count
@@ -110,7 +110,11 @@ def test_the_routes_and_options_of_openais_client(client):
     more = client.completions.create(prompt="It is", **fixed, extra_body={
         "ignore_eos": True, "min_tokens": 3, "top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2,
         "stop_token_ids": [1], "priority": 3, "return_timings": True})
-    assert 0 < more.timings["time_to_first_token_ms"] <= more.timings["total_ms"]
+    assert 0 < more.timings["queue_ms"] < more.timings["time_to_first_token_ms"] <= more.timings["total_ms"]
+    prompt = list(range(100, 300))
+    used = [client.completions.create(prompt=prompt, **fixed).usage.prompt_tokens_details.cached_tokens
+            for _ in range(2)]
+    assert used[0] == 0 and used[1] >= 128
     third = one.choices[0].logprobs.tokens[3]
     ends = client.completions.create(prompt="Emma smiled, and", logprobs=0, **fixed, extra_body={
         "stop_token_ids": [TOKENIZER.encode(third, add_special_tokens=False).ids[0]]})

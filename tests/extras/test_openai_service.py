@@ -76,7 +76,9 @@ def test_a_stream_is_the_whole_in_pieces():
                     choice["logprobs"][key])
             count = one["usage"]["completion_tokens"]
             assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == one["usage"]
-            assert one["usage"] == {"prompt_tokens": 1, "completion_tokens": count, "total_tokens": count + 1}
+            details = {} if stop else {"prompt_tokens_details": {"cached_tokens": 0}}
+            assert one["usage"] == {"prompt_tokens": 1, "completion_tokens": count, "total_tokens": count + 1,
+                                    **details}
             assert len(choice["logprobs"]["tokens"]) == count == (40 if not stop else count)
             if stop:
                 assert choice["text"] == TEXT[: TEXT.index("village" if stop == ["village"] else "gain")]

@@ -14,6 +14,7 @@ from ...aio import AsyncEngine, RequestFailed, Stream
 from ...aio.mailbox import Delta
 from ...errors import BatchManagerError, ConfigError
 from ...names import FinishReason
+from ...responses.perf_metrics import PerfMetrics
 from ..chat_template import chat_prompt
 from ..generated_text import GeneratedText
 from ..tokenizer import encode, load_tokenizer
@@ -105,16 +106,17 @@ class OpenAIService:
 class _Choice:
     """One of the texts of an answer."""
 
-    __slots__ = ("index", "stream", "text", "first_token", "offset")
+    __slots__ = ("index", "stream", "text", "first_token", "offset", "metrics")
 
     def __init__(self, index: int, stream: Stream, text: GeneratedText, offset: int) -> None:
         self.index, self.stream, self.text, self.offset = index, stream, text, offset
         self.first_token: float | None = None
+        self.metrics: PerfMetrics | None = None      # comes with the end; never after a stop string
 
     def add(self, delta: Delta) -> str:
         if self.first_token is None:
             self.first_token = monotonic()
-        piece = self.text.add(delta)
+        piece, self.metrics = self.text.add(delta), delta.metrics
         if self.is_over:
             self.stream.cancel()             # after a stop string the engine would go on
         return piece
@@ -196,7 +198,8 @@ class Answer:
             sampling = replace(sampling, seed=(sampling.seed + copy) & WORD)
         options = {} if grammar is None else {"logits_post_processor": grammar[0].processor(grammar[1])}
         text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop)
-        stream = engine.stream(sampling.tensors(prompt_ids, engine.info), priority=sampling.priority, **options)
+        tensors = {**sampling.tensors(prompt_ids, engine.info), "return_perf_metrics": True}
+        stream = engine.stream(tensors, priority=sampling.priority, arrival_time=self._arrived, **options)
         self._choices.append(_Choice(len(self._choices), stream, text, offset))
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -242,17 +245,26 @@ class Answer:
         return told
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._prompt_tokens, sum(len(choice.text.tokens) for choice in self._choices))
+        """`cached_tokens` of each prompt's first text; left out until all of these have told it."""
+        told = [choice.metrics for choice in self._choices[:: self._asked.count]]
+        cached = None if None in told else sum(metrics.cached_tokens for metrics in told)
+        return usage(self._prompt_tokens, sum(len(choice.text.tokens) for choice in self._choices), cached)
 
-    def _timings(self) -> dict[str, float] | None:
+    def _timings(self) -> dict[str, float | None] | None:
         if not self._asked.with_timings:
             return None
         first = min((choice.first_token for choice in self._choices if choice.first_token is not None), default=None)
-        return {"time_to_first_token_ms": None if first is None else round(1000 * (first - self._arrived), 3),
-                "total_ms": round(1000 * (monotonic() - self._arrived), 3)}
+        queued = [choice.metrics.queue_s for choice in self._choices if choice.metrics is not None]
+        return {"queue_ms": _milliseconds(max(queued, default=None)),
+                "time_to_first_token_ms": _milliseconds(None if first is None else first - self._arrived),
+                "total_ms": _milliseconds(monotonic() - self._arrived)}
 
     def _text_of(self, prompt: str | list[int], tokens: list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(tokens)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)
 
 
 async def _merged(iterators: list[AsyncIterator[bytes]]) -> AsyncIterator[bytes]:

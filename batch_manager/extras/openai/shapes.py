@@ -52,13 +52,13 @@ class Shapes:
         return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._behind,
                          b"null" if log_probs is None else orjson.dumps(log_probs), self._end(told, usage)))
 
-    def usage(self, usage: dict[str, Any] | None, timings: dict[str, float] | None) -> bytes:
+    def usage(self, usage: dict[str, Any] | None, timings: dict[str, float | None] | None) -> bytes:
         """The chunk without a text, behind the last."""
         more = {"usage": usage} if timings is None else {"usage": usage, "timings": timings}
         return b"data: " + orjson.dumps({**self._of_chunks, "choices": [], **more}) + b"\n\n"
 
     def whole(self, texts: Sequence[tuple[str, dict[str, Any] | None, FinishReason]], usage: dict[str, Any],
-              timings: dict[str, float] | None) -> bytes:
+              timings: dict[str, float | None] | None) -> bytes:
         choices = []
         for index, (text, log_probs, reason) in enumerate(texts):
             content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
@@ -85,6 +85,9 @@ class Shapes:
         return b',"finish_reason":' + reason + b"}]" + told + b"}\n\n"
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
+    told = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens}
+    if cached_tokens is not None:
+        told["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return told
