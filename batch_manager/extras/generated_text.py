@@ -24,11 +24,8 @@ class GeneratedText:
         self._stream, self._has_stop = TextStream(tokenizer, prompt_ids, stop), bool(stop)
 
     def add(self, delta: Delta) -> str:
-        """The text that is certain now. Mutates `delta`: an end id, and what comes after a stop string, is cut off."""
+        """The text that is certain now. Mutates `delta`: what comes after a stop string is cut off."""
         stream = self._stream
-        if delta.finish_reason is FinishReason.STOP_WORDS:    # the further end ids of a Sampling are stop words
-            del delta.tokens[-1:], delta.log_probs[-1:]
-            delta.finish_reason = FinishReason.END_ID
         if self._has_stop:
             text = self._up_to_a_stop(delta)
         else:

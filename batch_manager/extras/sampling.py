@@ -54,8 +54,8 @@ class Sampling:
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
         """The tensors of a request for one text after the prompt. The engine looks at their values.
 
-        Raises InvalidRequestError for a logit_bias of tokens that the model does not have, and for what is not built:
-        penalties of the output only, and min_tokens with several end ids.
+        Raises InvalidRequestError for a logit_bias of tokens that the model does not have, and for penalties of
+        the output only, which are not built yet.
         """
         if self.presence_penalty or self.frequency_penalty:
             raise InvalidRequestError("presence_penalty or frequency_penalty is set",
@@ -72,12 +72,7 @@ class Sampling:
             tensors["runtime_top_k"] = 0 if self.top_k == -1 else self.top_k
         ends = [*(() if self.ignore_eos else info.end_ids), *self.stop_token_ids]
         if ends:
-            tensors["end_id"] = ends[0]
-        if len(ends) > 1:
-            if self.min_tokens:
-                raise InvalidRequestError(f"min_tokens is set and {len(ends)} tokens end the text",
-                                          "only the first of them can be held off so far", "leave min_tokens out")
-            tensors["stop_words_list"] = [[end] for end in ends[1:]]    # GeneratedText takes them off the text
+            tensors["end_id"] = list(dict.fromkeys(ends))
         given = (("runtime_min_p", self.min_p, 0), ("min_length", self.min_tokens, 0),
                  ("repetition_penalty", self.repetition_penalty, 1), ("return_log_probs", self.log_probs, False))
         tensors.update((name, value) for name, value, neutral in given if value != neutral)

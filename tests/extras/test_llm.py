@@ -253,7 +253,7 @@ def test_options_become_tensors():
     assert (bias[5], bias[6], bias.sum(), len(bias)) == (-100, 2.5, -97.5, 4096)
     assert tensors == {
         "input_ids": [1, 2, 3], "request_output_len": info.max_seq_len - 3, "temperature": 0.5, "random_seed": 3,
-        "runtime_top_p": 0.9, "runtime_top_k": 0, "end_id": 7, "runtime_min_p": 0.1, "min_length": 2,
+        "runtime_top_p": 0.9, "runtime_top_k": 0, "end_id": [7], "runtime_min_p": 0.1, "min_length": 2,
         "repetition_penalty": 1.2, "return_log_probs": True}
     assert Sampling(top_p=0).tensors([1], info)["runtime_top_k"] == 1
     assert len({Sampling().tensors([1], info)["random_seed"] for _ in range(4)}) == 4

@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from batch_manager import FinishReason, InvalidRequestError, Parts, TrtGptModelOptionalParams
-from batch_manager.aio import AsyncEngine, Delta
+from batch_manager import Parts, TrtGptModelOptionalParams
+from batch_manager.aio import AsyncEngine
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from batch_manager.extras.generated_text import GeneratedText  # noqa: E402
 from batch_manager.extras.openai import OpenAIError, OpenAIService  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
-from batch_manager.extras.sampling import Sampling  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -242,16 +240,19 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event():
     run(test, step_seconds=0.002)
 
 
-def test_further_end_ids_are_stop_words_and_left_out_of_the_text():
-    text = GeneratedText(TOKENIZER, [5], ["never"])
-    assert text.add(Delta(TOKENS[:2], [-1.0, -2.0])) == TOKENIZER.decode(TOKENS[:2])
-    text.add(Delta([TOKENS[2], 9], [-3.0, -4.0], finish_reason=FinishReason.STOP_WORDS))
-    assert text.tokens == TOKENS[:3] and text.log_probs == [-1.0, -2.0, -3.0]
-    assert text.finish_reason is FinishReason.END_ID
+def test_several_end_ids_end_a_text_and_are_left_out():
+    tokens = TOKENIZER.encode("We walked to the village", add_special_tokens=False).ids
+    assert len(set(tokens)) == len(tokens) > 3
 
     async def test(service):
-        tensors = Sampling(stop_token_ids=[7, 8, 9]).tensors([1], service.engine.info)
-        assert tensors["end_id"] == 7 and tensors["stop_words_list"] == [[8], [9]]
-        with pytest.raises(InvalidRequestError, match="min_tokens"):
-            Sampling(stop_token_ids=[7, 8], min_tokens=3).tensors([1], service.engine.info)
-    run(test)
+        body = {"prompt": [5], "max_tokens": 40, "stop_token_ids": [tokens[3], 7, tokens[2], 7], "logprobs": 0}
+        one = await whole(service, **body)
+        assert one["choices"][0]["text"] == TOKENIZER.decode(tokens[:2])
+        assert one["choices"][0]["finish_reason"] == "stop" and one["usage"]["completion_tokens"] == 2
+        assert len(one["choices"][0]["logprobs"]["tokens"]) == 2
+        chunks = await events(service, **body)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == one["choices"][0]["text"]
+        with pytest.raises(OpenAIError, match="end_id"):
+            await whole(service, prompt=[5], stop_token_ids=list(range(20)))
+
+    run(test, script=lambda history: tokens[(len(history) - 1) % len(tokens)])
