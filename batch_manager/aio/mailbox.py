@@ -62,22 +62,33 @@ class Wants(NamedTuple):
     metrics: bool = False
 
 
+def pieces(tensors: list[NamedTensor], final: bool,
+           wants: Wants) -> tuple[list[int], FinishReason, list[NamedTensor] | None]:
+    """What a mailbox keeps of a response: tokens, finish reason, and the tensors where the request wants them."""
+    reason = FinishReason.NOT_FINISHED if not final else FinishReason(int(tensors[FINISH_REASON].array[0, 0]))
+    tokens = tensors[OUTPUT_IDS].array[0, 0]
+    if wants.tensors:                          # of several beams the shorter ones are padded
+        tokens = tokens[: int(tensors[SEQUENCE_LENGTH].array[0, 0])]
+    return tokens.tolist(), reason, tensors if any(wants) else None
+
+
 class Mailbox:
     """Responses of one request, in order, until its final one.
 
     The worker appends and somebody on an event loop takes, each by one operation of a deque: there is no lock, and an
     exception or the garbage collector may come anywhere.
 
-    loop          the event loop that waits; None: nobody waits yet
+    wants         what of a response the request needs beside its tokens
+    loop          the event loop that waits; None: no coroutine waits yet
     is_listed     the worker has put it on the list of those to wake; for the worker alone
     is_cancelled  nobody will read what comes
     has_ended     its final response, or why there will be none, is in it
     """
 
-    __slots__ = ("request_id", "loop", "is_listed", "is_cancelled", "has_ended", "_wants", "_arrived", "_waiter")
+    __slots__ = ("request_id", "loop", "is_listed", "is_cancelled", "has_ended", "wants", "_arrived", "_waiter")
 
     def __init__(self, request_id: int, wants: Wants) -> None:
-        self.request_id, self._wants = request_id, wants
+        self.request_id, self.wants = request_id, wants
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_listed = self.is_cancelled = self.has_ended = False
         self._arrived: deque[tuple[list[int], FinishReason, list[NamedTensor] | None] | str] = deque()
@@ -87,13 +98,13 @@ class Mailbox:
         """A response. On the worker's thread."""
         if error:
             self.end(error)
-            return
-        reason = FinishReason.NOT_FINISHED if not final else FinishReason(int(tensors[FINISH_REASON].array[0, 0]))
-        tokens, wants_more = tensors[OUTPUT_IDS].array[0, 0], any(self._wants)
-        if self._wants.tensors:                # of several beams the shorter ones are padded
-            tokens = tokens[: int(tensors[SEQUENCE_LENGTH].array[0, 0])]
-        self._arrived.append((tokens.tolist(), reason, tensors if wants_more else None))
-        self.has_ended = self.has_ended or final
+        else:
+            self.add(*pieces(tensors, final, self.wants))
+
+    def add(self, tokens: list[int], reason: FinishReason, tensors: list[NamedTensor] | None) -> None:
+        """The `pieces` of a response. On the worker's thread."""
+        self._arrived.append((tokens, reason, tensors))
+        self.has_ended = self.has_ended or reason is not FinishReason.NOT_FINISHED
 
     def end(self, error: str) -> None:
         """There is no further response; `error` is the text of an error response. Does nothing the second time."""
@@ -121,12 +132,12 @@ class Mailbox:
         return delta
 
     def _add(self, delta: Delta, tensors: list[NamedTensor]) -> None:
-        if self._wants.log_probs:
+        if self.wants.log_probs:
             delta.log_probs += tensors[LOG_PROBS].array[0, 0].tolist()
             delta.cum_log_prob = float(tensors[CUM_LOG_PROBS].array[0, 0])
-        if self._wants.tensors:
+        if self.wants.tensors:
             delta.responses.append(tensors)
-        if self._wants.metrics:
+        if self.wants.metrics:
             delta.metrics = PerfMetrics.of(tensors)
 
     def something(self) -> asyncio.Future:
