@@ -39,6 +39,16 @@ class BatchManagerError(Exception):
         """The text a final response carries: `[CODE] fact; expectation; way out`."""
         return error_text(self.code, str(self))
 
+    def __reduce__(self) -> tuple:
+        # A copy is not made by the constructors of subclasses, which take other arguments than `args`.
+        return _copied, (type(self), self.args, self.__dict__)
+
+
+def _copied(error_class: type[BatchManagerError], args: tuple, attributes: dict) -> BatchManagerError:
+    error = error_class.__new__(error_class, *args)
+    error.__dict__.update(attributes)
+    return error
+
 
 class ConfigError(BatchManagerError, ValueError):
     """The configuration cannot be run. Raised before any thread exists."""

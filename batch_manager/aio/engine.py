@@ -12,8 +12,10 @@ from ..errors import ConfigError, InvalidRequestError, ManagerClosedError
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
+from .engine_process import EngineProcess
 from .mailbox import Delta, Mailbox, RequestFailed, Wants
-from .switchboard import CLOSED, Switchboard
+from .messages import packed
+from .switchboard import Switchboard
 
 
 class AsyncEngine:
@@ -29,7 +31,7 @@ class AsyncEngine:
     does.
     """
 
-    def __init__(self, manager: GptManager, switchboard: Switchboard) -> None:
+    def __init__(self, manager: GptManager | EngineProcess, switchboard: Switchboard) -> None:
         """Engines are made by `start`."""
         self._manager, self._switchboard = manager, switchboard
 
@@ -48,19 +50,28 @@ class AsyncEngine:
         takes_all   hand each request to the engine at once: there it waits by priority and deadline, and is refused
                     with QUEUE_FULL where too many wait (max_queued_requests), as servers do. False: requests wait
                     here, in order and without a bound, until the engine has room for them
-        process     not built yet
+        process     run the engine in a process of its own: the host's threads and the engine's never wait for each
+                    other's interpreter lock, and an engine that crashes fails its streams and nothing else. `parts` and
+                    logits post-processors are pickled: they are classes and functions of importable modules. Hooks and
+                    the statistics callback are called in this process, on a thread of the engine's
         Raises      what the constructor of GptManager raises
         """
-        if process:
-            raise ConfigError("process is True", "an engine in a process of its own is not built yet", "leave it out")
+        if not isinstance(process, bool):
+            raise ConfigError(f"process is {process!r}", "True or False", "set process to one of them")
         return await asyncio.to_thread(cls._make, model_path, model_type, max_beam_width, scheduler_policy,
-                                       return_batch_manager_stats_cb, optional_params, parts, takes_all)
+                                       return_batch_manager_stats_cb, optional_params, parts, takes_all, process)
 
     @classmethod
     def _make(cls, model_path: Any, model_type: TrtGptModelType, max_beam_width: int,
               scheduler_policy: SchedulerPolicy, stats: Callable[[str], None] | None,
-              optional_params: TrtGptModelOptionalParams | None, parts: Parts | None, takes_all: bool) -> Self:
+              optional_params: TrtGptModelOptionalParams | None, parts: Parts | None, takes_all: bool,
+              process: bool) -> Self:
         switchboard, parts = Switchboard(takes_all), Parts() if parts is None else parts
+        if process:
+            return cls(EngineProcess(switchboard, {
+                "model_path": model_path, "model_type": model_type, "max_beam_width": max_beam_width,
+                "scheduler_policy": scheduler_policy, "optional_params": optional_params, "parts": parts,
+            }, stats, takes_all), switchboard)
         if isinstance(parts, Parts):           # else the manager says so
             parts = switchboard.hooked_into(parts)
         return cls(GptManager(model_path, model_type, max_beam_width, scheduler_policy, switchboard.get,
@@ -110,8 +121,8 @@ class AsyncEngine:
 
     def _hand_over(self, tensors: Mapping[str, Any], **options: Any) -> Mailbox:
         switchboard = self._switchboard
-        if switchboard.is_closed:
-            raise RequestFailed(CLOSED.code, str(CLOSED))
+        if switchboard.closed is not None:
+            raise RequestFailed(switchboard.closed.code, str(switchboard.closed))
         request_id = switchboard.next_id()
         try:
             request = InferenceRequest(request_id, tensors, **options)
@@ -120,9 +131,15 @@ class AsyncEngine:
         if request.streaming is not None:      # what `generate` returns would be the first token
             raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor streaming is given; stream() streams and "
                                 "generate() does not; leave it out")
-        mailbox = Mailbox(request_id, Wants(log_probs=_asks(request.return_log_probs), tensors=any(map(_asks, (
+        wants = Wants(log_probs=_asks(request.return_log_probs), tensors=any(map(_asks, (
             request.return_context_logits, request.return_generation_logits, request.beam_width))),
-            metrics=_asks(request.return_perf_metrics)))
+            metrics=_asks(request.return_perf_metrics))
+        mailbox = Mailbox(request_id, wants)
+        if isinstance(self._manager, EngineProcess):
+            try:
+                request = packed(request, wants)
+            except InvalidRequestError as error:
+                raise RequestFailed(error.code, str(error)) from error
         switchboard.hand_over(mailbox, request)
         self._manager.notify()
         return mailbox

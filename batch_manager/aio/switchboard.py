@@ -8,12 +8,13 @@ from itertools import count
 from typing import Any
 
 from ..config import Parts
-from ..errors import ManagerClosedError
-from ..requests.inference_request import InferenceRequest
+from ..errors import BatchManagerError, ManagerClosedError
+from ..names import FinishReason
 from ..responses.named_tensor import NamedTensor
 from .mailbox import Mailbox
 
 MOST_AT_ONCE = 1024            # requests that one call of get returns
+FINISH_REASONS = tuple(FinishReason)
 CLOSED = ManagerClosedError("the engine was closed", "an engine runs once", "send the request to another instance")
 
 
@@ -26,29 +27,30 @@ class Switchboard:
     takes_all      requests wait in the engine, by priority and deadline, and are refused with QUEUE_FULL beyond its
                    bounds; else they wait here, in order, without a bound, until there is room for them
     num_wake_ups   calls of an event loop so far
-    is_closed      the worker has ended; no request is taken any more
+    closed         the worker has ended, for this reason; no request is taken any more. None: it runs
     """
 
     def __init__(self, takes_all: bool = False) -> None:
         self._takes_all = takes_all
         self._ids = count()
         self._mailboxes: dict[int, Mailbox] = {}
-        self._handed_over: deque[tuple[Mailbox, InferenceRequest]] = deque()
+        self._handed_over: deque[tuple[Mailbox, Any]] = deque()
         self._stops: deque[int] = deque()
         self._to_wake: list[Mailbox] = []
         self.num_wake_ups = 0
-        self.is_closed = False
+        self.closed: BatchManagerError | None = None
 
     # ---------------------------------------------------------------- from any thread
 
     def next_id(self) -> int:
         return next(self._ids)
 
-    def hand_over(self, mailbox: Mailbox, request: InferenceRequest) -> None:
-        self._mailboxes[request.request_id] = mailbox
+    def hand_over(self, mailbox: Mailbox, request: Any) -> None:
+        """Give `get` a request: an InferenceRequest, or what an engine process takes for one."""
+        self._mailboxes[mailbox.request_id] = mailbox
         self._handed_over.append((mailbox, request))
-        if self.is_closed:          # looked at after it was put there; at_end does the two in the other order
-            self._end_all()
+        if self.closed is not None:            # looked at after it was put there; `end` does the two in the other order
+            self._end_all(self.closed)
 
     def stop(self, mailbox: Mailbox) -> None:
         """Nobody reads this mailbox any more. Never blocks, and may be called while garbage is collected."""
@@ -67,15 +69,15 @@ class Switchboard:
 
     # ---------------------------------------------------------------- callbacks, on the worker's thread
 
-    def get(self, max_num_requests: int) -> list[InferenceRequest]:
+    def get(self, max_num_requests: int) -> list[Any]:
         is_bounded = max_num_requests >= 0 and not self._takes_all
         most = min(max_num_requests, MOST_AT_ONCE) if is_bounded else MOST_AT_ONCE
-        requests: list[InferenceRequest] = []
+        requests: list[Any] = []
         while self._handed_over and len(requests) < most:
             mailbox, request = self._handed_over.popleft()
             if mailbox.is_cancelled:           # it never runs
                 mailbox.has_ended = True
-                self._mailboxes.pop(request.request_id, None)
+                self._mailboxes.pop(mailbox.request_id, None)
             else:
                 requests.append(request)
         return requests
@@ -85,6 +87,22 @@ class Switchboard:
         if mailbox is None:
             return
         mailbox.put(tensors, final, error)
+        self._list(mailbox)
+
+    def deliver(self, request_id: int, tokens: list[int], reason: int, tensors: list[NamedTensor] | None,
+                error: str) -> None:
+        """A response that came as a message. Its arguments are the fields of messages.Response."""
+        is_final = reason or error
+        mailbox = self._mailboxes.pop(request_id, None) if is_final else self._mailboxes.get(request_id)
+        if mailbox is None:
+            return
+        if error:
+            mailbox.end(error)
+        else:
+            mailbox.add(tokens, FINISH_REASONS[reason], tensors)
+        self._list(mailbox)
+
+    def _list(self, mailbox: Mailbox) -> None:
         if not mailbox.is_listed and not mailbox.is_cancelled:
             mailbox.is_listed = True
             self._to_wake.append(mailbox)
@@ -113,16 +131,20 @@ class Switchboard:
                     self.stop(mailbox)
 
     def at_end(self, health: dict[str, Any]) -> None:
-        self.is_closed = True
-        self._end_all()
+        self.end(CLOSED)
 
-    def _end_all(self) -> None:
+    def end(self, error: BatchManagerError) -> None:
+        """There is no engine any more: each request that is left ends with this error."""
+        self.closed = error
+        self._end_all(error)
+
+    def _end_all(self, error: BatchManagerError) -> None:
         """Requests that the worker never took have no answer of it."""
         self._handed_over.clear()
         for request_id in list(self._mailboxes):
             mailbox = self._mailboxes.pop(request_id, None)
             if mailbox is not None:
-                mailbox.end(CLOSED.response_text())
+                mailbox.end(error.response_text())
                 self._to_wake.append(mailbox)
         self.after_responses()
 

@@ -208,7 +208,7 @@ class LLM:
                                   "pass prompts in a list, and a conversation to chat()")
 
     def _check_open(self) -> None:
-        if self._switchboard.is_closed:
+        if self._switchboard.closed is not None:
             raise ManagerClosedError("the LLM was closed", "an LLM works until then", "make a new one")
 
 

@@ -294,10 +294,10 @@ def test_the_hooks_of_the_user_are_called_too_and_what_they_raise_is_contained()
     assert calls["after"] >= 4 and calls["STOPPED"] == 1
 
 
-def test_what_is_not_built_and_what_is_over_is_refused():
+def test_what_is_no_argument_and_what_is_over_is_refused():
     async def test():
-        with pytest.raises(ValueError, match="process is True; an engine in a process of its own is not built yet"):
-            await AsyncEngine.start(process=True)
+        with pytest.raises(ValueError, match="process is 'yes'; True or False"):
+            await AsyncEngine.start(process="yes")
         engine = await start()
         assert engine.info.vocab_size > 1 and await engine.close()
         with pytest.raises(ManagerClosedError):

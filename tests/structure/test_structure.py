@@ -60,7 +60,8 @@ FLOORS: dict[str, list[str]] = {
     "loading_thread": ["one_shot_event", "thread_stack", "errors", "names", "interpreter_exit"],
     "worker": ["one_shot_event", *GROUND, *HOST, "interpreter_exit"],
     "engine_info": GROUND,
-    "aio": [*GROUND, "requests", "responses", "engine_info", "gpt_manager"],
+    "aio": [*GROUND, "requests", "responses", "engine_info", "gpt_manager", "interpreter_exit", "one_shot_event",
+            "thread_stack"],
     "gpt_manager": ["clock", "arguments", "engine_info", *GROUND, *HOST, "build", "interpreter_exit", "loading_thread",
                     "worker", "thread_stack"],
     "arguments": GROUND,
@@ -101,6 +102,12 @@ ALLOWED_LOADERS = {
     **dict.fromkeys([(f"batch_manager/aio/{name}.py", "asyncio") for name in ("engine", "mailbox", "switchboard")],
                     "the host's event loops, which it is made for"),
     ("batch_manager/extras/openai/service.py", "asyncio"): "texts of one answer are read side by side",
+    **dict.fromkeys([("batch_manager/aio/engine_process.py", name) for name in ("multiprocessing", "pickle", "socket",
+                                                                               "subprocess")],
+                    "starts the package's own program, and checks what it is to be sent"),
+    **dict.fromkeys([(f"batch_manager/aio/{file}.py", name) for file in ("messages", "engine_program")
+                     for name in ("multiprocessing", "pickle")],
+                    "messages between a process and the one that it started, over a socket pair without a name"),
     ("batch_manager/models/registry.py", "importlib"): "model families are imported when wanted, from a table there",
     ("triton_kernels/dispatch.py", "importlib"): "a kernel, the CPU's own form of it or its oracle, by its name",
     ("triton_kernels/cpu/native/library.py", "ctypes"): "the compiled step: the package's own source, compiled here",
@@ -372,6 +379,7 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
                                                    "interpreter_exit", "clock", "thread_stack")}
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine", "mailbox", "switchboard"))    # event loops
     may.add("batch_manager/extras/openai/service.py")   # coroutines of a server that has an event loop
+    may.update(f"batch_manager/aio/{name}.py" for name in ("engine_process", "engine_program", "messages"))
     may.add("batch_manager/runtime/thread_count.py")    # it asks which thread calls, and starts none
     may.add("triton_kernels/cpu/large_pages.py")        # models are loaded on several threads; it starts none
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}

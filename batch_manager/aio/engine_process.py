@@ -1,0 +1,328 @@
+"""The host's end of an engine process: what an AsyncEngine holds instead of a GptManager."""
+
+import contextlib
+import json
+import logging
+import multiprocessing.spawn
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ..config import Parts, TrtGptModelOptionalParams
+from ..engine_info import EngineInfo
+from ..errors import BatchManagerError, ConfigError, ManagerClosedError, type_name
+from ..guard import Guard
+from ..interpreter_exit import forget_worker, is_a_worker, list_worker
+from ..one_shot_event import OneShotEvent
+from ..thread_stack import start_with_enough_stack
+from .messages import Beat, End, Ended, Handed, Logged, NotStarted, Record, Responses, Start, Started, Wire
+from .switchboard import CLOSED, Switchboard
+
+SECONDS_TO_END = 10.0          # of an engine process that was told to abort, before it is killed
+SECONDS_TO_EXIT = 5.0          # of one whose worker has ended
+SECONDS_BETWEEN_LOOKS = 1.0
+BYTES_ON_THE_WAY = 1 << 20
+_PROGRAM = ("import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+            "from batch_manager.aio.engine_program import main; main(int(sys.argv[1]))")
+log = logging.getLogger("batch_manager")
+
+
+class EngineProcess:
+    """A GptManager in a process of its own, with the methods of one that an AsyncEngine uses.
+
+    A thread here receives the messages of the engine process and calls the user's hooks and the statistics callback;
+    another one sends. Where the last reference to an EngineProcess is dropped, and where this process ends, however it
+    does, the engine process ends too. It leaves SIGINT, SIGTERM and SIGHUP to this process.
+    """
+
+    def __init__(self, switchboard: Switchboard, arguments: dict[str, Any], stats: Callable[[str], None] | None,
+                 takes_all: bool) -> None:
+        """Start the process and wait until its engine runs.
+
+        arguments   of GptManager without callbacks, by name
+        Raises      what the constructor of GptManager raises; ConfigError where an argument cannot be sent
+        """
+        self._process_id = os.getpid()
+        params, parts = arguments["optional_params"], arguments["parts"]
+        params = TrtGptModelOptionalParams() if params is None else params
+        hooks = parts if isinstance(parts, Parts) else Parts()
+        if isinstance(parts, Parts):
+            arguments = {**arguments, "parts": replace(parts, after_responses=None, at_end=None)}
+        _check_sendable(arguments)
+        self._link = link = Link(switchboard, hooks, stats, getattr(params, "log_callback_errors", False) is True)
+        self._hang_warning_s = getattr(params, "hang_warning_s", 0)
+        try:
+            link.wire.send(Start(arguments, takes_all, stats is not None, log.getEffectiveLevel()))
+            answer = link.first_answer()
+            if isinstance(answer, NotStarted):
+                raise answer.error
+            self._info = answer.info
+            link.health = {}
+            weakref.finalize(self, link.ask_to_abort).atexit = False
+            list_worker(link)
+            start_with_enough_stack(link.worker)
+            start_with_enough_stack(link.sender)
+        except BaseException:
+            link.kill()
+            forget_worker(link)
+            raise
+
+    @property
+    def info(self) -> EngineInfo:
+        """See GptManager.info."""
+        return self._info
+
+    def notify(self) -> None:
+        """The switchboard has requests or stops."""
+        self._check_process()
+        self._link.work.set()
+
+    def health(self) -> dict[str, Any]:
+        """What GptManager.health said last in the engine process, and:
+
+        engine_process_id    of the operating system
+        seconds_since_heard  how long ago the engine process sent that: less than a second where it runs
+        """
+        self._check_process()
+        link = self._link
+        health, heard_at = link.health, link.heard_at
+        if link.ended.is_set:
+            return {**health, "engine_process_id": link.process.pid, "seconds_since_heard": 0.0}
+        seconds = max(time.monotonic() - heard_at, 0.0)
+        is_silent = 0 < self._hang_warning_s < seconds
+        return {"state": "RUNNING", "active_requests": 0, "queued_requests": 0, **health,
+                "is_hanging": health.get("is_hanging", False) or is_silent,
+                "engine_process_id": link.process.pid, "seconds_since_heard": seconds}
+
+    def shutdown(self, drain: bool = True, timeout: float | None = None) -> bool:
+        """See GptManager.shutdown. An engine process that does not end within the timeout and 10 more seconds is
+        killed."""
+        self._check_process()
+        link = self._link
+        link.ask_to_end(End(drain, timeout))
+        if is_a_worker(threading.current_thread()):
+            return False
+        if not link.join(timeout):
+            link.ask_to_abort()
+            link.join(None)
+        return True
+
+    def __enter__(self) -> "EngineProcess":
+        self._check_process()
+        if self._link.ended.is_set:
+            raise ManagerClosedError("this engine was closed", "an engine runs once", "start a new one")
+        return self
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process_id:
+            raise ManagerClosedError("this process was forked from the one that started the engine",
+                                     "the engine serves the parent only", "start a new engine after forking")
+
+
+class Link:
+    """What the two threads of an EngineProcess hold. It holds no reference to that.
+
+    worker      the thread that receives; hooks and the statistics callback run on it
+    health      what the engine process said last; heard_at: when, in monotonic seconds
+    work        there is something to send
+    ended       the engine process has ended, every request is answered, and no hook is called any more
+    """
+
+    def __init__(self, switchboard: Switchboard, hooks: Parts, stats: Callable[[str], None] | None,
+                 logs_texts: bool) -> None:
+        self._switchboard, self._hooks, self._stats = switchboard, hooks, stats
+        self._guard = Guard(logs_texts=logs_texts)
+        self._in_stats, self._in_after_responses, self._in_at_end, self._in_log = map(
+            self._guard.containing, ("stats", "after_responses", "at_end", "log"))
+        self.health: dict[str, Any] = {}
+        self.heard_at = time.monotonic()
+        self.work, self.ended = threading.Event(), OneShotEvent()
+        self._to_send: list[End] = []
+        self._kill_at = float("inf")
+        self._said_ended = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BYTES_ON_THE_WAY)
+            self.process = subprocess.Popen(
+                [os.fsdecode(multiprocessing.spawn.get_executable()), "-c", _PROGRAM, str(theirs.fileno()),
+                 json.dumps([path or os.getcwd() for path in sys.path])],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        self.wire = Wire(Connection(ours.detach()))
+        self._process_descriptor = os.pidfd_open(self.process.pid)
+        self.worker = threading.Thread(target=self._receive_for_ever, name="batch_manager engine process receiver")
+        self.sender = threading.Thread(target=self._send_for_ever, name="batch_manager engine process sender",
+                                       daemon=True)
+
+    # ---------------------------------------------------------------- from any thread
+
+    def ask_to_end(self, end: End) -> None:
+        """Never blocks."""
+        self._to_send.append(end)
+        self.work.set()
+
+    def ask_to_abort(self) -> None:
+        """End the engine process, by force after some seconds. Never blocks."""
+        self._kill_at = time.monotonic() + SECONDS_TO_END
+        self.ask_to_end(End(drain=False, timeout=None))
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait until `ended`; False: not within the timeout."""
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self.ended.wait(min(SECONDS_BETWEEN_LOOKS, max(until - time.monotonic(), 0))):
+            if time.monotonic() >= until:
+                return False
+        if self.worker is not threading.current_thread():
+            self.worker.join()
+        return True
+
+    # ---------------------------------------------------------------- while the engine starts
+
+    def first_answer(self) -> Started | NotStarted:
+        """Wait for the engine to run. Log records come before that."""
+        while True:
+            try:
+                message = self._next_message()
+            except (EOFError, OSError):
+                return NotStarted(ConfigError(f"the engine process {self._how_it_ended()} while it loaded the model",
+                                              "it loads the model and goes on", "its output on stderr says more"))
+            if isinstance(message, Started | NotStarted):
+                return message
+            if message is not None:
+                self._take(message)
+
+    def kill(self) -> None:
+        """End the process and give its descriptors back."""
+        self.process.kill()
+        self.process.wait()
+        self.wire.connection.close()
+        os.close(self._process_descriptor)
+
+    # ---------------------------------------------------------------- the receiver
+
+    def _receive_for_ever(self) -> None:
+        try:
+            while True:
+                message = self._next_message()
+                if message is not None:
+                    self._take(message)
+                elif time.monotonic() > self._kill_at:
+                    log.error("the engine process %d did not end within %.0f s; it is killed", self.process.pid,
+                              SECONDS_TO_END)
+                    break
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._finish()
+
+    def _next_message(self) -> Any:
+        """None: there was none for a second. Raises EOFError or OSError where the process has ended."""
+        poller = select.poll()
+        poller.register(self.wire.connection.fileno(), select.POLLIN)
+        poller.register(self._process_descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poller.poll(SECONDS_BETWEEN_LOOKS * 1000)}
+        if self.wire.connection.fileno() in ready:
+            message = self.wire.receive()
+            self.heard_at = time.monotonic()
+            return message
+        if ready:    # it has ended, and a forked copy of it or of this process keeps the connection open
+            raise EOFError
+        return None
+
+    def _take(self, message: Any) -> None:
+        switchboard = self._switchboard
+        match message:
+            case Responses(responses, health):
+                for response in responses:
+                    switchboard.deliver(*response)
+                if health is not None:
+                    self.health = health
+                switchboard.after_responses()
+                if self._hooks.after_responses is not None:
+                    with self._in_after_responses:
+                        self._hooks.after_responses()
+            case Record(text):
+                with self._in_stats:
+                    self._stats(text)
+            case Beat(health):
+                self.health = health
+            case Logged(attributes):
+                with self._in_log:
+                    logger = logging.getLogger(attributes["name"])
+                    if logger.isEnabledFor(attributes["levelno"]):
+                        logger.handle(logging.makeLogRecord(attributes))
+            case Ended(health):
+                self._said_ended, self.health = True, health
+
+    def _finish(self) -> None:
+        """Answer all requests that are left, and tell the user's hook."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SECONDS_TO_EXIT if self._said_ended else 0.5)
+        was_killed_here = self.process.poll() is None
+        if was_killed_here:
+            self.process.kill()
+            self.process.wait()
+        error: BatchManagerError = CLOSED
+        if not self._said_ended and self._kill_at == float("inf"):
+            error = BatchManagerError(f"the engine process {self._how_it_ended()}",
+                                      "it runs until the engine is closed",
+                                      "start a new engine, or send the request to another instance")
+            log.error("%s; every request is answered with ENGINE_FAILED", error)
+        failures = {**self.health.get("callback_failures", {}), **self._guard.failures}
+        is_failed = error is not CLOSED
+        self.health = {"active_requests": 0, "queued_requests": 0, **self.health, "callback_failures": failures,
+                       "state": "FAILED" if is_failed else "STOPPED", "is_hanging": False}
+        if is_failed:
+            self.health.update(failure=error.response_text(), active_requests=0, queued_requests=0)
+        self._switchboard.end(error)
+        if self._hooks.at_end is not None:
+            with self._in_at_end:
+                self._hooks.at_end(dict(self.health))
+        self.wire.connection.close()
+        os.close(self._process_descriptor)
+        forget_worker(self)
+        self.ended.set()
+        self.work.set()                        # the sender ends
+
+    def _how_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SECONDS_TO_EXIT)
+        code = self.process.poll()
+        if code is None:
+            return "closed its connection"
+        return f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+
+    # ---------------------------------------------------------------- the sender
+
+    def _send_for_ever(self) -> None:
+        switchboard = self._switchboard
+        with contextlib.suppress(OSError):     # the engine process has ended: the receiver answers
+            while not self.ended.is_set:
+                self.work.wait()
+                self.work.clear()
+                while self._to_send:
+                    self.wire.send(self._to_send.pop(0))
+                requests, stops = switchboard.get(-1), switchboard.poll()
+                if requests or stops:
+                    self.wire.send(Handed(requests, list(stops)))
+                    self.work.set()            # `get` returns so many at once and no more
+
+
+def _check_sendable(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:             # of any class: parts are the user's objects
+            raise ConfigError(f"{name} cannot be sent to the engine process: pickling raised {type_name(error)}: "
+                              f"{error}", "what it holds is made there: classes and functions of importable modules",
+                              "give a class or a factory, or start the engine with process=False") from error

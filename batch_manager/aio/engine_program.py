@@ -1,0 +1,195 @@
+"""The program of an engine process: a GptManager whose callbacks send messages to the host."""
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import threading
+from collections import deque
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ..config import Parts
+from ..errors import ConfigError, InvalidRequestError, type_name
+from ..gpt_manager import GptManager
+from ..names import FinishReason
+from ..requests.inference_request import InferenceRequest
+from ..responses.named_tensor import NamedTensor
+from .mailbox import Wants, pieces
+from .messages import (
+    Beat,
+    End,
+    Ended,
+    Handed,
+    Logged,
+    NotStarted,
+    PackedRequest,
+    Record,
+    Responses,
+    Start,
+    Started,
+    Wire,
+    unpacked,
+)
+
+SECONDS_BETWEEN_BEATS = 0.25
+LEFT_TO_THE_HOST = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NO_ERROR = ""
+
+
+def main(descriptor: int) -> None:
+    """Serve the host at the other end of the socket `descriptor`, until it says End or ends itself."""
+    os.set_inheritable(descriptor, False)
+    # A service manager signals every process of a service. The host decides what that means for its engine. A handler,
+    # unlike SIG_IGN, is not passed on to programs that this process starts.
+    for number in LEFT_TO_THE_HOST:
+        signal.signal(number, lambda *_: None)
+    wire = Wire(Connection(descriptor))
+    try:
+        start: Start = wire.receive()
+    except EOFError:
+        return
+    except Exception as error:    # unpickling a part of the user's may raise anything
+        wire.send(NotStarted(ConfigError(
+            f"the engine process cannot read its parts: unpickling them raised {type_name(error)}: {error}",
+            "classes and functions in `parts` are in modules that it can import, not in __main__",
+            "move them into a module, or start the engine with process=False")))
+        return
+    exchange = Exchange(wire, start.takes_all)
+    logger = logging.getLogger()
+    logger.addHandler(_ToHost(wire))
+    logger.setLevel(start.log_level)
+    threading.Thread(target=exchange.receive_for_ever, name="engine process receiver", daemon=True).start()
+    try:
+        manager = exchange.make_manager(start)
+    except BaseException as error:
+        wire.send(NotStarted(_sendable(error)))
+        return
+    wire.send(Started(manager.info))
+    manager.wait_until_terminate()
+
+
+class Exchange:
+    """The callbacks of the manager and the messages of the host. The worker calls the callbacks; another thread
+    receives."""
+
+    def __init__(self, wire: Wire, takes_all: bool) -> None:
+        self._wire, self._takes_all = wire, takes_all
+        self._manager: GptManager | None = None
+        self._inbox: deque[PackedRequest] = deque()
+        self._stops: deque[int] = deque()
+        self._wants: dict[int, Wants] = {}     # of the requests that the engine has
+        self._outgoing: list[tuple] = []
+
+    def make_manager(self, start: Start) -> GptManager:
+        """Raises what the constructor of GptManager raises."""
+        arguments = dict(start.arguments)
+        parts = arguments["parts"]
+        if isinstance(parts, Parts):           # else the manager says so
+            arguments["parts"] = replace(parts, after_responses=self._after_responses, at_end=self._at_end)
+        self._manager = GptManager(
+            **arguments, get_inference_requests_cb=self._get, send_response_cb=self._send,
+            poll_stop_signal_cb=self._poll, exclude_input_in_output=True,
+            return_batch_manager_stats_cb=self._record if start.wants_stats else None)
+        return self._manager
+
+    # ---------------------------------------------------------------- callbacks, on the worker's thread
+
+    def _get(self, max_num_requests: int) -> list[InferenceRequest]:
+        inbox, requests = self._inbox, []
+        if not inbox:
+            return requests
+        most = max_num_requests if max_num_requests >= 0 and not self._takes_all else len(inbox)
+        stopped = set(self._stops.copy())
+        while inbox and len(requests) < most:
+            request_id, wants, _ = waiting = inbox.popleft()
+            if request_id in stopped:          # it never runs
+                self._outgoing.append((request_id, [], int(FinishReason.CANCELLED), None, _NO_ERROR))
+                continue
+            try:
+                requests.append(unpacked(waiting))
+                self._wants[request_id] = wants
+            except InvalidRequestError as error:
+                self._outgoing.append((request_id, [], 0, None, error.response_text()))
+        if self._outgoing:
+            self._after_responses()
+        return requests
+
+    def _send(self, request_id: int, tensors: list[NamedTensor], final: bool, error: str) -> None:
+        wants = self._wants.pop(request_id) if final else self._wants[request_id]
+        if error:
+            self._outgoing.append((request_id, [], 0, None, error))
+            return
+        tokens, reason, kept = pieces(tensors, final, wants)
+        self._outgoing.append((request_id, tokens, int(reason), kept, _NO_ERROR))
+
+    def _poll(self) -> set[int]:
+        stops = set()
+        while self._stops:
+            stops.add(self._stops.popleft())
+        return stops
+
+    def _after_responses(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        self._wire.send(Responses(outgoing, None if self._manager is None else self._manager.health()))
+
+    def _record(self, json: str) -> None:
+        self._wire.send(Record(json))
+
+    def _at_end(self, health: dict[str, Any]) -> None:
+        self._wire.send(Ended(health))
+
+    # ---------------------------------------------------------------- messages, on a thread of their own
+
+    def receive_for_ever(self) -> None:
+        """Take the host's messages and send a Beat several times a second. Ends the process where the host has ended:
+        its end of the connection is closed, or this process has another parent."""
+        host = os.getppid()
+        try:
+            while os.getppid() == host:
+                if self._wire.connection.poll(SECONDS_BETWEEN_BEATS):
+                    self._take(self._wire.receive())
+                elif self._manager is not None:
+                    self._wire.send(Beat(self._manager.health()))
+        except (EOFError, OSError):
+            pass
+        if self._manager is not None:
+            self._manager.shutdown(drain=False, timeout=0)
+        os._exit(1)
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Handed(requests, stops):
+                self._inbox.extend(requests)
+                self._stops.extend(stops)
+                if self._manager is not None:
+                    self._manager.notify()
+            case End(drain, timeout):
+                threading.Thread(target=self._manager.shutdown, args=(drain, timeout), name="engine process end",
+                                 daemon=True).start()
+
+
+class _ToHost(logging.Handler):
+    """Sends log records to the host, whose handlers they are for."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    def emit(self, record: logging.LogRecord) -> None:
+        attributes = {name: getattr(record, name) for name in (
+            "name", "levelno", "levelname", "pathname", "filename", "module", "lineno", "funcName", "created",
+            "process", "threadName")}
+        with contextlib.suppress(OSError):     # the host has ended
+            self._wire.send(Logged({**attributes, "msg": record.getMessage(), "args": None,
+                                    "processName": "engine process"}))
+
+
+def _sendable(error: BaseException) -> Exception:
+    """The error where the host can unpickle it, else one that says what it was."""
+    with contextlib.suppress(Exception):       # of a class of the user's
+        if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    return ConfigError(f"the engine process could not be started: it raised {type_name(error)}: {error}")
