@@ -192,4 +192,5 @@ def _sendable(error: BaseException) -> Exception:
     with contextlib.suppress(Exception):       # of a class of the user's
         if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
-    return ConfigError(f"the engine process could not be started: it raised {type_name(error)}: {error}")
+    return ConfigError(f"the engine process could not be started: it raised {type_name(error)}: {error}",
+                       "it makes a GptManager", "correct what raised, or start the engine with process=False")

@@ -1,10 +1,11 @@
 """What AsyncEngine costs a host, beside a callback that only counts: a scripted model, many streams, one event loop.
 
-    python -m batch_manager.tools.async_benchmark --streams 256 --tokens 100 --step-ms 5 --runs 3
+    python -m batch_manager.tools.async_benchmark --streams 256 --tokens 100 --step-ms 5 --runs 3 [--process]
 
 Prints one line of JSON for each pair of runs, a counting callback and an AsyncEngine in turn:
 
-    us_per_token       processor time of the process for a token with AsyncEngine, less that of the counting callback
+    us_per_token       processor time of the process for a token with AsyncEngine, less that of the counting callback;
+                       with --process that of the host for a token, and nothing is subtracted
     counting_us        that of the counting callback, the engine's own work for the most part
     late_ms_p99        how late the event loop runs what was to run after 1 ms
     delivery_ms_p99    from the hook behind the responses of an iteration until a reader has its tokens
@@ -15,7 +16,8 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -30,11 +32,12 @@ from .workload import at_least
 PROMPT, TOKENS_PER_BLOCK, LOOK_S = 16, 64, 0.001
 
 
-def backend_of(streams: int, tokens: int, step_ms: float) -> ScriptedBackend:
+def backend_of(streams: int, tokens: int, step_ms: float) -> Callable[[], ScriptedBackend]:
+    """A factory that an engine process can be sent."""
     blocks = -(-(PROMPT + tokens) // TOKENS_PER_BLOCK)
-    return ScriptedBackend(max_seq_len=blocks * TOKENS_PER_BLOCK, num_blocks=streams * blocks + 1, verify=False,
-                           tokens_per_block=TOKENS_PER_BLOCK, num_slots=streams, is_asynchronous=step_ms > 0,
-                           step_seconds=step_ms / 1000)
+    return partial(ScriptedBackend, max_seq_len=blocks * TOKENS_PER_BLOCK, num_blocks=streams * blocks + 1,
+                   verify=False, tokens_per_block=TOKENS_PER_BLOCK, num_slots=streams, is_asynchronous=step_ms > 0,
+                   step_seconds=step_ms / 1000)
 
 
 def params_of(streams: int) -> TrtGptModelOptionalParams:
@@ -66,7 +69,7 @@ def counting_cpu_s(streams: int, tokens: int, step_ms: float) -> float:
     return time.process_time() - began
 
 
-async def async_run(streams: int, tokens: int, step_ms: float) -> dict[str, object]:
+async def async_run(streams: int, tokens: int, step_ms: float, process: bool = False) -> dict[str, object]:
     late: list[float] = []
     delivered: list[float] = []
     iterations: list[float] = []
@@ -88,7 +91,9 @@ async def async_run(streams: int, tokens: int, step_ms: float) -> dict[str, obje
     began = time.process_time()
     parts = Parts(backend=backend_of(streams, tokens, step_ms),
                   after_responses=lambda: iterations.append(time.perf_counter()))
-    async with await AsyncEngine.start(optional_params=params_of(streams), parts=parts) as engine:
+    async with await AsyncEngine.start(optional_params=params_of(streams), parts=parts, process=process) as engine:
+        if process:
+            began = time.process_time()        # starting a process is no cost of a token
         looking = asyncio.create_task(look())
         counts = await asyncio.gather(*[read(engine) for _ in range(streams)])
         looking.cancel()
@@ -102,8 +107,9 @@ def _p99_ms(seconds: Sequence[float]) -> float:
     return round(1000 * float(np.percentile(seconds, 99)), 2)
 
 
-def measure(streams: int, tokens: int, step_ms: float) -> dict[str, object]:
-    counting, found = counting_cpu_s(streams, tokens, step_ms), asyncio.run(async_run(streams, tokens, step_ms))
+def measure(streams: int, tokens: int, step_ms: float, process: bool = False) -> dict[str, object]:
+    counting = 0.0 if process else counting_cpu_s(streams, tokens, step_ms)
+    found = asyncio.run(async_run(streams, tokens, step_ms, process))
     per_token = 1e6 / (streams * tokens)
     return {"us_per_token": round((found.pop("cpu_s") - counting) * per_token, 2),
             "counting_us": round(counting * per_token, 2), **found}
@@ -115,9 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=at_least(1), default=100, help="of each stream")
     parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds that the scripted model takes")
     parser.add_argument("--runs", type=at_least(1), default=1)
+    parser.add_argument("--process", action="store_true", help="the engine in a process of its own")
     options = parser.parse_args(arguments)
     for _ in range(options.runs):
-        print(json.dumps(measure(options.streams, options.tokens, options.step_ms)), flush=True)
+        found = measure(options.streams, options.tokens, options.step_ms, options.process)
+        print(json.dumps(found), flush=True)
     return 0
 
 
