@@ -256,3 +256,22 @@ def test_several_end_ids_end_a_text_and_are_left_out():
             await whole(service, prompt=[5], stop_token_ids=list(range(20)))
 
     run(test, script=lambda history: tokens[(len(history) - 1) % len(tokens)])
+
+
+def test_a_text_that_met_its_stop_string_stops_while_the_others_go_on():
+    async def test(service):
+        answer = await service.accept(json.dumps({"prompt": [[5], [6]], "max_tokens": 3000, "stream": True,
+                                                  "stop": ["village"]}).encode(), False)
+        async for event in answer.events():
+            if b'"finish_reason":"stop"' in event:
+                break
+        for _ in range(200):
+            if service.engine.health()["active_requests"] == 1:
+                break
+            await asyncio.sleep(0.002)
+        assert service.engine.health()["active_requests"] == 1
+        answer.cancel()
+        await until_idle(service)
+
+    run(test, script=lambda history: TOKENS[(len(history) - 1) % len(TOKENS)] if history[0] == 5 else 300,
+        step_seconds=0.002)
