@@ -262,7 +262,8 @@ def test_a_text_that_met_its_stop_string_stops_while_the_others_go_on():
     async def test(service):
         answer = await service.accept(json.dumps({"prompt": [[5], [6]], "max_tokens": 3000, "stream": True,
                                                   "stop": ["village"]}).encode(), False)
-        async for event in answer.events():
+        told = answer.events()                 # an iterator that is dropped stops all of them
+        async for event in told:
             if b'"finish_reason":"stop"' in event:
                 break
         for _ in range(200):
