@@ -96,6 +96,8 @@ _PUBLIC = {
     "LayerAttention": "attention.interface",
 
     # a trace
+    "STATISTICS": "stats.statistics_table",
+    "Statistic": "stats.statistics_table",
     "Trace": "stats.trace",
     "IterationTrace": "stats.trace",
     "read_trace": "stats.trace",
@@ -155,6 +157,7 @@ if TYPE_CHECKING:
     from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler, SchedulerOutput
     from .scheduling.simple import SimpleScheduler
     from .seams import BackendInfo, Clock, MemoryUsage, ModelBackend, PendingStep
+    from .stats.statistics_table import STATISTICS, Statistic
     from .stats.trace import IterationTrace, Trace, read_trace, write_trace
     from .weights.json_file import Fields
     from .weights.source import Weights

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -56,10 +57,29 @@ class WorkerControl:
         self.draining = False
         self.aborting = False
         self.heartbeat = Heartbeat(clock.monotonic())
+        self._looked_at = time.monotonic()
+        self._frozen_s, self._frozen_in_beat = 0.0, self.heartbeat.since
 
     def is_hanging(self, seconds: float) -> bool:
-        """Whether so many seconds without a heartbeat are too many. An idle worker sleeps as long as it was told to."""
-        return self.heartbeat.activity != "idle" and 0 < self.hang_warning_s < seconds
+        """Whether so many seconds without a heartbeat are too many. An idle worker sleeps as long as it was told to,
+        and time in which the whole process stood still does not count."""
+        if self.heartbeat.activity == "idle" or not 0 < self.hang_warning_s < seconds:
+            return False
+        frozen = self._frozen_s if self._frozen_in_beat == self.heartbeat.since else 0.0
+        return self.hang_warning_s < seconds - frozen - self._unwatched_s()
+
+    def look(self) -> None:
+        """By the thread that watches, at least four times in `hang_warning_s`: where it comes late the process stood
+        still, as after SIGSTOP, or when its virtual machine was suspended."""
+        beat, unwatched = self.heartbeat.since, self._unwatched_s()
+        self._looked_at = time.monotonic()
+        if beat != self._frozen_in_beat:
+            self._frozen_s, self._frozen_in_beat = 0.0, beat
+        self._frozen_s += unwatched
+
+    def _unwatched_s(self) -> float:
+        late = time.monotonic() - self._looked_at - self.hang_warning_s / 4
+        return late if late > self.hang_warning_s / 4 else 0.0
 
     def claim_the_loop(self) -> bool:
         """True for the thread that asked first: the worker's, or that of the constructor that failed. It closes it."""
@@ -178,7 +198,9 @@ def _failure_of(error: BaseException) -> BatchManagerError:
 def watch_worker(control: WorkerControl) -> None:
     """Say once, with all stacks, when the worker has been inside one thing for too long. Nothing is killed."""
     reported_beat = None
+    control.look()
     while not control.stopped.wait(control.hang_warning_s / 4):
+        control.look()
         beat_at = control.heartbeat.since
         seconds = control.clock.monotonic() - beat_at
         if control.is_hanging(seconds) and reported_beat != beat_at:

@@ -13,6 +13,14 @@ from .active_requests import ActiveRequests
 from .callbacks import GuardedCallbacks
 from .intake import Intake
 
+FINALS_BY_REASON = {
+    FinishReason.END_ID: "Finals End ID",
+    FinishReason.STOP_WORDS: "Finals Stop Words",
+    FinishReason.LENGTH: "Finals Length",
+    FinishReason.TIMED_OUT: "Finals Timed Out",
+    FinishReason.CANCELLED: "Finals Cancelled",
+}
+
 
 class Finals:
     """Ends requests. When a final callback runs, the request's blocks, slot and id are free already.
@@ -21,6 +29,7 @@ class Finals:
     held           request id -> why it ended, of requests whose final waits; always empty here
     ended          ids of requests that ran and ended since `take_ended` was called
     errors         error finals by code
+    reasons        name of a statistic -> finals without an error that it counts
     """
 
     def __init__(self, callbacks: GuardedCallbacks, active: ActiveRequests, intake: Intake, resources: Resources,
@@ -34,6 +43,7 @@ class Finals:
         self._deliveries = deliveries
         self._window = window
         self.ended: list[int] = []
+        self.reasons = dict.fromkeys(FINALS_BY_REASON.values(), 0)
         self.held: dict[int, FinishReason] = {}
 
     @property
@@ -115,6 +125,7 @@ class Finals:
         tensors = self._deliveries.response(request, delivery, reason)
         if metrics is not None:
             tensors += self._deliveries.tensors_of(metrics)
+        self.reasons[FINALS_BY_REASON[reason]] += 1
         self._callbacks.send_final(request.request_id, tensors)
 
     def _send_error(self, request_id: int, code: ErrorCode, text: str) -> None:

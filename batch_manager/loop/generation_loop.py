@@ -81,7 +81,8 @@ class GenerationLoop:
         self._starvation = StarvationCheck(kv_cache_manager, limits)
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(callbacks=callbacks, backend=backend, clock=clock,
-                                 max_requests=limits.max_num_sequences, trace=trace)
+                                 max_requests=limits.max_num_sequences, trace=trace,
+                                 timings=intake.timings)
         self._in_scheduler = callbacks.guard.raising("schedule_request", passing=SchedulerContractError)
 
     def step(self, *, accept_new: bool) -> bool:
@@ -306,20 +307,21 @@ class GenerationLoop:
     # report
 
     def _report(self, record: IterationRecord) -> bool:
-        """Close the iteration. Whether it did anything. Nothing is reported for one without an active request."""
+        """Close the iteration. Whether it did anything. Nothing is reported for one without an active request
+        and without a refusal."""
         if self.failure is None:
             self.kv.check_totals()
         if self.finals.ended:
             record.finished = self.finals.take_ended()
         if self.intake.arrived:
             record.arrived = self.intake.take_arrived()
-        if record.active_requests:
+        if record.active_requests or record.had_refusals and self.failure is None:
             if record.kv_cache is None:    # nothing was launched
                 record.kv_cache = self.kv.usage()
-            if self.reporter.wants_trace:
+            if self.reporter.wants_trace and record.active_requests:
                 self.reporter.trace(record)
             self._send_record(record)
-            if self._flush_stats_when_idle and self.is_empty:
+            if self._flush_stats_when_idle and record.active_requests and self.is_empty:
                 self.window.drop_all()    # what it still computes is for nobody
                 self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
                                                   self.clock.monotonic(), kv_cache=self.kv.usage(),
@@ -331,6 +333,9 @@ class GenerationLoop:
         totals.discarded_tokens = self.window.num_discarded_tokens
         totals.steps_in_flight = len(self.window)
         totals.queued_requests = len(self.intake)
+        totals.queued_tokens = self.intake.queued_tokens
+        totals.accepted, totals.refused = self.intake.num_accepted, self.intake.num_refused
+        totals.prompt_tokens, totals.reasons = self.intake.num_prompt_tokens, self.finals.reasons
         totals.failed_steps = self._runner.num_failed_steps
         totals.clamped_requests = self.intake.num_warnings
         if self._resources.others:

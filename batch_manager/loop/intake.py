@@ -46,6 +46,7 @@ class Intake:
     num_accepted, num_refused, unaddressable   items decided since construction
     arrived         ids accepted since `take_arrived` was called
     timings         of the accepted requests
+    num_prompt_tokens   of the accepted requests
     num_warnings    accepted requests that were changed on the way in (an output length cut to what fits)
     """
 
@@ -70,6 +71,7 @@ class Intake:
         self.arrived: list[int] = []
         self.is_terminating = False
         self.num_warnings = 0
+        self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
         """Accepted requests that wait for a place among the active ones."""
@@ -87,6 +89,11 @@ class Intake:
     @property
     def num_refused(self) -> int:
         return self._unanswered.num_refused
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for a place among the active ones."""
+        return self._queued_tokens
 
     @property
     def unaddressable(self) -> int:
@@ -202,6 +209,7 @@ class Intake:
     def _note_accepted(self, admitted: Admitted) -> None:
         request_id = admitted.request.request_id
         self.arrived.append(request_id)
+        self.num_prompt_tokens += admitted.request.prompt_len
         self._bytes_of[request_id] = admitted.num_bytes
         self._bytes_in_flight += admitted.num_bytes
         arrived_at = self._clock.monotonic()

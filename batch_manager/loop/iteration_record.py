@@ -50,13 +50,20 @@ class Totals:
     recomputed_tokens   that pauses threw away
     discarded_tokens    that were computed for requests which had ended by the time they were read
     steps_in_flight     launched and not read
-    queued_requests     accepted, waiting for a place among the active ones
+    queued_requests, queued_tokens   accepted, waiting for a place among the active ones
+    accepted, refused   items
+    prompt_tokens       of accepted requests
     """
 
     recomputed_tokens: int = 0
     discarded_tokens: int = 0
     steps_in_flight: int = 0
     queued_requests: int = 0
+    queued_tokens: int = 0
+    accepted: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
     failed_steps: int = 0
     clamped_requests: int = 0
     unaddressable_items: int = 0

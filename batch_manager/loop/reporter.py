@@ -9,6 +9,7 @@ from ..stats.stats_json import to_json
 from ..stats.trace import IterationTrace
 from .callbacks import GuardedCallbacks
 from .iteration_record import IterationRecord, Totals
+from .timings import Timings
 
 
 class Reporter:
@@ -18,10 +19,12 @@ class Reporter:
     """
 
     def __init__(self, *, callbacks: GuardedCallbacks, backend: ModelBackend, clock: Clock, max_requests: int,
-                 trace: Callable[[IterationTrace], None] | None) -> None:
+                 trace: Callable[[IterationTrace], None] | None, timings: Timings) -> None:
         self._callbacks = callbacks
         self._backend = backend
         self._clock = clock
+        self._timings = timings
+        self._accepted = self._refused = 0    # of the records so far
         self._max_requests = max_requests
         self._trace = trace
         self.wants_trace = trace is not None
@@ -44,6 +47,10 @@ class Reporter:
             return
         contexts, generations = len(plan.context_requests), len(plan.generation_requests)
         unanswered = callbacks.unanswered
+        timings, now = self._timings, self._clock.monotonic()
+        started, queue_seconds, longest_queue_seconds = timings.take_started() if timings.started else (0, 0.0, 0.0)
+        new_requests, refused_requests = totals.accepted - self._accepted, totals.refused - self._refused
+        self._accepted, self._refused = totals.accepted, totals.refused
         stats = IterationStats(
             timestamp=self._clock.timestamp(),
             iteration=record.number,
@@ -62,8 +69,20 @@ class Reporter:
             discarded_tokens=totals.discarded_tokens,
             steps_in_flight=totals.steps_in_flight,
             queued_requests=totals.queued_requests,
+            queued_tokens=totals.queued_tokens,
+            monotonic_seconds=now,
+            new_requests=new_requests,
+            refused_requests=refused_requests,
+            prompt_tokens=totals.prompt_tokens,
+            lookup_tokens=timings.lookup_tokens,
+            hit_tokens=timings.hit_tokens,
+            oldest_wait_seconds=timings.oldest_wait_s(now) if timings.waiting else 0.0,
+            started_requests=started,
+            queue_seconds=queue_seconds,
+            longest_queue_seconds=longest_queue_seconds,
+            reasons=totals.reasons,
             callback_seconds=callbacks.take_seconds(),
-            iteration_seconds=max(self._clock.monotonic() - record.started_at, 0.0),
+            iteration_seconds=max(now - record.started_at, 0.0),
             finals=unanswered.num_sent,
             failed_steps=totals.failed_steps,
             clamped_requests=totals.clamped_requests,

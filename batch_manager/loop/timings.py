@@ -18,6 +18,7 @@ class Timings:
 
     asking           request id -> its metrics so far. Where it is empty, nothing is computed for anybody's metrics
     waiting          request id -> seconds of the clock when it arrived, of accepted requests that never were in a step
+    lookup_tokens, hit_tokens   of prompts at their first start, where blocks are reused: all, and those found
     started          requests that were in a step for the first time since `take_started` was called
     """
 
@@ -25,7 +26,7 @@ class Timings:
         self._clock = clock
         self.asking: dict[int, PerfMetrics] = {}
         self.waiting: OrderedDict[int, float] = OrderedDict()
-        self.started = 0
+        self.started = self.lookup_tokens = self.hit_tokens = 0
         self._queue_s = self._longest_queue_s = 0.0
 
     def accept(self, admitted: Admitted, arrived_at: float) -> None:
@@ -44,6 +45,9 @@ class Timings:
             request_id, now = request.request_id, self._clock.monotonic() if now is None else now
             queue_s = max(now - waiting.pop(request_id), 0.0)
             self.started += 1
+            if kv.enable_block_reuse:
+                self.lookup_tokens += request.prompt_len
+                self.hit_tokens += kv.reused_tokens(request)
             self._queue_s += queue_s
             self._longest_queue_s = max(self._longest_queue_s, queue_s)
             if request_id in self.asking:
@@ -57,10 +61,10 @@ class Timings:
         self.started, self._queue_s, self._longest_queue_s = 0, 0.0, 0.0
         return taken
 
-    def oldest_wait_s(self) -> float:
+    def oldest_wait_s(self, now: float) -> float:
         """How long the request waits that waits longest of those in the order of their admission; 0.0: none waits."""
         for arrived_at in self.waiting.values():
-            return max(self._clock.monotonic() - arrived_at, 0.0)
+            return max(now - arrived_at, 0.0)
         return 0.0
 
     def note_tokens(self, requests: Sequence[LlmRequest], passed_over: Collection[LlmRequest]) -> None:

@@ -37,7 +37,7 @@ class StaticBatchStats:
             empty_generation_slots=len(members) * max_new_tokens - total)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)    # frozen it would take several microseconds to make
 class IterationStats:
     """One iteration that had an active request. Counts describe the step as it was launched.
 
@@ -49,7 +49,15 @@ class IterationStats:
     recomputed_tokens       tokens of paused requests that will have to be computed again, since construction
     discarded_tokens        tokens computed for requests that had ended before they were read, since construction
     steps_in_flight         steps that were launched and not read when the iteration ended
-    queued_requests         accepted, waiting for a place among the active ones
+    queued_requests, queued_tokens   accepted, waiting for a place among the active ones
+    monotonic_seconds       of the engine's clock
+    new_requests, refused_requests   accepted and refused since the last record
+    prompt_tokens           of accepted requests, since construction
+    lookup_tokens, hit_tokens   prompt tokens looked up in the cache and found there, since construction
+    oldest_wait_seconds     of the first request that was accepted and never was in a step
+    started_requests, queue_seconds, longest_queue_seconds   since the last record: requests that were in a step for the
+                            first time, the sum of their times from arrival to that step, and the longest
+    reasons                 finals without an error by reason, since construction
     callback_seconds        inside the user's callbacks since the last record
     iteration_seconds       from the start of get to the end of poll
     finals                  final responses since construction
@@ -76,6 +84,18 @@ class IterationStats:
     discarded_tokens: int = 0
     steps_in_flight: int = 0
     queued_requests: int = 0
+    queued_tokens: int = 0
+    monotonic_seconds: float = 0.0
+    new_requests: int = 0
+    refused_requests: int = 0
+    prompt_tokens: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    oldest_wait_seconds: float = 0.0
+    started_requests: int = 0
+    queue_seconds: float = 0.0
+    longest_queue_seconds: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
     callback_seconds: float = 0.0
     iteration_seconds: float = 0.0
     finals: int = 0

@@ -1,7 +1,8 @@
 """A record as the flat JSON object that readers of TensorRT-LLM's statistics know.
 
 The first blocks of names are theirs, letter by letter; the last is this project's. All numbers are integers, times are
-in microseconds, keys are sorted. A static batch is reported as it was formed, in every iteration it runs.
+in microseconds, keys are sorted; STATISTICS has the meaning of each. A static batch is reported as it was formed, in
+every iteration it runs.
 """
 
 import orjson
@@ -63,6 +64,18 @@ def to_json(stats: IterationStats) -> str:
         "Callback Time Microseconds": round(stats.callback_seconds * 1e6),
         "Iteration Latency Microseconds": round(stats.iteration_seconds * 1e6),
         "Kernel Dispatch": stats.dispatch,
+        "Monotonic Microseconds": round(stats.monotonic_seconds * 1e6),
+        "New Requests": stats.new_requests,
+        "Refused Requests": stats.refused_requests,
+        "Accepted Prompt Tokens": stats.prompt_tokens,
+        "Cache Lookup Tokens": stats.lookup_tokens,
+        "Cache Hit Tokens": stats.hit_tokens,
+        "Queued Tokens": stats.queued_tokens,
+        "Oldest Wait Microseconds": round(stats.oldest_wait_seconds * 1e6),
+        "Started Requests": stats.started_requests,
+        "Queue Time Microseconds": round(stats.queue_seconds * 1e6),
+        "Longest Queue Time Microseconds": round(stats.longest_queue_seconds * 1e6),
+        **stats.reasons,
     }
     for code, count in stats.errors.items():
         record[f"Errors {code.value}"] = count

@@ -58,7 +58,7 @@ def test_refusals_of_an_engine_that_is_idle_have_the_call_behind_them(hooked, ne
     world = hooked()
     world.client.pending = [new_request(1, [-1], 3)]
     world.step()
-    assert world.client.events == ["get", "send 1", "poll", "after"]
+    assert world.client.events == ["get", "send 1", "poll", "after", "stats"]
 
 
 @pytest.mark.parametrize("policy", list(SchedulerPolicy))

@@ -89,7 +89,7 @@ def test_a_refused_request_gets_its_one_call_in_the_iteration_that_read_it(make_
     world = make_world()
     world.client.pending = [new_request(1, [], 4)]
     world.step()
-    assert world.client.events == ["get", "send 1", "poll"]
+    assert world.client.events == ["get", "send 1", "poll", "stats"]
 
 
 def test_after_shutdown_was_asked_for_get_is_no_longer_called(make_world, new_request):
