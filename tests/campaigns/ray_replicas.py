@@ -117,7 +117,8 @@ def kill_one(port: int, undisturbed: list, tokens: int) -> tuple[list[str], str]
     watch.join()
     if whole["s"] is None or whole["s"] > SECONDS_TO_BE_WHOLE:
         wrong.append(f"two replicas again only after {whole['s']} s")
-    return wrong, f"{alive} streams in flight at the kill, {different} different, two replicas after {whole['s']:.1f} s"
+    return wrong, f"{alive} streams in flight at the kill, {different} different, two replicas after " \
+                  f"{whole['s'] or float('inf'):.1f} s"
 
 
 def leave(port: int, engines) -> tuple[list[str], str]:

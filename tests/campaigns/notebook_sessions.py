@@ -1,0 +1,164 @@
+"""The notebook that ships, and IPython driven by keys: Ctrl-C everywhere, and ten engines one after the other.
+
+    python tests/campaigns/notebook_sessions.py [--repeat 3]
+
+Needs ipython, pexpect, nbconvert and ipykernel. Each part raises AssertionError where something is wrong.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+NEEDED = ("IPython", "pexpect", "nbconvert", "ipykernel", "tokenizers")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+INTERRUPTED = "Traceback (most recent call last)"      # a cell was; Ctrl-C at the prompt prints none
+MORE_MEMORY_MIB = 90           # the allocator gives back in steps of some 60
+SECONDS_TO_OBEY = 2.0
+
+SETUP = f"""
+import gc, os, threading, time
+from batch_manager import KvCacheConfig
+from batch_manager.extras.llm import LLM
+MODEL, CACHE = {str(EXAMPLES / "models" / "austen-4m")!r}, KvCacheConfig(max_tokens=65536)
+def made(): return LLM(MODEL, num_threads=1, kv_cache_config=CACHE)
+def threads(): return sum(t.name.startswith("batch_manager") for t in threading.enumerate())
+def files(): return len(os.listdir("/proc/self/fd"))
+def memory(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+"""
+
+
+class Session:
+    """IPython, at its prompt."""
+
+    def __init__(self) -> None:
+        import pexpect
+        self._ipython = pexpect.spawn(
+            sys.executable, ["-m", "IPython", "--simple-prompt", "--no-banner", "--no-confirm-exit", "--colors=NoColor",
+                             "--HistoryManager.enabled=False"],
+            env=ENVIRONMENT, encoding="utf-8", timeout=60, echo=False, dimensions=(50, 500))
+        self._marks = 0
+        self.run(f"exec({SETUP!r})")
+        self.run("llm = made(); n = llm.generate('Emma', max_tokens=4); llm.close(); del llm, n; n = gc.collect()")
+
+    def _wait(self) -> str:
+        """What was printed until a mark that is asked for now: prompts may come twice after Ctrl-C."""
+        self._marks += 1
+        self._ipython.sendline(f"print('<' + 'mark {self._marks}>')")
+        self._ipython.expect(f"<mark {self._marks}>", timeout=60)
+        return self._ipython.before
+
+    def run(self, line: str) -> str:
+        """What a cell prints."""
+        self._ipython.sendline(line)
+        return self._wait()
+
+    def interrupt(self, line: str, after_s: float) -> tuple[str, float]:
+        """(what a cell prints that Ctrl-C is pressed in, seconds until the prompt is back)"""
+        self._ipython.sendline(line)
+        time.sleep(after_s)
+        began = time.monotonic()
+        self._ipython.sendintr()
+        time.sleep(0.1)                      # the terminal drops what was typed before Ctrl-C
+        return self._wait(), time.monotonic() - began
+
+    def number(self, expression: str) -> int:
+        (found,) = re.findall(r"<(-?\d+)>", self.run(f"print('<' + str(int({expression})) + '>')"))
+        return int(found)
+
+    def numbers(self) -> tuple[int, int, int]:
+        return self.number("threads()"), self.number("files()"), self.number("memory()")
+
+    def close(self) -> None:
+        self._ipython.close(force=True)
+
+
+def run_notebook(folder: Path) -> str:
+    """Execute the notebook as its page says. What its cells printed."""
+    out = folder / "executed.ipynb"
+    done = subprocess.run([sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--output", out,
+                           EXAMPLES / "notebook.ipynb"], env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cells = [cell for cell in json.loads(out.read_text())["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"], outputs
+    printed = "".join("".join(output.get("text", "")) for output in outputs)
+    assert printed.count("[LENGTH") + printed.count("[END_ID") == 3, printed
+    return printed
+
+
+def interrupt_everywhere(session: Session) -> str:
+    """Ctrl-C in constructor, generate and close."""
+    before, slowest, in_constructor = session.numbers(), 0.0, 0
+    for after_s in (0.02, 0.05, 0.1, 0.2, 0.3):
+        printed, took = session.interrupt("llm = None; llm = made()", after_s)
+        slowest, in_constructor = max(slowest, took), in_constructor + (INTERRUPTED in printed)
+        session.run("llm = None if llm is None else llm.close(drain=False)")
+    assert in_constructor, "no constructor was interrupted"
+    session.run("llm = made()")
+    printed, took = session.interrupt("r = llm.generate(['Emma'] * 16, max_tokens=900, ignore_eos=True)", 0.3)
+    assert INTERRUPTED in printed, printed
+    slowest = max(slowest, took)
+    assert session.number("len(llm.generate('Emma', max_tokens=4, ignore_eos=True)[0].tokens)") == 4
+    session.run("kept = [llm.stream('Emma', max_tokens=900, ignore_eos=True) for i in range(16)]")
+    printed, took = session.interrupt("llm.close(drain=True)", 0.3)
+    assert INTERRUPTED in printed, printed
+    slowest = max(slowest, took)
+    assert session.number("llm.close(drain=False)") == 1
+    session.run("del llm, kept; n = gc.collect(); time.sleep(0.2)")
+    after = session.numbers()
+    assert after[:2] == before[:2], (before, after)
+    assert slowest <= SECONDS_TO_OBEY, slowest
+    return f"{in_constructor} of 5 constructors, generate and close interrupted, prompt back after {slowest:.2f} s"
+
+
+def ten_engines(session: Session, is_closed: bool) -> str:
+    """A cell that makes an engine, run ten times."""
+    for number in range(13):                 # the allocator keeps what the first three used
+        if number == 3:
+            if not is_closed:
+                session.run("llm = None; n = gc.collect(); time.sleep(0.2)")
+            before = session.numbers()
+        session.run("llm = made(); n = len(llm.generate('Emma', max_tokens=8, ignore_eos=True)[0].tokens)"
+                    + ("; llm.close(); del llm" if is_closed else ""))
+        assert session.number("n") == 8
+    if not is_closed:
+        session.run("n = gc.collect(); time.sleep(0.2)")
+        one = session.number("threads()")
+        assert 0 < one <= 2, f"{one} threads of one engine"
+        session.run("del llm")
+    session.run("n = gc.collect(); time.sleep(0.2)")
+    after = session.numbers()
+    assert after[:2] == before[:2], (before, after)
+    assert after[2] - before[2] <= MORE_MEMORY_MIB, (before, after)
+    return f"ten engines {'closed' if is_closed else 'in a cell run again'}: {after[2] - before[2]:+} MiB, " \
+           "threads and files as before"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=3)
+    given = parser.parse_args()
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        print(f"notebooks were NOT tested: {', '.join(missing)} is not installed")
+        return 0
+    import tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        print("the notebook ran:", len(run_notebook(Path(folder))), "characters printed")
+    for _ in range(given.repeat):
+        session = Session()
+        print(interrupt_everywhere(session), ten_engines(session, True), ten_engines(session, False), sep="; ")
+        session.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

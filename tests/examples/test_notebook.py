@@ -1,0 +1,33 @@
+"""The notebook, and IPython driven by keys, once. More often: python tests/campaigns/notebook_sessions.py."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+PROGRAM = Path(__file__).resolve().parents[1] / "campaigns" / "notebook_sessions.py"
+
+
+@pytest.fixture(scope="module")
+def notebooks():
+    spec = importlib.util.spec_from_file_location("notebook_sessions", PROGRAM)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    missing = [name for name in program.NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"notebooks were NOT tested: {', '.join(missing)} is not installed")
+    return program
+
+
+def test_the_notebook_runs(notebooks, tmp_path):
+    assert notebooks.run_notebook(tmp_path)
+
+
+def test_interrupts_and_a_cell_run_again(notebooks):
+    session = notebooks.Session()
+    try:
+        notebooks.interrupt_everywhere(session)
+        notebooks.ten_engines(session, is_closed=False)
+    finally:
+        session.close()
