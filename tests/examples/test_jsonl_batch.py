@@ -1,0 +1,97 @@
+"""examples/jsonl_batch.py, started as its text says, killed in the middle, ended by a signal, and started again."""
+
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tokenizers", reason="NOT RUN: the extra [text] is not installed")
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples/models/austen-4m"
+
+
+def command(folder):
+    return [sys.executable, ROOT / "examples/jsonl_batch.py", folder / "in.jsonl", folder / "out.jsonl", "--model",
+            MODEL, "--in-flight", "4", "--threads", "1", "--dtype", "float32"]
+
+
+def run(folder):
+    return subprocess.run(command(folder), capture_output=True, text=True, timeout=120)
+
+
+def lines(folder):
+    path = folder / "out.jsonl"
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+
+
+def write(folder, rows):
+    folder.mkdir(exist_ok=True)
+    (folder / "in.jsonl").write_text("".join(
+        (row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+ROWS = [{"id": f"row-{number}", "prompt": f"Emma had {number} sisters and", "max_tokens": 40} for number in range(24)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    write(folder, ROWS)
+    done = run(folder)
+    assert done.returncode == 0, done.stderr
+    assert "24 now; 0 are left" in done.stderr
+    return {line["id"]: line for line in lines(folder)}
+
+
+def test_every_line_is_answered_once(undisturbed):
+    assert undisturbed.keys() == {row["id"] for row in ROWS}
+    assert all(line["text"] and line["finish_reason"] in ("length", "end_id") for line in undisturbed.values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_run_that_ends_early_is_gone_on_with(tmp_path, undisturbed, number):
+    write(tmp_path, ROWS)
+    with subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not lines(tmp_path):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode in ((-signal.SIGKILL,) if number == signal.SIGKILL else (0, 1)), errors
+    before = lines(tmp_path)
+    with (tmp_path / "out.jsonl").open("ab") as output:
+        output.write(b'{"id": "row-23", "te')             # what a death in the middle of a write leaves
+    assert run(tmp_path).returncode == 0
+    after = lines(tmp_path)
+    assert after[: len(before)] == before and len(after) == len(ROWS)
+    assert {line["id"]: line for line in after} == undisturbed
+    again = run(tmp_path)
+    assert again.returncode == 0 and "24 lines were answered before, 0 now" in again.stderr
+
+
+def test_bad_lines_cost_themselves_only(tmp_path):
+    write(tmp_path, ["no json", {"id": [1], "prompt": "x"}, {"id": "a"}, {"id": "b", "prompt": "The", "max_tokens": 3},
+                     {"id": "b", "prompt": "A second one"}, {"id": "c", "prompt": "The", "max_token": 3},
+                     {"id": "d", "prompt": {"text": "The"}}, {"prompt": [-1], "max_tokens": 3}])
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = {line["id"]: line for line in lines(tmp_path)}
+    assert len(lines(tmp_path)) == 7 and found["b"]["num_tokens"] == 3
+    assert {key for key, line in found.items() if line.get("error", {}).get("code") == "INVALID_REQUEST"} == {
+        1, 2, "a", "c", "d", 8}
+    assert "line 5 has the id of an earlier line" in done.stderr
+
+
+def test_an_output_has_one_writer(tmp_path):
+    write(tmp_path, ROWS)
+    with (tmp_path / "out.jsonl").open("ab") as output:
+        fcntl.flock(output, fcntl.LOCK_EX)
+        done = run(tmp_path)
+    assert done.returncode == 2 and "is being written by another run" in done.stderr
