@@ -23,6 +23,7 @@ except ImportError:
 from batch_manager import BatchManagerError, KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.aio import AsyncEngine
 from batch_manager.extras.openai import Answer, OpenAIError, OpenAIService
+from batch_manager.extras.prometheus import CONTENT_TYPE, PrometheusStatistics
 
 LARGEST_BODY = 32 * 1024 * 1024
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -36,10 +37,13 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette):
         cache = KvCacheConfig(enable_block_reuse=block_reuse)
+        statistics = app.state.statistics = PrometheusStatistics(served_model_name or model)
         engine = await AsyncEngine.start(
-            model, takes_all=True, optional_params=TrtGptModelOptionalParams(kv_cache_config=cache, **params))
+            model, return_batch_manager_stats_cb=statistics, takes_all=True,
+            optional_params=TrtGptModelOptionalParams(kv_cache_config=cache, flush_stats_when_idle=True, **params))
         try:
-            app.state.service = OpenAIService(engine, model, [served_model_name] if served_model_name else [])
+            names = [served_model_name] if served_model_name else []
+            app.state.service = OpenAIService(engine, model, names, observe=statistics.observe)
             yield
         finally:
             await engine.close(drain=False)      # uvicorn has waited for the connections
@@ -47,7 +51,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     return Starlette(lifespan=lifespan, routes=[
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/models", models), Route("/health", health),
+        Route("/v1/models", models), Route("/health", health), Route("/metrics", metrics),
     ], exception_handlers={404: not_found, 405: not_found, 500: server_error})
 
 
@@ -66,6 +70,10 @@ async def models(request: Request) -> Response:
 async def health(request: Request) -> Response:
     status, body = request.app.state.service.health()
     return json_response(body, status, {"Retry-After": "5"} if status == 503 else {})
+
+
+async def metrics(request: Request) -> Response:
+    return Response(request.app.state.statistics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def not_found(request: Request, error: Exception) -> Response:

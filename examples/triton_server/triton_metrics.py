@@ -5,25 +5,7 @@ import time
 from calendar import timegm
 from typing import Any
 
-# family -> (label, {value of the label: key of the statistics})
-FAMILIES = {
-    "nv_trt_llm_request_metrics": ("request_type", {
-        "active": "Active Request Count", "max": "Max Request Count", "scheduled": "Scheduled Requests",
-        "context": "Context Requests", "waiting": "Queued Requests"}),
-    "nv_trt_llm_runtime_memory_metrics": ("memory_type", {
-        "cpu": "Runtime CPU Memory Usage", "gpu": "Runtime GPU Memory Usage", "pinned": "Runtime Pinned Memory Usage"}),
-    "nv_trt_llm_kv_cache_block_metrics": ("kv_cache_block_type", {
-        "max": "Max KV cache blocks", "free": "Free KV cache blocks", "used": "Used KV cache blocks",
-        "tokens_per": "Tokens per KV cache block", "reused": "Reused KV cache blocks"}),
-    "nv_trt_llm_inflight_batcher_metrics": ("inflight_batcher_specific_metric", {
-        "total_context_tokens": "Total Context Tokens", "generation_requests": "Generation Requests",
-        "micro_batch_id": "MicroBatch ID", "paused_requests": "Paused Requests"}),
-    "nv_trt_llm_v1_metrics": ("v1_specific_metric", {
-        "total_context_tokens": "Total Context Tokens", "total_generation_tokens": "Total Generation Tokens",
-        "empty_generation_slots": "Empty Generation Slots"}),
-    "nv_trt_llm_general_metrics": ("general_type", {
-        "timestamp": "Timestamp", "iteration_counter": "Iteration Counter"}),
-}
+from batch_manager.extras.statistic_families import NV_TRT_LLM
 
 
 class Metrics:
@@ -36,7 +18,7 @@ class Metrics:
     def __init__(self, pb_utils: Any, model: str, version: str, is_v1: bool, period_s: float) -> None:
         left_out = f"nv_trt_llm_{'inflight_batcher' if is_v1 else 'v1'}_metrics"
         self._families, self._gauges = [], []                    # a family ends when its object does
-        for name, (label, categories) in FAMILIES.items():
+        for name, (label, categories) in NV_TRT_LLM.items():
             if name != left_out:
                 family = pb_utils.MetricFamily(name=name, description=f"Batch manager: {label} of {model}",
                                                kind=pb_utils.MetricFamily.GAUGE)

@@ -211,6 +211,25 @@ def test_too_many_calls_at_once_are_told_to_come_back(server):
     server.until(0, 5)
 
 
+def test_metrics_count_what_was_served(server):
+    def scraped():
+        answer = httpx.get(f"{server.url}/metrics")
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+        return {line.rpartition("{")[0] or line: float(line.rpartition(" ")[2]) for line in answer.text.splitlines()
+                if line.startswith("vllm:") and "finished_reason" not in line and "_bucket" not in line}
+
+    server.until(0, 5)
+    before = scraped()
+    told = httpx.post(f"{server.url}/v1/completions", json={"model": "austen", "prompt": "Emma", "max_tokens": 7,
+                                                            "ignore_eos": True}).json()
+    server.until(0, 5)
+    after = scraped()
+    assert told["usage"]["completion_tokens"] == 7, told
+    assert after["vllm:generation_tokens_total"] - before.get("vllm:generation_tokens_total", 0) == 7
+    assert after["vllm:e2e_request_latency_seconds_count"] - before["vllm:e2e_request_latency_seconds_count"] == 1
+    assert after["vllm:num_requests_running"] == 0
+
+
 def test_no_prompt_is_in_the_log_and_sigterm_drains_with_a_limit(folder, tmp_path, server):
     assert "Chapter" not in server.log.read_text() and "Traceback" not in server.log.read_text()
     draining = Server(folder, tmp_path / "log", "--drain-seconds", "1.5")

@@ -86,7 +86,7 @@ OUTSIDE: dict[str, set[str]] = {
     "build": {"numpy", "torch"},
     "testing": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers"},
-    "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers", "orjson"},
+    "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers", "orjson", "prometheus_client"},
 }
 
 # Code that a hostile input could reach must not be able to load or start other code. (file, name) -> why it may.

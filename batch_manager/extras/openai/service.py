@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from time import monotonic, time
 from typing import Any
@@ -31,6 +31,8 @@ class OpenAIService:
     folder    of the model, with its tokenizer and chat template
     names     of the model, as clients may call it; the first one is told. Empty: the folder's
     tokenizer   None: the folder's
+    observe   called with the timings of each request that ended and the number of its tokens, as
+              PrometheusStatistics.observe is; not after a stop string
 
     `is_draining` may be set: new requests are then answered 503, and those that run go on.
 
@@ -38,8 +40,8 @@ class OpenAIService:
     """
 
     def __init__(self, engine: AsyncEngine, folder: str | os.PathLike, names: Sequence[str] = (),
-                 tokenizer: Any = None) -> None:
-        self.engine, self.folder = engine, os.fspath(folder)
+                 tokenizer: Any = None, observe: Callable[[PerfMetrics, int], None] | None = None) -> None:
+        self.engine, self.folder, self.observe = engine, os.fspath(folder), observe
         self.names = list(names) or [os.path.basename(os.path.abspath(self.folder))]
         self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
         self.token_names = TokenNames(self.tokenizer)
@@ -106,10 +108,11 @@ class OpenAIService:
 class _Choice:
     """One of the texts of an answer."""
 
-    __slots__ = ("index", "stream", "text", "first_token", "offset", "metrics")
+    __slots__ = ("index", "stream", "text", "first_token", "offset", "metrics", "observe")
 
-    def __init__(self, index: int, stream: Stream, text: GeneratedText, offset: int) -> None:
-        self.index, self.stream, self.text, self.offset = index, stream, text, offset
+    def __init__(self, index: int, stream: Stream, text: GeneratedText, offset: int,
+                 observe: Callable[[PerfMetrics, int], None] | None) -> None:
+        self.index, self.stream, self.text, self.offset, self.observe = index, stream, text, offset, observe
         self.first_token: float | None = None
         self.metrics: PerfMetrics | None = None      # comes with the end; never after a stop string
 
@@ -117,6 +120,8 @@ class _Choice:
         if self.first_token is None:
             self.first_token = monotonic()
         piece, self.metrics = self.text.add(delta), delta.metrics
+        if self.metrics is not None and self.observe is not None:
+            self.observe(self.metrics, len(self.text.tokens))
         if self.is_over:
             self.stream.cancel()             # after a stop string the engine would go on
         return piece
@@ -200,7 +205,7 @@ class Answer:
         text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop)
         tensors = {**sampling.tensors(prompt_ids, engine.info), "return_perf_metrics": True}
         stream = engine.stream(tensors, priority=sampling.priority, arrival_time=self._arrived, **options)
-        self._choices.append(_Choice(len(self._choices), stream, text, offset))
+        self._choices.append(_Choice(len(self._choices), stream, text, offset, self._service.observe))
 
     async def _events(self) -> AsyncIterator[bytes]:
         if len(self._choices) == 1:
