@@ -109,6 +109,8 @@ class SamplingConfig:
     repetition_penalty           divides a positive logit of a token that the sequence holds, multiplies a negative
                                  one; 1: off
     presence_penalty, frequency_penalty   subtracted from such a logit once, and once per occurrence; 0: off
+    prompt_ignore_length         so many leading tokens of the prompt do not count for presence and frequency penalty;
+                                 as many as the prompt has, or more: only generated tokens count
     no_repeat_ngram_size         no n-gram of this length twice; 0: off
     min_length                   tokens generated before the end id may be sampled
     random_seed                  the sampled token is a function of the logits, the seed and the position. The default
@@ -135,6 +137,7 @@ class SamplingConfig:
     repetition_penalty: float = _parameter("repetition_penalty", 1.0, Range(0, FLOAT32_MAX, above_low=True))
     presence_penalty: float = _parameter("presence_penalty", 0.0, ANY_FLOAT)
     frequency_penalty: float = _parameter("frequency_penalty", 0.0, ANY_FLOAT)
+    prompt_ignore_length: int = _parameter("prompt_ignore_length", 0, COUNT)
     no_repeat_ngram_size: int = _parameter("no_repeat_ngram_size", 0, COUNT)
     min_length: int = _parameter("min_length", 0, COUNT)
     random_seed: int = _parameter("random_seed", 0, Range(0, UINT64_MAX, whole=True))

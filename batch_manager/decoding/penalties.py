@@ -10,15 +10,23 @@ from .logits_stage import LogitsStage
 
 
 class TokenPenalties(LogitsStage):
-    """Repetition, presence and frequency penalty on prompt and generated tokens: the operation `token_penalties`."""
+    """Repetition, presence and frequency penalty on prompt and generated tokens: the operation `token_penalties`.
 
-    reads = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    Presence and frequency leave out the first `prompt_ignore_length` tokens of the prompt, at most all of it.
+    """
+
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    reads = (*penalties, "prompt_ignore_length", "prompt_length")
 
     def __init__(self, device: torch.device) -> None:
         self._token_penalties = dispatch.kernel("token_penalties", device)
+
+    def is_active(self, setup: SlotSetup) -> bool:
+        return setup.sampling.sets(self.penalties)
 
     def needs_history(self, setup: SlotSetup) -> bool:
         return True
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
-        self._token_penalties(logits, *rows.history(), *rows.columns(self.reads))
+        self._token_penalties(logits, *rows.history(), *rows.columns(self.penalties),
+                              rows.column("prompt_ignore_length").minimum(rows.column("prompt_length")))

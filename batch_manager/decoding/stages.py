@@ -4,7 +4,8 @@
                             extras/guided_decoding.py: what it forbids (-inf) stays forbidden, what it raises or lowers
                             is then biased, penalised and divided by the temperature like any logit
     1  bias                 embedding_bias, added to every token's logit
-    2  penalties            repetition, then presence, then frequency: on all that the sequence holds, prompt included
+    2  penalties            repetition, then presence, then frequency: on all that the sequence holds, prompt included;
+                            presence and frequency without its first prompt_ignore_length tokens
     3  bans                 -inf: the end id before min_length, repeated n-grams, the last tokens of bad words
     4  stages of your own   Parts.stages, in the order in which they are given
     5  temperature

@@ -26,7 +26,7 @@ class Sampling:
     ignore_eos           do not end at the checkpoint's end ids
     min_tokens           tokens generated before one of those may be
     repetition_penalty   counts prompt and output, as in transformers
-    presence_penalty, frequency_penalty   of the output only, as OpenAI means them: refused, because not built yet
+    presence_penalty, frequency_penalty   of the output only, as OpenAI means them
     logit_bias           token id -> number from -100 to 100 that is added to its logit
     log_probs            return the log-probability of each token
     priority             0..1; a larger one goes first
@@ -54,13 +54,8 @@ class Sampling:
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
         """The tensors of a request for one text after the prompt. The engine looks at their values.
 
-        Raises InvalidRequestError for a logit_bias of tokens that the model does not have, and for penalties of
-        the output only, which are not built yet.
+        Raises InvalidRequestError for a logit_bias of tokens that the model does not have.
         """
-        if self.presence_penalty or self.frequency_penalty:
-            raise InvalidRequestError("presence_penalty or frequency_penalty is set",
-                                      "penalties that count the output only are not built yet",
-                                      "use repetition_penalty, which counts the prompt too")
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
         if self.seed is None:
@@ -74,8 +69,11 @@ class Sampling:
         if ends:
             tensors["end_id"] = list(dict.fromkeys(ends))
         given = (("runtime_min_p", self.min_p, 0), ("min_length", self.min_tokens, 0),
-                 ("repetition_penalty", self.repetition_penalty, 1), ("return_log_probs", self.log_probs, False))
+                 ("repetition_penalty", self.repetition_penalty, 1), ("presence_penalty", self.presence_penalty, 0),
+                 ("frequency_penalty", self.frequency_penalty, 0), ("return_log_probs", self.log_probs, False))
         tensors.update((name, value) for name, value, neutral in given if value != neutral)
+        if self.presence_penalty or self.frequency_penalty:
+            tensors["prompt_ignore_length"] = len(prompt_ids)
         if self.logit_bias:
             tensors["embedding_bias"] = self._bias(info.vocab_size)
         return tensors

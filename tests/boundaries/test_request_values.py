@@ -98,7 +98,7 @@ ROWS = [
           (nextafter(-MOST_FLOAT32, -inf), nextafter(MOST_FLOAT32, inf)), f"{name} is {{value}}")
       for name in ("presence_penalty", "frequency_penalty")),
     *(Row(name, tensor(name), (0, 1, MOST_INT32 - 1, MOST_INT32), (-1, MOST_INT32 + 1), f"{name} is {{value}}")
-      for name in ("no_repeat_ngram_size", "min_length")),
+      for name in ("no_repeat_ngram_size", "min_length", "prompt_ignore_length")),
     Row("early_stopping", tensor("early_stopping"), (-(2**31), 1 - 2**31, MOST_INT32 - 1, MOST_INT32),
         (-(2**31) - 1, MOST_INT32 + 1), "early_stopping is {value}"),
     Row("seed", tensor("random_seed"), (-(2**63), 1 - 2**63, 0, 2**64 - 2, 2**64 - 1), (-(2**63) - 1,),

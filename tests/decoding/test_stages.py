@@ -37,6 +37,7 @@ def random_setup(random, prompt_length):
         repetition_penalty=maybe(lambda: float(random.uniform(0.3, 3)), 1.0),
         presence_penalty=maybe(lambda: float(random.normal()), 0.0),
         frequency_penalty=maybe(lambda: float(random.normal()), 0.0),
+        prompt_ignore_length=maybe(lambda: int(random.integers(30)), 0),
         no_repeat_ngram_size=maybe(lambda: int(random.integers(1, 5)), 0),
         min_length=maybe(lambda: int(random.integers(1, 30)), 0))
     return SlotSetup(
@@ -54,7 +55,8 @@ def as_transformers_would(setup, tokens, logits):
         scores += torch.from_numpy(setup.embedding_bias)
     if setup.sampling.repetition_penalty != 1:
         scores = processors.RepetitionPenaltyLogitsProcessor(setup.sampling.repetition_penalty)(ids, scores)
-    counts = torch.tensor([tokens.count(token) for token in range(VOCAB)])
+    counted = tokens[min(setup.sampling.prompt_ignore_length, setup.prompt_length):]
+    counts = torch.tensor([counted.count(token) for token in range(VOCAB)])
     scores = scores - setup.sampling.presence_penalty * (counts > 0) - setup.sampling.frequency_penalty * counts
     if setup.sampling.no_repeat_ngram_size:
         scores = processors.NoRepeatNGramLogitsProcessor(setup.sampling.no_repeat_ngram_size)(ids, scores)

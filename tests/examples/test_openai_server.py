@@ -152,7 +152,7 @@ def test_errors_have_openais_shape_and_class(client, server):
     with pytest.raises(openai.BadRequestError, match="temperature") as told:
         client.completions.create(model="austen", prompt="x", temperature=-1, stream=True)
     assert told.value.code == "invalid_request"
-    for body in ({"presence_penalty": 0.5}, {"logprobs": 3}, {"extra_body": {"banana": 1}}):
+    for body in ({"presence_penalty": "much"}, {"logprobs": 3}, {"extra_body": {"banana": 1}}):
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="austen", prompt="x", **body)
     for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405)):

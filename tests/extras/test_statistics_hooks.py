@@ -31,11 +31,11 @@ def run(stats, model_type=TrtGptModelType.InflightFusedBatching, on_final=lambda
         taken, waiting[:] = waiting[:], []
         return taken
 
-    with GptManager(None, model_type, 1, SchedulerPolicy.MAX_UTILIZATION, get,
-                    lambda _, tensors, final, error: None if error else on_final(tensors), None, stats,
-                    TrtGptModelOptionalParams(max_batch_size=4, flush_stats_when_idle=True), LAST,
-                    parts=Parts(backend=ScriptedBackend())) as manager:
-        manager.wait_until_terminate()
+    manager = GptManager(None, model_type, 1, SchedulerPolicy.MAX_UTILIZATION, get,
+                         lambda _, tensors, final, error: None if error else on_final(tensors), None, stats,
+                         TrtGptModelOptionalParams(max_batch_size=4, flush_stats_when_idle=True), LAST,
+                         parts=Parts(backend=ScriptedBackend()))
+    assert manager.wait_until_terminate(60)
 
 
 @pytest.mark.parametrize("model_type", TrtGptModelType)

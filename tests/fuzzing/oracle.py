@@ -18,7 +18,8 @@ FLAGS = ("return_log_probs", "return_context_logits", "return_generation_logits"
 SCALARS: dict[str, tuple[type, float, float]] = {       # lowest and highest; of floats that are above 0: the least one
     "request_output_len": (int, 1, INT32), "pad_id": (int, -1, None),
     "runtime_top_p_reset_ids": (int, -1, None), "beam_width": (int, 1, INT32), "runtime_top_k": (int, 0, 1024),
-    "early_stopping": (int, -INT32 - 1, INT32), "no_repeat_ngram_size": (int, 0, INT32), "min_length": (int, 0, INT32),
+    "early_stopping": (int, -INT32 - 1, INT32), "no_repeat_ngram_size": (int, 0, INT32),
+    "prompt_ignore_length": (int, 0, INT32), "min_length": (int, 0, INT32),
     "random_seed": (int, -(2**63), UINT64), "prompt_vocab_size": (int, 1, INT32), "lora_task_id": (int, 0, UINT64),
     "temperature": (float, 0, FLOAT32), "runtime_top_p": (float, 0, 1), "runtime_top_p_decay": (float, 5e-324, 1),
     "runtime_top_p_min": (float, 5e-324, 1), "runtime_min_p": (float, 0, 1), "len_penalty": (float, 0, FLOAT32),

@@ -44,17 +44,20 @@ FEATURES = {
     "stop words": dict(stop_words_list=...),
     "everything": dict(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, no_repeat_ngram_size=3,
                        embedding_bias=0.5, bad_words_list=..., end_id=..., min_length=5, stop_words_list=...),
+    "rewards of the output only": dict(presence_penalty=-2.5, frequency_penalty=-1.0, prompt_ignore_length=2**31 - 1),
+    "penalties without the first tokens": dict(presence_penalty=3.0, frequency_penalty=1.0, prompt_ignore_length=3),
 }
 
 
 class Feature(processors.LogitsProcessor):
     """Those features that transformers has no processor of its own for."""
 
-    def __init__(self, tensors, vocab_size):
+    def __init__(self, tensors, vocab_size, prompt_length):
         self.tensors, self.vocab_size = tensors, vocab_size
+        self.num_ignored = min(tensors.get("prompt_ignore_length", 0), prompt_length)
 
     def __call__(self, input_ids, scores):
-        counts = torch.stack([torch.bincount(ids, minlength=self.vocab_size) for ids in input_ids])
+        counts = torch.stack([torch.bincount(ids[self.num_ignored:], minlength=self.vocab_size) for ids in input_ids])
         return scores - self.tensors.get("presence_penalty", 0) * (counts > 0) \
             - self.tensors.get("frequency_penalty", 0) * counts
 
@@ -95,7 +98,7 @@ class Beams:
             changes.append(Bias(tensors["embedding_bias"]))
         if "repetition_penalty" in tensors:
             changes.append(processors.RepetitionPenaltyLogitsProcessor(tensors["repetition_penalty"]))
-        changes.append(Feature(tensors, self.vocab_size))
+        changes.append(Feature(tensors, self.vocab_size, len(prompt)))
         if "min_length" in tensors:
             changes.append(processors.MinNewTokensLengthLogitsProcessor(len(prompt), tensors["min_length"], end_id))
         if "no_repeat_ngram_size" in tensors:

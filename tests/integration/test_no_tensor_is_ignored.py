@@ -32,6 +32,7 @@ CRAFTED = {
     "repetition_penalty": (LOG_PROBS, 2.0),
     "presence_penalty": (LOG_PROBS, 2.0),
     "frequency_penalty": (LOG_PROBS, 2.0),
+    "prompt_ignore_length": (LOG_PROBS | dict(presence_penalty=2.0), 100),
     "no_repeat_ngram_size": (LOG_PROBS, 1),
     "min_length": (dict(end_id=DRAWN), 10),
     "random_seed": (SAMPLED, 77),

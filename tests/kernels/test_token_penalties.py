@@ -6,7 +6,7 @@ import torch
 def case(random, integers):
     """case(vocabulary, lengths, penalties) -> (logits, histories of random ids, per-row tensors)."""
 
-    def make(vocabulary, lengths, repetition, presence, frequency, ids=None):
+    def make(vocabulary, lengths, repetition, presence, frequency, ids=None, ignored=None):
         rows, capacity = len(lengths), max(lengths) + 3
         generator = torch.Generator().manual_seed(3)
         history = torch.randint(0, ids or vocabulary, (rows + 2, capacity), generator=generator, dtype=torch.int32)
@@ -15,7 +15,8 @@ def case(random, integers):
         for row, length in zip(history_row.tolist(), lengths):
             history[row, length:] = -7                     # what stands there may be anything
         penalties = (integers(values, torch.float32) for values in (repetition, presence, frequency))
-        return 3 * random(rows, vocabulary), history, history_row, integers(lengths, torch.int64), *penalties
+        return 3 * random(rows, vocabulary), history, history_row, integers(lengths, torch.int64), *penalties, integers(
+            ignored or [0] * rows)
 
     return make
 
@@ -30,6 +31,25 @@ def test_mixed_rows_equal_the_oracle(assert_equals_oracle, case, vocabulary, ids
         *case(vocabulary, [1, 600, 511, 512, 513, 40, 90], [1.0, 1.3, 0.5, 1.0, 1.0, 1.2, 1.0],
               [0.0, 0.0, 0.0, 0.7, 0.0, -0.5, 0.0], [0.0, 0.0, 0.0, 0.0, 0.25, 0.125, -0.5], ids),
         reduction=4, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("vocabulary, ids", [(300, 20), (5000, 40), (40, 90)])
+def test_leading_tokens_that_are_ignored_count_for_repetition_alone(assert_equals_oracle, case, vocabulary, ids):
+    assert_equals_oracle(
+        "token_penalties",
+        *case(vocabulary, [1, 600, 511, 512, 700, 40, 90], [1.0, 1.3, 0.5, 1.0, 1.0, 1.2, 1.0],
+              [0.5, 0.2, 0.0, 0.7, 0.0, -0.5, 0.0], [0.0, 0.1, 0.3, 0.0, 0.25, 0.125, -0.5], ids,
+              ignored=[1, 590, 500, 511, 513, 40, 0]),
+        reduction=4, dtype=torch.float32)
+
+
+def test_the_oracle_of_ignored_tokens_by_hand(run_oracle, run_twin, integers):
+    for run in (run_oracle, run_twin):
+        logits = torch.tensor([[2.0, 2.0, 2.0, 2.0]])
+        run("token_penalties", logits, integers([[0, 1, 1, 2, 2]]), integers([0], torch.int64),
+            integers([5], torch.int64), *(integers([value], torch.float32) for value in (2.0, 0.25, 0.5)),
+            integers([2]))
+        assert logits.tolist() == [[1.0, 1 - 0.25 - 0.5, 1 - 0.25 - 1.0, 2.0]]
 
 
 def test_a_row_without_penalties_does_not_look_at_its_history(run_kernel, run_twin, run_oracle, case):
@@ -60,7 +80,7 @@ def test_what_was_finite_stays_finite_and_what_was_not_stays_as_it_is(run_kernel
         history = integers([[0, 1, 2, 3, 4, 5]])
         run("token_penalties", logits, history, integers([0] * 3, torch.int64), integers([6] * 3, torch.int64),
             integers([1e-38, 1e38, 1.0], torch.float32), integers([0.0, largest, -largest], torch.float32),
-            integers([0.0, largest, -largest], torch.float32))
+            integers([0.0, largest, -largest], torch.float32), integers([0] * 3))
         assert logits[:, :3].isfinite().all()
         assert logits[:, 3].tolist() == [torch.inf] * 3 and logits[:, 4].tolist() == [-torch.inf] * 3
         assert logits[:, 5].isnan().all()

@@ -201,7 +201,8 @@ def _token_penalties(bench: Bench) -> float:
     rows, logits, history = _histories(bench)
     factors = [bench.tensor(np.linspace(low, high, rows), torch.float32)
                for low, high in ((0.8, 1.5), (0.0, 1.0), (0.0, 0.5))]
-    return error_of(bench, "token_penalties", logits, *history, *factors)
+    return error_of(bench, "token_penalties", logits, *history, *factors,
+                    bench.tensor(np.arange(rows), torch.int32))
 
 
 def _ban_ngrams(bench: Bench) -> float:
