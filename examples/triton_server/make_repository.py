@@ -25,7 +25,7 @@ HOST_FILES = ("triton_host.py", "triton_metrics.py", "triton_settings.py")
 # name, type, dimensions without the batch dimension. Names, types and dimensions are those of the original.
 INPUTS = [
     ("input_ids", "INT32", "-1"), ("input_lengths", "INT32", "1"), ("request_output_len", "INT32", "1"),
-    ("draft_input_ids", "INT32", "-1"), ("draft_logits", "FP32", "-1, -1"), ("end_id", "INT32", "1"),
+    ("draft_input_ids", "INT32", "-1"), ("draft_logits", "FP32", "-1, -1"), ("end_id", "INT32", "-1"),
     ("pad_id", "INT32", "1"), ("stop_words_list", "INT32", "2, -1"), ("bad_words_list", "INT32", "2, -1"),
     ("embedding_bias", "FP32", "-1"), ("beam_width", "INT32", "1"), ("temperature", "FP32", "1"),
     ("runtime_top_k", "INT32", "1"), ("runtime_top_p", "FP32", "1"), ("runtime_top_p_min", "FP32", "1"),
