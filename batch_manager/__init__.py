@@ -17,6 +17,7 @@ _PUBLIC = {
     "InferenceRequest": "requests.inference_request",
     "NamedTensor": "responses.named_tensor",
     "PerfMetrics": "responses.perf_metrics",
+    "resume": "requests.resume",
     "KvCacheRetentionConfig": "requests.retention",
     "TokenRangeRetentionConfig": "requests.retention",
     "EngineInfo": "engine_info",
@@ -149,6 +150,7 @@ if TYPE_CHECKING:
     from .names import ContextChunkingPolicy, ErrorCode, FinishReason, LlmRequestState, SchedulerPolicy, TrtGptModelType
     from .requests.inference_request import InferenceRequest
     from .requests.llm_request import LlmRequest
+    from .requests.resume import resume
     from .requests.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
     from .responses.named_tensor import NamedTensor
     from .responses.perf_metrics import PerfMetrics

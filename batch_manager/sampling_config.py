@@ -170,3 +170,18 @@ def shown(value: object) -> str:
     if type(value) in (bool, float):
         return str(value)
     return "no number"
+
+
+def top_p_behind(generated: np.ndarray, first: float, decay: float, floor: float, reset_id: int) -> np.float32:
+    """The top-p that the token after `generated` [n] is sampled with, in the float32 steps in which it is reached.
+
+    first, decay, floor, reset_id   top_p, top_p_decay, top_p_min and top_p_reset_ids of a SamplingConfig
+    """
+    resets = np.nonzero(generated == reset_id)[0]
+    steps = len(generated) - (resets[-1] + 1 if len(resets) else 0)
+    top_p, decay, floor = np.float32(first), np.float32(decay), np.float32(floor)
+    for _ in range(steps):
+        before, top_p = top_p, max(top_p * decay, floor)
+        if top_p == before:
+            break
+    return top_p

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..handover import SlotSetup
+from ..sampling_config import top_p_behind
 from .logits_rows import LogitsRows
 from .logits_stage import LogitsStage
 from .position_ring import COLUMNS, PositionRing
@@ -61,15 +62,3 @@ class TopPDecay(LogitsStage):
         if self._state.capacity > len(before):
             self._current.values = before.new_zeros((self._state.capacity, COLUMNS))
             self._current.values[: len(before)] = before
-
-
-def top_p_behind(generated: np.ndarray, first: float, decay: float, floor: float, reset_id: int) -> np.float32:
-    """The top-p of the draw behind the tokens `generated` [n], in the float32 steps in which it is reached."""
-    resets = np.nonzero(generated == reset_id)[0]
-    steps = len(generated) - (resets[-1] + 1 if len(resets) else 0)
-    top_p, decay, floor = np.float32(first), np.float32(decay), np.float32(floor)
-    for _ in range(steps):
-        before, top_p = top_p, max(top_p * decay, floor)
-        if top_p == before:
-            break
-    return top_p

@@ -1,0 +1,96 @@
+"""An interrupted request, as the request that goes on with it elsewhere."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidRequestError
+from ..sampling_config import shown, top_p_behind
+from .inference_request import TENSORS, InferenceRequest
+from .reading import scalar
+
+
+def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> InferenceRequest:
+    """The request that generates what `request` would have generated after `tokens`.
+
+        requests.put(resume(request, tokens))         # the queue of another manager, in this process or another
+
+    What a request gets depends on the request, the weights and the seed only. So the prompt and the tokens so far, with
+    the same options, go on identically on any engine with the same checkpoint: bit by bit with `deterministic=True`,
+    else within the rounding of the dtype. `request_output_len` and `min_length` count the tokens that are left,
+    `prompt_ignore_length` does not reach into the tokens, and a decaying top-p begins where it had got to.
+
+    request   as it was handed over; it stays as it is
+    tokens    that it generated, without an end id: those of all its responses; none: a copy of the request
+
+    The new request has the same id. Its responses hold the tokens after `tokens`; a response that is not streamed holds
+    the prompt with `tokens` before them, unless the engine has `exclude_input_in_output`. Log-probabilities,
+    `cum_log_probs` and generation logits are of the tokens after `tokens`. `deadline_s` counts anew, from the arrival
+    of the new request. A logits post-processor gets `tokens` as a part of the prompt; what it keeps itself is the
+    caller's.
+
+    Raises InvalidRequestError for what cannot be resumed: beams, a request that has all its tokens, context logits
+    (they were of the first prompt), draft tokens, a decaying top-p with a reset id, and tokens that are no integers.
+    """
+    tensors = request.input_tensors
+    tokens = _integers("tokens", tokens)
+    for name, refused in (("beam_width", lambda value: value != 1), ("return_context_logits", bool)):
+        if name in tensors and refused(value := _scalar(tensors, name)):
+            raise _cannot(f"{name} is {shown(value)}")
+    for name in ("draft_input_ids", "draft_logits"):
+        if name in tensors:
+            raise _cannot(f"{name} is set")
+    if tokens:
+        _go_on(tensors, tokens)
+    return InferenceRequest(
+        request.request_id, tensors, is_streaming=request.is_streaming, priority=request.priority,
+        logits_post_processor=request.logits_post_processor, deadline_s=request.deadline_s,
+        cache_salt=request.cache_salt, kv_cache_retention_config=request.kv_cache_retention_config)
+
+
+def _go_on(tensors: dict[str, Any], tokens: list[int]) -> None:
+    """Change the tensors of a request to those of the request that resumes it."""
+    for name in ("input_ids", "request_output_len"):
+        if name not in tensors:
+            raise _cannot(f"{name} is missing")
+    prompt, num_tokens = _integers("input_ids", tensors["input_ids"]), len(tokens)
+    num_left = _scalar(tensors, "request_output_len") - num_tokens
+    if num_left < 1:
+        raise _cannot(f"request_output_len is {num_left + num_tokens} and the request has {num_tokens} tokens")
+    tensors.update(input_ids=prompt + tokens, request_output_len=num_left)
+    tensors.pop("input_lengths", None)
+    if "input_token_extra_ids" in tensors:
+        tensors["input_token_extra_ids"] = _integers(
+            "input_token_extra_ids", tensors["input_token_extra_ids"]) + [0] * num_tokens
+    if "min_length" in tensors:
+        tensors["min_length"] = max(_scalar(tensors, "min_length") - num_tokens, 0)
+    if "prompt_ignore_length" in tensors:
+        tensors["prompt_ignore_length"] = min(_scalar(tensors, "prompt_ignore_length"), len(prompt))
+    top_p, decay, floor, reset_id = (_scalar(tensors, f"runtime_top_p{part}")
+                                     for part in ("", "_decay", "_min", "_reset_ids"))
+    if top_p > 0 and (decay != 1 or floor > top_p):
+        if reset_id >= 0:
+            raise _cannot(f"runtime_top_p_decay is {shown(decay)} and runtime_top_p_reset_ids is {shown(reset_id)}")
+        tensors["runtime_top_p"] = float(top_p_behind(np.array(tokens), top_p, decay, floor, reset_id))
+
+
+def _scalar(tensors: dict[str, Any], name: str) -> Any:
+    spec = TENSORS[name]
+    return spec.default if name not in tensors else scalar(spec, tensors[name])
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    try:
+        array = np.asarray(values)
+    except ValueError:                         # lists of different lengths
+        raise InvalidRequestError(f"{name} is no row of integers", "token ids are integers",
+                                  "pass the tokens of the responses") from None
+    if array.size and array.dtype.kind not in "iu":
+        raise InvalidRequestError(f"{name} holds {array.dtype}", "token ids are integers",
+                                  "pass the tokens of the responses")
+    return array.reshape(-1).tolist()
+
+
+def _cannot(fact: str) -> InvalidRequestError:
+    return InvalidRequestError(fact, "such a request cannot be resumed from its tokens", "send it anew")

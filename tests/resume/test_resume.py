@@ -1,0 +1,72 @@
+"""resume: what an interrupted request goes on with is what it would have had."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from batch_manager import InferenceRequest, InvalidRequestError, KvCacheRetentionConfig, resume
+from tests.resume.random_requests import cut, differences, drawn_tensors, outcomes, small_engine
+
+MODEL = Path(__file__).parents[2] / "examples/models/austen-4m"
+
+
+def test_random_requests_go_on_identically_on_another_engine():
+    draw = random.Random(1)
+    requests = [InferenceRequest(number, drawn_tensors(draw)) for number in range(60)]
+    whole = outcomes(MODEL, requests)
+    resumed = cut(requests, whole, draw)
+    assert len(resumed) >= 40
+    after = outcomes(MODEL, [request for request, _ in resumed.values()], **small_engine())
+    assert differences(whole, resumed, after) == []
+
+
+def test_what_counts_what_is_left_is_changed_and_the_rest_is_kept():
+    processor, retention = lambda *_: None, KvCacheRetentionConfig()
+    request = InferenceRequest(
+        2**64 - 1, {"input_ids": torch.tensor([[5, 6, 7]]), "request_output_len": np.int32(10), "min_length": [[4]],
+                    "prompt_ignore_length": 99, "input_token_extra_ids": [1, 2, 3], "input_lengths": 3,
+                    "temperature": 0.5, "stop_words_list": [[8, 9]]},
+        is_streaming=True, priority=0.7, deadline_s=3.0, cache_salt="salt", logits_post_processor=processor,
+        kv_cache_retention_config=retention)
+    before = request.input_tensors
+    resumed = resume(request, np.array([8, 2], np.int32))
+    assert resumed.input_tensors == {
+        "input_ids": [5, 6, 7, 8, 2], "request_output_len": 8, "min_length": 2, "prompt_ignore_length": 3,
+        "input_token_extra_ids": [1, 2, 3, 0, 0], "temperature": 0.5, "stop_words_list": [[8, 9]]}
+    assert resumed.request_id == request.request_id and resumed.is_streaming and resumed.priority == 0.7
+    assert (resumed.deadline_s, resumed.cache_salt) == (3.0, "salt")
+    assert resumed.logits_post_processor is processor and resumed.kv_cache_retention_config is retention
+    assert request.input_tensors == before
+    twice = resume(resumed, [1, 1, 1])
+    assert (twice.request_output_len, twice.min_length, twice.prompt_ignore_length) == (5, 0, 3)
+    assert resume(request, []).input_tensors == before
+
+
+def test_top_p_begins_where_it_had_got_to():
+    tensors = {"input_ids": [1], "request_output_len": 9, "runtime_top_p": 0.8, "runtime_top_p_decay": 0.5,
+               "runtime_top_p_min": 0.15}
+    request = InferenceRequest(1, tensors)
+    assert resume(request, [4]).runtime_top_p == float(np.float32(0.8) * np.float32(0.5))
+    assert resume(request, [4] * 5).runtime_top_p == float(np.float32(0.15))
+    assert resume(resume(request, [4]), [4]).runtime_top_p == resume(request, [4, 4]).runtime_top_p
+    assert resume(InferenceRequest(1, {**tensors, "runtime_top_p_decay": 1.0}), [4]).runtime_top_p == 0.8
+
+
+@pytest.mark.parametrize("more, tokens, message", [
+    ({"beam_width": 2}, [1], "beam_width is 2"),
+    ({"return_context_logits": True}, [1], "return_context_logits is True"),
+    ({"draft_input_ids": [1]}, [1], "draft_input_ids is set"),
+    ({"runtime_top_p": 0.9, "runtime_top_p_decay": 0.9, "runtime_top_p_reset_ids": 4}, [1], "top_p_reset_ids is 4"),
+    ({}, [1] * 5, "request_output_len is 5 and the request has 5 tokens"),
+    ({"request_output_len": None}, [1], "request_output_len is missing"),
+    ({}, [0.5], "tokens holds float64"),
+    ({}, "no", "tokens holds"),
+    ({}, [[1], [2, 3]], "tokens"),
+])
+def test_what_cannot_be_resumed_is_refused_by_name(more, tokens, message):
+    request = InferenceRequest(1, {"input_ids": [1, 2], "request_output_len": 5, **more})
+    with pytest.raises(InvalidRequestError, match=message):
+        resume(request, tokens)
