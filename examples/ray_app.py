@@ -22,7 +22,14 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
-from batch_manager import FinishReason, KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager import (
+    FinishReason,
+    InferenceRequest,
+    InvalidRequestError,
+    KvCacheConfig,
+    TrtGptModelOptionalParams,
+    resume,
+)
 from batch_manager.aio import AsyncEngine, RequestFailed
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,22 +38,12 @@ SECONDS_TO_FIND_A_REPLICA = 60.0
 EVERYWHERE = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}}}
 
 
-class CannotContinue(ValueError):
-    """A request that cannot go on elsewhere: why."""
-
-
 def continuation(tensors: dict, tokens: list[int]) -> dict:
-    """The request that generates what `tensors` would generate after `tokens`: nothing else depends on the replica.
+    """The tensors of the request that generates what `tensors` would generate after `tokens`, on any replica.
 
-    Raises CannotContinue for beams and a decaying top-p, whose state is not in the tokens.
+    Raises InvalidRequestError for what cannot be resumed.
     """
-    if not tokens:
-        return tensors
-    if tensors.get("beam_width", 1) != 1 or tensors.get("runtime_top_p_decay", 1) != 1:
-        raise CannotContinue("beam_width or runtime_top_p_decay is set; a stream with either does not go on elsewhere")
-    return {**tensors, "input_ids": [*tensors["input_ids"], *tokens],
-            "request_output_len": tensors["request_output_len"] - len(tokens),
-            "min_length": max(tensors.get("min_length", 0) - len(tokens), 0)}
+    return resume(InferenceRequest(0, tensors), tokens).input_tensors
 
 
 class Engine:
@@ -129,7 +126,7 @@ class Front:
                     reason = "the replica ended the stream early"
             except (RayActorError, DeploymentUnavailableError) as error:
                 reason = f"the replica is gone ({type(error).__name__})"
-            except CannotContinue as error:
+            except InvalidRequestError as error:
                 yield {"tokens": [], "error": str(error)}
                 return
             finally:

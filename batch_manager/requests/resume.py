@@ -35,12 +35,6 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     """
     tensors = request.input_tensors
     tokens = _integers("tokens", tokens)
-    for name, refused in (("beam_width", lambda value: value != 1), ("return_context_logits", bool)):
-        if name in tensors and refused(value := _scalar(tensors, name)):
-            raise _cannot(f"{name} is {shown(value)}")
-    for name in ("draft_input_ids", "draft_logits"):
-        if name in tensors:
-            raise _cannot(f"{name} is set")
     if tokens:
         _go_on(tensors, tokens)
     return InferenceRequest(
@@ -51,6 +45,12 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
 
 def _go_on(tensors: dict[str, Any], tokens: list[int]) -> None:
     """Change the tensors of a request to those of the request that resumes it."""
+    for name, refused in (("beam_width", lambda value: value != 1), ("return_context_logits", bool)):
+        if name in tensors and refused(value := _scalar(tensors, name)):
+            raise _cannot(f"{name} is {shown(value)}")
+    for name in ("draft_input_ids", "draft_logits"):
+        if name in tensors:
+            raise _cannot(f"{name} is set")
     for name in ("input_ids", "request_output_len"):
         if name not in tensors:
             raise _cannot(f"{name} is missing")

@@ -13,6 +13,7 @@ if find_spec("ray") is None:
     pytest.skip('Ray Serve was NOT tested: ray is not installed; pip install "ray[serve]"', allow_module_level=True)
 pytest.importorskip("torch")
 
+from batch_manager import InvalidRequestError  # noqa: E402
 from batch_manager.aio import AsyncEngine  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -51,7 +52,8 @@ def test_never_fewer_than_the_least_nor_more_than_the_most():
     assert replicas_for(4, 2, 4, 9, 99, 32) == 4
 
 
-@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3}, {"min_length": 15}])
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3}, {"min_length": 15},
+                                  {"runtime_top_p": 0.9, "runtime_top_p_decay": 0.9}])
 def test_a_continuation_generates_what_is_missing(more):
     continuation = module("ray_app").continuation
     tensors = {"input_ids": [5, 6, 7], "request_output_len": 24, "temperature": 0.9, "runtime_top_k": 40,
@@ -69,8 +71,9 @@ def test_a_continuation_generates_what_is_missing(more):
 
 def test_what_has_a_state_beside_its_tokens_is_refused():
     ray_app = module("ray_app")
-    for tensors in ({"beam_width": 2}, {"runtime_top_p_decay": 0.9}):
-        with pytest.raises(ray_app.CannotContinue, match=next(iter(tensors))):
+    for tensors in ({"beam_width": 2},
+                    {"runtime_top_p_decay": 0.9, "runtime_top_p": 0.9, "runtime_top_p_reset_ids": 3}):
+        with pytest.raises(InvalidRequestError, match=next(iter(tensors))):
             ray_app.continuation({"input_ids": [1], "request_output_len": 4, **tensors}, [2])
 
 
