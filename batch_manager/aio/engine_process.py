@@ -67,7 +67,6 @@ class EngineProcess:
             if isinstance(answer, NotStarted):
                 raise answer.error
             self._info = answer.info
-            link.health = {}
             weakref.finalize(self, link.ask_to_abort).atexit = False
             list_worker(link)
             start_with_enough_stack(link.worker)
@@ -268,8 +267,7 @@ class Link:
         """Answer all requests that are left, and tell the user's hook."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(SECONDS_TO_EXIT if self._said_ended else 0.5)
-        was_killed_here = self.process.poll() is None
-        if was_killed_here:
+        if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
         error: BatchManagerError = CLOSED
