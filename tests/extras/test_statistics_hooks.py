@@ -1,8 +1,12 @@
-"""Statistics for Prometheus and as JSON lines, of an engine that runs."""
+"""Statistics for Prometheus and OpenTelemetry, and as JSON lines, of an engine that runs."""
 
 import errno
+import gc
 import json
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -20,6 +24,11 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="NOT RUN: the extra [prometheus] is not installed")
 LAST = 99
+
+PER_REQUEST = {"gen_ai.server.time_to_first_token": "vllm:time_to_first_token_seconds",
+               "gen_ai.server.time_per_output_token": "vllm:request_time_per_output_token_seconds",
+               "gen_ai.server.request.duration": "vllm:e2e_request_latency_seconds",
+               "batch_manager.request_queue_time": "vllm:request_queue_time_seconds"}
 
 
 def run(stats, model_type=TrtGptModelType.InflightFusedBatching, on_final=lambda tensors: None):
@@ -67,6 +76,136 @@ def test_what_is_scraped_is_what_happened(model_type):
     assert ("nv_trt_llm_v1_metrics" in scraped) == (model_type is TrtGptModelType.V1)
     assert ("nv_trt_llm_inflight_batcher_metrics" in scraped) == (model_type is not TrtGptModelType.V1)
     assert scraped.endswith("\n") and len(values) == len(set(values))
+
+
+def collected(reader):
+    """(name, attributes without those that every point has) -> point, of what a reader of the SDK finds."""
+    data, points = reader.get_metrics_data(), {}
+    for resource in data.resource_metrics if data else ():
+        for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
+            for point in metric.data.data_points:
+                points[metric.name, frozenset(point.attributes.items())] = point
+    return points
+
+
+@pytest.mark.parametrize("model_type", TrtGptModelType)
+def test_opentelemetry_shows_the_numbers_that_prometheus_shows(model_type, caplog):
+    metrics = pytest.importorskip("opentelemetry.sdk.metrics", reason="NOT RUN: opentelemetry-sdk is not installed")
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    from batch_manager.extras.opentelemetry import OpenTelemetryStatistics
+    from batch_manager.extras.prometheus import PrometheusStatistics
+    reader, scraped = InMemoryMetricReader(), PrometheusStatistics("m")
+    shown = OpenTelemetryStatistics("m", metrics.MeterProvider([reader]).get_meter("test"))
+    assert {point.value for point in collected(reader).values()} == {0}     # sums, before the first record
+    busy = []
+
+    def observe(tensors):
+        for statistics in (scraped, shown):
+            statistics.observe(PerfMetrics.of(tensors), 5)
+
+    def stats(record):
+        scraped(record)
+        shown(record)
+        busy.append(collected(reader))
+    run(stats, model_type, observe)
+    points, one, seen = collected(reader), {("gen_ai.request.model", "m")}, 0
+    for family in scraped.collect():
+        if family.name.startswith("sglang:") or family.type == "histogram":
+            continue
+        name = family.name.replace("vllm:", "batch_manager.").replace("batch_manager_", "batch_manager.")
+        for ending in ("_seconds", "_microseconds", "_perc"):
+            name = name.removesuffix(ending)
+        for sample in family.samples:
+            labels = sample.labels.items() - {("model_name", "m")}
+            attributes = labels if family.name.startswith("nv_") else one | labels
+            point = points.pop((name, frozenset(attributes)))
+            wanted = shown.received_at_s if sample.labels.get("general_type") == "timestamp" else sample.value
+            assert point.value == wanted, name
+            seen += 1
+    of_requests = frozenset({*one, ("gen_ai.operation.name", "text_completion"),
+                             ("gen_ai.provider.name", "batch_manager")})
+    exposition = scraped.exposition().decode()
+    for name, family in PER_REQUEST.items():
+        point = points.pop((name, of_requests))
+        assert point.count == 3 and f'{family}_sum{{model_name="m"}} {point.sum}\n' in exposition
+    assert points == {} and seen > 30
+    active = "nv_trt_llm_request_metrics", frozenset({("model", "m"), ("version", "1"), ("request_type", "active")})
+    assert busy[0][active].value > 0 == collected(reader)[active].value     # idle
+    assert caplog.records == []              # the SDK writes there what it does not take
+
+
+def test_engines_share_a_meter_and_leave_it(caplog):
+    metrics = pytest.importorskip("opentelemetry.sdk.metrics", reason="NOT RUN: opentelemetry-sdk is not installed")
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    from batch_manager.extras.opentelemetry import OpenTelemetryStatistics
+    reader = InMemoryMetricReader()
+    provider = metrics.MeterProvider([reader])
+    engines = [OpenTelemetryStatistics(name, provider.get_meter("test")) for name in ("first", "second")]
+    run(lambda record: (engines[0](record), engines[1](record), engines[1](record)), TrtGptModelType.V1)
+    generated = [("batch_manager.generation_tokens", frozenset({("gen_ai.request.model", name)}))
+                 for name in ("first", "second")]
+    assert [collected(reader)[key].value for key in generated] == [15, 30]
+    del engines[0]
+    gc.collect()
+    points = collected(reader)
+    assert generated[0] not in points and points[generated[1]].value == 30
+    assert caplog.records == []
+
+
+def test_a_request_is_a_span_within_the_one_of_its_caller():
+    export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter",
+                                 reason="NOT RUN: opentelemetry-sdk is not installed")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    from batch_manager.extras.opentelemetry import OpenTelemetryStatistics
+    exporter, provider, timings = export.InMemorySpanExporter(), TracerProvider(), []
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("test")
+    statistics = OpenTelemetryStatistics("m", operation_name="chat", tracer=tracer)
+    before = time.time_ns()
+    run(statistics, on_final=lambda tensors: timings.append(PerfMetrics.of(tensors)))
+    after = time.time_ns()
+    with tracer.start_as_current_span("call"):
+        for metrics in timings:
+            statistics.observe(metrics, 5)
+    statistics.observe(PerfMetrics(arrival_time_ns=1), 0)        # it was cancelled before it had a token
+    *spans, call = exporter.get_finished_spans()
+    assert len(spans) == 3 and call.name == "call"
+    clocks_differ = 50_000_000                                   # nanoseconds; the clock on the wall may be set
+    for span, metrics in zip(spans, timings):
+        assert span.name == "chat m" and span.parent.span_id == call.context.span_id
+        assert before - clocks_differ < span.start_time < span.end_time < after + clocks_differ
+        assert span.end_time - span.start_time == metrics.last_token_time_ns - metrics.arrival_time_ns
+        assert [(event.name, event.timestamp - span.start_time) for event in span.events] == [
+            ("first step", metrics.first_scheduled_time_ns - metrics.arrival_time_ns),
+            ("first token", metrics.first_token_time_ns - metrics.arrival_time_ns)]
+        assert span.attributes["gen_ai.usage.output_tokens"] == 5
+
+
+def test_a_global_provider_may_come_later():
+    """In a process of its own: the global provider can be set once."""
+    pytest.importorskip("opentelemetry.sdk.metrics", reason="NOT RUN: opentelemetry-sdk is not installed")
+    code = """
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from batch_manager.extras.opentelemetry import OpenTelemetryStatistics
+early = [OpenTelemetryStatistics("a"), OpenTelemetryStatistics("b")]
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader]))
+late = OpenTelemetryStatistics("c")
+for number, statistics in enumerate([*early, late]):
+    statistics('{"Generated Tokens": %d, "Used KV cache blocks": 1, "Max KV cache blocks": 2}' % (number + 1))
+for scope in reader.get_metrics_data().resource_metrics[0].scope_metrics:
+    for metric in scope.metrics:
+        if metric.name == "batch_manager.generation_tokens":
+            print(scope.scope.name, sorted(point.value for point in metric.data.data_points))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "batch_manager [1, 2, 3]\n", result.stderr
 
 
 def test_lines_are_the_records_and_files_are_bounded(tmp_path):

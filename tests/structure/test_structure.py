@@ -68,7 +68,7 @@ FLOORS: dict[str, list[str]] = {
     "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager", "aio",
               "testing"],
-    "extras": [*GROUND, "triton_kernels", "requests", "responses", "engine_info", "gpt_manager", "aio"],
+    "extras": ["_version", *GROUND, "triton_kernels", "requests", "responses", "engine_info", "gpt_manager", "aio"],
     "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager",
                  "engine_info"],
 }
@@ -86,7 +86,8 @@ OUTSIDE: dict[str, set[str]] = {
     "build": {"numpy", "torch"},
     "testing": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers"},
-    "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers", "orjson", "prometheus_client"},
+    "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers", "orjson", "prometheus_client",
+               "opentelemetry"},
 }
 
 # Code that a hostile input could reach must not be able to load or start other code. (file, name) -> why it may.
