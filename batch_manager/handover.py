@@ -55,6 +55,10 @@ class SlotSetup:
                             a stop word ends the sequence with its last token
     embedding_bias          [vocab] float32, added to the logits; None: nothing
     return_log_probs        rows of `StepOutput.log_probs` are filled for this slot
+    top_log_probs           how many of the likeliest tokens are returned in `StepOutput.top_log_probs`; 0: none. Not
+                            with beams
+    raw_log_probs           both are of the model's own distribution, before anything is done to its logits, at
+                            temperature 1. Not with beams
     return_context_logits   the step's context rows are returned in `StepOutput.context_logits`
     return_generation_logits   the model's logits for each token are returned in `StepOutput.generation_logits`
     logits_post_processor   changes the logits before anything else does; None: there is none
@@ -71,6 +75,8 @@ class SlotSetup:
     stop_words: tuple[tuple[int, ...], ...] = ()
     embedding_bias: np.ndarray | None = None
     return_log_probs: bool = False
+    top_log_probs: int = 0
+    raw_log_probs: bool = False
     return_context_logits: bool = False
     return_generation_logits: bool = False
     logits_post_processor: LogitsPostProcessor | None = None
@@ -325,6 +331,18 @@ class Hypothesis:
     finish: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogProbs:
+    """The likeliest tokens where each token of a row was sampled, likeliest first; of equals the lowest id first.
+
+    ids         [row's tokens, k] int32; 0 where there are fewer than k
+    log_probs   [row's tokens, k] float32; -inf where there are fewer than k
+    """
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step yielded: one row for each context whose last chunk ran, then one for each generating sequence.
@@ -341,8 +359,9 @@ class StepOutput:
     row_starts          [r + 1] int32: row i has tokens row_starts[i]..row_starts[i + 1]; None: each row has one
     log_probs           [n] float32, or None when nobody in the batch asked and none has beams; under the distribution
                         the token was sampled from, after everything done to its logits and the temperature, before
-                        top-k and top-p. With beams, with what biases, penalties and bans made of them; -inf: there are
-                        fewer continuations than beams, this beam has none
+                        top-k and top-p; under the model's own for the slots that asked for `raw_log_probs`. With beams,
+                        with what biases, penalties and bans made of them; -inf: there are fewer continuations than
+                        beams, this beam has none
     parents             [n] int32: with beams, the beam that each token continues; 0 behind a context, when there is
                         but one. None: no sequence has beams
     hypotheses          slot -> the results of a search that is over, best first, as many as beams or fewer
@@ -350,6 +369,8 @@ class StepOutput:
     generation_logits   slot -> [row's tokens, vocab] float32, for the slots that asked and have a row: what each token
                         was sampled from, as the model gave it. With beams [beams, vocab], a row for each beam that was
                         continued
+    top_log_probs       slot -> TopLogProbs of the row's tokens, for the slots that asked and have a row; of the
+                        distribution that log_probs is of
     failures            slot -> why its row is unusable
     """
 
@@ -363,6 +384,7 @@ class StepOutput:
     hypotheses: dict[int, tuple[Hypothesis, ...]] = field(default_factory=dict)
     context_logits: dict[int, np.ndarray] = field(default_factory=dict)
     generation_logits: dict[int, np.ndarray] = field(default_factory=dict)
+    top_log_probs: dict[int, TopLogProbs] = field(default_factory=dict)
     failures: dict[int, RowFailure] = field(default_factory=dict)
 
     @staticmethod
@@ -387,6 +409,7 @@ class StepOutput:
             hypotheses={slot: found for part in parts for slot, found in part.hypotheses.items()},
             context_logits={slot: logits for part in parts for slot, logits in part.context_logits.items()},
             generation_logits={slot: logits for part in parts for slot, logits in part.generation_logits.items()},
+            top_log_probs={slot: top for part in parts for slot, top in part.top_log_probs.items()},
             failures={slot: failure for part in parts for slot, failure in part.failures.items()},
         )
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from .beam_search import BeamSearch, BeamSearches
+from .log_prob_report import log_distribution
 from .output_rows import BeamStep
 from .slots import DrawRows
 
@@ -129,10 +130,7 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
     for part in parts:
         # A view where it is everybody: rows of logits are large.
         of = slice(None) if len(part) == len(logits) else torch.from_numpy(part).to(logits.device)
-        heat = temperature[of].where(temperature[of] != 0, 1)
-        changed = logits[of]
-        # What is divided is at most 0, so that a small temperature makes no infinity of it.
-        log_probs = changed.sub_(changed.amax(1, keepdim=True)).div_(heat[:, None]).log_softmax(1)
+        log_probs = log_distribution(logits[of], temperature[of])
         logits[of], finite[of] = log_probs, log_probs.amax(1).isfinite()
     return finite
 

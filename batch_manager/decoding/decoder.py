@@ -12,9 +12,10 @@ from ..triton_kernels import dispatch
 from ..triton_kernels.sample_scratch import BUCKETS
 from .beam_draw import BeamRows, DrawnBeams, find_candidates, to_log_probs
 from .beam_search import BeamSearches
-from .drawn import Drawn
+from .drawn import Drawn, Sampled
 from .end_ids import MoreEndIds
 from .history import TokenHistory
+from .log_prob_report import REPORTED, raw_log_probs, report
 from .logits_post_processors import LogitsPostProcessors
 from .logits_return import generation_logits
 from .logits_rows import LogitsRows
@@ -27,6 +28,7 @@ from .slots import (
     LOG_PROBS,
     MORE_END_IDS,
     POST_PROCESSED,
+    RAW_LOG_PROBS,
     SAMPLES,
     STAGES,
     STOP_WORDS,
@@ -40,7 +42,7 @@ from .stop import StopWords
 # What a token is sampled by: fields of SamplingConfig, under the names that `sample_token` has for them.
 SAMPLED_BY = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "random_seed": "seed"}
 IN_FLOAT32 = GENERATION_LOGITS | POST_PROCESSED | BEAMS | STAGES     # features whose logits are float32
-READS_LOGITS = IN_FLOAT32 | SAMPLES | LOG_PROBS              # features for which the largest logit is not enough
+READS_LOGITS = IN_FLOAT32 | SAMPLES | LOG_PROBS | REPORTED   # features for which the largest logit is not enough
 TORCH_DTYPES = {np.float32: torch.float32, np.int32: torch.int32, np.int64: torch.int64}
 assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is one of the two
 
@@ -103,9 +105,11 @@ class GptDecoder:
         of = LogitsRows(rows, self.state, self.history)
         if of.features & IN_FLOAT32 or not self._samples_any_dtype:     # a copy of rows that are large, unless they are
             logits = logits.float()
-        slots, asked, returned, post_processed, beams = rows.slots, [], None, None, None
+        slots, asked, returned, raw, post_processed, beams = rows.slots, [], None, None, None, None
         if of.features & GENERATION_LOGITS:             # a copy, before anything is done to them
             asked, returned = generation_logits(logits, of)
+        if of.features & RAW_LOG_PROBS:                 # likewise
+            raw = self._raw_log_probs(logits, of)
         if of.features & POST_PROCESSED:
             post_processed = self._post_processors.apply(logits, slots)
         if of.features & BEAMS:
@@ -114,12 +118,12 @@ class GptDecoder:
             beams = DrawnBeams(beam_rows, self.searches,
                                self._find_candidates(beam_rows.beam_logits(logits), beam_rows))
             logits, of = beam_rows.single_logits(logits), LogitsRows(beam_rows.singles, self.state, self.history)
-        if self._one_by_one and len(of) > 1 and of.features & (STAGES | SAMPLES | LOG_PROBS):
-            tokens, finite, log_probs, emptied = self._sample_one_by_one(logits, of)
+        if self._one_by_one and len(of) > 1 and of.features & (STAGES | SAMPLES | LOG_PROBS | REPORTED):
+            sampled = self._sample_one_by_one(logits, of, raw)
         else:
-            tokens, finite, log_probs, emptied = self._stage_and_sample(logits, of)
-        finish = self._finish(tokens, of)
-        return Drawn(slots, of, tokens, finish, finite, log_probs, emptied, post_processed, asked, returned, beams)
+            sampled = self._stage_and_sample(logits, of, raw)
+        return Drawn(slots, of, sampled.tokens, self._finish(sampled.tokens, of), sampled.finite, sampled.log_probs,
+                     sampled.emptied, post_processed, asked, returned, sampled.top, beams)
 
     def takes_largest(self, rows: DrawRows) -> bool:
         """Whether each row yields the token of its largest logit, and nothing else is asked of the logits."""
@@ -176,7 +180,14 @@ class GptDecoder:
         # A beam whose every continuation is banned yields nothing, and the others go on.
         return *found, drawable if finite is None else finite.where(rows.device_is_changed, drawable)
 
-    def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows):
+    def _raw_log_probs(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
+        if not self._one_by_one:
+            return raw_log_probs(logits, rows)
+        return torch.cat([raw_log_probs(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)))
+                          for row in np.flatnonzero(rows.having(RAW_LOG_PROBS)).tolist()])
+
+    def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> Sampled:
+        """raw: what `raw_log_probs` gave for these rows; None: none of them asked"""
         given = None
         if rows.features & STAGES:
             # Whether the stages left nothing to sample, or what they were given had nothing, shows before them only.
@@ -188,13 +199,17 @@ class GptDecoder:
         else:
             wants_log_prob = rows.having(LOG_PROBS)
             tokens, log_probs, finite = self._sample_token(
-                logits, position=rows.device_positions.int(), wants_log_prob=torch.from_numpy(wants_log_prob),
+                logits, position=rows.device_positions.int(),
+                wants_log_prob=torch.from_numpy(wants_log_prob & ~rows.having(REPORTED)),
                 **{argument: rows.column(name) for name, argument in SAMPLED_BY.items()})
             if not rows.features & LOG_PROBS:
                 log_probs = None
-            elif not wants_log_prob.all():
-                log_probs = torch.where(rows.column("return_log_probs") != 0, log_probs, 0)
-        return tokens, finite, log_probs, None if given is None else given & ~finite
+        top = None
+        if rows.features & REPORTED:
+            top = report(logits, rows, tokens, log_probs, raw, self._beam_kernel, self.state.send)
+        if log_probs is not None and not wants_log_prob.all():
+            log_probs = torch.where(rows.column("return_log_probs") != 0, log_probs, 0)
+        return Sampled(tokens, finite, log_probs, None if given is None else given & ~finite, top)
 
     def _given_finite(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
         """[r] bool: which rows that stages will change are finite before that."""
@@ -218,18 +233,13 @@ class GptDecoder:
             self._all_greedy["only_greedy"] = True
         return self._all_greedy
 
-    def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows):
+    def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> Sampled:
         """Each row as if it were the step; log-probabilities are 0 for those who did not ask."""
-        sampled = [self._stage_and_sample(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)))
-                   for row in range(len(rows))]
-        tokens, finite, log_probs, emptied = zip(*sampled)
-        if any(row is not None for row in log_probs):
-            none = torch.zeros(1, dtype=torch.float32, device=logits.device)
-            log_probs = torch.cat([none if row is None else row for row in log_probs])
+        if raw is None:
+            raw_of = [None] * len(rows)
         else:
-            log_probs = None
-        if any(row is not None for row in emptied):
-            emptied = torch.cat([torch.zeros_like(of) if row is None else row for row, of in zip(emptied, finite)])
-        else:
-            emptied = None
-        return torch.cat(tokens), torch.cat(finite), log_probs, emptied
+            own = iter(raw.split(1))
+            raw_of = [next(own).clone() if asks else None for asks in rows.having(RAW_LOG_PROBS).tolist()]
+        return Sampled.joined([
+            self._stage_and_sample(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)), raw_of[row])
+            for row in range(len(rows))])

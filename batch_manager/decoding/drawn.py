@@ -1,6 +1,6 @@
 """What a step sampled: tensors on their way to the host, and what the host makes of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from ..handover import RowFailure
 from ..names import ErrorCode
 from .beam_draw import DrawnBeams
+from .log_prob_report import TopRows
 from .logits_post_processors import NO_TOKEN, PostProcessed
 from .logits_return import logits_by_slot
 from .logits_rows import LogitsRows
@@ -18,6 +19,32 @@ from .output_rows import columns_with_beams
 NOT_FINITE = ("the model computed values that are not finite for this request; the others go on; compute in a dtype "
               "with a larger range")
 UNUSABLE = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
+
+
+@dataclass(slots=True, eq=False)
+class Sampled:
+    """What was sampled for rows without beams; see Drawn, which has the same fields."""
+
+    tokens: torch.Tensor
+    finite: torch.Tensor
+    log_probs: torch.Tensor | None
+    emptied: torch.Tensor | None
+    top: TopRows | None
+
+    @staticmethod
+    def joined(parts: "Sequence[Sampled]") -> "Sampled":
+        """The rows of all parts, one after the other."""
+
+        def column(name: str) -> torch.Tensor | None:
+            values = [getattr(part, name) for part in parts]
+            known = next((value for value in values if value is not None), None)
+            if known is None:
+                return None
+            return torch.cat([known.new_zeros(len(part.tokens)) if value is None else value
+                              for part, value in zip(parts, values)])
+
+        return Sampled(column("tokens"), column("finite"), column("log_probs"), column("emptied"),
+                       TopRows.joined([part.top for part in parts]))
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +61,7 @@ class Drawn:
                       row has a stage
     post_processed    the rows that users' functions changed; None when there are none
     logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when nobody asked
+    top               the likeliest tokens of rows; None when nobody asked
     beams             what was sampled for beams; None when there are none
     """
 
@@ -47,6 +75,7 @@ class Drawn:
     post_processed: PostProcessed | None
     logits_slots: list[int]
     logits: torch.Tensor | None
+    top: TopRows | None = None
     beams: DrawnBeams | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -57,6 +86,8 @@ class Drawn:
                 tensors[name] = tensor
         if self.post_processed is not None:
             tensors["model_finite"] = self.post_processed.model_finite
+        if self.top is not None:
+            tensors |= self.top.tensors
         return tensors if self.beams is None else tensors | self.beams.tensors
 
     def output(self, arrays: Mapping[str, np.ndarray], failures: Mapping[int, RowFailure],
@@ -76,6 +107,8 @@ class Drawn:
                                          self.beams.finish(arrays, failures))
         if self.logits_slots:
             columns["generation_logits"] = logits_by_slot(self.logits_slots, arrays["logits"])
+        if self.top is not None:
+            columns["top_log_probs"] = self.top.by_slot(arrays)
         columns["failures"] = failures
         return columns
 

@@ -44,10 +44,14 @@ class LogitsRows:
         """[r] on the device: a parameter of sampling, or `end_id` or `prompt_length`, of each row's sequence."""
         return self._replaced[name] if name in self._replaced else self.column_as_set_up(name)
 
+    def on_host(self, name: str) -> np.ndarray:
+        """[r] on the host: a column as it was set up."""
+        return self._state.host[name][self.slots]
+
     def column_as_set_up(self, name: str) -> torch.Tensor:
         """The same, whatever has replaced it in this step."""
         if self._state.device.type == "cpu":
-            return torch.from_numpy(self._state.host[name][self.slots])
+            return torch.from_numpy(self.on_host(name))
         plane, index, is_float = self._state.place(name)
         block = self._gathered.get(plane)
         if block is None:                               # all columns in one launch

@@ -61,8 +61,11 @@ NOT_IN_STATIC_BATCHES: dict[str, str] = {
     "draft_logits": "speculative decoding",
 }
 
-# Refused by name with several beams, built or not: a draft is of one text.
+# Refused by name with several beams, built or not: a draft is of one text, and a search ranks by log-probabilities of
+# its own.
 NOT_WITH_BEAMS: dict[str, str] = {
+    "return_top_log_probs": "the likeliest tokens",
+    "raw_log_probs": "log-probabilities of the model's own logits",
     "draft_input_ids": "speculative decoding",
     "draft_logits": "speculative decoding",
 }
@@ -71,6 +74,7 @@ NOT_WITH_BEAMS: dict[str, str] = {
 SAMPLING_OPTIONS = frozenset(parameter.tensor for parameter in PARAMETERS.values()) - {"beam_width"}
 
 MAX_CACHE_SALT = 1024
+MAX_TOP_LOG_PROBS = 20     # as many as OpenAI's API has
 LATEST_S = 1e9             # thirty years; as nanoseconds it is an int64
 BATCHED = "batched"        # the name of TensorRT-LLM's batched post-processor
 
@@ -83,6 +87,7 @@ _POSITIVE = Range(1, INT32_MAX, whole=True)
 _TASK_ID = Range(0, UINT64_MAX, whole=True)
 _DEADLINE_RANGE = Range(0, FLOAT32_MAX, above_low=True)
 _ARRIVAL_RANGE = Range(-LATEST_S, LATEST_S)
+_TOP_LOG_PROBS = Range(0, MAX_TOP_LOG_PROBS, whole=True)
 _SEED = Range(-(2**63), UINT64_MAX, whole=True)
 _LORA_NUMBER = Range(0, INT32_MAX, whole=True)
 _EXTRA_ID = Range(0, 2**63 - 1, whole=True)
@@ -295,7 +300,8 @@ class Admission:
         return_context_logits = scalars.get("return_context_logits", False)
         return_generation_logits = scalars.get("return_generation_logits", False)
         return_log_probs = scalars.get("return_log_probs", False)
-        num_bytes, prompt_table = looked.num_bytes, None
+        top_log_probs = scalars.get("return_top_log_probs", 0)
+        num_bytes, prompt_table = looked.num_bytes + 8 * top_log_probs * max_new_tokens, None
         if "prompt_embedding_table" in values:
             prompt_table = PromptTable(self.limits.vocab_size, values["prompt_embedding_table"])
             num_bytes += prompt_table.rows.nbytes - looked.tensors["prompt_embedding_table"].num_bytes
@@ -323,6 +329,8 @@ class Admission:
                 stop_words=values.get("stop_words_list", ()),
                 embedding_bias=_unless_zero(values.get("embedding_bias")),
                 return_log_probs=return_log_probs,
+                top_log_probs=top_log_probs,
+                raw_log_probs=scalars.get("raw_log_probs", False),
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
                 logits_post_processor=self._post_processor_for(request, looked),
@@ -333,6 +341,7 @@ class Admission:
                 is_streaming=looked.is_streaming and not self.static_batching,
                 exclude_input=self.exclude_input_in_output or (self.static_batching and looked.is_streaming),
                 return_log_probs=return_log_probs,
+                top_log_probs=top_log_probs,
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
                 return_perf_metrics=scalars.get("return_perf_metrics", False),
@@ -382,6 +391,7 @@ class Admission:
         scalars, tensors = looked.scalars, looked.tensors
         _POSITIVE.check("request_output_len", scalars["request_output_len"])
         self._id_or_none.check("pad_id", scalars.get("pad_id", -1))
+        _TOP_LOG_PROBS.check("return_top_log_probs", scalars.get("return_top_log_probs", 0))
         if "prompt_vocab_size" in scalars:
             _POSITIVE.check("prompt_vocab_size", scalars["prompt_vocab_size"])
         if "lora_task_id" in scalars:

@@ -10,6 +10,7 @@ class ResponseOptions:
     is_streaming     a response for each new token
     exclude_input    output_ids of a response that is not streamed leaves the prompt out
     deadline_s       seconds from arrival; None: no deadline
+    top_log_probs    how many of the likeliest tokens go with each token; 0: none
     return_perf_metrics   the final response has them
     pad_id           what fills the rows of output_ids after shorter beams
     """
@@ -17,8 +18,15 @@ class ResponseOptions:
     is_streaming: bool = False
     exclude_input: bool = False
     return_log_probs: bool = False
+    top_log_probs: int = 0
     return_context_logits: bool = False
     return_generation_logits: bool = False
     return_perf_metrics: bool = False
     deadline_s: float | None = None
     pad_id: int = 0
+
+    @property
+    def asks_for_more(self) -> bool:
+        """Whether a response holds more than tokens, metrics aside."""
+        return (self.return_log_probs or self.return_context_logits or self.return_generation_logits
+                or self.top_log_probs > 0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..handover import Hypothesis, StepOutput
+from ..handover import Hypothesis, StepOutput, TopLogProbs
 from ..names import FinishReason
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
@@ -23,6 +23,7 @@ class Delivery:
     log_probs           of every generated token not sent yet, when asked
     cum_log_prob        of every generated token, when asked
     generation_logits   [vocab] rows of every generated token not sent yet, when asked
+    top_log_probs       of every generated token not sent yet, step by step, when asked
     context_logits      [prompt, vocab], filled chunk by chunk, when asked; None once it was sent
     context_rows        rows of it that are filled, from the first; all of them are needed before it is sent
     is_plain            nothing but tokens was asked for
@@ -35,6 +36,7 @@ class Delivery:
     log_probs: list[float] = field(default_factory=list)
     cum_log_prob: float = 0.0
     generation_logits: list[np.ndarray] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
     context_logits: np.ndarray | None = None
     context_rows: int = 0
     beams: BeamDelivery | None = None
@@ -62,7 +64,7 @@ class Deliveries:
 
     def admit(self, admitted: Admitted) -> None:
         options = admitted.response
-        asks = options.return_log_probs or options.return_context_logits or options.return_generation_logits
+        asks = options.asks_for_more
         request_id = admitted.request.request_id
         self._deliveries[request_id] = delivery = Delivery(options, is_plain=not asks)
         if admitted.request.beam_width > 1:
@@ -100,6 +102,10 @@ class Deliveries:
             if options.return_generation_logits:
                 # A copy: the rows are part of an array with everybody's, which should not live as long as this request.
                 delivery.generation_logits.extend(output.generation_logits[request.seq_slot][:stop - start].copy())
+            if options.top_log_probs:
+                top = output.top_log_probs[request.seq_slot]
+                delivery.top_log_probs.append(TopLogProbs(top.ids[:stop - start].copy(),
+                                                          top.log_probs[:stop - start].copy()))
         return options.is_streaming
 
     def note_beams(self, request: LlmRequest, parents: Sequence[int], log_probs: np.ndarray,
@@ -164,11 +170,14 @@ class Deliveries:
                                        vocab_size=self._no_rows.shape[1], context_logits=context_logits,
                                        to_tensor=self._to_tensor)
         log_probs, generation_logits = delivery.log_probs, delivery.generation_logits
+        top_log_probs = delivery.top_log_probs
         delivery.context_logits, delivery.log_probs, delivery.generation_logits = None, [], []
+        delivery.top_log_probs = []
         return build_response(
             options, tokens[:prompt_len], tokens[prompt_len + first:], reason,
             log_probs=log_probs,
             cum_log_prob=delivery.cum_log_prob,
             context_logits=context_logits,
             generation_logits=generation_logits or self._no_rows,
+            top_log_probs=top_log_probs,
             to_tensor=self._to_tensor)

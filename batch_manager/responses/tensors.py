@@ -8,9 +8,15 @@
     cum_log_probs       float32  [1, beam]                          zeros unless asked for
     finish_reason       int32    [1, beam]
 
+and after them, only for requests with `return_top_log_probs` = k:
+
+    top_log_prob_ids    int32    [1, 1, generated, k]               likeliest first; of equals the lowest id first
+    top_log_probs       float32  [1, 1, generated, k]               -inf, and id 0, where fewer than k are possible
+
 Logits are the model's own: row i of context_logits follows token i of the prompt, row i of generation_logits is what
 token i was drawn from, before penalties, temperature or anything else was done to it. Log-probs are of the distribution
-after all of that, before top-k and top-p (triton_kernels/sample_token.py).
+after all of that, before top-k and top-p (triton_kernels/sample_token.py); with `raw_log_probs` of the distribution
+that the model's own logits have.
 
 With beams log-probs are what biases, penalties and bans made of those that the temperature left, so they need not sum
 to one over the vocabulary (decoding/stages.py). Beams come best first. The end id counts in cum_log_probs, which is
@@ -34,6 +40,7 @@ from typing import Any
 import numpy as np
 from numpy import empty, zeros
 
+from ..handover import TopLogProbs
 from ..names import FinishReason
 from ..requests.response_options import ResponseOptions
 from .named_tensor import INT32, NamedTensor, UniformArray, prepared, prepared_token
@@ -45,6 +52,7 @@ ZERO, NO_GENERATION_LOGITS = UniformArray((1, 1, 1), FLOAT32), UniformArray((1, 
 ONE, ZERO_ROW = UniformArray((1, 1), INT32, 1), UniformArray((1, 1), FLOAT32)
 FINISH_REASONS = {int(reason): UniformArray((1, 1), INT32, int(reason)) for reason in FinishReason}
 
+TOP_TENSORS = ("top_log_prob_ids", "top_log_probs")
 RESPONSE_TENSORS = ("output_ids", "sequence_length", "context_logits", "generation_logits", "output_log_probs",
                     "cum_log_probs", "finish_reason")
 
@@ -77,6 +85,7 @@ def build_response(
     cum_log_prob: float | None = None,
     context_logits: np.ndarray | Sequence[np.ndarray] | None = None,
     generation_logits: np.ndarray | Sequence[np.ndarray] | None = None,
+    top_log_probs: Sequence[TopLogProbs] = (),
     to_tensor: Callable[[np.ndarray], Any] | None = None,
 ) -> list[NamedTensor]:
     """The tensors of one response of a request of beam width 1.
@@ -88,6 +97,7 @@ def build_response(
     cum_log_prob        since the start of the request; None: the sum of `log_probs`
     context_logits      [prompt, vocab], or its chunks in order, or None for the dummy
     generation_logits   [n, vocab] or n rows, one for each of `generated`; None for the dummy
+    top_log_probs       of `generated`, in pieces
     to_tensor           makes the outgoing tensor of a fresh numpy array, such as torch.from_numpy; None: leave it
 
     What the options do not ask for is not sent, even if it is given. Everything that is sent is a copy.
@@ -119,7 +129,7 @@ def build_response(
         assert len(generation_logits) == num_new
         generation = np.array(generation_logits, FLOAT32)[None, None]
 
-    return [
+    tensors = [
         NamedTensor("output_ids", output_ids, to_tensor),
         NamedTensor("sequence_length", sequence_length, to_tensor),
         NamedTensor("context_logits", ZERO if context is None else context, to_tensor),
@@ -128,6 +138,14 @@ def build_response(
         NamedTensor("cum_log_probs", cum_log_probs, to_tensor),
         NamedTensor("finish_reason", FINISH_REASONS[finish_reason], to_tensor),
     ]
+    if options.top_log_probs:
+        none = empty((0, options.top_log_probs))
+        columns = ([none, *(top.ids for top in top_log_probs)], INT32), (
+            [none, *(top.log_probs for top in top_log_probs)], FLOAT32)
+        tensors += [NamedTensor(name, np.concatenate(pieces, dtype=dtype, casting="unsafe")[None, None], to_tensor)
+                    for name, (pieces, dtype) in zip(TOP_TENSORS, columns, strict=True)]
+        assert tensors[-1].array.shape[2] == num_new
+    return tensors
 
 
 @lru_cache(maxsize=8)

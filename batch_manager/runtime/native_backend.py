@@ -345,8 +345,8 @@ class NativeBackend:
         """
         zero = np.zeros(1, np.int32)
         every_number = {name: parameter.other for name, parameter in PARAMETERS.items() if name != "beam_width"}
-        every_feature = SlotSetup(SamplingConfig(**every_number), return_log_probs=True, end_id=0, bad_words=((0, 0),),
-                                  stop_words=((0, 0),), prompt_length=1)
+        every_feature = SlotSetup(SamplingConfig(**every_number), return_log_probs=True, top_log_probs=1, end_id=0,
+                                  bad_words=((0, 0),), stop_words=((0, 0),), prompt_length=1)
         sampled = SlotSetup(SamplingConfig(top_k=2, top_p=0.5, random_seed=0), prompt_length=1)
         # (beams, setup, tokens in the KV cache before the generation step)
         sequences = [(1, every_feature, 1), (1, sampled, 1),

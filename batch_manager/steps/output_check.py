@@ -16,6 +16,7 @@ from ..handover import (
     RowFailure,
     ScheduledBatch,
     StepOutput,
+    TopLogProbs,
 )
 from ..names import ErrorCode
 
@@ -33,12 +34,14 @@ class WrongOutputError(Exception):
 class Asked:
     """What a sequence wants of its steps besides a token.
 
+    top_log_probs   how many of the likeliest tokens
     prompt_length   tokens of the user's prompt; what follows was generated
     """
 
     log_probs: bool
     context_logits: bool
     generation_logits: bool
+    top_log_probs: int
     beam_width: int
     prompt_length: int
 
@@ -75,6 +78,9 @@ class StepOutputCheck:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._asked: dict[int, Asked] = {}
+        self._invalid_token = RowFailure(
+            ErrorCode.INVALID_TOKEN, f"the model step chose a token outside 0..{vocab_size - 1}; the request ends "
+            "here; please report it")
 
     def asked_by(self, batch: ScheduledBatch) -> dict[int, Asked]:
         """What the sequences of a batch that is being launched ask for besides tokens, by slot."""
@@ -83,9 +89,11 @@ class StepOutputCheck:
             if setup is None:
                 continue
             width = setup.sampling.beam_width
-            if setup.return_log_probs or setup.return_context_logits or setup.return_generation_logits or width > 1:
+            if (setup.return_log_probs or setup.return_context_logits or setup.return_generation_logits
+                    or setup.top_log_probs or width > 1):
                 self._asked[work.slot] = Asked(setup.return_log_probs, setup.return_context_logits,
-                                               setup.return_generation_logits, width, setup.prompt_length)
+                                               setup.return_generation_logits, setup.top_log_probs, width,
+                                               setup.prompt_length)
             else:
                 self._asked.pop(work.slot, None)
         if not self._asked:
@@ -123,7 +131,8 @@ class StepOutputCheck:
                 and slots.tobytes() == expected.tobytes()
                 and (finish.tobytes() == bytes(len(finish)) or finish.max() <= STOP_WORDS)
                 and output.log_probs is output.parents is output.row_starts is None
-                and output.failures == output.hypotheses == output.generation_logits == output.context_logits == {})
+                and output.failures == output.hypotheses == output.generation_logits == output.context_logits
+                == output.top_log_probs == {})
 
     def _without_invalid_tokens(self, output: StepOutput) -> StepOutput:
         slots = []
@@ -138,10 +147,7 @@ class StepOutputCheck:
             slots += output.slots[rows].tolist()
         if not slots:
             return output
-        failure = RowFailure(
-            ErrorCode.INVALID_TOKEN, f"the model step chose a token outside 0..{self._vocab_size - 1}; the request "
-            "ends here; please report it")
-        return replace(output, failures=dict.fromkeys(slots, failure) | output.failures)
+        return replace(output, failures=dict.fromkeys(slots, self._invalid_token) | output.failures)
 
     def _invalid(self, tokens: np.ndarray) -> np.ndarray:
         """Where tokens are that are outside the vocabulary."""
@@ -184,7 +190,8 @@ class StepOutputCheck:
                           row_starts=None if num_tokens == len(slots) and output.row_starts is None else starts,
                           log_probs=log_probs, parents=parents, hypotheses=hypotheses,
                           context_logits=self._context_logits(batch, output, asked),
-                          generation_logits=self._generation_logits(batch, output, rows), failures=failures)
+                          generation_logits=self._generation_logits(batch, output, rows),
+                          top_log_probs=self._top_log_probs(output, rows, failures), failures=failures)
 
     def _context_logits(self, batch: ScheduledBatch, output: StepOutput,
                         asked: Mapping[int, Asked]) -> dict[int, np.ndarray]:
@@ -207,6 +214,27 @@ class StepOutputCheck:
                 logits[slot] = _numbers("generation_logits", _of(given, "generation_logits", slot),
                                         (count, self._vocab_size))
         return logits
+
+    def _top_log_probs(self, output: StepOutput, rows: _Rows,
+                       failures: dict[int, RowFailure]) -> dict[int, TopLogProbs]:
+        """Rows whose numbers are none, or whose ids are no tokens, are added to `failures`."""
+        given, checked = _mapping("top_log_probs", output.top_log_probs), {}
+        for slot in rows.row_of:
+            wants = rows.asked.get(slot)
+            if wants is None or not wants.top_log_probs:
+                continue
+            top = _of(given, "top_log_probs", slot)
+            if not isinstance(top, TopLogProbs):
+                raise WrongOutputError(f"the top_log_probs of a slot are a {type_name(top)}")
+            tokens = rows.of(slot)
+            shape = (tokens.stop - tokens.start, wants.top_log_probs)
+            top = checked[slot] = TopLogProbs(_integers("ids of top_log_probs", top.ids, INT32, shape),
+                                              _numbers("log_probs of top_log_probs", top.log_probs, shape))
+            if np.isnan(top.log_probs).any():
+                failures.setdefault(slot, RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_LOG_PROB))
+            elif len(self._invalid(top.ids.reshape(-1))):
+                failures.setdefault(slot, self._invalid_token)
+        return checked
 
 
 def _slots_of_rows(batch: ScheduledBatch) -> np.ndarray:

@@ -42,6 +42,7 @@ from ..handover import (
     ScheduledBatch,
     SlotSetup,
     StepOutput,
+    TopLogProbs,
 )
 from ..names import ErrorCode
 from ..runtime.block_tables import BlockTables, generation_rows
@@ -263,8 +264,9 @@ class ScriptedBackend:
             self._searches.set_up(work.slot, setup)
             end_ids = [*setup.end_ids, *[-1] * (8 - len(setup.end_ids))]
             state[work.slot] = (work.start, 0, end_ids, _draw(setup), setup.return_log_probs,
-                                setup.return_generation_logits, setup.return_context_logits, True)
-            self._extras_wanted |= setup.return_log_probs or setup.return_generation_logits
+                                setup.top_log_probs, setup.return_generation_logits, setup.return_context_logits, True)
+            self._extras_wanted |= (setup.return_log_probs or setup.return_generation_logits
+                                    or setup.top_log_probs > 0)
             if setup.logits_post_processor is not None and self._post_processors is None:
                 from ..decoding.logits_post_processors import LogitsPostProcessors
 
@@ -373,18 +375,29 @@ class ScriptedBackend:
         if batch.generation.num_drafts is not None:
             return self._accept_drafts(batch, step, slots, failures, context_logits)
 
-        log_probs = None
+        log_probs, top_log_probs = None, {}
         if self._extras_wanted:
             asked = self._state["log_probs"][slots]
             log_probs = np.where(asked, _log_probs(words), np.float32(0)) if asked.any() else None
             generation_logits |= {int(slots[row]): self._logits(tokens[row: row + 1])
                                   for row in np.nonzero(self._state["generation_logits"][slots])[0]}
+            top_log_probs = {int(slots[row]): self._top_log_probs(int(slots[row]), tokens[row: row + 1],
+                                                                  words[row: row + 1])
+                             for row in np.nonzero(self._state["top_log_probs"][slots])[0]}
         finish = (tokens[:, None] == self._state["end_ids"][slots]).any(1).astype(np.uint8) * np.uint8(END_ID)
         columns = {"slots": slots, "tokens": tokens, "finish": finish, "log_probs": log_probs}
         if beam_steps:
             columns = columns_with_beams(all_slots, slots, tokens, finish, log_probs, beam_steps)
         return StepOutput(batch.micro_batch_id, **columns, context_logits=context_logits,
-                          generation_logits=generation_logits, failures=failures)
+                          generation_logits=generation_logits, top_log_probs=top_log_probs, failures=failures)
+
+    def _top_log_probs(self, slot: int, tokens: np.ndarray, words: np.ndarray) -> TopLogProbs:
+        """The token that was sampled, then those with the next ids, each less likely by one."""
+        after = np.arange(self._state["top_log_probs"][slot], dtype=np.int32)
+        ids = (tokens[:, None] + after) % np.int32(self.info.vocab_size)
+        log_probs = _log_probs(words)[:, None] - after.astype(np.float32)
+        log_probs[:, self.info.vocab_size:], ids[:, self.info.vocab_size:] = -np.inf, 0
+        return TopLogProbs(ids, log_probs)
 
     def _accept_drafts(self, batch: ScheduledBatch, step: "_Layout", slots: np.ndarray,
                        failures: dict[int, RowFailure], context_logits: dict[int, np.ndarray]) -> StepOutput:
@@ -392,7 +405,7 @@ class ScriptedBackend:
         rows = {slot: row for row, slot in enumerate(step.slots.tolist())}
         drafts = batch.generation.draft_tokens.tolist()
         num_drafts = dict(zip(batch.generation.slots.tolist(), batch.generation.num_drafts.tolist()))
-        accepted, log_probs, logits, finish = [], [], {}, []
+        accepted, log_probs, logits, top_log_probs, finish = [], [], {}, {}, []
         for slot in slots.tolist():
             row, count = rows[slot], num_drafts.get(slot, 0)
             end = int(step.starts[row] + step.counts[row])
@@ -409,11 +422,13 @@ class ScriptedBackend:
             log_probs.append(np.where(self._state["log_probs"][slot], _log_probs(words[:kept]), np.float32(0)))
             if self._state["generation_logits"][slot]:
                 logits[slot] = self._logits(np.array(sampled[:kept]))
+            if self._state["top_log_probs"][slot]:
+                top_log_probs[slot] = self._top_log_probs(slot, np.array(sampled[:kept], np.int32), words[:kept])
         starts = np.cumsum([0, *map(len, accepted)]).astype(np.int32)
         return StepOutput(
             batch.micro_batch_id, slots, np.array([token for tokens in accepted for token in tokens], np.int32),
             np.array(finish, np.uint8), row_starts=starts, log_probs=np.concatenate(log_probs).astype(np.float32),
-            context_logits=context_logits, generation_logits=logits, failures=failures)
+            context_logits=context_logits, generation_logits=logits, top_log_probs=top_log_probs, failures=failures)
 
     def _search(self, slots: np.ndarray, sums: np.ndarray, lengths: np.ndarray) -> tuple[dict, dict]:
         """(slot -> its BeamStep, slot -> logits). The rows of a slot lie together."""
@@ -586,7 +601,8 @@ class _Layout:
 
 SLOT_STATE = np.dtype([
     ("length", np.int32), ("sum", np.uint64), ("end_ids", np.int32, (8,)), ("draw", np.uint64),
-    ("log_probs", bool), ("generation_logits", bool), ("context_logits", bool), ("set_up", bool)])
+    ("log_probs", bool), ("top_log_probs", np.int32), ("generation_logits", bool), ("context_logits", bool),
+    ("set_up", bool)])
 
 
 def expected_draws(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,

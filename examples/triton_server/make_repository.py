@@ -33,7 +33,7 @@ INPUTS = [
     ("len_penalty", "FP32", "1"), ("early_stopping", "INT32", "1"), ("beam_search_diversity_rate", "FP32", "1"),
     ("repetition_penalty", "FP32", "1"), ("min_length", "INT32", "1"), ("presence_penalty", "FP32", "1"),
     ("frequency_penalty", "FP32", "1"), ("no_repeat_ngram_size", "INT32", "1"), ("random_seed", "UINT64", "1"),
-    ("prompt_ignore_length", "INT32", "1"),
+    ("prompt_ignore_length", "INT32", "1"), ("return_top_log_probs", "INT32", "1"), ("raw_log_probs", "BOOL", "1"),
     ("return_log_probs", "BOOL", "1"), ("return_context_logits", "BOOL", "1"),
     ("return_generation_logits", "BOOL", "1"), ("stop", "BOOL", "1"), ("streaming", "BOOL", "1"),
     ("prompt_embedding_table", "FP32", "-1, -1"), ("prompt_vocab_size", "INT32", "1"),
@@ -44,6 +44,7 @@ OUTPUTS = [
     ("output_ids", "INT32", "-1, -1"), ("sequence_length", "INT32", "-1"), ("cum_log_probs", "FP32", "-1"),
     ("output_log_probs", "FP32", "-1, -1"), ("context_logits", "FP32", "-1, -1"),
     ("generation_logits", "FP32", "-1, -1, -1"), ("finish_reason", "INT32", "-1"),
+    ("top_log_prob_ids", "INT32", "-1, -1, -1"), ("top_log_probs", "FP32", "-1, -1, -1"),
 ]
 
 

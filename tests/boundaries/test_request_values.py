@@ -107,7 +107,9 @@ ROWS = [
         "random_seed is an integer of 65 bits"),
     *(Row(name, tensor(name), (False, True, 0, 1), (-1, 2), f"{name} is {{value}}")
       for name in ("streaming", "is_streaming", "return_log_probs", "return_context_logits",
-                   "return_generation_logits", "return_perf_metrics")),
+                   "return_generation_logits", "return_perf_metrics", "raw_log_probs")),
+    Row("return_top_log_probs", tensor("return_top_log_probs"), (0, 1, 19, 20), (-1, 21),
+        "return_top_log_probs is {value}"),
     Row("characters of a cache salt", lambda n: {"cache_salt": "x" * n}, (0, 1, 1023, 1024), (1025,), "at most 1,024"),
     Row("bytes of a cache salt", lambda n: {"cache_salt": b"x" * n}, (0, 1, 1023, 1024), (1025,), "at most 1,024"),
     Row("bytes of a request, an array", lambda n: {"input_ids": np.ones(n // 8, np.int64)}, (64, 72, 80), (88,),

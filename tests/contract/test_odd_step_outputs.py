@@ -7,14 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from batch_manager.handover import Hypothesis, RowFailure
+from batch_manager.handover import Hypothesis, RowFailure, TopLogProbs
 from batch_manager.names import ErrorCode
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 PROMPTS = {i: [10 + i] * (2 + i) for i in range(6)}
 ODD = 3
 NEW_TOKENS = 6
-ASKS = {"return_log_probs": True, "return_generation_logits": True, "return_context_logits": True}
+ASKS = {"return_log_probs": True, "return_generation_logits": True, "return_context_logits": True,
+        "return_top_log_probs": 3}
 
 
 class Spoiled(ScriptedBackend):
@@ -150,6 +151,16 @@ WRONG_FOR_WHO_ASKED = {
         generation_logits=lambda logits, slot: {**logits, slot: np.zeros(5, np.float32)}),
     "logits that are text": with_all(
         generation_logits=lambda logits, slot: {**logits, slot: np.full(logits[slot].shape, "a")}),
+    "no likeliest tokens": with_all(top_log_probs=lambda top, slot: {}),
+    "likeliest tokens in a list": with_all(top_log_probs=lambda top, slot: list(top.values())),
+    "likeliest tokens that are a pair": with_all(
+        top_log_probs=lambda top, slot: {**top, slot: (top[slot].ids, top[slot].log_probs)}),
+    "a likely token too few": with_all(top_log_probs=lambda top, slot: {
+        **top, slot: TopLogProbs(top[slot].ids[:, 1:], top[slot].log_probs[:, 1:])}),
+    "likeliest tokens that are numbers": with_all(top_log_probs=lambda top, slot: {
+        **top, slot: TopLogProbs(top[slot].ids * 1.0, top[slot].log_probs)}),
+    "log-probabilities of likely tokens that are text": with_all(top_log_probs=lambda top, slot: {
+        **top, slot: TopLogProbs(top[slot].ids, np.full(top[slot].log_probs.shape, "a"))}),
 }
 
 
@@ -251,7 +262,7 @@ def test_what_a_slot_asked_for_is_not_asked_of_who_has_it_next(make_world, new_r
 
 # ---------------------------------------------------------------------- beams
 
-BEAMS = {"beam_width": 2, **ASKS, "return_context_logits": False}
+BEAMS = {"beam_width": 2, **ASKS, "return_context_logits": False, "return_top_log_probs": 0}
 
 
 def row_of(output, slot):
@@ -373,3 +384,21 @@ def test_beams_in_lists_are_taken(make_world, new_request):
                   of_texts(**as_lists(["tokens", "rows", "log_probs"]))):
         world = run(make_world, new_request, Spoiled(spoil), BEAMS)
         assert world.client.final(ODD).error == "" and others_are_right(world)
+
+
+@pytest.mark.parametrize(("change", "code"), [
+    (lambda top: TopLogProbs(top.ids, np.full_like(top.log_probs, np.nan)), "NON_FINITE_LOGITS"),
+    (lambda top: TopLogProbs(top.ids + 10**6, top.log_probs), "INVALID_TOKEN"),
+    (lambda top: TopLogProbs(top.ids - 10**6, top.log_probs), "INVALID_TOKEN"),
+], ids=["not numbers", "beyond the vocabulary", "below the first token"])
+def test_likeliest_tokens_that_are_none_cost_their_request_alone(make_world, new_request, change, code):
+    spoil = with_all(top_log_probs=lambda top, slot: {**top, slot: change(top[slot])})
+    world = run(make_world, new_request, Spoiled(spoil), ASKS, **ASKS)
+    assert world.client.final(ODD).code == code and others_are_right(world)
+
+
+def test_likeliest_tokens_in_lists_are_taken(make_world, new_request):
+    spoil = with_all(top_log_probs=lambda top, slot: {
+        slot: TopLogProbs(found.ids.tolist(), found.log_probs.tolist()) for slot, found in top.items()})
+    world, right = (run(make_world, new_request, backend, ASKS) for backend in (Spoiled(spoil), ScriptedBackend()))
+    assert others_are_right(world) and same_tensors(world, right, ODD)

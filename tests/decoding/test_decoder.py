@@ -204,7 +204,7 @@ def test_what_is_set_up_reaches_a_device_of_its_own_in_one_copy_however_many_col
     assert rows.column("end_id").tolist() == [0, 0, 0]
     state.upload()
     state.upload()
-    assert sent == [[(3,), (len(planes[0].host), 3), (1, 3)]] and len(planes[0].host) == 9
+    assert sent == [[(3,), (len(planes[0].host), 3), (1, 3)]] and len(planes[0].host) == 10
     rows = LogitsRows(rows_of([2, 0, 1], [1] * 3), state, TokenHistory(torch.device("cpu")))
     assert rows.column("end_id").tolist() == [2, 0, 1] and rows.column("own").tolist() == [7, 7, 8]
     assert rows.column("min_p").tolist() == [0.5, 0.0, 0.25] and rows.column("random_seed").tolist() == [-3, -1, -2]

@@ -9,12 +9,17 @@ from batch_manager.decoding.slots import DrawRows
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import SamplingConfig
 
-VOCAB, ROWS = 40_000, 20             # so many that torch shares one row's sum among threads, and several rows' not
+VOCAB, ROWS = 40_000, 32             # so many that torch shares one row's sum among threads, and several rows' not
 SETUPS = [SlotSetup(SamplingConfig(temperature=0.7, top_p=0.9, random_seed=1), return_log_probs=True),
           SlotSetup(SamplingConfig(temperature=1.3, top_p=1.0, random_seed=2), return_log_probs=True),
           SlotSetup(SamplingConfig(top_k=50, random_seed=3), return_log_probs=True),
           SlotSetup(return_log_probs=True),
-          SlotSetup(SamplingConfig(top_p=0.8, random_seed=4))] * 4
+          SlotSetup(SamplingConfig(top_p=0.8, random_seed=4)),
+          SlotSetup(SamplingConfig(temperature=0.7, top_p=0.9, random_seed=5), return_log_probs=True, top_log_probs=3),
+          SlotSetup(SamplingConfig(temperature=0.7, random_seed=6), return_log_probs=True, raw_log_probs=True),
+          SlotSetup(SamplingConfig(repetition_penalty=1.5), top_log_probs=20, raw_log_probs=True, history=np.arange(5)),
+          ] * 4
+TOP = [row for row, setup in enumerate(SETUPS) if setup.top_log_probs]
 ASKED = [row for row, setup in enumerate(SETUPS) if setup.return_log_probs]
 
 
@@ -46,6 +51,12 @@ def test_rows_are_drawn_as_if_each_were_the_step(two_threads):
     assert together.finite.all() and together.finish.shape == (ROWS,)
     assert torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
     assert together.log_probs[4] == 0 and alone[4].log_probs is None
+    top = together.top.by_slot({name: tensor.numpy() for name, tensor in together.tensors().items()})
+    assert list(top) == TOP
+    for slot, found in top.items():
+        expected = alone[slot].top.by_slot({name: tensor.numpy() for name, tensor in alone[slot].tensors().items()})
+        assert np.array_equal(found.ids, expected[slot].ids)
+        assert np.array_equal(found.log_probs, expected[slot].log_probs)
 
 
 def test_without_it_the_sums_of_several_rows_are_taken_otherwise(two_threads):

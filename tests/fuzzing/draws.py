@@ -39,6 +39,7 @@ def draw(number: int, engine: Engine) -> Draw:
     else:
         _tensors(random, drawn, engine)
         _extra_ids(Random(f"extra ids {number}"), drawn.tensors)
+        _log_probs(Random(f"log probs {number}"), drawn.tensors)
         add_options(random, drawn)
     build(random, drawn)
     if drawn.item is not None and 0.03 <= chance < 0.05:
@@ -77,6 +78,14 @@ def _extra_ids(random: Random, tensors: dict) -> None:
         if random.random() < 0.2:
             tensors["input_token_extra_ids"] = _one_changed(random, tensors["input_token_extra_ids"],
                                                             random.choice(INTEGERS))
+
+
+def _log_probs(random: Random, tensors: dict) -> None:
+    """The likeliest tokens, or the model's own distribution, for one request in ten."""
+    if random.random() < 0.07:
+        tensors["return_top_log_probs"] = of_scalar(random, random.choice((0, 1, 5, 20, 20, -1, 21)))
+    if random.random() < 0.03:
+        tensors["raw_log_probs"] = of_scalar(random, random.choice((True, False, 1, 2)))
 
 
 def _put(random: Random, tensors: dict, name: str, engine: Engine) -> None:

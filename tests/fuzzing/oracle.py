@@ -14,13 +14,14 @@ from .values import BOOL, FLOAT, INT, LARGE, PYTHON, STRANGE, Value
 
 INT32, UINT64, FLOAT32 = 2**31 - 1, 2**64 - 1, 3.4028234663852886e38
 FLAGS = ("return_log_probs", "return_context_logits", "return_generation_logits", "streaming",
-         "return_perf_metrics")
+         "return_perf_metrics", "raw_log_probs")
 SCALARS: dict[str, tuple[type, float, float]] = {       # lowest and highest; of floats that are above 0: the least one
     "request_output_len": (int, 1, INT32), "pad_id": (int, -1, None),
     "runtime_top_p_reset_ids": (int, -1, None), "beam_width": (int, 1, INT32), "runtime_top_k": (int, 0, 1024),
     "early_stopping": (int, -INT32 - 1, INT32), "no_repeat_ngram_size": (int, 0, INT32),
     "prompt_ignore_length": (int, 0, INT32), "min_length": (int, 0, INT32),
-    "random_seed": (int, -(2**63), UINT64), "prompt_vocab_size": (int, 1, INT32), "lora_task_id": (int, 0, UINT64),
+    "return_top_log_probs": (int, 0, 20), "random_seed": (int, -(2**63), UINT64),
+    "prompt_vocab_size": (int, 1, INT32), "lora_task_id": (int, 0, UINT64),
     "temperature": (float, 0, FLOAT32), "runtime_top_p": (float, 0, 1), "runtime_top_p_decay": (float, 5e-324, 1),
     "runtime_top_p_min": (float, 5e-324, 1), "runtime_min_p": (float, 0, 1), "len_penalty": (float, 0, FLOAT32),
     "beam_search_diversity_rate": (float, 0, FLOAT32), "repetition_penalty": (float, 5e-324, FLOAT32),
@@ -240,6 +241,9 @@ class _Reading:
             self.wrong("beam_width")
         if beams > 1 and verdict.is_streaming:
             self.wrong("beam_width", "Streaming", "streaming")
+        for name in ("return_top_log_probs", "raw_log_probs"):
+            if beams > 1 and scalars.get(name):
+                self.wrong(name)
         for name in ("return_context_logits", "return_generation_logits"):
             if scalars[name] and not engine.gathers_logits:
                 self.wrong(name)

@@ -36,9 +36,10 @@ SMALL = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4,
 # What each request asks for beside a prompt, of that many tokens, and new tokens; `beam_width` in one mode alone.
 REQUESTS = [
     (19, {}),
-    (5, {"temperature": 0.9, "runtime_top_k": 20, "random_seed": 5}),
+    (5, {"temperature": 0.9, "runtime_top_k": 20, "random_seed": 5, "return_top_log_probs": 3}),
     (12, {"temperature": 1.1, "runtime_top_p": 0.8, "runtime_min_p": 0.02, "random_seed": 77}),
-    (25, {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.2, "no_repeat_ngram_size": 2}),
+    (25, {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.2, "no_repeat_ngram_size": 2,
+          "return_top_log_probs": 5, "raw_log_probs": True}),
     (3, {"bad_words_list": [[7], [8, 9]], "stop_words_list": [[11, 12]], "min_length": 4, "end_id": 3}),
 ]
 # None that needs more than the sampling kernel; the second one is cut into parts by attention.
@@ -108,6 +109,9 @@ def run(folder, mode):
             for beam, length in enumerate(found["sequence_length"][0].tolist()):
                 answer["tokens"] += [beam, *found["output_ids"][0, beam, :length].tolist()]
             answer["log_probs"] += found["output_log_probs"].ravel().tolist()
+            if "top_log_probs" in found:
+                answer["log_probs"] += found["top_log_probs"].ravel().tolist()
+                answer["tokens"] += found["top_log_prob_ids"].ravel().tolist()
 
     static = arguments["model_type"] is TrtGptModelType.V1
     with contextlib.nullcontext() if mode in WARMED_UP else mock.patch.object(NativeBackend, "warm_up"):

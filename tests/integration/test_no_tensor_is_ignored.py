@@ -48,6 +48,8 @@ CRAFTED = {
     "draft_input_ids": ({}, [1, 2]),
     "draft_logits": (dict(draft_input_ids=[1, 2]), np.zeros((2, VOCAB), np.float32)),
     "return_log_probs": ({}, True),
+    "return_top_log_probs": ({}, 3),
+    "raw_log_probs": (LOG_PROBS | dict(temperature=3.0), True),
     "return_context_logits": ({}, True),
     "return_generation_logits": ({}, True),
     "return_perf_metrics": ({}, True),

@@ -50,6 +50,8 @@ VALID = {
     "draft_input_ids": [[4, 5]],
     "draft_logits": [np.zeros((2, VOCAB), np.float32)],
     "return_perf_metrics": [True, 1, np.array([True]), [1], np.bool_(True)],
+    "return_top_log_probs": [1, 20],
+    "raw_log_probs": [True, np.array([1])],
     "return_log_probs": [True, 1, np.array([True]), [1], np.bool_(True)],
     "return_context_logits": [True],
     "return_generation_logits": [True],
@@ -155,6 +157,7 @@ RANGES = {
     "min_length": (f"an integer in 0..{COUNT}", [-1, COUNT + 1]),
     "random_seed": (f"an integer in {-(2**63)}..{2**64 - 1}", [2**64, -(2**63) - 1]),
     "prompt_vocab_size": (f"an integer in 1..{COUNT}", [0, -1]),
+    "return_top_log_probs": ("an integer in 0..20", [-1, 21]),
     "lora_task_id": (f"an integer in 0..{2**64 - 1}", [-1, 2**64]),
 }
 

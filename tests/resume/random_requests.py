@@ -11,6 +11,7 @@ from batch_manager import (
     TrtGptModelType,
     resume,
 )
+from batch_manager.responses.tensors import TOP_TENSORS
 
 VOCAB, LONGEST = 4096, 24
 
@@ -43,11 +44,14 @@ def drawn_tensors(draw: random.Random) -> dict:
         tensors["runtime_top_p"] = draw.uniform(0.3, 1)
         tensors |= maybe(runtime_top_p_decay=lambda: draw.uniform(0.5, 1),
                          runtime_top_p_min=lambda: draw.uniform(0.1, 1))
-    return tensors
+    more = random.Random(draw.getrandbits(32))           # drawn last: the rest stays as it was
+    tensors |= {"return_top_log_probs": more.randrange(1, 21)} if more.random() < 0.35 else {}
+    return tensors | ({"raw_log_probs": True} if more.random() < 0.35 else {})
 
 
 def outcomes(model, requests: list[InferenceRequest], **params) -> dict:
-    """{id: (generated tokens, finish reason, log-probs, error)}, of all requests on one engine."""
+    """{id: (generated tokens, finish reason, log-probs with the likeliest tokens, error)}, of all requests on one
+    engine."""
     waiting, found, last = list(requests), {}, 10**9
     waiting.append(InferenceRequest(last))
 
@@ -59,7 +63,8 @@ def outcomes(model, requests: list[InferenceRequest], **params) -> dict:
         named = {tensor.name: tensor.array for tensor in tensors}
         found[request_id] = ([], None, [], error) if error else (
             named["output_ids"][0, 0].tolist(), int(named["finish_reason"][0, 0]),
-            named["output_log_probs"][0, 0].tolist(), "")
+            list(zip(named["output_log_probs"][0, 0].tolist(),
+                     *(named[name][0, 0].tolist() for name in TOP_TENSORS if name in named), strict=True)), "")
 
     params = {"max_batch_size": 8, "num_threads": 1, "deterministic": True, "dtype": "float32", **params}
     manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, get,

@@ -15,7 +15,7 @@ import orjson
 
 from batch_manager.names import FinishReason
 from batch_manager.requests.inference_request import InferenceRequest
-from batch_manager.responses.tensors import RESPONSE_TENSORS
+from batch_manager.responses.tensors import RESPONSE_TENSORS, TOP_TENSORS
 
 from .faults import Place
 from .history import Handed, Other, Polled, Sent
@@ -280,9 +280,11 @@ class Client:
             return Sent(now, request_id, final, error), []
         arrays = [named.tensor for named in tensors]
         names = tuple(named.name for named in tensors)
-        self.world.check(names == RESPONSE_TENSORS, f"C4: a response has the tensors {names}")
-        output_ids, lengths, _, _, log_probs, cum_log_probs, reason = arrays
         handed = self.world.handed(request_id)
+        top = handed.top_log_probs if handed is not None else 0
+        self.world.check(names == (*RESPONSE_TENSORS, *TOP_TENSORS[: 2 * bool(top)]),
+                         f"C4: a response has the tensors {names}")
+        output_ids, lengths, _, _, log_probs, cum_log_probs, reason = arrays[:7]
         asked = handed is not None and handed.log_probs
         if not asked:
             self.world.check(not log_probs.any() and not cum_log_probs.any(), "C4: log-probabilities nobody asked for")
@@ -292,8 +294,20 @@ class Client:
         row = output_ids[0, 0].tolist()
         self.world.check(output_ids.shape == (1, 1, lengths[0, 0]) and log_probs.shape[:2] == (1, 1),
                          "C4: a response has other shapes than it says")
+        if top:
+            self._check_top(handed, row[len(row) - log_probs.shape[2]:], log_probs[0, 0], *arrays[7:])
         return Sent(now, request_id, final, error, row, int(reason[0, 0]),
                     log_probs[0, 0].tolist() if asked else None), arrays
+
+    def _check_top(self, handed: Handed, tokens: list[int], log_probs, ids, values) -> None:
+        """The scripted model's likeliest tokens are those after the one that it samples, each less likely by one."""
+        self.world.mark("likeliest tokens asked for")
+        ranks, vocab = np.arange(handed.top_log_probs), self.world.swarm.vocab_size
+        known = ranks < vocab
+        expected = np.where(known, (np.array(tokens, int)[:, None] + ranks) % vocab, 0)
+        fit = (ids.shape == values.shape == (1, 1, len(tokens), len(ranks)) and (ids[0, 0] == expected).all()
+               and (values[0, 0] == np.where(known, log_probs[:, None] - ranks, -np.inf)).all())
+        self.world.check(fit, "C4: the likeliest tokens are not those of the tokens that they came with")
 
     def _read_beams(self, handed: Handed, output_ids, lengths, log_probs, cum_log_probs, reason) -> list[list]:
         width, longest, start = handed.beam_width, int(lengths.max()), 0 if handed.excludes else len(handed.prompt)

@@ -106,3 +106,9 @@ class Drawing:
                 self._seen["a token is passed over after a pause"] += rules.has_paused
             if asked[row]:
                 output.log_probs[index] = -(word & 0xFFFF) / 4096
+            if slot in output.top_log_probs:
+                top = output.top_log_probs[slot]
+                ranks = np.arange(top.ids.shape[1])
+                known = ranks < vocab_size
+                top.ids[0] = np.where(known, (int(output.tokens[index]) + ranks) % vocab_size, 0)
+                top.log_probs[0] = np.where(known, -(word & 0xFFFF) / 4096 - ranks, -np.inf)

@@ -38,6 +38,7 @@ class Handed:
     streams    pieces are to be expected
     excludes   the final response leaves the prompt out
     seed       of one that samples; None: greedy
+    top_log_probs   how many of the likeliest tokens it asked for
     penalizes  whether it asked for one of the penalties
     """
 
@@ -51,6 +52,7 @@ class Handed:
     streams: bool = False
     excludes: bool = False
     log_probs: bool = False
+    top_log_probs: int = 0
     deadline_s: float | None = None
     stop_words: list[list[int]] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)

@@ -64,6 +64,8 @@ class Requests:
                 tensors["temperature"], handed.seed = 0.0, None
         if die() < traffic.asks_more:
             tensors["return_log_probs"] = handed.log_probs = True
+            if width == 1 and request_id % 3 == 0:
+                tensors["return_top_log_probs"] = handed.top_log_probs = 1 + request_id % 20
             logits = {f"return_{kind}_logits": True for kind in ("context", "generation") if die() < 0.3}
             if logits:
                 self._mark("logits asked for")
