@@ -131,9 +131,7 @@ class AsyncEngine:
         if request.streaming is not None:      # what `generate` returns would be the first token
             raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor streaming is given; stream() streams and "
                                 "generate() does not; leave it out")
-        wants = Wants(log_probs=_asks(request.return_log_probs), tensors=any(map(_asks, (
-            request.return_context_logits, request.return_generation_logits, request.beam_width))),
-            metrics=_asks(request.return_perf_metrics))
+        wants = Wants.of(request)
         mailbox = Mailbox(request_id, wants)
         if isinstance(self._manager, EngineProcess):
             try:
@@ -203,11 +201,3 @@ class Stream:
         mailbox = getattr(self, "_mailbox", None)
         if mailbox is not None and not (mailbox.is_cancelled or mailbox.has_ended):
             self._engine._switchboard.stop(mailbox)
-
-
-def _asks(value: Any) -> bool:
-    """Whether a flag or number of a request is set. What is none is told to its stream."""
-    try:
-        return bool(value)
-    except Exception:
-        return True

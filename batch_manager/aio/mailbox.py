@@ -3,16 +3,21 @@
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..errors import BatchManagerError
 from ..names import ErrorCode, FinishReason
 from ..responses.named_tensor import NamedTensor
 from ..responses.perf_metrics import PerfMetrics
-from ..responses.tensors import RESPONSE_TENSORS
+from ..requests.inference_request import InferenceRequest
+from ..responses.tensors import RESPONSE_TENSORS, TOP_TENSORS
 
 OUTPUT_IDS, SEQUENCE_LENGTH, LOG_PROBS, CUM_LOG_PROBS, FINISH_REASON = map(RESPONSE_TENSORS.index, (
     "output_ids", "sequence_length", "output_log_probs", "cum_log_probs", "finish_reason"))
+TOP_IDS, TOP_LOG_PROBS = len(RESPONSE_TENSORS), len(RESPONSE_TENSORS) + 1      # in responses that have them
 
 
 class RequestFailed(BatchManagerError):
@@ -39,6 +44,8 @@ class Delta:
 
     tokens         new tokens, without the end id
     log_probs      of each of them, where the request asked for log-probabilities
+    top_log_probs  of each of them the likeliest tokens and their log-probabilities, likeliest first, where the request
+                   asked for some with `return_top_log_probs`. Tokens that could not be sampled are left out
     cum_log_prob   of all tokens so far, where it asked
     finish_reason  why the text ended; NOT_FINISHED in all deltas but the last
     responses      the tensors of the responses that these tokens came in, where the request asked for logits or beams:
@@ -48,6 +55,7 @@ class Delta:
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
     cum_log_prob: float = 0.0
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
     responses: list[list[NamedTensor]] = field(default_factory=list)
@@ -58,8 +66,16 @@ class Wants(NamedTuple):
     """What of a response a request needs beside its tokens."""
 
     log_probs: bool
+    top_log_probs: bool
     tensors: bool
-    metrics: bool = False
+    metrics: bool
+
+    @classmethod
+    def of(cls, request: InferenceRequest) -> "Wants":
+        """What a request asks for. The engine judges values that cannot be used."""
+        return cls(_asks(request.return_log_probs), _asks(request.return_top_log_probs), any(map(_asks, (
+            request.return_context_logits, request.return_generation_logits, request.beam_width))),
+            _asks(request.return_perf_metrics))
 
 
 def pieces(tensors: list[NamedTensor], final: bool,
@@ -120,7 +136,7 @@ class Mailbox:
         if isinstance(arrived[0], str):
             return arrived.popleft()
         tokens, reason, tensors = arrived.popleft()
-        delta = Delta(tokens, [], 0.0, reason, [])
+        delta = Delta(tokens, [], [], 0.0, reason, [])
         if tensors is not None:
             self._add(delta, tensors)
         while arrived and not isinstance(arrived[0], str):
@@ -135,6 +151,10 @@ class Mailbox:
         if self.wants.log_probs:
             delta.log_probs += tensors[LOG_PROBS].array[0, 0].tolist()
             delta.cum_log_prob = float(tensors[CUM_LOG_PROBS].array[0, 0])
+        if self.wants.top_log_probs and TOP_TENSORS[0] in {tensor.name for tensor in tensors[TOP_IDS:]}:
+            delta.top_log_probs += [
+                {token: log_prob for token, log_prob in zip(*row) if log_prob > -inf}
+                for row in zip(tensors[TOP_IDS].array[0, 0].tolist(), tensors[TOP_LOG_PROBS].array[0, 0].tolist())]
         if self.wants.tensors:
             delta.responses.append(tensors)
         if self.wants.metrics:
@@ -151,3 +171,11 @@ class Mailbox:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def _asks(value: Any) -> bool:
+    """Whether a flag or number of a request is set. What is none is told to its stream."""
+    try:
+        return bool(np.any(value))
+    except Exception:
+        return True

@@ -11,15 +11,16 @@ from .text import TextStream
 class GeneratedText:
     """What the deltas of one request add up to. Any cutting into deltas gives the same.
 
-    tokens, log_probs   up to the token that completed a stop string, if one did
+    tokens, log_probs, top_log_probs   up to the token that completed a stop string, if one did; see Delta
     finish_reason       STOP_WORDS where a stop string ended the text; NOT_FINISHED while it goes on
     """
 
-    __slots__ = ("tokens", "log_probs", "finish_reason", "_stream", "_has_stop")
+    __slots__ = ("tokens", "log_probs", "top_log_probs", "finish_reason", "_stream", "_has_stop")
 
     def __init__(self, tokenizer: Any, prompt_ids: Iterable[int], stop: str | Sequence[str]) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
+        self.top_log_probs: list[dict[int, float]] = []
         self.finish_reason = FinishReason.NOT_FINISHED
         self._stream, self._has_stop = TextStream(tokenizer, prompt_ids, stop), bool(stop)
 
@@ -32,6 +33,7 @@ class GeneratedText:
             text = stream.push(delta.tokens)
         self.tokens += delta.tokens
         self.log_probs += delta.log_probs
+        self.top_log_probs += delta.top_log_probs
         self.finish_reason = delta.finish_reason
         if delta.finish_reason is not FinishReason.NOT_FINISHED:
             text += stream.finish()
@@ -49,6 +51,6 @@ class GeneratedText:
         for position, token in enumerate(delta.tokens, 1):
             pieces.append(self._stream.push([token]))
             if self._stream.stopped_by is not None:
-                del delta.tokens[position:], delta.log_probs[position:]
+                del delta.tokens[position:], delta.log_probs[position:], delta.top_log_probs[position:]
                 break
         return "".join(pieces)

@@ -54,6 +54,7 @@ class Completion:
     tokens          without the end id, up to the one that completed a stop string
     finish_reason   END_ID, STOP_WORDS (a stop string too), LENGTH, TIMED_OUT or CANCELLED; NOT_FINISHED after an error
     log_probs       of each token, where they were asked for; else empty
+    top_log_probs   of each token the likeliest ones and their log-probabilities, likeliest first, where asked for
     error           why there is no more text: code, message, is_retryable; None: the text is whole
     timings         None for a prompt that never reached the engine
     """
@@ -62,6 +63,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
     error: RequestFailed | None = None
     timings: Timings | None = None
 
@@ -187,10 +189,10 @@ class LLM:
 
     def _prepare(self, prompt: Prompt, sampling: Sampling, inbox: "_Inbox", completion: Completion) -> "_Request":
         prompt_ids = self._prompt_ids(prompt)
-        mailbox = Mailbox(self._switchboard.next_id(), Wants(log_probs=bool(sampling.log_probs), tensors=False))
+        request = InferenceRequest(self._switchboard.next_id(), sampling.tensors(prompt_ids, self.info),
+                                   is_streaming=True, priority=sampling.priority, deadline_s=sampling.deadline_s)
+        mailbox = Mailbox(request.request_id, Wants.of(request))
         mailbox.loop = inbox
-        request = InferenceRequest(mailbox.request_id, sampling.tensors(prompt_ids, self.info), is_streaming=True,
-                                   priority=sampling.priority, deadline_s=sampling.deadline_s)
         text = GeneratedText(self._tokenizer, prompt_ids, sampling.stop)
         return _Request(self._manager, self._switchboard, mailbox, request, text, completion)
 
@@ -337,6 +339,7 @@ class _Request:
 
     def _fill_in(self, reason: FinishReason) -> None:
         completion, text, since = self.completion, self._text, self._handed_over
-        completion.tokens, completion.log_probs, completion.finish_reason = text.tokens, text.log_probs, reason
+        completion.tokens, completion.finish_reason = text.tokens, reason
+        completion.log_probs, completion.top_log_probs = text.log_probs, text.top_log_probs
         first = None if self._first_token is None else self._first_token - since
         completion.timings = Timings(first, monotonic() - since)

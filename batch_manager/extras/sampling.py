@@ -29,6 +29,8 @@ class Sampling:
     presence_penalty, frequency_penalty   of the output only, as OpenAI means them
     logit_bias           token id -> number from -100 to 100 that is added to its logit
     log_probs            return the log-probability of each token
+    top_log_probs        return so many of the likeliest tokens at each position, 0 to 20, with their log-probabilities
+    raw_log_probs        both are of the model's own distribution, before penalties and temperature
     priority             0..1; a larger one goes first
     deadline_s           seconds until the text is ended as timed out; None: never
     """
@@ -48,6 +50,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     log_probs: bool = False
+    top_log_probs: int = 0
+    raw_log_probs: bool = False
     priority: float = 0.5
     deadline_s: float | None = None
 
@@ -70,7 +74,8 @@ class Sampling:
             tensors["end_id"] = list(dict.fromkeys(ends))
         given = (("runtime_min_p", self.min_p, 0), ("min_length", self.min_tokens, 0),
                  ("repetition_penalty", self.repetition_penalty, 1), ("presence_penalty", self.presence_penalty, 0),
-                 ("frequency_penalty", self.frequency_penalty, 0), ("return_log_probs", self.log_probs, False))
+                 ("frequency_penalty", self.frequency_penalty, 0), ("return_log_probs", self.log_probs, False),
+                 ("return_top_log_probs", self.top_log_probs, 0), ("raw_log_probs", self.raw_log_probs, False))
         tensors.update((name, value) for name, value, neutral in given if value != neutral)
         if self.presence_penalty or self.frequency_penalty:
             tensors["prompt_ignore_length"] = len(prompt_ids)

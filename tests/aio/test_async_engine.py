@@ -69,6 +69,16 @@ def test_log_probs_come_with_their_tokens():
         assert [value for delta in deltas for value in delta.log_probs] == whole.log_probs
         assert deltas[-1].cum_log_prob == pytest.approx(whole.cum_log_prob)
         assert (await engine.generate(request(return_log_probs=False))).log_probs == []
+        for more in ({}, {"return_perf_metrics": True}):
+            asked = request(return_log_probs=True, return_top_log_probs=[3], **more)
+            whole = await engine.generate(asked)
+            assert [list(likeliest.items())[0] for likeliest in whole.top_log_probs] == list(
+                zip(whole.tokens, whole.log_probs))
+            assert all(len(likeliest) == 3 for likeliest in whole.top_log_probs)
+            deltas = [delta async for delta in engine.stream(asked)]
+            assert [each for delta in deltas for each in delta.top_log_probs] == whole.top_log_probs
+            none = await engine.generate(request(return_top_log_probs=[0], **more))
+            assert none.top_log_probs == none.log_probs == [] and (none.metrics is not None) == bool(more)
 
     run(test)
 

@@ -68,7 +68,9 @@ def test_streams_and_generate_give_what_the_model_generates(engine):
         assert await engine.generate(request()) == Delta(expected([1, 2], 5), finish_reason=FinishReason.LENGTH)
         many = await asyncio.gather(*[tokens_of(engine.stream(request([number], 9))) for number in range(40)])
         assert many == [expected([number], 9) for number in range(40)]
-        whole = await engine.generate(request(return_log_probs=True, return_generation_logits=True))
+        whole = await engine.generate(request(return_log_probs=True, return_generation_logits=True,
+                                              return_top_log_probs=2))
+        assert [list(likeliest)[0] for likeliest in whole.top_log_probs] == whole.tokens
         assert len(whole.log_probs) == 5 and whole.cum_log_prob == pytest.approx(sum(whole.log_probs), rel=1e-5)
         assert whole.responses[0][3].array.shape[2] == 5 and whole.responses[0][3].tensor.shape[2] == 5
 

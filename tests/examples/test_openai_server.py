@@ -122,6 +122,31 @@ def test_the_routes_and_options_of_openais_client(client):
     assert ends.choices[0].logprobs.tokens == one.choices[0].logprobs.tokens[:3]
 
 
+def test_log_probs_are_those_of_the_models_own_distribution(client, folder):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompt = "Emma smiled, and said that she would"
+    given = client.completions.create(model="austen", prompt=prompt, echo=True, logprobs=4, max_tokens=8, seed=3,
+                                      temperature=0.6, frequency_penalty=1.5, extra_body={"top_k": 20})
+    text, told = given.choices[0].text, given.choices[0].logprobs
+    assert text.startswith(prompt) and "".join(told.tokens[1:]) == text and given.usage.completion_tokens == 8
+    tokens = [TOKENIZER.token_to_id(told.tokens[0]), *(
+        TOKENIZER.encode(each, add_special_tokens=False).ids[0] for each in told.tokens[1:])]
+    assert tokens[: given.usage.prompt_tokens] == TOKENIZER.encode(prompt).ids
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0].double().log_softmax(1)
+    assert told.token_logprobs[0] is told.top_logprobs[0] is None
+    for place, token in enumerate(tokens[1:], 1):
+        row = expected[place - 1]
+        assert told.token_logprobs[place] == pytest.approx(float(row[token]), abs=1e-3)
+        best = sorted(told.top_logprobs[place].values(), reverse=True)[:4]
+        assert best == pytest.approx(row.topk(4).values.tolist(), abs=1e-3)
+    chat = client.chat.completions.create(model="austen", messages=[{"role": "user", "content": "Who?"}], seed=3,
+                                          max_tokens=4, logprobs=True, top_logprobs=5)
+    for each in chat.choices[0].logprobs.content:
+        assert len(each.top_logprobs) == 5 and each.logprob <= each.top_logprobs[0].logprob
+
+
 def test_chats(client):
     fixed = {"model": "austen", "seed": 5, "messages": [{"role": "user", "content": "Who is Emma?"}]}
     one = client.chat.completions.create(max_tokens=10, logprobs=True, **fixed)
@@ -152,7 +177,7 @@ def test_errors_have_openais_shape_and_class(client, server):
     with pytest.raises(openai.BadRequestError, match="temperature") as told:
         client.completions.create(model="austen", prompt="x", temperature=-1, stream=True)
     assert told.value.code == "invalid_request"
-    for body in ({"presence_penalty": "much"}, {"logprobs": 3}, {"extra_body": {"banana": 1}}):
+    for body in ({"presence_penalty": "much"}, {"logprobs": 21}, {"extra_body": {"banana": 1}}):
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="austen", prompt="x", **body)
     for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405)):

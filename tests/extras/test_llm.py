@@ -83,7 +83,11 @@ def test_a_text_is_one_prompt_and_seeds_are_fresh_unless_given():
         assert len(greedy) == 1
         (scored,) = llm.generate(prompt, max_tokens=12, seed=5, log_probs=True)
         assert scored.tokens == one.tokens and len(scored.log_probs) == len(scored.tokens)
-        assert all(value < 0 for value in scored.log_probs)
+        assert all(value < 0 for value in scored.log_probs) and scored.top_log_probs == []
+        (scored,) = llm.generate(prompt, max_tokens=12, seed=5, log_probs=True, top_log_probs=2, raw_log_probs=True)
+        assert scored.tokens == one.tokens
+        for token, value, likeliest in zip(scored.tokens, scored.log_probs, scored.top_log_probs, strict=True):
+            assert len(likeliest) == 2 and likeliest.get(token, value) == value <= max(likeliest.values())
         with pytest.raises(TypeError, match="max_token"):
             llm.generate(prompt, max_token=3)
 
@@ -247,14 +251,15 @@ def test_options_become_tensors():
     with scripted() as llm:
         info = llm.info
     given = Sampling(max_tokens=None, temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=[7],
-                     min_tokens=2, repetition_penalty=1.2, log_probs=True, logit_bias={5: -100, 6: 2.5})
+                     min_tokens=2, repetition_penalty=1.2, log_probs=True, top_log_probs=4, raw_log_probs=True,
+                     logit_bias={5: -100, 6: 2.5})
     tensors = given.tensors([1, 2, 3], info)
     bias = tensors.pop("embedding_bias")
     assert (bias[5], bias[6], bias.sum(), len(bias)) == (-100, 2.5, -97.5, 4096)
     assert tensors == {
         "input_ids": [1, 2, 3], "request_output_len": info.max_seq_len - 3, "temperature": 0.5, "random_seed": 3,
         "runtime_top_p": 0.9, "runtime_top_k": 0, "end_id": [7], "runtime_min_p": 0.1, "min_length": 2,
-        "repetition_penalty": 1.2, "return_log_probs": True}
+        "repetition_penalty": 1.2, "return_log_probs": True, "return_top_log_probs": 4, "raw_log_probs": True}
     assert Sampling(top_p=0).tensors([1], info)["runtime_top_k"] == 1
     assert len({Sampling().tensors([1], info)["random_seed"] for _ in range(4)}) == 4
     for bias in ({4096: 1}, {"5": 1}, {5: 101}, {5: float("nan")}):

@@ -59,8 +59,8 @@ async def until_idle(service):
 
 def test_a_stream_is_the_whole_in_pieces():
     async def test(service):
-        for stop in ([], ["village"], "gain"):
-            body = {"prompt": [5], "max_tokens": 40, "logprobs": 0, "stop": stop, "seed": 3}
+        for stop, likeliest in (([], 0), (["village"], 3), ("gain", 1)):
+            body = {"prompt": [5], "max_tokens": 40, "logprobs": likeliest, "stop": stop, "seed": 3}
             one = await whole(service, **body)
             chunks = await events(service, **body, stream_options={"include_usage": True})
             (choice,) = one["choices"]
@@ -72,6 +72,9 @@ def test_a_stream_is_the_whole_in_pieces():
             for key in ("tokens", "token_logprobs", "text_offset"):
                 assert [value for each in texts if each["logprobs"] for value in each["logprobs"][key]] == (
                     choice["logprobs"][key])
+            told = [value for each in texts if each["logprobs"] for value in each["logprobs"]["top_logprobs"] or ()]
+            assert told == (choice["logprobs"]["top_logprobs"] or [])
+            assert {len(each) for each in told} == ({likeliest} if likeliest else set())
             count = one["usage"]["completion_tokens"]
             assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == one["usage"]
             details = {} if stop else {"prompt_tokens_details": {"cached_tokens": 0}}
@@ -119,6 +122,35 @@ def test_echo_also_of_nothing():
     run(test)
 
 
+def test_echo_with_log_probs_tells_those_of_the_prompt_too():
+    async def test(service):
+        prompt = "Emma smiled, and"
+        tokens = TOKENIZER.encode(prompt).ids
+        for count, likeliest in ((5, 0), (5, 2), (0, 1)):
+            body = {"prompt": prompt, "echo": True, "max_tokens": count, "logprobs": likeliest, "n": 2, "seed": 1}
+            one = await whole(service, **body)
+            chunks = await events(service, **body)
+            for index, choice in enumerate(one["choices"]):
+                told = choice["logprobs"]
+                pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+                for key, values in told.items():
+                    assert [value for piece in pieces if piece for value in piece[key] or ()] == (values or [])
+                assert len(told["tokens"]) == len(tokens) + count and "".join(told["tokens"][1:]) == choice["text"]
+                assert told["tokens"][0] == "<s>" and told["text_offset"][1] == 0        # special: not in the text
+                assert told["text_offset"][0] == 0 and told["text_offset"][-1] + len(told["tokens"][-1]) == len(
+                    choice["text"])
+                assert told["token_logprobs"][0] is None and all(value < 0 for value in told["token_logprobs"][1:])
+                assert (told["top_logprobs"] is None) == (likeliest == 0)
+                if likeliest:
+                    assert told["top_logprobs"][0] is None
+                    for text, value, others in list(zip(told["tokens"], told["token_logprobs"],
+                                                        told["top_logprobs"]))[1:]:
+                        assert others[text] == value and likeliest <= len(others) <= likeliest + 1
+        await until_idle(service)
+
+    run(test, script=HASHED)
+
+
 def test_a_chat_with_its_shapes(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(MODEL, folder)
@@ -128,7 +160,7 @@ def test_a_chat_with_its_shapes(tmp_path):
     prompt = TOKENIZER.encode("user: Who is Emma?\nassistant:", add_special_tokens=False).ids
 
     async def test(service):
-        body = {"messages": messages, "max_completion_tokens": 8, "logprobs": True}
+        body = {"messages": messages, "max_completion_tokens": 8, "logprobs": True, "seed": 4}
         one = await whole(service, True, **body)
         assert one["object"] == "chat.completion" and one["usage"]["prompt_tokens"] == len(prompt)
         choice = one["choices"][0]
@@ -136,6 +168,12 @@ def test_a_chat_with_its_shapes(tmp_path):
         assert len(choice["logprobs"]["content"]) == 8
         assert all({"token", "logprob", "bytes", "top_logprobs"} == set(each)
                    for each in choice["logprobs"]["content"])
+        two = (await whole(service, True, **body, top_logprobs=2))["choices"][0]["logprobs"]["content"]
+        for each, alone in zip(two, choice["logprobs"]["content"], strict=True):
+            best = each.pop("top_logprobs")
+            assert len(best) == 2 and best[0] == each and best[1]["logprob"] == each["logprob"] - 1
+            assert each == {key: value for key, value in alone.items() if key != "top_logprobs"}
+            assert alone["top_logprobs"] == []
         said = b"".join(bytes(each["bytes"]) for each in choice["logprobs"]["content"])
         assert said.decode(errors="replace") == choice["message"]["content"]
         chunks = await events(service, True, **body, stream_options={"continuous_usage_stats": True})
@@ -156,7 +194,7 @@ def test_a_chat_with_its_shapes(tmp_path):
     ({"n": 0}, "n"), ({"n": 2000}, "n"), ({"n": True}, "n"), ({"best_of": 3}, "best_of"),
     ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop"),
     ({"stop": 3}, "stop"), ({"seed": "x"}, "seed"), ({"temperature": "hot"}, "temperature"),
-    ({"logprobs": 3}, "logprobs"), ({"logprobs": 0, "echo": True}, "logprobs"), ({"suffix": "x"}, "suffix"),
+    ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"suffix": "x"}, "suffix"),
     ({"tools": [{}]}, "tools"), ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"response_format": {"type": "grammar"}}, "response_format"), ({"banana": 1}, "banana"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"), ({"stop_token_ids": [1.5]}, "stop_token_ids"),
@@ -173,6 +211,7 @@ def test_what_cannot_be_used_is_refused_by_name(body, param):
 @pytest.mark.parametrize("body, message", [
     (b"{", "no JSON"), (b"[]", "no JSON object"), (b'{"messages": []}', "messages"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "type text"),
+    (b'{"messages": [{}], "logprobs": true, "top_logprobs": 21}', "0..20"),
     (b'{"messages": [3]}', "object"), (b'{"messages": [{}], "top_logprobs": 3}', "top_logprobs"),
 ])
 def test_chats_that_cannot_be_used(body, message):

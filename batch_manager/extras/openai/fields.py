@@ -11,6 +11,7 @@ from .errors import OpenAIError, refused
 
 MOST_TEXTS = 1024
 MOST_STOP_STRINGS = 64
+MOST_TOP_LOG_PROBS = 20
 WORD = (1 << 64) - 1
 
 # Fields that say nothing about the text.
@@ -22,7 +23,6 @@ NOT_BUILT = {
     "tool_choice": (["none", "auto"], "tool calls are not read from the text yet"),
     "functions": ([[]], "tool calls are not read from the text yet"),
     "function_call": (["none", "auto"], "tool calls are not read from the text yet"),
-    "top_logprobs": ([0], "log-probabilities of tokens that were not drawn are not built yet"),
     "modalities": ([["text"]], "this server generates text"),
     "audio": ([], "this server generates text"),
     "prediction": ([], "predicted outputs are not built"),
@@ -37,7 +37,7 @@ class Asked:
 
     prompts          texts or lists of token ids; of a chat the one conversation: a list of messages
     count            texts after each prompt
-    log_probs        of each token are told
+    sampling         its log_probs and top_log_probs are told with each token
     response_format  a JSON schema the text must match, or None
     """
 
@@ -113,14 +113,16 @@ def read_body(body: bytes, is_chat: bool) -> Asked:
     asked.with_timings = fields.take("return_timings", bool, False)
     if is_chat:
         log_probs = fields.take("logprobs", bool, False)
+        top_log_probs = fields.count("top_logprobs", 0, most=MOST_TOP_LOG_PROBS)
+        if top_log_probs and not log_probs:
+            raise refused("top_logprobs", "it is of use with logprobs only; set that to true")
         asked.template_options = fields.take("chat_template_kwargs", dict, {})
         if not fields.take("add_generation_prompt", bool, True):
             asked.template_options = {**asked.template_options, "add_generation_prompt": False}
     else:
-        log_probs = _log_probs_of_a_completion(fields)
+        top_log_probs = _log_probs_of_a_completion(fields)
+        log_probs = top_log_probs is not None
         asked.echo = fields.take("echo", bool, False)
-        if asked.echo and log_probs:
-            raise refused("logprobs", "log-probabilities of the prompt are not built; leave echo out")
     asked.response_format = _response_format(fields)
     max_tokens = _max_tokens(fields, is_chat)
     if max_tokens == 0:
@@ -135,7 +137,7 @@ def read_body(body: bytes, is_chat: bool) -> Asked:
         repetition_penalty=fields.number("repetition_penalty", 1.0),
         presence_penalty=fields.number("presence_penalty", 0.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0), logit_bias=_logit_bias(fields),
-        log_probs=log_probs, priority=_priority(fields))
+        log_probs=log_probs, top_log_probs=top_log_probs or 0, raw_log_probs=log_probs, priority=_priority(fields))
     fields.check_rest()
     return asked
 
@@ -186,13 +188,16 @@ def _stream_options(fields: _Body, asked: Asked) -> None:
     asked.with_usage = bool(options.get("include_usage")) or asked.with_usage_in_every_chunk
 
 
-def _log_probs_of_a_completion(fields: _Body) -> bool:
+def _log_probs_of_a_completion(fields: _Body) -> int | None:
+    """How many of the likeliest tokens are told beside each token; None: no log-probabilities at all."""
     most = fields.take("logprobs", (int, bool))
     if most is None or most is False:
-        return False
-    if most is not True and most != 0:
-        raise refused("logprobs", NOT_BUILT["top_logprobs"][1] + "; 0 tells those of the text's own tokens")
-    return True
+        return None
+    if most is True:
+        return 0
+    if not 0 <= most <= MOST_TOP_LOG_PROBS:
+        raise refused("logprobs", f"{most} was given; an integer in 0..{MOST_TOP_LOG_PROBS} is expected")
+    return most
 
 
 def _response_format(fields: _Body) -> dict[str, Any] | None:

@@ -15,13 +15,17 @@ from ...aio.mailbox import Delta
 from ...errors import BatchManagerError, ConfigError
 from ...names import FinishReason
 from ...responses.perf_metrics import PerfMetrics
+from ...responses.tensors import RESPONSE_TENSORS
 from ..chat_template import chat_prompt
 from ..generated_text import GeneratedText
 from ..tokenizer import encode, load_tokenizer
 from .errors import OpenAIError, refused
 from .fields import WORD, Asked, read_body
+from .prompt_log_probs import prompt_log_probs
 from .shapes import DONE, Shapes, usage
 from .token_names import TokenNames
+
+CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
 
 
 class OpenAIService:
@@ -106,13 +110,19 @@ class OpenAIService:
 
 
 class _Choice:
-    """One of the texts of an answer."""
+    """One of the texts of an answer.
 
-    __slots__ = ("index", "stream", "text", "first_token", "offset", "metrics", "observe")
+    waits_for_prompt   the log-probabilities of its prompt are asked for, and the engine has not told them yet
+    prompt             what is to be told of them next; None: nothing
+    """
 
-    def __init__(self, index: int, stream: Stream, text: GeneratedText, offset: int,
-                 observe: Callable[[PerfMetrics, int], None] | None) -> None:
+    __slots__ = ("index", "stream", "text", "prompt_ids", "waits_for_prompt", "prompt", "first_token", "offset",
+                 "metrics", "observe")
+
+    def __init__(self, index: int, stream: Stream, text: GeneratedText, prompt_ids: list[int], waits_for_prompt: bool,
+                 offset: int, observe: Callable[[PerfMetrics, int], None] | None) -> None:
         self.index, self.stream, self.text, self.offset, self.observe = index, stream, text, offset, observe
+        self.prompt_ids, self.waits_for_prompt, self.prompt = prompt_ids, waits_for_prompt, None
         self.first_token: float | None = None
         self.metrics: PerfMetrics | None = None      # comes with the end; never after a stop string
 
@@ -168,7 +178,7 @@ class Answer:
         try:
             for choice in self._choices:     # all of them run; they are only read in turn
                 async for delta in choice.stream:
-                    texts[choice.index].append(self._piece(choice, delta))
+                    texts[choice.index].append(await self._piece(choice, delta))
                     if choice.is_over:
                         break
         except RequestFailed as error:
@@ -176,8 +186,8 @@ class Answer:
         finally:
             self.cancel()
         return self._shapes.whole(
-            [("".join(texts[choice.index]), self._log_probs(choice, choice.text.tokens, choice.text.log_probs),
-              choice.text.finish_reason) for choice in self._choices], self._usage(), self._timings())
+            [("".join(texts[choice.index]), self._log_probs(choice, choice.text), choice.text.finish_reason)
+             for choice in self._choices], self._usage(), self._timings())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, `[DONE]` the last. Raises OpenAIError before the first one; later an error is an event.
@@ -204,8 +214,12 @@ class Answer:
         options = {} if grammar is None else {"logits_post_processor": grammar[0].processor(grammar[1])}
         text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop)
         tensors = {**sampling.tensors(prompt_ids, engine.info), "return_perf_metrics": True}
+        with_prompt = self._asked.echo and sampling.log_probs
+        if with_prompt:
+            tensors["return_context_logits"] = True
         stream = engine.stream(tensors, priority=sampling.priority, arrival_time=self._arrived, **options)
-        self._choices.append(_Choice(len(self._choices), stream, text, offset, self._service.observe))
+        self._choices.append(_Choice(len(self._choices), stream, text, prompt_ids, with_prompt, offset,
+                                     self._service.observe))
 
     async def _events(self) -> AsyncIterator[bytes]:
         if len(self._choices) == 1:
@@ -224,8 +238,8 @@ class Answer:
         if echo:
             before = shapes.chunk(index, echo, None, None)
         async for delta in choice.stream:
-            piece = self._piece(choice, delta)
-            log_probs = self._log_probs(choice, delta.tokens, delta.log_probs)
+            piece = await self._piece(choice, delta)
+            log_probs = self._log_probs(choice, delta)
             used = self._usage() if told else None
             if choice.is_over:
                 yield before + shapes.last(index, piece, log_probs, choice.text.finish_reason, used)
@@ -234,19 +248,32 @@ class Answer:
                 yield before + (shapes.chunk(index, piece, log_probs, used) if piece or log_probs is not None else b"")
                 before = b""
 
-    def _piece(self, choice: _Choice, delta: Delta) -> str:
+    async def _piece(self, choice: _Choice, delta: Delta) -> str:
+        if choice.waits_for_prompt and delta.responses:
+            choice.waits_for_prompt = False
+            logits = delta.responses[0][CONTEXT_LOGITS].array[0]
+            choice.prompt = await asyncio.to_thread(prompt_log_probs, logits, choice.prompt_ids,
+                                                    self._asked.sampling.top_log_probs)
         piece = choice.add(delta)
         if self._asked.generates:
             return piece
-        choice.text.tokens.clear()           # echo with max_tokens=0: a token was generated, and is not told
+        # echo with max_tokens=0: a token was generated, and is not told
+        for told in (delta, choice.text):
+            told.tokens, told.log_probs, told.top_log_probs = [], [], []
         return ""
 
-    def _log_probs(self, choice: _Choice, tokens: list[int], values: list[float]) -> dict[str, Any] | None:
+    def _log_probs(self, choice: _Choice, given: Delta | GeneratedText) -> dict[str, Any] | None:
         if not self._asked.sampling.log_probs:
             return None
-        told = self._shapes.log_probs(tokens, values, choice.offset)
+        tokens, values, likeliest = given.tokens, given.log_probs, given.top_log_probs
+        if choice.prompt is not None:        # it is told before the first of the text's own
+            tokens, values, likeliest = (own + mine for own, mine in zip(
+                (choice.prompt.tokens, choice.prompt.log_probs, choice.prompt.top_log_probs),
+                (tokens, values, likeliest)))
+            choice.offset, choice.prompt = 0, None
+        told = self._shapes.log_probs(tokens, values, likeliest, choice.offset)
         if self.is_streaming:
-            choice.offset += sum(len(self._service.token_names[token][0]) for token in tokens)
+            choice.offset += sum(map(self._service.token_names.width, tokens))
         return told
 
     def _usage(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from ...names import FinishReason
 from .token_names import TokenNames
 
 DONE = b"data: [DONE]\n\n"
+LEAST_LOG_PROB = -9999.0     # what OpenAI tells of a token that cannot come; JSON has no infinity
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.NOT_FINISHED: None}
 
 
@@ -66,18 +67,38 @@ class Shapes:
         more = {} if timings is None else {"timings": timings}
         return orjson.dumps({**self._head, "choices": choices, "usage": usage, **more})
 
-    def log_probs(self, tokens: Sequence[int], values: Sequence[float], offset: int) -> dict[str, Any]:
-        """offset   characters of the answer before the first of these tokens"""
+    def log_probs(self, tokens: Sequence[int], values: Sequence[float | None],
+                  likeliest: Sequence[dict[int, float] | None], offset: int) -> dict[str, Any]:
+        """
+        values      log-probability of each token; None: it has none, as the first one of a prompt
+        likeliest   of each token, the likeliest ones and their log-probabilities; empty: nobody asked
+        offset      characters of the answer before the first of these tokens
+        """
         named = [self._names[token] for token in tokens]
         if self._is_chat:
-            return {"content": [{"token": text, "logprob": value, "bytes": content, "top_logprobs": []}
-                                for (text, content), value in zip(named, values, strict=True)], "refusal": None}
+            likeliest = likeliest or [{}] * len(tokens)
+            return {"content": [
+                {**self._entry(token, value), "top_logprobs": [self._entry(*pair) for pair in others.items()]}
+                for token, value, others in zip(tokens, values, likeliest, strict=True)], "refusal": None}
         offsets = []
-        for text, _ in named:
+        for token in tokens:
             offsets.append(offset)
-            offset += len(text)
-        return {"tokens": [text for text, _ in named], "token_logprobs": list(values), "top_logprobs": None,
-                "text_offset": offsets}
+            offset += self._names.width(token)
+        told = [None if others is None else self._by_text(token, value, others)
+                for token, value, others in zip(tokens, values, likeliest, strict=True)] if likeliest else None
+        return {"tokens": [text for text, _ in named], "top_logprobs": told, "text_offset": offsets,
+                "token_logprobs": [None if value is None else max(value, LEAST_LOG_PROB) for value in values]}
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        text, content = self._names[token]
+        return {"token": text, "logprob": max(value, LEAST_LOG_PROB), "bytes": content}
+
+    def _by_text(self, token: int, value: float, others: dict[int, float]) -> dict[str, float]:
+        """As OpenAI has it: the token itself is among them, and of tokens that are one text the likeliest counts."""
+        told: dict[str, float] = {}
+        for other, log_prob in (*others.items(), (token, value)):
+            told.setdefault(self._names[other][0], max(log_prob, LEAST_LOG_PROB))
+        return told
 
     @staticmethod
     def _end(reason: bytes, usage: dict[str, Any] | None) -> bytes:

@@ -18,6 +18,7 @@ class TokenNames:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
+        self._widths: dict[int, int] = {}
         self._bytes_of_characters = _bytes_of_characters()
 
     def __getitem__(self, token: int) -> tuple[str, list[int]]:
@@ -25,6 +26,14 @@ class TokenNames:
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._look_up(token)
+        return found
+
+    def width(self, token: int) -> int:
+        """Characters that it takes in a text: none, where it is special and left out."""
+        found = self._widths.get(token)
+        if found is None:
+            is_left_out = not self._tokenizer.decode([token], skip_special_tokens=True)
+            found = self._widths[token] = 0 if is_left_out else len(self[token][0])
         return found
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
