@@ -4,15 +4,14 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from ..errors import BatchManagerError
 from ..names import ErrorCode, FinishReason
 from ..responses.named_tensor import NamedTensor
 from ..responses.perf_metrics import PerfMetrics
-from ..requests.inference_request import InferenceRequest
+from ..requests.inference_request import TENSORS, InferenceRequest
+from ..requests.reading import scalar
 from ..responses.tensors import RESPONSE_TENSORS, TOP_TENSORS
 
 OUTPUT_IDS, SEQUENCE_LENGTH, LOG_PROBS, CUM_LOG_PROBS, FINISH_REASON = map(RESPONSE_TENSORS.index, (
@@ -73,9 +72,10 @@ class Wants(NamedTuple):
     @classmethod
     def of(cls, request: InferenceRequest) -> "Wants":
         """What a request asks for. The engine judges values that cannot be used."""
-        return cls(_asks(request.return_log_probs), _asks(request.return_top_log_probs), any(map(_asks, (
-            request.return_context_logits, request.return_generation_logits, request.beam_width))),
-            _asks(request.return_perf_metrics))
+        return cls(_asks(request, "return_log_probs"), _asks(request, "return_top_log_probs"),
+                   any(_asks(request, name) for name in (
+                       "return_context_logits", "return_generation_logits", "beam_width")),
+                   _asks(request, "return_perf_metrics"))
 
 
 def pieces(tensors: list[NamedTensor], final: bool,
@@ -173,9 +173,10 @@ class Mailbox:
             waiter.set_result(None)
 
 
-def _asks(value: Any) -> bool:
+def _asks(request: InferenceRequest, name: str) -> bool:
     """Whether a flag or number of a request is set. What is none is told to its stream."""
+    value = getattr(request, name)
     try:
-        return bool(np.any(value))
-    except Exception:
+        return value is not None and bool(scalar(TENSORS[name], value))
+    except Exception:      # of any class: values are the user's objects
         return True
