@@ -11,6 +11,7 @@ from typing import Self
 __all__ = ["JsonlStatistics"]
 
 SECONDS_BETWEEN_FLUSHES = 1.0
+IDLE = '"Active Request Count":0,'    # no further record need follow, and whoever reads the file should know
 
 
 class JsonlStatistics:
@@ -20,8 +21,9 @@ class JsonlStatistics:
     max_bytes    at which the file becomes `path.1`, the one of that name `path.2`, and so on
     num_kept     so many of those are kept
 
-    Lines reach the file once a second, and at `close`. What cannot be written, as on a full disk, raises OSError in the
-    callback, which the engine counts and logs; the next record is tried again. One thread at a time calls it.
+    Lines reach the file once a second, with the record of an idle engine, and at `close`. What cannot be written, as on
+    a full disk, raises OSError in the callback, which the engine counts and logs; the next record is tried again. One
+    thread at a time calls it.
     """
 
     def __init__(self, path: str | os.PathLike, *, max_bytes: int = 64 << 20, num_kept: int = 3) -> None:
@@ -38,7 +40,7 @@ class JsonlStatistics:
             raise ValueError("the file of statistics was closed; records are written until then; make a new one")
         self._lines.append(record.encode() + b"\n")
         now = time.monotonic()
-        if now >= self._flush_at:
+        if now >= self._flush_at or IDLE in record:
             self._flush_at = now + SECONDS_BETWEEN_FLUSHES
             self.flush()
 

@@ -30,7 +30,7 @@ NV_TRT_LLM: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 # Numbers of an iteration that are added up, because records count them one iteration at a time.
-SUMMED = ("Generated Tokens", "Paused Requests", "Refused Requests", "Callback Time Microseconds",
+SUMMED = ("Generated Tokens", "Paused Requests", "New Requests", "Refused Requests", "Callback Time Microseconds",
           "Iteration Latency Microseconds")
 FINALS = {"Finals End ID": "stop", "Finals Stop Words": "stop", "Finals Length": "length",
           "Finals Timed Out": "timeout", "Finals Cancelled": "abort"}
@@ -169,6 +169,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(("batch_manager_errors",), "Final responses with an error", "code", _errors, is_counter=True),
     _summed("Generated Tokens", "vllm:generation_tokens", "sglang:generation_tokens"),
     _summed("Paused Requests", "vllm:num_preemptions"),
+    _summed("New Requests", "batch_manager_new_requests"),
     _summed("Refused Requests", "batch_manager_refused_requests"),
     _summed("Callback Time Microseconds", "batch_manager_callback_seconds"),
     _summed("Iteration Latency Microseconds", "batch_manager_iteration_seconds"),

@@ -255,6 +255,32 @@ def test_metrics_count_what_was_served(server):
     assert after["vllm:num_requests_running"] == 0
 
 
+def test_a_server_can_be_watched(server):
+    def fields_of(line):
+        return dict(field.split("=") for field in line.split())
+
+    watching = subprocess.Popen([sys.executable, "-m", "batch_manager.tools", "watch", "--url", server.url, "--interval",
+                                 "0.5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    try:
+        fields = [fields_of(watching.stdout.readline())]         # it has compared two answers
+        for _ in range(3):
+            assert httpx.post(f"{server.url}/v1/completions", timeout=60, json={
+                "model": "austen", "prompt": "Emma", "max_tokens": 20, "ignore_eos": True}).status_code == 200
+        deadline = time.monotonic() + 20
+        while sum(int(each["finished"]) for each in fields) < 3 or fields[-1]["active"] != "0":
+            assert time.monotonic() < deadline, fields
+            fields.append(fields_of(watching.stdout.readline()))
+    finally:
+        watching.send_signal(signal.SIGINT)
+        _, error = watching.communicate(timeout=20)
+    assert (watching.returncode, error) == (130, "")
+    assert {each["state"] for each in fields} == {"ok"}
+    assert sum(int(each["new"]) for each in fields) == sum(int(each["finished"]) for each in fields) == 3
+    assert any(float(each["tokens_per_s"]) > 0 for each in fields) and fields[-1]["kv_used"] == "0"
+    assert float(fields[-1]["first_token_p50_ms"]) > 0 and fields[-1]["latency_over"].endswith("s")
+
+
 def test_no_prompt_is_in_the_log_and_sigterm_drains_with_a_limit(folder, tmp_path, server):
     assert "Chapter" not in server.log.read_text() and "Traceback" not in server.log.read_text()
     draining = Server(folder, tmp_path / "log", "--drain-seconds", "1.5")

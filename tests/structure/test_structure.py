@@ -85,7 +85,7 @@ OUTSIDE: dict[str, set[str]] = {
     "weights": {"numpy", "torch", "safetensors"},
     "build": {"numpy", "torch"},
     "testing": {"numpy", "torch"},
-    "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers"},
+    "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers", "rich", "prometheus_client"},
     "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers", "orjson", "prometheus_client",
                "opentelemetry"},
 }

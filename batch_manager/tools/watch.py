@@ -1,0 +1,198 @@
+"""Show in the terminal what a running engine does.
+
+    batch-manager watch --url http://127.0.0.1:8000/metrics     a server that shows PrometheusStatistics
+    batch-manager watch statistics.jsonl                        a file that JsonlStatistics writes; it is followed
+
+In a terminal, with the package rich, a picture that is drawn anew every --interval. Otherwise, or with --plain, a line
+every --interval, whose fields are always the same ones in the same order; "-" is what is not known:
+
+    time, state, age_s      local time; ok, or unreachable: the numbers are unknown then; age of a file's last record
+    active, queued, scheduled, kv_used, kv_free, kv_cached, oldest_wait_ms      requests, KV cache blocks; now
+    new, finished, paused, refused, errors                      requests of this interval; errors has the refused ones
+    tokens_per_s, prompt_tokens_per_s                           generated; prompts that were accepted
+    iteration_percent, callback_percent                         of the time, in each
+    first_token_*, per_token_*, queue_*                         p50_ms, p90_ms, p99_ms, mean_ms of requests that ended
+    latency_over                                                in the last 60s, or since the start where none did
+
+Percentiles are those of the buckets of /metrics; a file has the mean time in the queue alone. A file is read from its
+last MiB on, and may be replaced by another or cut short. Behind one address there may be several engines, such as the
+workers of gunicorn: what is shown is then the one that answered.
+
+Exit status: 0 after --count, 1 where the source cannot be read for longer than --timeout, 2 for a wrong command line,
+130 after Ctrl-C.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from math import inf, isfinite
+from types import FrameType
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from .watch_figures import COUNTS, LATENCIES, QUANTILES, Figures, History
+from .watch_sources import FileSource, MetricsSource, Source, SourceError
+
+if TYPE_CHECKING:
+    from .watch_view import Picture
+
+ENDED, UNREACHABLE, USAGE, INTERRUPTED = 0, 1, 2, 130
+SHORTEST_INTERVAL_S = 0.1
+SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.0, 5.0      # that are waited for
+
+# Shows figures, and why nothing new is known, or "".
+Show = Callable[[Figures, str], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Watch until the end. Returns the exit status."""
+    options = parse_options(argv)
+    if options.url is None:
+        source: Source = FileSource(options.file)
+    else:
+        try:
+            import prometheus_client.parser  # noqa: F401
+        except ImportError:
+            print('watch: prometheus-client is not installed; --url needs it; pip install "batch-manager[tools]"',
+                  file=sys.stderr)
+            return USAGE
+        source = MetricsSource(options.url, min(max(options.timeout, SHORTEST_ANSWER_S), LONGEST_ANSWER_S))
+    try:
+        with closing(source):
+            picture = _picture(source) if sys.stdout.isatty() and not options.plain else None
+            if picture is None:
+                return follow(source, options, partial(show_line, source), shows_first=False)
+            signal.signal(signal.SIGTERM, _terminated)       # the cursor comes back
+            with picture:
+                return follow(source, options, picture, shows_first=True)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:                                  # whoever read the lines has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ENDED
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="batch-manager watch", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("file", nargs="?", metavar="FILE", help="a file of statistics, as JSON lines")
+    add("--url", type=_metrics_url, help="an address that answers Prometheus; /metrics where it has no path")
+    add("--interval", type=_seconds(SHORTEST_INTERVAL_S), default=1.0, metavar="SECONDS", help="(1)")
+    add("--count", type=int, default=0, metavar="N", help="end after so many intervals; 0: never (0)")
+    add("--timeout", type=_seconds(0.0), default=10.0, metavar="SECONDS",
+        help="give up where the source cannot be read for so long (10)")
+    add("--plain", action="store_true", help="lines, in a terminal too")
+    options = parser.parse_args(argv)
+    if (options.file is None) == (options.url is None):
+        parser.error("one source is needed: a file of statistics, or --url; pass one of them")
+    if options.count < 0:
+        parser.error(f"--count is {options.count}; at least 0; leave it out to go on")
+    return options
+
+
+def _seconds(least: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = float(text)
+        if not (isfinite(value) and value >= least):
+            raise argparse.ArgumentTypeError(f"{text} seconds; at least {least:g} are needed")
+        return value
+    read.__name__ = "number of seconds"
+    return read
+
+
+def _metrics_url(text: str) -> str:
+    parts = urlsplit(text if "//" in text else f"//{text}", scheme="http")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; http://HOST:PORT/metrics is one")
+    return (parts if parts.path not in ("", "/") else parts._replace(path="/metrics")).geturl()
+
+
+def follow(source: Source, options: argparse.Namespace, show: Show, shows_first: bool) -> int:
+    """Read and show, once an interval, until the end. Returns the exit status.
+
+    shows_first   whether the first reading is shown, which has nothing before it and hence no rates
+    """
+    history, shown, good_at = History(), -1, time.monotonic()
+    next_at = good_at
+    while True:
+        try:
+            for reading in source.poll():
+                history.add(reading)
+            problem, good_at = "", time.monotonic()
+        except SourceError as error:
+            problem, away_s = str(error), time.monotonic() - good_at
+            if away_s > options.timeout:
+                print(f"watch: {source.name} was not readable for {away_s:.1f} s: {problem}; an engine that shows its "
+                      "statistics there is expected; start it, correct the name, or wait longer with --timeout",
+                      file=sys.stderr)
+                return UNREACHABLE
+        shown += 1
+        if shown or shows_first:
+            show(history.figures(options.interval), problem)
+        if options.count and shown >= options.count:
+            return ENDED
+        next_at = max(next_at + options.interval, time.monotonic())
+        time.sleep(max(next_at - time.monotonic(), 0.0))
+
+
+# ---------------------------------------------------------------------- lines
+
+
+def show_line(source: Source, figures: Figures, problem: str) -> None:
+    print(line(Figures() if problem else figures, problem, time.time(), source.age_s), flush=True)
+
+
+def line(figures: Figures, problem: str, now_s: float, age_s: float | None) -> str:
+    """One line; see the top of this file. age_s: of the latest record, None where it is not known"""
+    gauges, counts = figures.gauges, figures.counts
+    fields: dict[str, str] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now_s)),
+                              "state": "unreachable" if problem else "ok", "age_s": _number(age_s, 1)}
+    for name in ("active", "queued", "scheduled"):
+        fields[name] = _number(gauges.get(name))
+    for name in COUNTS:
+        fields[name] = _number(counts.get(name))
+    for name in ("kv_used", "kv_free", "kv_cached"):
+        fields[name] = _number(gauges.get(name))
+    fields["tokens_per_s"] = _number(figures.tokens_per_s, 1)
+    fields["prompt_tokens_per_s"] = _number(figures.prompt_tokens_per_s, 1)
+    fields["iteration_percent"] = _number(figures.iteration_share, 1, 100)
+    fields["callback_percent"] = _number(figures.callback_share, 1, 100)
+    fields["oldest_wait_ms"] = _number(gauges.get("oldest_wait"), 3, 1000)
+    for name in LATENCIES:
+        spread = figures.latencies.get(name)
+        quantiles = spread.quantiles if spread and spread.quantiles else [None] * len(QUANTILES)
+        for share, value in zip(QUANTILES, quantiles):
+            fields[f"{name}_p{share * 100:g}_ms"] = _number(value, 3, 1000)
+        fields[f"{name}_mean_ms"] = _number(spread.mean if spread else None, 3, 1000)
+    fields["latency_over"] = figures.latency_over or "-"
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _number(value: float | None, digits: int = 0, factor: float = 1) -> str:
+    if value is None:
+        return "-"
+    return "inf" if value == inf else f"{value * factor:.{digits}f}"
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def _picture(source: Source) -> "Picture | None":
+    """None where the terminal, or the package for it, is missing."""
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return None
+    try:
+        from .watch_view import Picture
+    except ImportError:
+        return None
+    return Picture(source)
+
+
+def _terminated(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)

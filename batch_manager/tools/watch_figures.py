@@ -1,0 +1,124 @@
+"""What `batch-manager watch` shows: figures of a period, and of the last minute, made of readings."""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from .watch_sources import Bounds, Latency, Reading, rise
+
+WINDOW_S = 60.0
+COUNTS = ("new", "finished", "paused", "refused", "errors")
+LATENCIES = ("first_token", "per_token", "queue")
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Latencies of some requests, in seconds; None: not known."""
+
+    count: int
+    mean: float
+    quantiles: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is known now. Missing: not known.
+
+    gauges             as in Reading
+    counts             requests of the last period, by COUNTS
+    recent             likewise of the last window_s
+    window_s           at most WINDOW_S; 0: there is one reading so far
+    tokens_per_s, prompt_tokens_per_s   generated tokens, and those of prompts that were accepted, in the last period
+    iteration_share    share of the last period that was in iterations, and callback_share in callbacks: of those, get
+                       and statistics come outside of iterations
+    latencies          by LATENCIES, those that the source has, of requests that ended in the window; None: none did
+    latency_over       "60s", or so, where any did; "start": since the engine's start, because none did; "": nothing
+    """
+
+    gauges: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    recent: dict[str, int] = field(default_factory=dict)
+    window_s: float = 0.0
+    tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    iteration_share: float | None = None
+    callback_share: float | None = None
+    latencies: dict[str, Spread | None] = field(default_factory=dict)
+    latency_over: str = ""
+
+
+class History:
+    """The readings of the last minute."""
+
+    def __init__(self) -> None:
+        self._readings: deque[Reading] = deque()
+
+    def add(self, reading: Reading) -> None:
+        readings = self._readings
+        if readings and reading.at_s <= readings[-1].at_s:           # told again, or with an earlier time
+            reading = replace(reading, at_s=readings.pop().at_s)
+        readings.append(reading)
+        while len(readings) > 2 and readings[1].at_s <= reading.at_s - WINDOW_S:
+            readings.popleft()
+
+    def figures(self, period_s: float) -> Figures:
+        """The figures of now. A period is about so long, or longer where readings are rarer."""
+        if not self._readings:
+            return Figures()
+        now, first = self._readings[-1], self._readings[0]
+        window_s = now.at_s - first.at_s
+        latencies, over = _latencies(first, now), f"{window_s:.0f}s"
+        if now is first or not any(latencies.values()):
+            latencies, over = _latencies(None, now), "start"
+        over = over if any(latencies.values()) else ""
+        if now is first:
+            return Figures(now.gauges, latencies=latencies, latency_over=over)
+        before = list(self._readings)[:-1]
+        start = min(before, key=lambda each: abs(now.at_s - period_s - each.at_s))
+        took_s = now.at_s - start.at_s
+        return Figures(
+            now.gauges, _counts(start, now), _counts(first, now), window_s,
+            *(_rise(name, start, now) / took_s for name in ("tokens", "prompt_tokens")),
+            *(min(_rise(name, start, now) / took_s, 1.0) for name in ("iteration", "callback")),
+            latencies, over)
+
+
+def _rise(name: str, start: Reading, now: Reading) -> float:
+    return rise(start.counters.get(name, 0.0), now.counters.get(name, 0.0))
+
+
+def _counts(start: Reading, now: Reading) -> dict[str, int]:
+    return {name: round(_rise(name, start, now)) for name in COUNTS if name in now.counters}
+
+
+def _latencies(start: Reading | None, now: Reading) -> dict[str, Spread | None]:
+    """By name, of the values that came between two readings; without the first, of all."""
+    found: dict[str, Spread | None] = {}
+    for name in (name for name in LATENCIES if name in now.latencies):
+        latency = now.latencies[name]
+        before = start.latencies.get(name, Latency()) if start else Latency()
+        if latency.count < before.count:                 # the engine was started again
+            before = Latency()
+        count = latency.count - before.count
+        buckets = {bound: value - before.buckets.get(bound, 0.0) for bound, value in latency.buckets.items()}
+        found[name] = Spread(round(count), (latency.sum - before.sum) / count, tuple(
+            quantile(buckets, share) for share in QUANTILES) if buckets else None) if count > 0 else None
+    return found
+
+
+def quantile(buckets: Bounds, share: float) -> float:
+    """The value below which so many of the values lie, by a straight line within its bucket.
+
+    Above the highest finite bound there is no such line: the value is infinity then.
+
+    buckets   bound -> values up to there; at least one value
+    """
+    bounds = sorted(buckets)
+    wanted = share * buckets[bounds[-1]]
+    lower, below = 0.0, 0.0
+    for bound in bounds:
+        if buckets[bound] >= wanted and buckets[bound] > below:
+            return inf if bound == inf else lower + (bound - lower) * (wanted - below) / (buckets[bound] - below)
+        lower, below = bound, buckets[bound]
+    return inf

@@ -1,0 +1,84 @@
+"""The program `batch-manager`: its commands, and what calling one imports."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from batch_manager._version import __version__
+from batch_manager.tools import __main__ as dispatcher
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "triton", "transformers", "safetensors"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+
+
+def imported_by(*arguments):
+    """(status, top-level modules) of a run of the program."""
+    result = subprocess.run([sys.executable, "-X", "importtime", "-m", "batch_manager.tools", *arguments],
+                            capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
+    return result.returncode, {line.rpartition("|")[2].strip().split(".")[0] for line in lines}
+
+
+def test_help_names_every_command_and_imports_none(capsys):
+    assert dispatcher.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"\n  {name} " in told for name in dispatcher.COMMANDS)
+    status, imported = imported_by("--help")
+    assert status == 0 and "numpy" not in imported and not HEAVY & imported
+
+
+def test_every_command_is_a_tool():
+    assert {"watch", "bench", "workload", "host-bench"} <= set(dispatcher.COMMANDS)
+    for name, (module, text) in dispatcher.COMMANDS.items():
+        assert find_spec(f"batch_manager.tools.{module}") and text
+        result = subprocess.run([sys.executable, "-m", "batch_manager.tools", name, "--help"], capture_output=True,
+                                text=True, timeout=60, env=ENVIRONMENT)
+        assert result.returncode == 0 and result.stdout.startswith("usage: "), name
+
+
+def test_watch_imports_little(tmp_path):
+    (tmp_path / "s.jsonl").write_text('{"Iteration Counter": 1, "Monotonic Microseconds": 1}\n')
+    status, imported = imported_by("watch", str(tmp_path / "s.jsonl"), "--count", "1", "--interval", "0.1")
+    assert status == 0 and "orjson" in imported
+    assert not {*HEAVY, "numpy", "rich", "prometheus_client"} & imported
+    status, imported = imported_by("watch", "--url", "127.0.0.1:9", "--timeout", "0", "--interval", "0.1")
+    assert status == 1 and "prometheus_client" in imported
+    assert not {*HEAVY, "numpy", "rich"} & imported
+
+
+def test_a_command_gets_its_arguments_and_gives_its_status(tmp_path):
+    out = tmp_path / "w.json"
+    assert dispatcher.main(["workload", "--out", str(out), "--n", "3"]) == 0
+    assert len(json.loads(out.read_text())["requests"]) == 3
+    assert dispatcher.main(["watch", str(tmp_path / "none"), "--timeout", "0", "--interval", "0.1"]) == 1
+
+
+@pytest.mark.parametrize("arguments, told", [([], "no command was given"), (["banana"], "no command 'banana'"),
+                                             (["--watch"], "no command '--watch'")])
+def test_what_is_no_command_is_status_two(arguments, told, capsys):
+    assert dispatcher.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert told in error and "host-bench" in error
+
+
+def test_the_program_is_installed_under_its_name(capsys):
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"batch-manager": f"{dispatcher.__name__}:{dispatcher.main.__name__}"}
+    assert dispatcher.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"batch-manager {__version__}\n"
+
+
+def test_ctrl_c_in_any_command_is_status_130(monkeypatch):
+    from batch_manager.tools import workload
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(workload, "main", interrupted)
+    assert dispatcher.main(["workload"]) == 130
