@@ -4,7 +4,6 @@ The constructor checks, builds and starts the worker, in this order. Everything 
 on that thread.
 """
 
-import math
 import os
 import threading
 import weakref
@@ -21,6 +20,7 @@ from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
 from .loading_thread import in_a_thread_of_its_own
 from .names import SchedulerPolicy, TrtGptModelType
+from .one_shot_event import checked_timeout
 from .thread_stack import start_with_enough_stack
 from .worker import WorkerControl, close_worker, health_of, run_worker, watch_worker
 
@@ -190,7 +190,7 @@ class GptManager:
         method raises in it.
         """
         self._check_process()
-        timeout = _checked(timeout)
+        timeout = checked_timeout(timeout)
         control = self._control
         control.ask_to_drain() if drain else control.ask_to_abort()
         if is_a_worker(threading.current_thread()):
@@ -208,14 +208,15 @@ class GptManager:
         self._check_process()
         if is_a_worker(threading.current_thread()):
             return False
-        return self._join(_checked(timeout))
+        return self._join(checked_timeout(timeout))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a GptManager cannot be copied or pickled: it is one worker in one process")
 
     def __enter__(self) -> "GptManager":
         self._check_process()
-        if self._control.stopped.is_set:
+        # A worker that `terminate_req_id` ended may have done so before the block began: nobody closed this manager.
+        if self._control.stopped.is_set and self._control.draining:
             raise ManagerClosedError("this manager was shut down", "a manager runs once", "make a new one")
         return self
 
@@ -241,18 +242,3 @@ class GptManager:
         if os.getpid() != self._control.process_id:
             raise ManagerClosedError("this process was forked from the one that made the manager",
                                      "the worker thread lives in the parent only", "make a new manager after forking")
-
-
-def _checked(timeout: float | None) -> float | None:
-    """Seconds as a thread can be joined with. Raises ValueError for NaN and TypeError for what is no number."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, str | bytes | bytearray):    # float would read the number in it
-        raise TypeError(f"timeout is a {type(timeout).__name__}; seconds, or None to wait as long as it takes")
-    try:
-        seconds = float(timeout)
-    except OverflowError:
-        seconds = math.inf if timeout > 0 else -math.inf
-    if seconds != seconds:
-        raise ValueError("timeout is NaN; seconds, or None to wait as long as it takes")
-    return min(seconds, threading.TIMEOUT_MAX)

@@ -1,5 +1,6 @@
-"""An event that happens once."""
+"""An event that happens once, and how long it may be waited for."""
 
+import math
 import threading
 
 
@@ -24,3 +25,18 @@ class OneShotEvent:
         if not self.is_set and self._held_until_set.acquire(timeout=seconds):
             self._held_until_set.release()
         return self.is_set
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Seconds as a thread can be joined with. Raises ValueError for NaN and TypeError for what is no number."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, str | bytes | bytearray):    # float would read the number in it
+        raise TypeError(f"timeout is a {type(timeout).__name__}; seconds, or None to wait as long as it takes")
+    try:
+        seconds = float(timeout)
+    except OverflowError:
+        seconds = math.inf if timeout > 0 else -math.inf
+    if seconds != seconds:
+        raise ValueError("timeout is NaN; seconds, or None to wait as long as it takes")
+    return min(seconds, threading.TIMEOUT_MAX)

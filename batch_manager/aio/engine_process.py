@@ -18,12 +18,13 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..arguments import check_arguments
 from ..config import Parts, TrtGptModelOptionalParams
 from ..engine_info import EngineInfo
 from ..errors import BatchManagerError, ConfigError, ManagerClosedError, type_name
 from ..guard import Guard
 from ..interpreter_exit import forget_worker, is_a_worker, list_worker
-from ..one_shot_event import OneShotEvent
+from ..one_shot_event import OneShotEvent, checked_timeout
 from ..thread_stack import start_with_enough_stack
 from .messages import Beat, End, Ended, Handed, Logged, NotStarted, Record, Responses, Start, Started, Wire
 from .switchboard import CLOSED, Switchboard
@@ -55,12 +56,12 @@ class EngineProcess:
         self._process_id = os.getpid()
         params, parts = arguments["optional_params"], arguments["parts"]
         params = TrtGptModelOptionalParams() if params is None else params
-        hooks = parts if isinstance(parts, Parts) else Parts()
-        if isinstance(parts, Parts):
-            arguments = {**arguments, "parts": replace(parts, after_responses=None, at_end=None)}
+        check_arguments(arguments["model_type"], arguments["max_beam_width"], arguments["scheduler_policy"],
+                        switchboard.get, switchboard.send, switchboard.poll, stats, params, parts)
+        arguments = {**arguments, "parts": replace(parts, after_responses=None, at_end=None)}
         _check_sendable(arguments)
-        self._link = link = Link(switchboard, hooks, stats, getattr(params, "log_callback_errors", False) is True)
-        self._hang_warning_s = getattr(params, "hang_warning_s", 0)
+        self._link = link = Link(switchboard, parts, stats, params.log_callback_errors)
+        self._hang_warning_s = params.hang_warning_s
         try:
             link.wire.send(Start(arguments, takes_all, stats is not None, log.getEffectiveLevel()))
             answer = link.first_answer()
@@ -94,7 +95,7 @@ class EngineProcess:
         """
         self._check_process()
         link = self._link
-        health, heard_at = link.health, link.heard_at
+        health, heard_at = link.told_health(), link.heard_at
         if link.ended.is_set:
             return {**health, "engine_process_id": link.process.pid, "seconds_since_heard": 0.0}
         seconds = max(time.monotonic() - heard_at, 0.0)
@@ -107,6 +108,7 @@ class EngineProcess:
         """See GptManager.shutdown. An engine process that does not end within the timeout and 10 more seconds is
         killed."""
         self._check_process()
+        timeout = checked_timeout(timeout)
         link = self._link
         link.ask_to_end(End(drain, timeout))
         if is_a_worker(threading.current_thread()):
@@ -118,7 +120,7 @@ class EngineProcess:
 
     def __enter__(self) -> "EngineProcess":
         self._check_process()
-        if self._link.ended.is_set:
+        if self._link.ended.is_set and self._link.is_closed:    # else it failed, as its streams say
             raise ManagerClosedError("this engine was closed", "an engine runs once", "start a new one")
         return self
 
@@ -134,6 +136,7 @@ class Link:
     worker      the thread that receives; hooks and the statistics callback run on it
     health      what the engine process said last; heard_at: when, in monotonic seconds
     work        there is something to send
+    is_closed   it was told to end
     ended       the engine process has ended, every request is answered, and no hook is called any more
     """
 
@@ -147,6 +150,7 @@ class Link:
         self.heard_at = time.monotonic()
         self.work, self.ended = threading.Event(), OneShotEvent()
         self._to_send: list[End] = []
+        self.is_closed = False
         self._kill_at = float("inf")
         self._said_ended = False
         ours, theirs = socket.socketpair()
@@ -167,6 +171,7 @@ class Link:
 
     def ask_to_end(self, end: End) -> None:
         """Never blocks."""
+        self.is_closed = True
         self._to_send.append(end)
         self.work.set()
 
@@ -174,6 +179,11 @@ class Link:
         """End the engine process, by force after some seconds. Never blocks."""
         self._kill_at = time.monotonic() + SECONDS_TO_END
         self.ask_to_end(End(drain=False, timeout=None))
+
+    def told_health(self) -> dict[str, Any]:
+        """`health`, with the failures of what is called here."""
+        health = self.health
+        return {**health, "callback_failures": {**health.get("callback_failures", {}), **self._guard.failures}}
 
     def join(self, timeout: float | None) -> bool:
         """Wait until `ended`; False: not within the timeout."""
@@ -247,6 +257,7 @@ class Link:
                 if health is not None:
                     self.health = health
                 switchboard.after_responses()
+                self._pass_stops_on()
                 if self._hooks.after_responses is not None:
                     with self._in_after_responses:
                         self._hooks.after_responses()
@@ -255,6 +266,7 @@ class Link:
                     self._stats(text)
             case Beat(health):
                 self.health = health
+                self._pass_stops_on()
             case Logged(attributes):
                 with self._in_log:
                     logger = logging.getLogger(attributes["name"])
@@ -262,6 +274,12 @@ class Link:
                         logger.handle(logging.makeLogRecord(attributes))
             case Ended(health):
                 self._said_ended, self.health = True, health
+
+    def _pass_stops_on(self) -> None:
+        """Dropped streams and closed event loops leave stops and wake nobody: a stream may be dropped by the garbage
+        collector while its thread holds any lock."""
+        if self._switchboard.has_stops:
+            self.work.set()
 
     def _finish(self) -> None:
         """Answer all requests that are left, and tell the user's hook."""
@@ -276,16 +294,15 @@ class Link:
                                       "it runs until the engine is closed",
                                       "start a new engine, or send the request to another instance")
             log.error("%s; every request is answered with ENGINE_FAILED", error)
-        failures = {**self.health.get("callback_failures", {}), **self._guard.failures}
         is_failed = error is not CLOSED
-        self.health = {"active_requests": 0, "queued_requests": 0, **self.health, "callback_failures": failures,
+        self.health = {"active_requests": 0, "queued_requests": 0, **self.health,
                        "state": "FAILED" if is_failed else "STOPPED", "is_hanging": False}
         if is_failed:
             self.health.update(failure=error.response_text(), active_requests=0, queued_requests=0)
         self._switchboard.end(error)
         if self._hooks.at_end is not None:
             with self._in_at_end:
-                self._hooks.at_end(dict(self.health))
+                self._hooks.at_end(self.told_health())
         self.wire.connection.close()
         os.close(self._process_descriptor)
         forget_worker(self)

@@ -58,6 +58,11 @@ class Switchboard:
         if not mailbox.has_ended:
             self._stops.append(mailbox.request_id)
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether `poll` has something to tell."""
+        return bool(self._stops)
+
     def hooked_into(self, parts: Parts) -> Parts:
         """The user's parts with the hooks of this switchboard before theirs."""
         return replace(parts, after_responses=_both(self.after_responses, parts.after_responses),

@@ -95,41 +95,6 @@ def test_a_reader_that_is_behind_gets_one_delta():
     run(test)
 
 
-@pytest.mark.parametrize("way", ["break", "drop", "cancel", "cancel in a thread", "task", "generate", "timeout"])
-def test_a_request_that_nobody_reads_any_more_is_stopped(way):
-    async def test(engine):
-        long = request(new_tokens=50_000)
-        if way == "break":
-            async for _ in engine.stream(long):
-                break
-        elif way == "drop":
-            engine.stream(long)
-        elif way.startswith("cancel"):
-            stream = engine.stream(long)
-            await anext(stream)
-            if way == "cancel":
-                stream.cancel()
-            else:
-                thread = threading.Thread(target=stream.cancel)
-                thread.start()
-                thread.join()
-            assert [delta async for delta in stream] == []
-        elif way == "timeout":
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(engine.generate(long), 0.02)
-        else:
-            task = asyncio.create_task(engine.generate(long) if way == "generate" else tokens_of(engine.stream(long)))
-            await asyncio.sleep(0.02)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        gc.collect()
-        await until_idle(engine, 0.5)
-        assert await tokens_of(engine.stream(request())) and not engine._switchboard._stops
-
-    run(test, backend=LONG)
-
-
 def test_a_request_that_was_not_taken_yet_never_runs():
     async def test(engine):
         first = engine.stream(request(new_tokens=50_000))
@@ -251,23 +216,6 @@ def test_streams_on_several_event_loops_and_threads():
         assert found == {number: backend.expected([number], 12) for number in range(6)}
 
     run(test, backend=backend)
-
-
-def test_closing_an_event_loop_stops_its_requests():
-    async def test(engine):
-        def elsewhere():
-            loop = asyncio.new_event_loop()
-            streams = [engine.stream(request(new_tokens=50_000)) for _ in range(2)]
-            kept.extend(streams)
-            loop.run_until_complete(anext(streams[0]))
-            loop.run_until_complete(anext(streams[1]))
-            loop.close()
-
-        kept = []
-        await asyncio.to_thread(elsewhere)
-        await until_idle(engine, 1.0)
-
-    run(test, backend=LONG)
 
 
 def test_an_engine_that_nobody_refers_to_ends_and_a_stream_keeps_it():

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from batch_manager import ErrorCode, FinishReason, ModelLoadError, Parts, TrtGptModelOptionalParams
+from batch_manager import ErrorCode, FinishReason, ManagerClosedError, ModelLoadError, Parts, TrtGptModelOptionalParams
 from batch_manager.aio import AsyncEngine, Delta, RequestFailed
 from batch_manager.errors import BatchManagerError
 from batch_manager.testing.scripted_backend import ScriptedBackend
@@ -97,36 +97,6 @@ def test_refusals_raise_with_their_code(engine):
             engine.stream(request(), logits_post_processor=lambda *_: None)
         with pytest.raises(RequestFailed, match="Invalid tensor name: 'nonsense'"):
             engine.stream(request(nonsense=1))
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize("way", ["break", "drop", "cancel", "task"])
-def test_a_request_that_is_not_read_any_more_is_stopped(engine, way):
-    async def test():
-        long = request(new_tokens=50_000)
-        if way == "break":
-            async for _ in engine.stream(long):
-                break
-        elif way == "drop":
-            engine.stream(long)
-        elif way == "cancel":
-            stream = engine.stream(long)
-            await anext(stream)
-            stream.cancel()
-            assert [delta async for delta in stream] == []
-        else:
-            task = asyncio.create_task(engine.generate(long))
-            await asyncio.sleep(0.05)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        gc.collect()
-        engine._manager.notify()
-        deadline = time.monotonic() + 1.0
-        while engine.health()["active_requests"] or len(engine._switchboard):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.005)
 
     asyncio.run(test())
 
@@ -229,10 +199,54 @@ def test_the_end_of_the_host_ends_the_process(end):
         wait_for(lambda: not is_alive(process_id))
 
 
+def test_what_is_no_timeout_is_refused_and_changes_nothing(engine):
+    async def test():
+        with pytest.raises(TypeError, match="timeout is a str; seconds, or None"):
+            await engine.close(timeout="soon")
+        with pytest.raises(ValueError, match="timeout is NaN; seconds, or None"):
+            await engine.close(timeout=float("nan"))
+        assert len((await engine.generate(request())).tokens) == 5
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_health_counts_what_hooks_and_statistics_callbacks_raise_here():
+    def fail(*_):
+        raise ValueError
+
+    async def test():
+        engine = await start(fail, after_responses=fail, at_end=fail)
+        await engine.generate(request())
+        told = engine.health()["callback_failures"]
+        assert told["after_responses"] >= 1 and told["stats"] >= 1
+        await engine.close()
+        assert engine.health()["callback_failures"]["at_end"] == 1
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_an_engine_that_died_may_be_entered_and_one_that_was_closed_may_not():
+    async def test():
+        engine = await start()
+        os.kill(engine.health()["engine_process_id"], signal.SIGKILL)
+        await asyncio.to_thread(wait_for, lambda: engine.health()["state"] == "FAILED")
+        async with engine:
+            with pytest.raises(RequestFailed, match="signal 9"):
+                await engine.generate(request())
+        with pytest.raises(ManagerClosedError):
+            async with engine:
+                pass
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_what_the_constructor_raises_is_raised_here(tmp_path):
     async def test():
         with pytest.raises(ModelLoadError, match="nothing_here"):
             await AsyncEngine.start(tmp_path / "nothing_here", process=True)
+        for wrong in (5, start):
+            with pytest.raises(ValueError, match="return_batch_manager_stats_cb is an? (int|async)"):
+                await start(wrong)
         with pytest.raises(ValueError, match="parts cannot be sent to the engine process"):
             await AsyncEngine.start(parts=Parts(backend=lambda: ScriptedBackend()), process=True)
 

@@ -164,6 +164,10 @@ def test_a_terminate_request_ends_the_worker_after_draining(make_manager, new_cl
     assert manager.wait_until_terminate(timeout=20)
     assert client.final(1).error == "" and 9 not in client.responses
     assert manager.health()["state"] == "STOPPED"
+    with manager:                              # it ended before the block began: nobody shut it down
+        assert manager.wait_until_terminate()
+    with pytest.raises(ManagerClosedError), manager:
+        pass
 
 
 def test_c17_a_with_block_drains_on_a_normal_exit_and_aborts_on_an_exception(make_manager, new_client, new_request):
