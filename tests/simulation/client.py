@@ -15,6 +15,7 @@ import orjson
 
 from batch_manager.names import FinishReason
 from batch_manager.requests.inference_request import InferenceRequest
+from batch_manager.responses.perf_metrics import PERF_TENSORS, PerfMetrics
 from batch_manager.responses.tensors import RESPONSE_TENSORS, TOP_TENSORS
 
 from .faults import Place
@@ -243,6 +244,10 @@ class Client:
             return
         handed = copy(handed)                                      # one object may be handed over many times
         handed.time = self.world.clock.now
+        if type(item) is InferenceRequest and handed.must == "" and handed.request_id % 7 == 3:
+            self.world.mark("says when it arrived")
+            handed.waited_s = 0.25
+            item.arrival_time = handed.time - handed.waited_s
         self.world.note_handed(handed)
         self.world.record(handed)
 
@@ -282,9 +287,13 @@ class Client:
         names = tuple(named.name for named in tensors)
         handed = self.world.handed(request_id)
         top = handed.top_log_probs if handed is not None else 0
-        self.world.check(names == (*RESPONSE_TENSORS, *TOP_TENSORS[: 2 * bool(top)]),
+        has_metrics = final and handed is not None and handed.metrics
+        more = TOP_TENSORS if top else ()
+        self.world.check(names == RESPONSE_TENSORS + more + (PERF_TENSORS if has_metrics else ()),
                          f"C4: a response has the tensors {names}")
         output_ids, lengths, _, _, log_probs, cum_log_probs, reason = arrays[:7]
+        if has_metrics:
+            self._check_metrics(handed, PerfMetrics.of(tensors), now, lengths.any() and log_probs.shape[2])
         asked = handed is not None and handed.log_probs
         if not asked:
             self.world.check(not log_probs.any() and not cum_log_probs.any(), "C4: log-probabilities nobody asked for")
@@ -295,9 +304,19 @@ class Client:
         self.world.check(output_ids.shape == (1, 1, lengths[0, 0]) and log_probs.shape[:2] == (1, 1),
                          "C4: a response has other shapes than it says")
         if top:
-            self._check_top(handed, row[len(row) - log_probs.shape[2]:], log_probs[0, 0], *arrays[7:])
+            self._check_top(handed, row[len(row) - log_probs.shape[2]:], log_probs[0, 0], *arrays[7:9])
         return Sent(now, request_id, final, error, row, int(reason[0, 0]),
                     log_probs[0, 0].tolist() if asked else None), arrays
+
+    def _check_metrics(self, handed: Handed, metrics: PerfMetrics, now: float, has_tokens: bool) -> None:
+        moments = [metrics.arrival_time_ns, metrics.first_scheduled_time_ns, metrics.first_token_time_ns,
+                   metrics.last_token_time_ns, int(now * 1e9) + 1]
+        came = [moment for moment in moments if moment]
+        self.world.check(came == sorted(came) or "clock.backward" in self.swarm.faults,
+                         f"C4: times of a request that do not follow one another: {moments}")
+        self.world.check(abs(metrics.arrival_time_ns / 1e9 - (handed.time - handed.waited_s)) < 1e-6 or (
+            not handed.waited_s and metrics.arrival_time_ns / 1e9 > handed.time), "C4: a wrong arrival time")
+        self.world.check(not has_tokens or bool(metrics.first_token_time_ns), "C4: tokens without a first one")
 
     def _check_top(self, handed: Handed, tokens: list[int], log_probs, ids, values) -> None:
         """The scripted model's likeliest tokens are those after the one that it samples, each less likely by one."""

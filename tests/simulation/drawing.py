@@ -47,7 +47,7 @@ class SlotRules:
         token = (first + place) % vocab_size
         tokens.append(token)
         finish = NOT_FINISHED
-        if token == setup.end_id:
+        if token in setup.end_ids:
             finish = END_ID
         elif any(tuple(tokens[-len(stop):]) == stop for stop in setup.stop_words):
             finish = STOP_WORDS
@@ -57,8 +57,8 @@ class SlotRules:
         setup, tokens, size = self.setup, self._tokens, self.setup.sampling.no_repeat_ngram_size
         banned = {word[-1] for word in setup.bad_words
                   if len(word) == 1 or tuple(tokens[-(len(word) - 1):]) == word[:-1]}
-        if setup.end_id >= 0 and length < setup.prompt_length + setup.sampling.min_length:
-            banned.add(setup.end_id)
+        if length < setup.prompt_length + setup.sampling.min_length:
+            banned.update(setup.end_ids)
         if 0 < size <= len(tokens):
             last = tokens[len(tokens) - size + 1:]
             banned.update(tokens[i + size - 1] for i in range(len(tokens) - size + 1) if tokens[i:i + size - 1] == last)

@@ -40,6 +40,8 @@ class Handed:
     seed       of one that samples; None: greedy
     top_log_probs   how many of the likeliest tokens it asked for
     penalizes  whether it asked for one of the penalties
+    waited_s   how long before it was taken it had arrived, as it says itself
+    metrics    it asked for timings
     """
 
     time: float
@@ -48,12 +50,15 @@ class Handed:
     prompt: list[int] = field(default_factory=list)
     max_new_tokens: int = 0
     end_id: int = -1
+    more_end_ids: list[int] = field(default_factory=list)
     seed: int | None = None
     streams: bool = False
     excludes: bool = False
     log_probs: bool = False
     top_log_probs: int = 0
     deadline_s: float | None = None
+    waited_s: float = 0.0
+    metrics: bool = False
     stop_words: list[list[int]] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
     no_repeat_ngram_size: int = 0
@@ -63,6 +68,11 @@ class Handed:
     len_penalty: float = 0.0
     early_stopping: int = 1
     diversity_rate: float = 0.0
+
+    @property
+    def end_ids(self) -> set[int]:
+        """All tokens that end its text."""
+        return {self.end_id, *self.more_end_ids} - {-1}
 
 
 @dataclass(slots=True)
@@ -243,8 +253,10 @@ class HistoryChecker:
         elif sent.reason == CANCELLED:
             self._wrong(sent, "I7", f"request {request_id} was cancelled and nobody had asked for that")
         if ((sent.reason == TIMED_OUT or sent.code == "DEADLINE")
-                and (item.deadline_s is None or sent.time < item.time + item.deadline_s)):
+                and (item.deadline_s is None or sent.time < item.time - item.waited_s + item.deadline_s)):
             self._wrong(sent, "I7", f"request {request_id} timed out before its time")
+        elif sent.reason in NATURAL and item.deadline_s is not None and item.waited_s >= item.deadline_s:
+            self._wrong(sent, "I7", f"request {request_id} arrived behind its deadline and ran")
 
     def _closed(self, event: Closed) -> None:
         for request_id, waiting in self.open.items():

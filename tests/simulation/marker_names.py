@@ -5,7 +5,7 @@ MARKERS = (
     "prompt of one token", "prompt of a whole number of blocks", "prompt one short of a block",
     "prompt one over a block", "output of one token", "output cut to the longest sequence",
     "prompt and output fill the pool exactly", "longest possible prompt", "samples", "log-probs asked for",
-    "likeliest tokens asked for",
+    "likeliest tokens asked for", "several end ids", "timings asked for", "says when it arrived",
     "logits asked for", "streams to its end", "end id as first token", "end id on the last token allowed",
     "ends by length", "alive for a hundred iterations",
     # words

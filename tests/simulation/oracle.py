@@ -77,7 +77,7 @@ class Oracle:
                 token, log_prob = (word >> 16) % self._vocab_size, -(word & 0xFFFF) / 4096
             else:
                 token, log_prob = self._best_allowed(item, word, history)
-            if token == item.end_id:
+            if token in item.end_ids:
                 text.reason = END_ID
                 return text
             text.total = self._seen_with(text.total, history, len(history), token)
@@ -109,10 +109,8 @@ class Oracle:
 
     def _search(self, item, limit: int) -> Iterator[tuple[list[Text], list[Text]]]:
         """(the live texts, the finished ones), step by step until it is over."""
-        width, wanted = item.beam_width, 2 * item.beam_width
-        if item.stop_words:
-            ways = {word[-1] for word in item.stop_words} | {item.end_id} - {-1}
-            wanted = max(wanted, (1 + len(ways)) * width)
+        width, ways = item.beam_width, {word[-1] for word in item.stop_words} | item.end_ids
+        wanted = max(2, 1 + len(ways)) * width
         live, finished = [Text(total=self._of_prompt(item.prompt))], []
         for length in range(1, limit + 1):
             divisor, going_on = np.float32(float(length) ** item.len_penalty), []
@@ -121,7 +119,7 @@ class Oracle:
             for rank, (_, text, history, token, log_prob) in enumerate(sorted(found, key=lambda it: it[0])[:wanted]):
                 after = Text([*text.tokens, token], [*text.log_probs, log_prob], sum=text.sum + log_prob)
                 after.worth = np.float32(after.sum) / divisor
-                if token == item.end_id:
+                if token in item.end_ids:
                     after.reason = END_ID
                     del after.tokens[-1], after.log_probs[-1]
                 elif item.stop_words and any(ends_with([*history, token], stop) for stop in item.stop_words):
@@ -160,7 +158,7 @@ def ends_with(history: list[int], word: Sequence[int]) -> bool:
 
 def forbidden(item, history: list[int], token: int) -> bool:
     """Whether a token may not follow."""
-    if token == item.end_id and len(history) - len(item.prompt) < item.min_length:
+    if token in item.end_ids and len(history) - len(item.prompt) < item.min_length:
         return True
     grown, size = [*history, token], item.no_repeat_ngram_size
     if any(ends_with(grown, word) for word in item.bad_words):

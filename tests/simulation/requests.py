@@ -57,6 +57,10 @@ class Requests:
         options: dict[str, Any] = {}
         if die() < traffic.ends_early:
             tensors["end_id"] = handed.end_id = rng.randrange(swarm.vocab_size)
+            if request_id % 4 == 1:
+                self._mark("several end ids")
+                handed.more_end_ids = [(handed.end_id + step) % swarm.vocab_size for step in (1, 5)]
+                tensors["end_id"] = [handed.end_id, *handed.more_end_ids]
         if die() < traffic.samples:
             handed.seed = rng.choice([0, 7, rng.getrandbits(64)])
             tensors |= {"runtime_top_p": 1.0, "random_seed": handed.seed, "temperature": rng.choice([0.5, 1.0])}
@@ -79,6 +83,9 @@ class Requests:
             options["priority"] = rng.choice([0.0, 0.25, 0.75, 1.0])
         if die() < traffic.salted:
             options["cache_salt"] = rng.choice(["a", "b"])
+        if request_id % 5 == 2:
+            self._mark("timings asked for")
+            tensors["return_perf_metrics"] = handed.metrics = True
         if width > 1:
             self._ask_for_beams(tensors, handed, width)
         if self._wishes.random() < traffic.words:
