@@ -207,9 +207,9 @@ def test_streams_that_are_cut_stop_and_leave_the_others_as_they_are(server):
 
             together = await asyncio.gather(*[read(number, 5 if number % 4 == 0 else None) for number in range(20)])
             await asyncio.to_thread(server.until, 0, 0.5)
-            alone = [await read(number) for number in (1, 2, 3, 19)]
-            assert alone == [together[number] for number in (1, 2, 3, 19)]
-            assert all(together)
+            for number in range(20):
+                if number % 4:
+                    assert await read(number) == together[number] != ""
     asyncio.run(asyncio.wait_for(test(), 90))
 
 
