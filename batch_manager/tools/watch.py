@@ -15,8 +15,8 @@ every --interval, whose fields are always the same ones in the same order; "-" i
     latency_over                                                in the last 60s, or since the start where none did
 
 Percentiles are those of the buckets of /metrics; a file has the mean time in the queue alone. A file is read from its
-last MiB on, and may be replaced by another or cut short. Behind one address there may be several engines, such as the
-workers of gunicorn: what is shown is then the one that answered.
+last MiB on, and may be replaced by another or cut short. An address must be that of one engine: where the workers of
+gunicorn share it, each answer is of another one, and rates are wrong.
 
 Exit status: 0 after --count, 1 where the source cannot be read for longer than --timeout, 2 for a wrong command line,
 130 after Ctrl-C.
@@ -73,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:                                  # whoever read the lines has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ENDED
 
 

@@ -259,8 +259,8 @@ def test_a_server_can_be_watched(server):
     def fields_of(line):
         return dict(field.split("=") for field in line.split())
 
-    watching = subprocess.Popen([sys.executable, "-m", "batch_manager.tools", "watch", "--url", server.url, "--interval",
-                                 "0.5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    command = [sys.executable, "-m", "batch_manager.tools", "watch", "--url", server.url, "--interval", "0.5"]
+    watching = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     try:
         fields = [fields_of(watching.stdout.readline())]         # it has compared two answers

@@ -133,7 +133,7 @@ def test_several_models_are_added_up():
             + "".join(f'vllm:request_queue_time_seconds_{part}{{model_name="{model}"}} 2\n'
                       for part in ("count", "sum") for model in "ab"))
     reading = read_metrics(text, 0.0)
-    assert reading.counters["tokens"] == 7
+    assert reading.counters == {"tokens": 7, "errors": 0, "finished": 0}
     assert reading.latencies == {"queue": Latency(4.0, 4.0, {1.0: 1.0, math.inf: 7.0})}
 
 
@@ -260,7 +260,9 @@ def test_latencies_are_of_the_minute_and_of_all_where_none_ended():
         history.add(reading(float(second), Latency(12, 101.0, {1.0: 2.0, math.inf: 12.0})))
     assert (history.figures(1.0).latency_over, history.figures(1.0).latencies["queue"].count) == ("start", 12)
     history.add(reading(81.0, Latency(1, 3.0, {1.0: 0.0, math.inf: 1.0})))
-    assert (history.figures(1.0).latencies["queue"].count, history.figures(1.0).latencies["queue"].mean) == (1, 3.0)
+    figures = history.figures(1.0)                           # it was started again
+    assert (figures.latencies["queue"].count, figures.latencies["queue"].mean) == (1, 3.0)
+    assert figures.latency_over == "60s"
 
 
 def test_time_goes_on_where_nothing_is_written(tmp_path, source_of):
@@ -321,8 +323,7 @@ def test_lines_have_the_same_fields_whatever_is_known(server, served, tmp_path):
     of_file = [fields_of(line) for line in result.stdout.splitlines()]
     assert [list(each) for each in [*of_url, *of_file]] == [FIELDS] * 3
     assert of_url[0]["state"] == "ok" and of_url[0]["active"] == "0"
-    assert 0 < float(of_url[0]["tokens_per_s"]) <= (1000 - NUM_REQUESTS * OUTPUT) / 0.18
-    assert of_url[1]["tokens_per_s"] == "0.0"
+    assert float(of_url[0]["tokens_per_s"]) > 0
     assert of_url[1]["latency_over"] == "start" and float(of_url[1]["queue_p99_ms"]) > 0
     assert of_file[0]["queue_p99_ms"] == "-" and of_file[0]["age_s"] != "-"
 
@@ -330,7 +331,7 @@ def test_lines_have_the_same_fields_whatever_is_known(server, served, tmp_path):
 def test_a_source_that_is_away_is_told_and_given_up(server, served, tmp_path):
     _, exposition = served
     server.answers = [exposition, 503, exposition, exposition, 503]
-    result = watched("--url", f"{server.url}/metrics", "--interval", "0.2", "--timeout", "0.5")
+    result = watched("--url", f"{server.url}/metrics", "--interval", "0.2", "--timeout", "1.5")
     assert result.returncode == 1
     assert re.fullmatch(r"watch: \S+/metrics was not readable for \S+ s: it answers 503; an engine .* is expected; "
                         r"start it, .*\n", result.stderr)
