@@ -85,14 +85,14 @@ class AsyncEngine:
         Raises   RequestFailed for names that are none, and where the engine was closed. What is wrong with a value is
                  raised by the stream.
         """
-        return Stream(self, self._hand_over(tensors, is_streaming=True, **options))
+        return Stream(self, self._hand_over(tensors, True, options))
 
     async def generate(self, tensors: Mapping[str, Any], **options: Any) -> Delta:
         """All that a request generates, in one piece.
 
         Raises   RequestFailed
         """
-        return await anext(Stream(self, self._hand_over(tensors, is_streaming=False, **options)))
+        return await anext(Stream(self, self._hand_over(tensors, False, options)))
 
     async def close(self, drain: bool = True, timeout: float | None = None) -> bool:
         """End the engine, off the event loop; see GptManager.shutdown. Streams that are left end with SHUTDOWN."""
@@ -119,23 +119,26 @@ class AsyncEngine:
     async def __aexit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         await self.close(drain=exception_type is None)
 
-    def _hand_over(self, tensors: Mapping[str, Any], **options: Any) -> Mailbox:
+    def _hand_over(self, tensors: Mapping[str, Any], is_streaming: bool, options: dict[str, Any]) -> Mailbox:
+        for name in ("request_id", "is_streaming"):
+            if name in options:
+                raise TypeError(f"{name} is given; the engine chooses ids, stream() streams and generate() does not; "
+                                "leave it out")
         switchboard = self._switchboard
         if switchboard.closed is not None:
             raise RequestFailed(switchboard.closed.code, str(switchboard.closed))
         request_id = switchboard.next_id()
         try:
-            request = InferenceRequest(request_id, tensors, **options)
+            request = InferenceRequest(request_id, tensors, is_streaming=is_streaming, **options)
         except InvalidRequestError as error:
             raise RequestFailed(error.code, str(error)) from None
         if request.streaming is not None:      # what `generate` returns would be the first token
             raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor streaming is given; stream() streams and "
                                 "generate() does not; leave it out")
-        wants = Wants.of(request)
-        mailbox = Mailbox(request_id, wants)
+        mailbox = Mailbox(request_id, Wants.of(request))
         if isinstance(self._manager, EngineProcess):
             try:
-                request = packed(request, wants)
+                request = packed(request)
             except InvalidRequestError as error:
                 raise RequestFailed(error.code, str(error)) from error
         switchboard.hand_over(mailbox, request)
@@ -150,7 +153,8 @@ class Stream:
     is stopped: the task was cancelled, the stream was dropped, or `cancel` was called. One that the engine had not
     taken yet never runs.
 
-    `anext` raises RequestFailed where the request was refused or failed; it has the tokens so far.
+    `anext` raises RequestFailed where the request was refused or failed; it has the tokens so far. It raises
+    RuntimeError while another coroutine waits for the stream, which goes on.
     """
 
     def __init__(self, engine: AsyncEngine, mailbox: Mailbox) -> None:
@@ -179,10 +183,14 @@ class Stream:
 
     async def __anext__(self) -> Delta:
         mailbox = self._mailbox
+        if mailbox.is_awaited and not self._is_over:
+            raise RuntimeError("two coroutines read one stream at a time; one coroutine reads it; let one read and "
+                               "hand the deltas on")
         mailbox.loop = asyncio.get_running_loop()
         while not self._is_over:
             taken = mailbox.take()
             if taken is None:
+                self._engine._switchboard.check_process()
                 try:
                     await mailbox.something()
                 except BaseException:

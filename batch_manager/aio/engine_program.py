@@ -104,13 +104,14 @@ class Exchange:
         most = max_num_requests if max_num_requests >= 0 and not self._takes_all else len(inbox)
         stopped = set(self._stops.copy())
         while inbox and len(requests) < most:
-            request_id, wants, _ = waiting = inbox.popleft()
+            request_id, _ = waiting = inbox.popleft()
             if request_id in stopped:          # it never runs
                 self._outgoing.append((request_id, [], int(FinishReason.CANCELLED), None, _NO_ERROR))
                 continue
             try:
-                requests.append(unpacked(waiting))
-                self._wants[request_id] = wants
+                request = unpacked(waiting)
+                self._wants[request_id] = Wants.of(request)
+                requests.append(request)
             except InvalidRequestError as error:
                 self._outgoing.append((request_id, [], 0, None, error.response_text()))
         if self._outgoing:

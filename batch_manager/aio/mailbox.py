@@ -160,6 +160,12 @@ class Mailbox:
         if self.wants.metrics:
             delta.metrics = PerfMetrics.of(tensors)
 
+    @property
+    def is_awaited(self) -> bool:
+        """A coroutine waits for `something`, on an event loop that was not closed."""
+        waiter = self._waiter
+        return waiter is not None and not waiter.done() and not waiter.get_loop().is_closed()
+
     def something(self) -> asyncio.Future:
         """A future that is done when something arrived. The caller has found nothing since it set `loop` to the running
         loop."""

@@ -13,7 +13,6 @@ from ..engine_info import EngineInfo
 from ..errors import InvalidRequestError, type_name
 from ..requests.inference_request import InferenceRequest
 from ..responses.named_tensor import NamedTensor
-from .mailbox import Wants
 
 PICKLE_PROTOCOL = 5
 
@@ -40,7 +39,6 @@ class PackedRequest(NamedTuple):
     """A request, pickled by itself, so that one that cannot be unpickled costs only itself."""
 
     request_id: int
-    wants: Wants
     pickled: bytes
 
 
@@ -139,10 +137,10 @@ class Wire:
         return pickle.loads(self.connection.recv_bytes())
 
 
-def packed(request: InferenceRequest, wants: Wants) -> PackedRequest:
+def packed(request: InferenceRequest) -> PackedRequest:
     """Raises InvalidRequestError where something of the request cannot be pickled."""
     try:
-        return PackedRequest(request.request_id, wants, pickle.dumps(request, PICKLE_PROTOCOL))
+        return PackedRequest(request.request_id, pickle.dumps(request, PICKLE_PROTOCOL))
     except Exception as error:    # of any class: a logits post-processor and values of tensors are the user's objects
         raise InvalidRequestError(
             f"the request cannot be sent to the engine process: pickling it raised {type_name(error)}",

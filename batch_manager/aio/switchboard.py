@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from .. import forked_child
 from ..config import Parts
 from ..errors import BatchManagerError, ManagerClosedError
 from ..names import FinishReason
@@ -32,6 +33,7 @@ class Switchboard:
 
     def __init__(self, takes_all: bool = False) -> None:
         self._takes_all = takes_all
+        self._process_id = forked_child.current_process_id
         self._ids = count()
         self._mailboxes: dict[int, Mailbox] = {}
         self._handed_over: deque[tuple[Mailbox, Any]] = deque()
@@ -57,6 +59,12 @@ class Switchboard:
         mailbox.is_cancelled = True
         if not mailbox.has_ended:
             self._stops.append(mailbox.request_id)
+
+    def check_process(self) -> None:
+        """Raises ManagerClosedError in a forked child, where nothing ever arrives."""
+        if self._process_id != forked_child.current_process_id:
+            raise ManagerClosedError("this process was forked from the one that started the engine",
+                                     "the engine serves the parent only", "start a new engine after forking")
 
     @property
     def has_stops(self) -> bool:

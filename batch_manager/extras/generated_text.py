@@ -17,7 +17,7 @@ class GeneratedText:
 
     __slots__ = ("tokens", "log_probs", "top_log_probs", "finish_reason", "_stream", "_has_stop")
 
-    def __init__(self, tokenizer: Any, prompt_ids: Iterable[int], stop: str | Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: Iterable[int], stop: str | Sequence[str] | None) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.top_log_probs: list[dict[int, float]] = []

@@ -108,7 +108,8 @@ class LLM:
 
         A prompt that cannot be used, and a request that fails, cost their own completion, whose `error` says why.
 
-        Raises TypeError for an option that is none, and ManagerClosedError after `close`.
+        Raises TypeError for an option that is none, ConfigError for a `stop` that is none, and ManagerClosedError after
+        `close`.
         """
         sampling = Sampling(**options)
         self._check_open()
@@ -145,14 +146,18 @@ class LLM:
     def stream(self, prompt: Prompt, **options: Any) -> "TextPieces":
         """The text after one prompt, piece by piece.
 
-        Raises InvalidRequestError for a prompt that cannot be used, TypeError and ManagerClosedError as `generate`.
+        Raises InvalidRequestError for a prompt that cannot be used, and what `generate` raises.
         """
         sampling = Sampling(**options)
         self._check_open()
         inbox = _Inbox()
         request = self._prepare(prompt, sampling, inbox, Completion())
-        request.hand_over()
-        return TextPieces(request, inbox)
+        try:
+            request.hand_over()
+            return TextPieces(request, inbox)
+        except BaseException:    # Ctrl-C, and the engine has it
+            request.stop()
+            raise
 
     def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
              template_options: dict[str, Any] | None = None, **options: Any) -> Completion:
@@ -242,6 +247,7 @@ class TextPieces:
         request, error = self._request, None
         try:
             while not request.is_over:
+                request.check_process()
                 self._inbox.get()
                 piece = request.read()
                 if piece:
@@ -296,6 +302,10 @@ class _Request:
         self._handed_over = monotonic()
         self._switchboard.hand_over(self.mailbox, self._request)
         self._manager.notify()
+
+    def check_process(self) -> None:
+        """Raises ManagerClosedError in a forked child, where nothing ever arrives."""
+        self._switchboard.check_process()
 
     def read(self) -> str:
         """The text that arrived. The completion has it too, and is whole once the request is over."""

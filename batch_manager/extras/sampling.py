@@ -1,14 +1,14 @@
 """How a text is to be generated, in the words and with the defaults of web servers, as tensors of a request."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..engine_info import EngineInfo
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, type_name
 
 LARGEST_BIAS = 100.0    # OpenAI's
 
@@ -41,8 +41,8 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     min_tokens: int = 0
     repetition_penalty: float = 1.0
@@ -58,7 +58,8 @@ class Sampling:
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
         """The tensors of a request for one text after the prompt. The engine looks at their values.
 
-        Raises InvalidRequestError for a logit_bias of tokens that the model does not have.
+        Raises InvalidRequestError for a logit_bias of tokens that the model does not have, and for a logit_bias and
+        stop_token_ids of a wrong type.
         """
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
@@ -69,7 +70,7 @@ class Sampling:
         else:
             tensors["runtime_top_p"] = self.top_p
             tensors["runtime_top_k"] = 0 if self.top_k == -1 else self.top_k
-        ends = [*(() if self.ignore_eos else info.end_ids), *self.stop_token_ids]
+        ends = [*(() if self.ignore_eos else info.end_ids), *self._stop_token_ids()]
         if ends:
             tensors["end_id"] = list(dict.fromkeys(ends))
         given = (("runtime_min_p", self.min_p, 0), ("min_length", self.min_tokens, 0),
@@ -83,6 +84,14 @@ class Sampling:
             tensors["embedding_bias"] = self._bias(info.vocab_size)
         return tensors
 
+    def _stop_token_ids(self) -> Iterable[int]:
+        if self.stop_token_ids is None:
+            return ()
+        if not isinstance(self.stop_token_ids, Iterable):
+            raise InvalidRequestError(f"stop_token_ids is of type {type_name(self.stop_token_ids)}",
+                                      "a list of token ids", "put it into a list")
+        return self.stop_token_ids
+
     def _output_length(self, prompt_ids: Sequence[int], info: EngineInfo) -> int:
         """A prompt that leaves no room is told so by the engine."""
         if self.max_tokens is not None:
@@ -90,6 +99,9 @@ class Sampling:
         return max(info.max_seq_len - len(prompt_ids), 1)
 
     def _bias(self, vocab_size: int) -> np.ndarray:
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(f"logit_bias is of type {type_name(self.logit_bias)}",
+                                      "a mapping of token ids to numbers", "pass a dict")
         bias = np.zeros(vocab_size, np.float32)
         for token, value in self.logit_bias.items():
             if type(token) is not int or not 0 <= token < vocab_size:

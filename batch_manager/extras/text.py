@@ -50,7 +50,7 @@ class TextStream:
     tokenizer             a `tokenizers.Tokenizer`, or one of transformers, fast or slow
     prompt_ids            tokens before the first one that is pushed; their text is not given out. They decide, for
                           instance, whether a text of SentencePiece begins with a space
-    stop                  strings that end the text; one, or any number
+    stop                  strings that end the text; one, or any number; None: none
     skip_special_tokens   leave out special tokens, such as the end id
 
     However the tokens are cut into pushes, the pieces that `push` and `finish` return are, joined, what
@@ -79,8 +79,8 @@ class TextStream:
     that are no integers and ids that cannot be any token's; ids beyond the vocabulary are left out, as `decode` does.
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: Iterable[int] = (), stop: str | Iterable[str] = (),
-                 skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: Iterable[int] = (),
+                 stop: str | Iterable[str] | None = (), skip_special_tokens: bool = True) -> None:
         self.stopped_by: str | None = None
         self._text = _new_text(tokenizer, bool(skip_special_tokens))
         self.comes_in_pieces = not isinstance(self._text, WholeText)
@@ -198,8 +198,10 @@ class _StopStrings:
 _make_stop_strings = lru_cache(maxsize=64)(_StopStrings)
 
 
-def _stop_strings(stop: str | Iterable[str]) -> _StopStrings | None:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+def _stop_strings(stop: str | Iterable[str] | None) -> _StopStrings | None:
+    if not isinstance(stop, Iterable | None):
+        raise ConfigError(f"stop is of type {type_name(stop)}", "a text, a list of texts, or None", "correct it")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ConfigError(f"{string!r:.60} is a stop string", "stop strings are texts of at least one character",

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from collections import Counter
@@ -216,6 +217,54 @@ def test_streams_on_several_event_loops_and_threads():
         assert found == {number: backend.expected([number], 12) for number in range(6)}
 
     run(test, backend=backend)
+
+
+def test_a_second_reader_of_a_stream_is_told_so_and_the_first_goes_on():
+    async def test(engine):
+        stream = engine.stream(request(new_tokens=20))
+        first = asyncio.create_task(tokens_of(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="two coroutines read one stream at a time; one coroutine reads it; "):
+            await anext(stream)
+        assert len(await first) == 20
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    run(test, backend={"is_asynchronous": True, "step_seconds": 0.002})
+
+
+def test_options_that_the_engine_sets_itself_are_refused():
+    async def test(engine):
+        for name in ("request_id", "is_streaming"):
+            with pytest.raises(TypeError, match=f"{name} is given; the engine chooses ids"):
+                engine.stream(request(), **{name: 1})
+        with pytest.raises(TypeError, match="nonsense"):
+            engine.stream(request(), nonsense=1)
+
+    run(test)
+
+
+def test_in_a_forked_child_a_stream_raises_instead_of_waiting():
+    async def test(engine):
+        stream = engine.stream(request(new_tokens=50_000))
+        await anext(stream)
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                asyncio.run(tokens_of(stream))
+            except BaseException as error:
+                os.write(write, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with open(read) as told:
+            assert (await asyncio.to_thread(told.read)).startswith("ManagerClosedError: this process was forked")
+        os.waitpid(child, 0)
+        assert (await anext(stream)).tokens
+        stream.cancel()
+
+    run(test, backend={**LONG, "is_asynchronous": True, "step_seconds": 0.002})
 
 
 def test_an_engine_that_nobody_refers_to_ends_and_a_stream_keeps_it():

@@ -124,6 +124,16 @@ def test_pieces_are_the_text_and_leaving_the_loop_stops_the_request():
             llm.stream({"role": "user"})
 
 
+def test_options_of_a_wrong_type_are_named():
+    with scripted() as llm:
+        for options, told in (({"stop_token_ids": 5}, "stop_token_ids is of type int; a list of token ids; "),
+                              ({"logit_bias": [1]}, "logit_bias is of type list; a mapping of token ids to numbers; ")):
+            assert told in str(llm.generate(["a"], **options)[0].error)
+        with pytest.raises(ConfigError, match="stop is of type int; a text, a list of texts, or None; "):
+            llm.generate(["a"], stop=5)
+        assert len(llm.generate([[1]], stop=None, stop_token_ids=None, max_tokens=3, ignore_eos=True)[0].tokens) == 3
+
+
 def test_ctrl_c_stops_what_runs_and_leaves_it_usable():
     with scripted(step_seconds=0.002) as llm:
         for call in (lambda: llm.generate([[n] for n in range(50)], max_tokens=50_000),
@@ -138,6 +148,20 @@ def test_ctrl_c_stops_what_runs_and_leaves_it_usable():
             timer.join()
             until_idle(llm)
             assert [len(each.tokens) for each in llm.generate([[1], [2]], max_tokens=3, ignore_eos=True)] == [3, 3]
+
+
+def test_ctrl_c_while_a_stream_is_handed_over_stops_it():
+    with scripted(step_seconds=0.002) as llm:
+        def interrupted():
+            del llm._manager.notify
+            llm._manager.notify()
+            raise KeyboardInterrupt
+
+        llm._manager.notify = interrupted
+        with pytest.raises(KeyboardInterrupt) as kept:       # as a notebook keeps it, with its frames
+            llm.stream([3], max_tokens=50_000)
+        until_idle(llm)
+        assert kept.value.__traceback__ is not None
 
 
 def test_what_the_iterator_of_prompts_raises_stops_what_runs():
