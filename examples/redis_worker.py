@@ -1,0 +1,258 @@
+"""A worker whose requests come from a Redis stream. Several of them are replicas.
+
+    python examples/redis_worker.py --model examples/models/austen-4m --redis redis://localhost --consumer a
+
+An entry may run twice and is answered once: one script (redis_worker.lua) writes the answer and acknowledges the entry,
+and refuses a worker that the entry was taken from. Where a worker dies, another one goes on after the tokens that were
+streamed. redis_worker.md says what a client sends and reads.
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from batch_manager import (
+    ErrorCode,
+    FinishReason,
+    GptManager,
+    InferenceRequest,
+    InvalidRequestError,
+    Parts,
+    SchedulerPolicy,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+    resume,
+)
+
+log = logging.getLogger("redis_worker")
+GROUP = "workers"                    # of consumers
+SECONDS_TO_KEEP_TOKENS = 3600        # after the answer, for clients that are late
+MOST_DELIVERIES = 10                 # an entry that ends its workers is answered with an error then
+
+
+@dataclass
+class Entry:
+    """An entry of the stream that runs here. Redis has `num_written` of its tokens."""
+
+    name: str
+    deliveries: int
+    tokens: list[int]
+    num_written: int
+    answer: str = ""
+
+    def end(self, **reason: str) -> None:
+        self.answer = json.dumps({"tokens": self.tokens, **reason})
+
+
+class Worker:
+    """The engine's thread calls the callbacks, the main one talks to Redis; two deques are between them.
+
+    The deques are bounded, because nothing is fetched that the engine has no room for.
+    """
+
+    def __init__(self, client: redis.Redis, options: argparse.Namespace) -> None:
+        self.redis, self.options = client, options
+        self.lease_ms = int(options.lease * 1000)
+        self.script = client.register_script(Path(__file__).with_suffix(".lua").read_text())
+        self.entries: dict[int, Entry] = {}                  # by the id that the engine knows
+        self.numbers, self.cursor, self.next_keep = count(1), "0-0", 0.0
+        self.redis_answers: bool | None = None               # None: it was not asked yet
+        self.lock, self.inbox, self.room = threading.Lock(), deque(), 0
+        self.outbox, self.news = deque(), threading.Event()
+        self.stopped: frozenset[int] = frozenset()
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
+        with self.lock:
+            num_taken = min(max_num_requests, len(self.inbox))
+            self.room = max_num_requests - num_taken
+            return [self.inbox.popleft() for _ in range(num_taken)]
+
+    def send_response(self, request_id: int, tensors: list, final_response: bool, error: str) -> None:
+        named = {tensor.name: tensor.array for tensor in tensors}
+        tokens = named["output_ids"][0, 0].tolist() if named else []
+        reason = FinishReason(named["finish_reason"][0, 0]).name if named and final_response else ""
+        self.outbox.append((request_id, tokens, reason, error))
+
+    # ------------------------------------------------------------------ on the main thread
+
+    def run(self, manager: GptManager, must_end: threading.Event) -> bool:
+        """Serve until must_end is set. Returns whether the engine is well; where it is not, the worker ends."""
+        while is_well(manager) and not must_end.is_set():
+            self.exchange(self.keep, self.fetch, self.look_for_cancels, self.write)
+            if self.inbox:
+                manager.notify()
+        give_up = time.monotonic() + self.options.drain
+        while is_well(manager) and self.entries and time.monotonic() < give_up:
+            self.exchange(self.keep, self.look_for_cancels, self.write)
+        self.exchange(self.write, lambda: self.set_idle(self.lease_ms))          # others may have the rest at once
+        log.info("%d entries are left to other workers", len(self.entries))
+        return is_well(manager)
+
+    def exchange(self, *steps: Callable[[], None]) -> None:
+        """Take the steps. An error of Redis may cut them short anywhere: the next time does what is missing."""
+        self.news.wait(0.1 if self.entries else 0)           # where nothing runs, `fetch` waits
+        self.news.clear()
+        try:
+            if not self.redis_answers:
+                self.call("make_group")
+            for step in steps:
+                step()
+        except redis.RedisError as error:
+            if self.redis_answers is not False:
+                log.warning("Redis is tried again until it answers: %s", error)
+            self.redis_answers = False
+            time.sleep(0.1)
+        else:
+            if not self.redis_answers:
+                log.info("Redis answers")
+            self.redis_answers = True
+
+    def call(self, command: str, *arguments: str | int, client: redis.Redis | None = None) -> Any:
+        """A command of redis_worker.lua."""
+        return self.script([self.options.stream], [command, GROUP, self.options.consumer, *arguments], client)
+
+    def keep(self) -> None:
+        """Tell the other workers that the entries here are in good hands."""
+        if self.entries and time.monotonic() >= self.next_keep:
+            self.set_idle(0)
+            self.next_keep = time.monotonic() + self.options.lease / 4
+
+    def set_idle(self, milliseconds: int) -> None:
+        owned = ((entry.name, entry.deliveries) for entry in self.entries.values())
+        self.call("set_idle", milliseconds, *chain.from_iterable(owned))
+
+    def fetch(self) -> None:
+        """Entries that nobody keeps any more, then new ones: no more than the engine has room for."""
+        with self.lock:
+            room = self.room - len(self.inbox)
+        if room <= 0:
+            return
+        self.cursor, claimed = self.call("claim", self.lease_ms, self.cursor, room)
+        for name, fields, deliveries, pieces in claimed:
+            self.accept(name, dict(zip(fields[::2], fields[1::2])), deliveries, pieces)
+        if room > len(claimed):
+            streams = self.redis.xreadgroup(GROUP, self.options.consumer, {self.options.stream: ">"},
+                                            count=room - len(claimed), block=None if self.entries else 100)
+            for name, fields in streams[0][1] if streams else ():
+                self.accept(name, fields, 1, [])
+
+    def accept(self, name: bytes, fields: dict[bytes, bytes], deliveries: int, pieces: list) -> None:
+        tokens = [int(token) for _, (_, text) in pieces for token in text.split()]
+        number = next(self.numbers)
+        entry = self.entries[number] = Entry(name.decode(), deliveries, tokens, len(tokens))
+        if deliveries > MOST_DELIVERIES:
+            entry.end(error=f"[MODEL_ERROR] {deliveries - 1} workers got the entry and did not answer it; at most "
+                            f"{MOST_DELIVERIES} try; see in their logs why they ended")
+            return
+        try:
+            # The last token of a request comes with its answer, so at least one is left to generate.
+            self.inbox.append(resume(request_of(number, fields, seed=zlib.crc32(name)), tokens))
+        except InvalidRequestError as error:
+            entry.end(error=error.response_text())
+
+    def look_for_cancels(self) -> None:
+        running = {number: entry for number, entry in self.entries.items() if not entry.answer}
+        if running:
+            found = self.redis.mget([f"{self.options.stream}:cancel:{entry.name}" for entry in running.values()])
+            self.stopped |= {number for number, value in zip(running, found) if value is not None}
+
+    def write(self) -> None:
+        """Write what the engine said since the last time."""
+        while self.outbox:
+            self.take_response(*self.outbox.popleft())
+        news = {number: entry for number, entry in self.entries.items()
+                if entry.answer or entry.num_written < len(entry.tokens)}
+        pipeline = self.redis.pipeline(transaction=False)
+        for entry in news.values():
+            self.call("write", entry.name, entry.deliveries, entry.num_written, entry.answer, SECONDS_TO_KEEP_TOKENS,
+                      *entry.tokens[entry.num_written:], client=pipeline)
+        for (number, entry), num_there in zip(news.items(), pipeline.execute()):
+            if num_there is None:
+                log.info("entry %s was answered, or is another worker's now: it ends here", entry.name)
+                self.stopped |= set() if entry.answer else {number}
+            else:
+                entry.num_written = num_there
+            if num_there is None or entry.answer and num_there == len(entry.tokens):
+                del self.entries[number]
+
+    def take_response(self, number: int, tokens: list[int], reason: str, error: str) -> None:
+        if reason or error:
+            self.stopped -= {number}
+        if entry := self.entries.get(number):
+            entry.tokens += tokens
+            if error and ErrorCode.of(error)[0].is_retryable:
+                del self.entries[number]                     # kept no more, it is claimed after the lease
+            elif error:
+                entry.end(error=error)
+            elif reason:
+                entry.end(finish_reason=reason)
+
+
+def request_of(number: int, fields: dict[bytes, bytes], seed: int) -> InferenceRequest:
+    """Raises InvalidRequestError."""
+    try:
+        tensors = json.loads(fields[b"request"])
+        tensors = {"random_seed": seed, **tensors}           # every worker draws the same tokens
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise InvalidRequestError("the entry has no field `request` with a JSON object", "request tensors by name",
+                                  """XADD STREAM '*' request '{"input_ids": [5], "request_output_len": 8}'""") from None
+    return InferenceRequest(number, tensors, is_streaming=True)
+
+
+def is_well(manager: GptManager) -> bool:
+    health = manager.health()
+    return health["state"] == "RUNNING" and not health["is_hanging"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a checkpoint")
+    parser.add_argument("--redis", required=True, help="redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]")
+    parser.add_argument("--consumer", required=True, help="name of this worker, one that no other worker has")
+    parser.add_argument("--stream", default="requests", help="the stream; its name begins those of the other keys")
+    parser.add_argument("--in-flight", type=int, default=16, help="entries that are generated after at a time")
+    parser.add_argument("--lease", type=float, default=10.0, help="seconds after which a silent worker's entries go on")
+    parser.add_argument("--drain", type=float, default=20.0, help="seconds for what runs when SIGTERM comes")
+    parser.add_argument("--threads", type=int, default=None, help="processor threads of the engine")
+    parser.add_argument("--dtype", default="auto", help="in which the engine computes: float32, bfloat16, ...")
+    parser.add_argument("--deterministic", action="store_true", help="the same tokens, bit by bit, wherever it goes on")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    must_end = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: must_end.set())
+    client = redis.Redis.from_url(options.redis, protocol=2, socket_timeout=5, socket_connect_timeout=5,
+                                  retry=Retry(NoBackoff(), 0))
+    worker = Worker(client, options)
+    with GptManager(options.model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT,
+                    worker.get_inference_requests, worker.send_response, lambda: worker.stopped,
+                    optional_params=TrtGptModelOptionalParams(
+                        max_batch_size=options.in_flight, num_threads=options.threads, dtype=options.dtype,
+                        deterministic=options.deterministic),
+                    exclude_input_in_output=True, parts=Parts(after_responses=worker.news.set)) as manager:
+        log.info("%s serves %s", options.consumer, options.stream)
+        ended_well = worker.run(manager, must_end)
+        if not manager.shutdown(drain=False, timeout=5):
+            os._exit(1)                                      # the engine hangs, and its thread cannot be ended
+    return 0 if ended_well else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,174 @@
+"""A Redis server, workers of examples/redis_worker.py, and the judge of their answers: for test and campaign."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import redis
+
+from batch_manager import FinishReason, InferenceRequest
+from tests.resume.random_requests import outcomes
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
+STREAM, GROUP = "requests", "workers"
+ENGINE = {"num_threads": 1, "dtype": "float32", "deterministic": True}
+NEEDED = "redis-server 7 or later"
+
+
+def what_is_missing() -> str:
+    """Why a server cannot be started here, or an empty text."""
+    path = shutil.which("redis-server")
+    if path is None:
+        return f"{NEEDED} is not installed; apt-get install redis-server"
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.partition("v=")[2].split()[0]
+    return "" if int(version.partition(".")[0]) >= 7 else f"redis-server is {version}; {NEEDED} is needed"
+
+
+class Server:
+    """A Redis that keeps what it acknowledged: it may be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder, self.url = folder, f"redis://127.0.0.1:{self.port}"
+        self.client = redis.Redis(port=self.port, protocol=2, socket_timeout=10)
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self.folder, "--save", "",
+             "--appendonly", "yes", "--appendfsync", "always"], stdout=subprocess.DEVNULL)
+        wait_until(self.answers, 30)
+
+    def answers(self) -> bool:
+        try:
+            return self.client.ping()
+        except redis.ConnectionError:
+            return False
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class WorkerProcess:
+    """One worker; its log is a file."""
+
+    def __init__(self, server: Server, name: str, *options: str) -> None:
+        self.name, self.log_path = name, server.folder / f"{name}-{time.monotonic_ns()}.log"
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, REPOSITORY / "examples" / "redis_worker.py", "--model", MODEL, "--redis", server.url,
+                 "--consumer", name, "--in-flight", "4", "--lease", "2", "--threads", "1", "--dtype", "float32",
+                 "--deterministic", *options],
+                stderr=log, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+        self.client = server.client
+
+    def wait_until_it_serves(self) -> "WorkerProcess":
+        wait_until(lambda: "Redis answers" in self.log() or self.process.poll() is not None, 120)
+        assert self.process.poll() is None, self.log()
+        return self
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def pending(self) -> list[str]:
+        """The entries that it has."""
+        return [entry["message_id"].decode() for entry in
+                self.client.xpending_range(STREAM, GROUP, "-", "+", 1000, consumername=self.name)]
+
+    def is_in_the_middle(self, least_tokens: int = 5) -> bool:
+        """Whether it has entries, with tokens streamed of each."""
+        names = self.pending()
+        return len(names) >= 2 and all(len(streamed(self.client, name)[0]) >= least_tokens for name in names)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
+        self.send(number)
+        return self.process.wait(seconds)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, f"waited {seconds} s in vain"
+        time.sleep(0.01)
+
+
+def drawn(draw: random.Random, shortest: int = 60, longest: int = 120) -> dict:
+    """The tensors of a random request."""
+    tensors = {"input_ids": [draw.randrange(3, 4096) for _ in range(draw.choice([1, 4, 17, 40]))],
+               "request_output_len": draw.randrange(shortest, longest), "random_seed": draw.getrandbits(40),
+               "temperature": draw.uniform(0.3, 1.5)}
+    for more in ({"runtime_top_k": 40}, {"runtime_top_p": 0.9}, {"repetition_penalty": 1.2}, {"min_length": 50},
+                 {"runtime_top_p": 0.9, "runtime_top_p_decay": 0.99}, {"end_id": 15, "presence_penalty": 0.5}):
+        if draw.random() < 0.3:
+            tensors |= more
+    return tensors
+
+
+def add(client: redis.Redis, requests: list[dict]) -> list[str]:
+    """The names of the entries."""
+    return [client.xadd(STREAM, {"request": json.dumps(tensors)}).decode() for tensors in requests]
+
+
+def answers(client: redis.Redis) -> list[tuple[str, dict]]:
+    return [(fields[b"entry"].decode(), json.loads(fields[b"answer"]))
+            for _, fields in client.xrange(f"{STREAM}:answers")]
+
+
+def wait_for_answers(client: redis.Redis, names: list[str], seconds: float = 120) -> dict[str, dict]:
+    wait_until(lambda: set(names) <= {name for name, _ in answers(client)}, seconds)
+    return dict(answers(client))
+
+
+def streamed(client: redis.Redis, name: str) -> tuple[list[int], dict | None]:
+    """(tokens, answer) that a client reads from the tokens of one entry. Checks how the pieces are numbered."""
+    tokens, answer = [], None
+    for piece, fields in client.xrange(f"{STREAM}:tokens:{name}"):
+        assert answer is None, f"{name}: a piece behind the answer"
+        if b"answer" in fields:
+            answer = json.loads(fields[b"answer"])
+        else:
+            tokens += map(int, fields[b"tokens"].split())
+            assert piece.decode() == f"0-{len(tokens)}", f"{name}: piece {piece} ends at token {len(tokens)}"
+    return tokens, answer
+
+
+def wrong(client: redis.Redis, names: list[str], expected: list[tuple[list[int], str]],
+          before: dict[str, list[int]]) -> list[str]:
+    """What is wrong with the answers to these entries. before: what was streamed when something was killed."""
+    found, times = dict(answers(client)), Counter(name for name, _ in answers(client))
+    faults = [f"{name} has {times[name]} answers" for name in names if times[name] != 1]
+    for name, (tokens, reason) in zip(names, expected, strict=True):
+        answer = found.get(name)
+        if answer != {"tokens": tokens, "finish_reason": reason}:
+            faults.append(f"{name}: the answer is another one than undisturbed")
+        if streamed(client, name) != (tokens, answer):
+            faults.append(f"{name}: what was streamed is not the answer")
+        if tokens[:len(before.get(name, []))] != before.get(name, []):
+            faults.append(f"{name}: what was streamed before is contradicted")
+    owed = client.xrange(STREAM)
+    faults += [f"{name.decode()} is still in the stream" for name, _ in owed if name.decode() in names]
+    faults += [f"{entry['message_id'].decode()} is still pending" for entry in
+               client.xpending_range(STREAM, GROUP, "-", "+", 1000) if entry["message_id"].decode() in names]
+    return faults
+
+
+def undisturbed(requests: list[dict]) -> list[tuple[list[int], str]]:
+    """(tokens, finish reason) of each request, on an engine in this process."""
+    found = outcomes(MODEL, [InferenceRequest(number, tensors) for number, tensors in enumerate(requests)], **ENGINE)
+    return [(found[number][0], FinishReason(found[number][1]).name) for number in range(len(requests))]

@@ -1,0 +1,382 @@
+"""examples/redis_worker.py with a real Redis: what a worker decides, and workers, and Redis, that are killed.
+
+More of it, with counts: python tests/campaigns/redis_workers.py.
+"""
+
+import importlib
+import json
+import random
+import signal
+import sys
+import threading
+import time
+import zlib
+from argparse import Namespace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+if find_spec("redis") is None:
+    pytest.skip('The Redis worker was NOT tested: pip install redis', allow_module_level=True)
+pytest.importorskip("torch")
+
+import redis  # noqa: E402
+
+from batch_manager import FinishReason  # noqa: E402
+from tests.examples.redis_servers import (  # noqa: E402
+    GROUP,
+    REPOSITORY,
+    STREAM,
+    Server,
+    WorkerProcess,
+    add,
+    drawn,
+    streamed,
+    undisturbed,
+    wait_for_answers,
+    wait_until,
+    what_is_missing,
+    wrong,
+)
+
+if missing := what_is_missing():
+    pytest.skip(f"The Redis worker was NOT tested: {missing}", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    made = Server(tmp_path_factory.mktemp("redis"))
+    yield made
+    made.kill()
+
+
+@pytest.fixture(autouse=True)
+def no_connection_is_left(server):
+    yield
+    server.client.close()
+
+
+# ---------------------------------------------------------------------- one worker, whose engine is this test
+
+
+class Driven:
+    """A Worker on a stream of its own, without an engine: the test calls the callbacks."""
+
+    def __init__(self, server: Server, stream: str, consumer: str = "a", lease: float = 60.0) -> None:
+        if str(REPOSITORY) not in sys.path:
+            sys.path.insert(0, str(REPOSITORY))
+        self.module = importlib.import_module("examples.redis_worker")
+        client = redis.Redis(port=server.port, protocol=2)
+        self.worker = self.module.Worker(client, Namespace(stream=stream, consumer=consumer, lease=lease, drain=1.0))
+        self.redis, self.stream = client, stream
+        self.worker.call("make_group")
+
+    def add(self, payload: bytes | str | dict, field: str = "request") -> str:
+        payload = json.dumps(payload) if isinstance(payload, dict) else payload
+        return self.redis.xadd(self.stream, {field: payload}).decode()
+
+    def get(self, room: int) -> list:
+        """The requests of entries that are fetched with so much room."""
+        assert self.worker.get_inference_requests(room) == []
+        self.worker.fetch()
+        return self.worker.get_inference_requests(room)
+
+    def respond(self, request, tokens: list[int], reason: FinishReason = FinishReason.NOT_FINISHED, error: str = ""):
+        tensors = [] if error else [Namespace(name="output_ids", array=np.array([[tokens]], np.int32)),
+                                    Namespace(name="finish_reason", array=np.array([[reason]], np.int32))]
+        is_final = bool(error) or reason is not FinishReason.NOT_FINISHED
+        self.worker.send_response(request.request_id, tensors, is_final, error)
+
+    def tokens(self, name: str) -> list[int]:
+        return [int(token) for _, fields in self.redis.xrange(f"{self.stream}:tokens:{name}")
+                for token in fields.get(b"tokens", b"").split()]
+
+    def answers(self) -> dict[str, dict]:
+        found = [(fields[b"entry"].decode(), json.loads(fields[b"answer"]))
+                 for _, fields in self.redis.xrange(f"{self.stream}:answers")]
+        assert len(dict(found)) == len(found)
+        return dict(found)
+
+    def num_pending(self) -> int:
+        return self.redis.xpending(self.stream, GROUP)["pending"]
+
+
+ASKED = {"input_ids": [5, 6], "request_output_len": 4}
+
+
+def test_no_more_is_fetched_than_the_engine_has_room_for(server):
+    driven = Driven(server, "flow")
+    for _ in range(9):
+        driven.add(ASKED)
+    assert len(driven.get(3)) == 3 and driven.num_pending() == 3
+    driven.worker.fetch()                               # the three are active now, and get was not called again
+    assert driven.num_pending() == 3
+    driven.worker.get_inference_requests(2)             # two have ended
+    driven.worker.fetch()
+    driven.worker.fetch()                               # what waits in the inbox takes room as well
+    assert driven.num_pending() == 5
+    driven.worker.get_inference_requests(0)
+    driven.worker.fetch()
+    assert driven.num_pending() == 5 and len(driven.worker.inbox) == 2
+
+
+def test_another_worker_goes_on_after_what_was_streamed_and_the_first_one_is_refused(server):
+    first = Driven(server, "fence")
+    names = [first.add(ASKED) for _ in range(2)]
+    requests = first.get(4)
+    for request in requests:
+        first.respond(request, [10, 11])
+    first.worker.write()
+    second = Driven(server, "fence", "b", lease=0.0)
+    resumed = second.get(4)
+    assert [(request.input_ids, request.request_output_len) for request in resumed] == [([5, 6, 10, 11], 2)] * 2
+    seeds = [zlib.crc32(name.encode()) for name in names]        # of the entry, whoever generates it
+    assert [request.random_seed for request in requests] == [request.random_seed for request in resumed] == seeds
+    first.respond(requests[0], [99])
+    first.respond(requests[1], [98, 97], FinishReason.LENGTH)
+    first.worker.keep()                                 # does not take them back either
+    first.worker.write()
+    assert first.worker.entries == {} and first.worker.stopped == {requests[0].request_id}
+    first.respond(requests[0], [], FinishReason.CANCELLED)
+    first.worker.write()
+    assert first.worker.stopped == set()
+    for request in resumed:
+        second.respond(request, [12, 13], FinishReason.LENGTH)
+    second.worker.write()
+    assert second.answers() == {name: {"tokens": [10, 11, 12, 13], "finish_reason": "LENGTH"} for name in names}
+    assert [second.tokens(name) for name in names] == [[10, 11, 12, 13]] * 2
+    assert second.num_pending() == second.redis.xlen("fence") == 0
+    assert 0 < second.redis.ttl(f"fence:tokens:{names[0]}") <= 3600
+
+
+def test_two_processes_of_one_name_are_told_apart(server):
+    first, second = Driven(server, "name"), Driven(server, "name", lease=0.0)
+    first.add(ASKED)
+    (request,), (again,) = first.get(1), second.get(1)
+    first.respond(request, [99])
+    second.respond(again, [10])
+    first.worker.write()
+    second.worker.write()
+    assert first.worker.entries == {}
+    assert second.tokens(second.worker.entries[again.request_id].name) == [10]
+
+
+def test_tokens_and_answers_whose_reply_was_lost_are_written_once(server):
+    driven = Driven(server, "lost")
+    name = driven.add(ASKED)
+    (request,) = driven.get(1)
+    entry = driven.worker.entries[request.request_id]
+    driven.respond(request, [10, 11])
+    driven.worker.write()
+    entry.num_written = 0                               # as if the reply had not come
+    driven.respond(request, [12])
+    driven.worker.write()
+    assert entry.num_written == 3 and driven.tokens(name) == [10, 11, 12]
+    driven.respond(request, [13], FinishReason.LENGTH)
+    driven.worker.write()
+    driven.worker.entries[request.request_id] = entry
+    driven.worker.write()
+    assert driven.worker.entries == {} and driven.tokens(name) == [10, 11, 12, 13]
+    assert list(driven.answers()) == [name]
+
+
+def test_tokens_that_redis_lost_are_written_again_before_the_answer(server):
+    driven = Driven(server, "rolled-back")
+    name = driven.add(ASKED)
+    (request,) = driven.get(1)
+    driven.respond(request, [10, 11])
+    driven.worker.write()
+    driven.redis.delete(f"rolled-back:tokens:{name}")
+    driven.respond(request, [12, 13], FinishReason.LENGTH)
+    driven.worker.write()
+    driven.worker.write()
+    assert driven.tokens(name) == driven.answers()[name]["tokens"] == [10, 11, 12, 13]
+
+
+def test_entries_are_kept_while_the_worker_lives_and_left_at_its_end(server):
+    driven, other = Driven(server, "kept", lease=0.2), Driven(server, "kept", "b", lease=0.2)
+    driven.add(ASKED)
+    assert len(driven.get(1)) == 1
+    for _ in range(6):
+        time.sleep(0.06)
+        driven.worker.keep()
+        assert other.get(1) == []
+    driven.worker.set_idle(driven.worker.lease_ms)
+    assert len(other.get(1)) == 1
+
+
+@pytest.mark.parametrize("payload", [
+    b"Emma smiled, and", b"", b"\xff\xfe", b"[1, 2]", b"null", b"3", b"[" * 100_000,
+    b'{"input_ids": ' + b"9" * 5000 + b"}", b'{"input_idz": [1]}', b'{"\\ud800": 1}'])
+def test_a_bad_payload_is_answered_with_an_error(server, payload):
+    driven = Driven(server, f"bad-{random.getrandbits(60)}")
+    names = [driven.add(payload), driven.add(payload, field="else")]
+    assert driven.get(4) == []
+    driven.worker.write()
+    found = driven.answers()
+    assert set(found) == set(names) and driven.num_pending() == 0
+    for answer in found.values():
+        assert answer["tokens"] == [] and answer["error"].startswith("[INVALID_REQUEST] ") and "Emma" not in str(answer)
+
+
+def test_what_cannot_be_resumed_is_answered_with_the_reason_and_the_tokens_so_far(server):
+    first, second = Driven(server, "beams"), Driven(server, "beams", "b", lease=0.0)
+    name = first.add({**ASKED, "runtime_top_p": 0.9, "runtime_top_p_decay": 0.9, "runtime_top_p_reset_ids": 3})
+    (request,) = first.get(1)
+    first.respond(request, [10])
+    first.worker.write()
+    assert second.get(1) == []
+    second.worker.write()
+    answer = second.answers()[name]
+    assert answer["tokens"] == [10] and "top_p_reset_ids is 3" in answer["error"]
+
+
+def test_an_entry_that_ends_every_worker_is_answered_with_an_error(server):
+    driven = Driven(server, "killer", lease=0.0)
+    name = driven.add(ASKED)
+    assert [len(driven.get(1)) for _ in range(11)] == [1] * 10 + [0]
+    driven.worker.write()
+    assert driven.answers()[name]["error"].startswith("[MODEL_ERROR] 10 workers got the entry")
+    assert driven.num_pending() == 0 and 11 not in driven.worker.entries
+
+
+@pytest.mark.parametrize("error, is_answered", [
+    ("[MODEL_ERROR] boom", True), ("[DEADLINE] late", True), ("[SHUTDOWN] it ends", False), ("[QUEUE_FULL] 9", False),
+    ("[ENGINE_FAILED] gone", False)])
+def test_an_error_of_the_request_is_its_answer_and_one_of_the_engine_is_not(server, error, is_answered):
+    driven = Driven(server, f"error-{random.getrandbits(60)}")
+    name = driven.add(ASKED)
+    (request,) = driven.get(1)
+    driven.respond(request, [10])
+    driven.respond(request, [], error=error)
+    driven.worker.write()
+    assert driven.worker.entries == {}
+    assert driven.answers() == ({name: {"tokens": [10], "error": error}} if is_answered else {})
+    assert driven.num_pending() == (0 if is_answered else 1)
+
+
+def test_the_callbacks_do_without_redis():
+    module = importlib.import_module("examples.redis_worker")
+    worker = module.Worker(redis.Redis(port=1), Namespace(stream="s", consumer="a", lease=1.0, drain=1.0))
+    assert worker.get_inference_requests(4) == []
+    worker.send_response(1, [], True, "[SHUTDOWN] it ends")
+    assert len(worker.outbox) == 1 and worker.stopped == set()
+
+
+@pytest.mark.parametrize("health", [{"state": "FAILED", "is_hanging": False}, {"state": "RUNNING", "is_hanging": True}])
+def test_a_worker_whose_engine_is_not_well_leaves_its_entries(server, health):
+    driven = Driven(server, f"ill-{random.getrandbits(60)}")
+    driven.add(ASKED)
+    assert len(driven.get(1)) == 1
+    assert driven.worker.run(Namespace(health=lambda: health), threading.Event()) is False
+    other = Driven(server, driven.stream, "b")
+    assert len(other.get(1)) == 1
+
+
+# ---------------------------------------------------------------------- processes
+
+
+@pytest.fixture(scope="module")
+def survivor(server):
+    """A worker that nothing is done to. Its log is looked at in the end."""
+    worker = WorkerProcess(server, "survivor")
+    worker.wait_until_it_serves()
+    yield worker
+    assert worker.end() == 0
+    check_log(worker)
+
+
+def check_log(worker: WorkerProcess) -> None:
+    log = worker.log()
+    assert "Traceback" not in log and "Emma" not in log and "input_ids\"" not in log, log
+
+
+def shared_out(server: Server, victim: WorkerProcess, seed: int, num_entries: int = 12):
+    """(names, expected) of entries that the victim is in the middle of some of."""
+    draw = random.Random(seed)
+    requests = [drawn(draw) for _ in range(num_entries)]
+    expected = undisturbed(requests)
+    names = add(server.client, requests)
+    wait_until(victim.is_in_the_middle, 60)
+    return names, expected
+
+
+def test_a_worker_is_killed(server, survivor):
+    victim = WorkerProcess(server, "killed").wait_until_it_serves()
+    names, expected = shared_out(server, victim, seed=1)
+    victim.end(signal.SIGKILL)
+    had = victim.pending()
+    before = {name: streamed(server.client, name)[0] for name in had}
+    assert had and any(before.values())
+    wait_for_answers(server.client, names)
+    assert wrong(server.client, names, expected, before) == []
+    check_log(victim)
+
+
+def test_a_worker_is_frozen_until_others_have_its_entries(server, survivor):
+    victim = WorkerProcess(server, "frozen").wait_until_it_serves()
+    names, expected = shared_out(server, victim, seed=2)
+    victim.send(signal.SIGSTOP)
+    had = victim.pending()
+    before = {name: streamed(server.client, name)[0] for name in had}
+    wait_until(lambda: not victim.pending(), 60)
+    victim.send(signal.SIGCONT)
+    wait_until(lambda: "is another worker's now" in victim.log(), 30)
+    wait_for_answers(server.client, names)
+    assert wrong(server.client, names, expected, before) == []
+    more = [drawn(random.Random(20 + number)) for number in range(8)]
+    expected = undisturbed(more)
+    names = add(server.client, more)
+    wait_until(victim.is_in_the_middle, 60)                  # it serves again
+    wait_for_answers(server.client, names)
+    assert wrong(server.client, names, expected, {}) == []
+    assert victim.end() == 0
+    check_log(victim)
+
+
+def test_sigterm_with_work_left(server, survivor):
+    victim = WorkerProcess(server, "ended", "--drain", "0").wait_until_it_serves()
+    names, expected = shared_out(server, victim, seed=3)
+    before = {name: streamed(server.client, name)[0] for name in victim.pending()}
+    assert victim.end() == 0
+    assert " entries are left to other workers" in victim.log() and " 0 entries" not in victim.log()
+    wait_for_answers(server.client, names)
+    assert wrong(server.client, names, expected, before) == []
+    check_log(victim)
+
+
+def test_redis_is_killed_and_comes_back(server, survivor):
+    names, expected = shared_out(server, survivor, seed=4)
+    before = {name: streamed(server.client, name)[0] for name in survivor.pending()}
+    server.kill()
+    time.sleep(0.7)
+    server.start()
+    wait_for_answers(server.client, names)
+    assert wrong(server.client, names, expected, before) == []
+    assert "Redis is tried again until it answers" in survivor.log()
+
+
+def test_a_cancelled_entry_is_answered_with_what_it_had(server, survivor):
+    request = {"input_ids": [5, 6, 7], "request_output_len": 1500, "random_seed": 1}
+    (name,) = add(server.client, [request])
+    wait_until(lambda: len(streamed(server.client, name)[0]) > 5, 60)
+    server.client.set(f"{STREAM}:cancel:{name}", 1, ex=3600)
+    tokens = wait_for_answers(server.client, [name])[name]["tokens"]
+    assert 5 < len(tokens) < 1500
+    ((expected, _),) = undisturbed([{**request, "request_output_len": len(tokens)}])
+    assert wrong(server.client, [name], [(expected, "CANCELLED")], {}) == []
+    assert not server.client.exists(f"{STREAM}:cancel:{name}")
+
+
+def test_bad_entries_are_refused_and_acknowledged(server, survivor):
+    names = add(server.client, [
+        {"input_ids": [4096], "request_output_len": 4}, {"input_ids": [5]},
+        {"input_ids": [5], "request_output_len": -1}, {"input_ids": "Emma smiled, and", "request_output_len": 4},
+        {"input_ids": [5], "request_output_len": 4, "beam_width": 2}])
+    names.append(server.client.xadd(STREAM, {"request": "Emma smiled, and"}).decode())
+    found = wait_for_answers(server.client, names)
+    for name in names:
+        assert found[name]["error"].startswith("[INVALID_REQUEST] ") and found[name]["tokens"] == []
+        assert streamed(server.client, name) == ([], found[name])
+    assert set(names).isdisjoint(survivor.pending())
