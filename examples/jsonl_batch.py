@@ -11,7 +11,7 @@ Each line of the output has the `id` and either `text`, `num_tokens` and `finish
 `message`). Lines come in the order in which the texts end. A line is written once its text is whole: what a run that
 was killed had begun is computed again, and no input line is answered twice. A request whose answer is still owed, as
 at shutdown, is not answered, and the exit status is then 1: run the command again. One run may write an output at a
-time.
+time. A file that holds anything else is not written to, and the exit status is 2.
 """
 
 import argparse
@@ -29,6 +29,8 @@ from typing import Any, BinaryIO
 from batch_manager import ManagerClosedError
 from batch_manager.extras.llm import LLM
 
+BEGINNING = b'{"id": '             # of each line of an output
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,13 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     must_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: must_end.set())
     signal.signal(signal.SIGINT, lambda *_: must_end.set())
-    with open(options.output, "a+b") as output:
-        try:
-            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{options.output} is being written by another run", file=sys.stderr)
-            return 2
+    try:
+        output = opened_output(options.input, options.output)
         answered = answered_ids(output)
+    except (OSError, ValueError) as error:
+        print(f"jsonl_batch: {error}", file=sys.stderr)
+        return 2
+    with output:
         with LLM(options.model, max_batch_size=options.in_flight, num_threads=options.threads,
                  dtype=options.dtype) as llm:
             num_written, num_owed = run(llm, options.input, output, answered, options.in_flight, must_end)
@@ -56,14 +58,39 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if num_owed else 0
 
 
+def opened_output(input_path: str, output_path: str) -> BinaryIO:
+    """The output, for this run alone. Raises OSError where a file cannot be opened, ValueError where it is not to be
+    written."""
+    with open(input_path, "rb"):
+        pass
+    output = open(output_path, "a+b")
+    if os.path.samefile(input_path, output_path):
+        raise ValueError(f"{output_path} is the input; texts go into a file of their own; name another output")
+    try:
+        fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{output_path} is being written by another run; one run at a time may; wait for it") from None
+    return output
+
+
 def answered_ids(output: BinaryIO) -> set[str | int]:
-    """The ids in the output. A last line that a killed run left without its end is cut off."""
+    """The ids in the output. A last line that a killed run left without its end is cut off. Raises ValueError, and
+    changes nothing, where the file has lines that are not of this program."""
     output.seek(0)
     ids, whole = set(), 0
-    for line in output:
-        if not line.endswith(b"\n"):
-            break
-        ids.add(json.loads(line)["id"])
+    for number, line in enumerate(output, 1):
+        try:
+            if not line.startswith(BEGINNING[: len(line)]):
+                raise ValueError
+            if not line.endswith(b"\n"):
+                break
+            written = json.loads(line)
+            if "text" not in written and "error" not in written:
+                raise ValueError
+            ids.add(written["id"])
+        except ValueError:
+            raise ValueError(f"line {number} of {output.name} is no line of this program; an output holds such lines "
+                             "only; name another output") from None
         whole += len(line)
     output.truncate(whole)
     return ids
@@ -86,11 +113,13 @@ def prompts(path: str, answered: set[str | int]) -> Iterator[tuple[str | int, An
                 line_id = given_id
                 if "prompt" not in options:
                     raise ValueError("it has no prompt")
-                prompt = options.pop("prompt")
+                prompt, bias = options.pop("prompt"), options.get("logit_bias")
+                if isinstance(bias, dict):     # names in JSON are texts
+                    options["logit_bias"] = {int(name) if name.isdecimal() else name: bias[name] for name in bias}
                 if line_id in seen:
                     print(f"line {number} has the id of an earlier line and is left out", file=sys.stderr)
                     continue
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 options = f"line {number}: {error}"
             seen.add(line_id)
             if line_id not in answered:
@@ -118,11 +147,16 @@ def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flig
                 result = future.result()
                 owed += result is None
                 if result is not None:
-                    output.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+                    output.write(encoded(json.dumps(result, ensure_ascii=False)) + b"\n")
                     written += 1
             output.flush()
         os.fsync(output.fileno())
     return written, owed + sum(1 for _ in waiting)
+
+
+def encoded(text: str) -> bytes:
+    """In UTF-8. What that has not, half a surrogate pair, is written as JSON escapes it."""
+    return text.encode(errors="backslashreplace")
 
 
 def answer(llm: LLM, line_id: str | int, prompt: Any, options: dict[str, Any] | str) -> dict[str, Any] | None:
@@ -130,7 +164,7 @@ def answer(llm: LLM, line_id: str | int, prompt: Any, options: dict[str, Any] | 
     if isinstance(options, str):
         return {"id": line_id, "error": {"code": "INVALID_REQUEST", "message": options}}
     try:
-        completion = llm.generate([prompt], **{"seed": zlib.crc32(str(line_id).encode()), **options})[0]
+        completion = llm.generate([prompt], **{"seed": zlib.crc32(encoded(str(line_id))), **options})[0]
     except ManagerClosedError:
         return None
     except (TypeError, ValueError) as error:

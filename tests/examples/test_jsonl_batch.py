@@ -95,3 +95,41 @@ def test_an_output_has_one_writer(tmp_path):
         fcntl.flock(output, fcntl.LOCK_EX)
         done = run(tmp_path)
     assert done.returncode == 2 and "is being written by another run" in done.stderr
+
+
+def test_lines_that_json_and_unicode_make_hard(tmp_path):
+    deep = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    write(tmp_path, [deep, '{"prompt": "The", "id": "\\ud800", "max_tokens": 3}', '{"prompt": "The", "\\ud800": 1}',
+                     {"prompt": "The", "logit_bias": [1], "max_tokens": 3},
+                     {"prompt": "The", "logit_bias": {"5": 100}, "max_tokens": 3, "temperature": 0, "id": "biased"},
+                     {"prompt": "The", "logit_bias": {"x": 100}, "max_tokens": 3}])
+    done = run(tmp_path)
+    assert done.returncode == 0 and "6 now; 0 are left" in done.stderr, done.stderr
+    found = {line["id"]: line for line in lines(tmp_path)}
+    assert found["\ud800"]["num_tokens"] == found["biased"]["num_tokens"] == 3
+    assert {found[1]["error"]["message"][:7], *(found[number]["error"]["code"] for number in (3, 4, 6))} == {
+        "line 1:", "INVALID_REQUEST"}
+    again = run(tmp_path)
+    assert again.returncode == 0 and "6 lines were answered before, 0 now" in again.stderr
+
+
+@pytest.mark.parametrize("text", [b"my notes", b"my notes\n", b'{"id": "a", "prompt": "x"}\n', b"[1]\n{"])
+def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path, text):
+    write(tmp_path, ROWS[:1])
+    (tmp_path / "out.jsonl").write_bytes(text)
+    done = run(tmp_path)
+    assert done.returncode == 2 and "is no line of this program; " in done.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == text
+
+
+def test_the_input_is_no_output_and_what_is_missing_is_named(tmp_path):
+    text = json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1])          # the last line has no end
+    (tmp_path / "in.jsonl").write_text(text)
+    (tmp_path / "out.jsonl").symlink_to("in.jsonl")
+    done = run(tmp_path)
+    assert done.returncode == 2 and "is the input; " in done.stderr and (tmp_path / "in.jsonl").read_text() == text
+    (tmp_path / "out.jsonl").unlink()
+    (tmp_path / "in.jsonl").unlink()
+    done = run(tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "in.jsonl" in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
