@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from batch_manager.triton_kernels.cpu.beam_topk import beam_topk as beam_topk_on_a_cpu
+
 
 @pytest.fixture
 def groups(integers):
@@ -11,6 +13,23 @@ def groups(integers):
         return integers(starts), integers(rates or [0.0] * len(sizes), torch.float32), max(sizes)
 
     return make
+
+
+@pytest.fixture(params=["kernel", "twin of the CPU"])
+def run_kernel(request, run_kernel):
+    """The Triton side, and the CPU's own form of it."""
+    if request.param == "kernel":
+        return run_kernel
+
+    def run(_, logits, *others, **named):
+        def on_a_cpu(value):
+            return value.cpu() if isinstance(value, torch.Tensor) else value
+
+        found = beam_topk_on_a_cpu(on_a_cpu(logits), *map(on_a_cpu, others),
+                                   **{name: on_a_cpu(value) for name, value in named.items()})
+        return [tensor.to(logits.device) for tensor in found]
+
+    return run
 
 
 @pytest.fixture

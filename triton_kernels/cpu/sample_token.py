@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from ..reference.sample_token import follow
+from .logit_blocks import BLOCK, PLACES, block_maxima, block_sums, ids_of, largest
 
-BLOCK = 64
 CANDIDATES = 64
-PLACES = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # in a block
 LARGEST_INVERSE = 1e38     # of a temperature: it stays finite, so that zero times it is zero
 
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)         # of Philox-4x32-10
@@ -64,9 +63,9 @@ def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None,
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens [r] int64, the lowest id among equals; maxima [r]). A row that holds NaN has a maximum of NaN."""
-    blocks = _block_maxima(logits)
+    blocks = block_maxima(logits)
     maxima, best = blocks.max(1)
-    ids = _ids_of(best[:, None], logits.shape[1])
+    ids = ids_of(best[:, None], logits.shape[1])
     inside = logits.gather(1, ids).argmax(1, keepdim=True)
     return ids.gather(1, inside)[:, 0], maxima
 
@@ -120,7 +119,7 @@ class _Draw:
     __slots__ = ("logits", "inverse_temperature", "top_k", "top_p", "uniform", "min_p_margin")
 
     def __init__(self, logits, temperature, top_k, top_p, min_p, uniform) -> None:
-        self.logits, self.inverse_temperature = logits, _inverse_of(temperature)
+        self.logits, self.inverse_temperature = logits, inverse_of(temperature)
         self.top_k, self.top_p, self.uniform = top_k, top_p, uniform
         self.min_p_margin = temperature * min_p.log()
 
@@ -160,7 +159,7 @@ def _solve_rest(draw: _Draw, tokens: torch.Tensor, solved: torch.Tensor) -> torc
 
 def _from_largest(draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, whether they are right): wrong where the logit after the k-th equals it, unless both are forbidden."""
-    values, ids = _largest(draw.logits, _block_maxima(draw.logits), int(draw.top_k.max()) + 1)
+    values, ids = largest(draw.logits, block_maxima(draw.logits), int(draw.top_k.max()) + 1)
     last = draw.top_k[:, None] - 1
     kth = values.gather(1, last)
     solved = ((kth > values.gather(1, last + 1)) | (kth == -torch.inf))[:, 0]
@@ -177,13 +176,13 @@ def _from_largest(draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _by_mass(draw: _Draw) -> torch.Tensor:
     """Top-p alone."""
-    blocks = _block_maxima(draw.logits)
+    blocks = block_maxima(draw.logits)
     all_weights = draw.weights(draw.logits, blocks.amax(1))
-    target = draw.top_p * _block_sums(all_weights).double().sum(1)
+    target = draw.top_p * block_sums(all_weights).double().sum(1)
     del all_weights
 
     most = min(CANDIDATES, draw.logits.shape[1])
-    values, ids = _largest(draw.logits, blocks, most)
+    values, ids = largest(draw.logits, blocks, most)
     weights = draw.weights(values, values[:, 0]).double()
     smallest = _smallest_kept(values, weights, target).maximum(values[:, :1] + draw.min_p_margin[:, None])
     solved = smallest[:, 0] > values[:, -1]                        # else more are needed, or there are equals of it
@@ -234,42 +233,6 @@ def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k:
     return float(ascending[-1 - min(block * BLOCK + min(inside, BLOCK - 1), len(ascending) - 1)])
 
 
-def _block_maxima(logits: torch.Tensor) -> torch.Tensor:
-    """[r, vocab] -> [r, blocks]; the last block may be shorter."""
-    return _reduce_blocks(logits, torch.amax)
-
-
-def _block_sums(weights: torch.Tensor) -> torch.Tensor:
-    return _reduce_blocks(weights, torch.sum)
-
-
-def _reduce_blocks(rows: torch.Tensor, reduce) -> torch.Tensor:
-    whole = rows.shape[1] // BLOCK * BLOCK
-    parts = []
-    if whole:
-        parts.append(reduce(rows[:, :whole].unflatten(1, (-1, BLOCK)), -1))
-    if whole < rows.shape[1]:
-        parts.append(reduce(rows[:, whole:], -1)[:, None])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _ids_of(blocks: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Token ids in `blocks` [n, m], [n, m * BLOCK]; past the vocabulary its last id is repeated."""
-    return (blocks[:, :, None] * BLOCK + PLACES).flatten(1).clamp_(max=vocab - 1)
-
-
-def _largest(logits: torch.Tensor, blocks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ids) of the `count` largest logits of each row, descending. `blocks` are the rows' block maxima."""
-    if 2 * count > blocks.shape[1]:
-        return logits.topk(count, 1)
-    best = blocks.topk(count, 1, sorted=False).indices
-    ids = (best[:, :, None] * BLOCK + PLACES).flatten(1)
-    outside = ids >= logits.shape[1]
-    values = logits.gather(1, ids.clamp(max=logits.shape[1] - 1)).masked_fill_(outside, -torch.inf)
-    values, order = values.topk(count, 1)
-    return values, ids.gather(1, order)
-
-
 def _smallest_kept(values: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """[n, 1]: the value at which the sum of `weights`, in the descending order of `values`, reaches the target.
 
@@ -289,7 +252,7 @@ def _draw_candidates(weights: torch.Tensor, ids: torch.Tensor, uniform: torch.Te
 
 def _draw_weights(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The same over the whole vocabulary: first the block, then the id in it."""
-    cumulative = _block_sums(weights).double().cumsum(1)
+    cumulative = block_sums(weights).double().cumsum(1)
     target = uniform[:, None] * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
@@ -319,11 +282,11 @@ def chosen_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: to
     Shapes   logits [r, vocab] float32; tokens [r]; temperature [r] float32
     """
     top = logits.amax(1, keepdim=True)
-    scaled = (logits - top).mul_(_inverse_of(temperature)[:, None])
+    scaled = (logits - top).mul_(inverse_of(temperature)[:, None])
     chosen = scaled.gather(1, tokens.long()[:, None])[:, 0]
     return chosen - scaled.exp_().sum(1).log_()
 
 
-def _inverse_of(temperature: torch.Tensor) -> torch.Tensor:
+def inverse_of(temperature: torch.Tensor) -> torch.Tensor:
     """1 / temperature, with temperature 0 taken for 1."""
     return torch.where(temperature == 0, 1.0, temperature).reciprocal().clamp_(max=LARGEST_INVERSE)

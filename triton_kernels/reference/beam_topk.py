@@ -30,7 +30,7 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
               are_log_probs=None):
     """The best continuations of each group; see the module's docstring for shapes."""
     x = logits if logits.dtype == torch.float64 else logits.float()
-    num_groups, vocabulary, device = len(diversity_rate), x.shape[1], x.device
+    vocabulary = x.shape[1]
     finite = ~(x.isnan().any(1) | (x == torch.inf).any(1) | (x == -torch.inf).all(1))
     x = x.masked_fill(~finite[:, None], 0)                                     # rows whose result is thrown away
     heat = temperature.to(x.dtype).where(temperature != 0, 1)
@@ -47,19 +47,25 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
     log_prob = log_p[row, token]
     row, token, log_prob, rank = _ranked(row, log_prob, len(x), row, token, log_prob)
     row, token, log_prob, rank = (values[rank < kept] for values in (row, token, log_prob, rank))
+    return *best_of_groups(row, token, log_prob, rank, cum_log_probs, diversity_rate, group_starts,
+                           num_candidates), finite
 
+
+def best_of_groups(row, token, log_prob, rank, cum_log_probs, diversity_rate, group_starts, num_candidates):
+    """(log_probs, parents, tokens), from the best candidates [c] of the rows that yield any."""
+    num_groups, device = len(diversity_rate), log_prob.device
     group = torch.searchsorted(group_starts.long(), row, right=True) - 1
     score = cum_log_probs[row] + log_prob - diversity_rate[group] * rank
     group, row, token, log_prob, place = _ranked(group, score, num_groups, group, row, token, log_prob)
     chosen = place < num_candidates
     group, place = group[chosen], place[chosen]
 
-    log_probs = torch.full((num_groups, num_candidates), -torch.inf, dtype=x.dtype, device=device)
+    log_probs = torch.full((num_groups, num_candidates), -torch.inf, dtype=log_prob.dtype, device=device)
     parents, tokens = torch.zeros((2, num_groups, num_candidates), dtype=torch.int32, device=device)
     log_probs[group, place] = log_prob[chosen]
     parents[group, place] = (row[chosen] - group_starts[group]).int()
     tokens[group, place] = token[chosen].int()
-    return log_probs, parents, tokens, finite
+    return log_probs, parents, tokens
 
 
 def _ranked(bin, value, num_bins, *columns):
