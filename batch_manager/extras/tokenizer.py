@@ -8,6 +8,7 @@ from ..errors import ConfigError, InvalidRequestError, printable, type_name
 
 TOKENIZER_FILE = "tokenizer.json"
 LONGEST_QUOTE = 300
+LONG_TEXT = 8192    # characters: some milliseconds
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Any:
@@ -39,7 +40,10 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
     Raises InvalidRequestError for a text that cannot be encoded.
     """
     try:
-        tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) > LONG_TEXT and hasattr(tokenizer, "encode_batch"):    # `encode` keeps the interpreter lock
+            (tokens,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        else:
+            tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except Exception as error:    # half a surrogate pair, a vocabulary without a token for unknown characters
         raise InvalidRequestError(f"the prompt cannot be encoded: {type_name(error)}",
                                   "a text that the tokenizer has tokens for", "correct the text") from None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -314,3 +315,26 @@ def test_a_text_that_met_its_stop_string_stops_while_the_others_go_on():
 
     run(test, script=lambda history: TOKENS[(len(history) - 1) % len(TOKENS)] if history[0] == 5 else 300,
         step_seconds=0.002)
+
+
+def test_other_requests_go_on_while_a_long_prompt_is_read():
+    async def test(service):
+        longest, read_at = 0.0, []
+
+        async def read():
+            with pytest.raises(OpenAIError, match="prompt: .* tokens were given; at most 3,999 are expected") as raised:
+                await service.accept(json.dumps({"prompt": "a " * 300_000}).encode(), False)
+            assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
+            read_at.append(time.monotonic())
+
+        reading = asyncio.create_task(read())
+        began = last = time.monotonic()
+        while not reading.done():
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        await reading
+        took = read_at[0] - began
+        assert longest < took / 2, f"the event loop stood still for {longest:.2f} s of {took:.2f} s"
+
+    run(test)

@@ -25,6 +25,7 @@ from .prompt_log_probs import prompt_log_probs
 from .shapes import DONE, Shapes, usage
 from .token_names import TokenNames
 
+LONG_BODY = 8192    # bytes: to read more may take longer than a token of the other requests does
 CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
 
 
@@ -61,12 +62,11 @@ class OpenAIService:
         arrived = monotonic()
         if self.is_draining:
             raise OpenAIError(503, "the server is draining", code="shutdown")
-        asked = read_body(body, is_chat)
-        if asked.model is not None and asked.model not in (*self.names, self.folder):
-            raise OpenAIError(404, f"the model {asked.model[:200]!r} does not exist; this server has {self.names[0]!r}",
-                              "model", "model_not_found")
         try:
-            prompts = [self._prompt_ids(asked, prompt) for prompt in asked.prompts]
+            if len(body) > LONG_BODY:        # other requests go on meanwhile
+                asked, prompts = await asyncio.to_thread(self._read, body, is_chat)
+            else:
+                asked, prompts = self._read(body, is_chat)
             grammar = None
             if asked.response_format is not None:
                 grammar = await asyncio.to_thread(self._grammar, asked.response_format)
@@ -90,6 +90,20 @@ class OpenAIService:
         told = {"status": state, "active_requests": health["active_requests"],
                 "queued_requests": health["queued_requests"]}
         return 200 if is_well else 503, orjson.dumps(told)
+
+    def _read(self, body: bytes, is_chat: bool) -> tuple[Asked, list[list[int]]]:
+        """What a body asks for, and the tokens of its prompts. A prompt of megabytes takes seconds."""
+        asked = read_body(body, is_chat)
+        if asked.model is not None and asked.model not in (*self.names, self.folder):
+            raise OpenAIError(404, f"the model {asked.model[:200]!r} does not exist; this server has {self.names[0]!r}",
+                              "model", "model_not_found")
+        prompts = [self._prompt_ids(asked, prompt) for prompt in asked.prompts]
+        longest, room = max(map(len, prompts)), self.engine.info.max_seq_len - 1
+        if longest > room:
+            param = "messages" if is_chat else "prompt"
+            raise OpenAIError(400, f"{param}: {longest:,} tokens were given; at most {room:,} are expected, for one "
+                              "more must fit into the context", param, "context_length_exceeded")
+        return asked, prompts
 
     def _prompt_ids(self, asked: Asked, prompt: Any) -> list[int]:
         if asked.is_chat:
