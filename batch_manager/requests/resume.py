@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, type_name
 from ..sampling_config import shown, top_p_behind
 from .inference_request import TENSORS, InferenceRequest
-from .reading import scalar
+from .reading import Bound, look, scalar, words
+
+_ANY_SIZE = Bound(2**63, "", 2**63)     # the engine says what is too large
 
 
 def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> InferenceRequest:
@@ -30,9 +32,13 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     of the new request. A logits post-processor gets `tokens` as a part of the prompt; what it keeps itself is the
     caller's.
 
-    Raises InvalidRequestError for what cannot be resumed: beams, a request that has all its tokens, context logits
-    (they were of the first prompt), draft tokens, a decaying top-p with a reset id, and tokens that are no integers.
+    Raises InvalidRequestError for what cannot be resumed: beams, a request that has all its tokens or ended with a stop
+    word, context logits (they were of the first prompt), draft tokens, a decaying top-p with a reset id, and tokens
+    that are no integers.
     """
+    if not isinstance(request, InferenceRequest):
+        raise InvalidRequestError(f"request is of type {type_name(request)}", "an InferenceRequest",
+                                  "pass the request as it was handed over")
     tensors = request.input_tensors
     tokens = _integers("tokens", tokens)
     if tokens:
@@ -58,6 +64,9 @@ def _go_on(tensors: dict[str, Any], tokens: list[int]) -> None:
     num_left = _scalar(tensors, "request_output_len") - num_tokens
     if num_left < 1:
         raise _cannot(f"request_output_len is {num_left + num_tokens} and the request has {num_tokens} tokens")
+    if "stop_words_list" in tensors and _ends_with_one_of(
+            words(look(TENSORS["stop_words_list"], tensors["stop_words_list"], _ANY_SIZE), 2**31), prompt + tokens):
+        raise _cannot(f"the {num_tokens} tokens end with a stop word")
     tensors.update(input_ids=prompt + tokens, request_output_len=num_left)
     tensors.pop("input_lengths", None)
     if "input_token_extra_ids" in tensors:
@@ -73,6 +82,10 @@ def _go_on(tensors: dict[str, Any], tokens: list[int]) -> None:
         if reset_id >= 0:
             raise _cannot(f"runtime_top_p_decay is {shown(decay)} and runtime_top_p_reset_ids is {shown(reset_id)}")
         tensors["runtime_top_p"] = float(top_p_behind(np.array(tokens), top_p, decay, floor, reset_id))
+
+
+def _ends_with_one_of(found: tuple[tuple[int, ...], ...], tokens: list[int]) -> bool:
+    return any(tuple(tokens[-len(word):]) == word for word in found)
 
 
 def _scalar(tensors: dict[str, Any], name: str) -> Any:

@@ -61,6 +61,8 @@ def test_top_p_begins_where_it_had_got_to():
     ({"draft_input_ids": [1]}, [1], "draft_input_ids is set"),
     ({"runtime_top_p": 0.9, "runtime_top_p_decay": 0.9, "runtime_top_p_reset_ids": 4}, [1], "top_p_reset_ids is 4"),
     ({}, [1] * 5, "request_output_len is 5 and the request has 5 tokens"),
+    ({"stop_words_list": [[7], [8, 9]]}, [3, 8, 9], "the 3 tokens end with a stop word"),
+    ({"stop_words_list": np.array([[2, 8, 9, 5], [2, 4, -1, -1]])}, [8], "the 1 tokens end with a stop word"),
     ({"request_output_len": None}, [1], "request_output_len is missing"),
     ({}, [0.5], "tokens holds float64"),
     ({}, "no", "tokens holds"),
@@ -70,3 +72,14 @@ def test_what_cannot_be_resumed_is_refused_by_name(more, tokens, message):
     request = InferenceRequest(1, {"input_ids": [1, 2], "request_output_len": 5, **more})
     with pytest.raises(InvalidRequestError, match=message):
         resume(request, tokens)
+
+
+@pytest.mark.parametrize("tokens", [[9, 8], [8, 9, 1], [2]])
+def test_a_stop_word_that_is_not_whole_ended_nothing(tokens):
+    request = InferenceRequest(1, {"input_ids": [1, 2], "request_output_len": 5, "stop_words_list": [[8, 9, 7]]})
+    assert resume(request, tokens).input_ids == [1, 2, *tokens]
+
+
+def test_what_is_no_request_is_named():
+    with pytest.raises(InvalidRequestError, match="request is of type dict; an InferenceRequest; "):
+        resume({}, [1])
