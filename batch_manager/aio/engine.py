@@ -56,8 +56,9 @@ class AsyncEngine:
                     the statistics callback are called in this process, on a thread of the engine's
         Raises      what the constructor of GptManager raises
         """
-        if not isinstance(process, bool):
-            raise ConfigError(f"process is {process!r}", "True or False", "set process to one of them")
+        for name, value in (("process", process), ("takes_all", takes_all)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}", "True or False", f"set {name} to one of them")
         return await asyncio.to_thread(cls._make, model_path, model_type, max_beam_width, scheduler_policy,
                                        return_batch_manager_stats_cb, optional_params, parts, takes_all, process)
 

@@ -159,7 +159,7 @@ class Link:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BYTES_ON_THE_WAY)
             self.process = subprocess.Popen(
                 [os.fsdecode(multiprocessing.spawn.get_executable()), "-c", _PROGRAM, str(theirs.fileno()),
-                 json.dumps([path or os.getcwd() for path in sys.path])],
+                 json.dumps([path or os.getcwd() for path in sys.path if isinstance(path, str)])],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
         self.wire = Wire(Connection(ours.detach()))
         self._process_descriptor = os.pidfd_open(self.process.pid)

@@ -180,11 +180,17 @@ class _ToHost(logging.Handler):
         self._wire = wire
 
     def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = record.getMessage()
+        except Exception:    # a message that does not fit its arguments: told on stderr, as by other handlers
+            self.handleError(record)
+            return
+        trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else None
         attributes = {name: getattr(record, name) for name in (
             "name", "levelno", "levelname", "pathname", "filename", "module", "lineno", "funcName", "created",
             "process", "threadName")}
         with contextlib.suppress(OSError):     # the host has ended
-            self._wire.send(Logged({**attributes, "msg": record.getMessage(), "args": None,
+            self._wire.send(Logged({**attributes, "msg": message, "args": None, "exc_text": trace,
                                     "processName": "engine process"}))
 
 

@@ -152,7 +152,7 @@ def unpacked(request: PackedRequest) -> InferenceRequest:
     """Raises InvalidRequestError where something of the request cannot be unpickled in this process."""
     try:
         return pickle.loads(request.pickled)
-    except Exception as error:    # likewise
+    except BaseException as error:    # likewise; and what left here would take the requests before it with it
         raise InvalidRequestError(
             f"the request cannot be read in the engine process: unpickling it raised {type_name(error)}",
             "functions and classes that it names are in modules that the engine process can import, not in __main__",

@@ -306,6 +306,8 @@ def test_what_is_no_argument_and_what_is_over_is_refused():
     async def test():
         with pytest.raises(ValueError, match="process is 'yes'; True or False"):
             await AsyncEngine.start(process="yes")
+        with pytest.raises(ValueError, match="takes_all is 1; True or False"):
+            await AsyncEngine.start(takes_all=1)
         engine = await start()
         assert engine.info.vocab_size > 1 and await engine.close()
         with pytest.raises(ManagerClosedError):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +101,57 @@ def test_refusals_raise_with_their_code(engine):
             engine.stream(request(nonsense=1))
 
     asyncio.run(test())
+
+
+def leave():
+    raise SystemExit(3)
+
+
+class Leaving:
+    """A logits post-processor that cannot be unpickled."""
+
+    def __call__(self, *_):
+        pass
+
+    def __reduce__(self):
+        return leave, ()
+
+
+def test_a_request_that_cannot_be_unpickled_costs_itself(engine):
+    async def test():
+        streams = [engine.stream(request()), engine.stream(request(), logits_post_processor=Leaving()),
+                   engine.stream(request())]
+        assert len(await tokens_of(streams[0])) == len(await tokens_of(streams[2])) == 5
+        with pytest.raises(RequestFailed, match="unpickling it raised SystemExit"):
+            await tokens_of(streams[1])
+
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+class Logging(ScriptedBackend):
+    def __init__(self, **options):
+        super().__init__(on_step=self.log, **options)
+
+    def log(self, _):
+        logger = logging.getLogger("a backend")
+        logger.warning("%d arguments", "no")
+        try:
+            raise LookupError("nothing here")
+        except LookupError:
+            logger.exception("a step")
+
+
+def test_log_records_come_with_their_traces_and_bad_ones_cost_nothing(caplog, monkeypatch):
+    async def test():
+        engine = await AsyncEngine.start(parts=Parts(backend=Logging), process=True)
+        assert len((await engine.generate(request())).tokens) == 5
+        await engine.close()
+
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("no string")])                 # is left out, as by import
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(test(), 60))
+    formatted = [logging.Formatter().format(record) for record in caplog.records if record.name == "a backend"]
+    assert len(formatted) == 5 and all("LookupError: nothing here" in text for text in formatted)
 
 
 def test_signals_to_a_service_are_left_to_the_host(engine):

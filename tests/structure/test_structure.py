@@ -120,6 +120,7 @@ ALLOWED_LOADERS = {
 # Files that take every exception and do not raise it again: how often, and why not by a block of the guard.
 BROAD_EXCEPTS = {
     "batch_manager/aio/engine_program.py": (1, "what its constructor raises is sent to the host"),
+    "batch_manager/aio/messages.py": (1, "a request that cannot be unpickled costs itself only"),
     "batch_manager/clock.py": (1, "each block of the guard reads the clock twice"),
     "batch_manager/contained_log.py": (1, "a handler of the host's; blocks write to the log"),
     "batch_manager/errors.py": (2, "a property that is read for a message, in any thread; an exception's own text"),
