@@ -217,7 +217,8 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
                       default_norm_epsilon: float | None = None, default_theta: float | None = None,
                       head_size: int | None = None, num_kv_heads: int | None = None,
                       tie_word_embeddings: bool = False, partial_rotary_factor: float | None = None,
-                      max_positions: int, spec_class: type[Spec] = ModelSpec, **own: Any) -> Spec:
+                      rope: Fields | None = None, max_positions: int, spec_class: type[Spec] = ModelSpec,
+                      **own: Any) -> Spec:
     """The spec of a decoder with rotary positions and a gated feed-forward network, as Llama's relatives have.
 
     windows                    of each layer, as in LayerAttention
@@ -228,6 +229,7 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
     default_norm_epsilon, default_theta
                                the family's defaults too, of the norms and of `rope_theta`; None: it has none, and a
                                file without the field is refused
+    rope                       the rotary parameters; None: those of `rope_parameters` or `rope_scaling`
     partial_rotary_factor      the family's default; None: it rotates whole heads, and a file that says other is refused
     spec_class, own            a subclass of ModelSpec, and what its own fields get
     Raises ModelLoadError naming file and field.
@@ -255,7 +257,8 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
         norm_epsilon=_epsilon(config, norm_epsilon, default_norm_epsilon),
         tie_word_embeddings=config.flag("tie_word_embeddings", tie_word_embeddings),
         activation=read_activation(config, activation, default_activation),
-        rotary=read_rotary(config, max_positions, default_theta, is_partial=partial_rotary_factor is not None),
+        rotary=read_rotary(config, max_positions, default_theta, is_partial=partial_rotary_factor is not None,
+                           rope=rope),
         rotary_size=(None if partial_rotary_factor is None
                      else _rotary_size(config, head_size, partial_rotary_factor)),
         qkv_bias=qkv_bias,
@@ -339,13 +342,23 @@ def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...
     first = config.count("max_window_layers", 28, minimum=0)
     default = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
     kinds = read_layer_types(config, default)
-    if not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise config.fault("layer_types", "full_attention or sliding_attention")
     if "sliding_attention" in kinds and not slides:
         raise config.fault("layer_types", "no sliding_attention while use_sliding_window is false")
+    return windows_of(config, kinds, window)
+
+
+def windows_of(config: Fields, kinds: list[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer, by its kind in `layer_types`. window: `sliding_window`, None where it is null"""
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise config.fault("layer_types", "full_attention or sliding_attention")
     if "sliding_attention" in kinds and window is None:
         raise config.fault("sliding_window", "a number of tokens, as layer_types names sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def read_softcap(config: Fields, name: str, default: float | None) -> float | None:
+    """A softcap of a family that has `default` where the field is left out, and none where it is null."""
+    return config.number(name, None if name in config.values else default)
 
 
 def read_window(config: Fields) -> int | None:
@@ -378,13 +391,14 @@ def refuse_rotary(config: Fields) -> None:
 
 
 def read_rotary(config: Fields, max_positions: int, default_theta: float | None = None,
-                is_partial: bool = False) -> RotaryParameters:
+                is_partial: bool = False, rope: Fields | None = None) -> RotaryParameters:
     """The rotary embedding, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`.
 
     default_theta   where the file has no `rope_theta`; None: it must have one
     is_partial      the family rotates a part of each head; else a file that says so is refused
+    rope            the parameters, where a family has several; None: those two
     """
-    rope = _rope_fields(config)
+    rope = _rope_fields(config) if rope is None else rope
     if not is_partial and "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") != 1.0:
         raise rope.fault("partial_rotary_factor", "1: rotation of a part of a head is not supported")
     theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
@@ -425,6 +439,7 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
 
 
 def _rope_fields(config: Fields) -> Fields:
+    """`rope_scaling`, as older configurations call it, or `rope_parameters`; empty where there is neither."""
     rope = config.fields("rope_scaling", Fields({}, config.where))
     return rope if rope.values else config.fields("rope_parameters", rope)
 

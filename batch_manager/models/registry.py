@@ -81,6 +81,9 @@ class LoadedModel:
 # Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
 _SHIPPED = {
     "GPT2LMHeadModel": ("gpt2", "Gpt2"),
+    "Gemma2ForCausalLM": ("gemma2", "Gemma2"),
+    "Gemma3ForCausalLM": ("gemma3", "Gemma3"),
+    "GemmaForCausalLM": ("gemma", "Gemma"),
     "LlamaForCausalLM": ("llama", "Llama"),
     "MistralForCausalLM": ("mistral", "Mistral"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2"),
@@ -90,7 +93,8 @@ _models: dict[str, type[Model] | tuple[str, str]] = dict(_SHIPPED)
 
 # What transformers calls the family of a shipped architecture. It chooses the class by this field.
 _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
-                "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+                "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
+                "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:
@@ -198,6 +202,7 @@ def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
     names = config.texts("architectures")
     if len(names) != 1:
         raise config.fault("architectures", "a list with one name")
+    _refuse_composite(config, names[0])
     model_class = find_model(names[0], named_by=f"{file}: architectures: ")
     expected = _MODEL_TYPES.get(names[0])
     if expected is not None and config.text("model_type", expected) != expected:
@@ -213,6 +218,19 @@ def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
         refuse_unread_names(config, understood)
     check_spec(config, spec, model_class.__name__, is_shipped=is_shipped)
     return model_class, spec
+
+
+def _refuse_composite(config: Fields, architecture: str) -> None:
+    """Raise UnsupportedModelError for a model of text and something else, which no class here runs."""
+    text = config.values.get("text_config")
+    if architecture in _models or not isinstance(text, dict) or not text:
+        return
+    kind = text.get("model_type")
+    raise UnsupportedModelError(
+        f"{config.where}: the architecture {shown(architecture)} joins a text model"
+        + (f" of type {shown(kind)}" if isinstance(kind, str) else "") + " with another one",
+        f"a text model alone: {', '.join(known_architectures())}",
+        "save its text part as a checkpoint of its own, with AutoModelForCausalLM of transformers")
 
 
 def _resolve_dtype(dtype: torch.dtype | str, spec: ModelSpec, device: torch.device) -> torch.dtype:

@@ -50,6 +50,10 @@ CONFIGS = {
               "hidden_size": 64, "intermediate_size": 1600, "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2,
               "hidden_size": 64, "head_dim": 32, "intermediate_size": 112},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2,
+               "hidden_size": 64, "head_dim": 32, "intermediate_size": 100, "sliding_window": 20,
+               "sliding_window_pattern": 2, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0,
+               "hidden_activation": "gelu_pytorch_tanh"},
 }
 DECODER = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512, "hidden_act": "silu",
            "rms_norm_eps": 1e-5, "tie_word_embeddings": False}

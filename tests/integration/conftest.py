@@ -28,13 +28,19 @@ def _config(family: str):
         return transformers.Qwen2Config(**COMMON, tie_word_embeddings=True)
     if family == "qwen3":
         return transformers.Qwen3Config(**COMMON, head_dim=32)
+    if family == "gemma2":
+        return transformers.Gemma2Config(**COMMON, head_dim=32, sliding_window=48, query_pre_attn_scalar=24,
+                                         attn_logit_softcapping=4.0, final_logit_softcapping=6.0)
+    if family == "gemma3":
+        return transformers.Gemma3TextConfig(**COMMON, head_dim=32, sliding_window=40, query_pre_attn_scalar=24,
+                                             layer_types=["sliding_attention", "full_attention"])
     if family == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
                                        initializer_range=0.15, bos_token_id=None, eos_token_id=None)
     raise KeyError(family)
 
 
-FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2"]
+FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3"]
 
 
 class Reference:

@@ -165,7 +165,7 @@ def test_a_split_that_there_is_not_is_refused():
 @pytest.mark.parametrize("architecture, fields", [
     *((f"{name}ForCausalLM", {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "vocab_size": 50,
                               "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64})
-      for name in ("Llama", "Mistral", "Qwen2", "Qwen3")),
+      for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")),
     ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 64})])
 def test_every_family_says_how_its_maps_divide(architecture, fields, tmp_path):
     """By columns into attention and the network's inside, by rows out of them: so a sum follows each of the latter."""

@@ -24,7 +24,8 @@ def make_reference(family: str, **options):
     import transformers
 
     base = TINY_GPT2 if family == "GPT2" else TINY
-    config = getattr(transformers, f"{family}Config")(**{**base, **options}, attn_implementation="eager")
+    config_name = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
+    config = getattr(transformers, config_name)(**{**base, **options}, attn_implementation="eager")
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Random small configurations of the five families, and what transformers' own classes make of them."""
+"""Random small configurations of the families, and what transformers' own classes make of them."""
 
 import copy
 from random import Random
@@ -9,7 +9,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
-            "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+            "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
+            "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"}
+WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
 LAYERS = (1, 2, 3, 4)
@@ -37,12 +39,15 @@ OPTIONAL: dict[str, tuple] = {
     "reorder_and_upcast_attn": (True, False), "per_layer_config": (None, {}, {"0": {"num_key_value_heads": 1}}),
     "use_cache": (True, False), "attention_dropout": (0.0, 0.1), "initializer_range": (0.02,), "vocab_size": (97, 101),
     "intermediate_size": (48, 112), "num_local_experts": (0, 4), "pretraining_tp": (1, 2), "is_causal": (True,),
+    "query_pre_attn_scalar": (8, 12), "attn_logit_softcapping": (2.0, 50.0, None), "rope_local_base_freq": (500.0, 1e4),
+    "final_logit_softcapping": (3.0, 30.0, None), "hidden_activation": (*ACTIVATIONS, "tanh"),
+    "sliding_window_pattern": (2, 3, 6), "use_bidirectional_attention": (False,),
     "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (), "model_type": (),
 }
 # transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
 REQUIRED = {
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
         "num_attention_heads": 4})}
 
@@ -103,30 +108,46 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     layers, attention, mlp = model.model.layers, model.model.layers[0].self_attn, model.model.layers[0].mlp
     size = attention.head_dim
     windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
-    if type(read).__name__ == "MistralConfig":
+    if read.model_type == "mistral":
         windows = (read.sliding_window,) * len(layers)
-    elif type(read).__name__ in ("Qwen2Config", "Qwen3Config"):
+    elif read.model_type in ("qwen2", "qwen3", *WITH_KINDS):
         windows = tuple(read.sliding_window if kind == "sliding_attention" else None for kind in read.layer_types)
         if read.sliding_window is None and "sliding_attention" in read.layer_types:
             return {"windows": "the mask of these layers cannot be made"}
-    rotary = read.rope_parameters
-    kind = rotary["rope_type"]
-    if kind == "default":
-        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-        frequencies, amplitude = 1.0 / rotary["rope_theta"]**exponents, 1.0
-    else:
-        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](read, device="cpu")
-    return {
+    own = {}
+    if read.model_type != "gemma3_text" or "full_attention" in read.layer_types:
+        own["frequencies"], own["amplitude"] = _frequencies(read, size)
+    if read.model_type == "gemma3_text" and "sliding_attention" in read.layer_types:
+        own["sliding_frequencies"] = _frequencies(read, size, "sliding_attention")[0]
+    if read.model_type in WITH_KINDS:
+        softcap = read.attn_logit_softcapping if read.model_type == "gemma2" else None
+        own |= {"softcaps": (softcap,) * len(layers), "logits_softcap": read.final_logit_softcapping}
+    return own | {
         "num_layers": len(layers), "num_heads": attention.q_proj.weight.shape[0] // size,
         "num_kv_heads": attention.k_proj.weight.shape[0] // size, "head_size": size,
         "hidden_size": model.model.embed_tokens.weight.shape[1], "intermediate_size": mlp.up_proj.weight.shape[0],
         "vocab_size": model.model.embed_tokens.weight.shape[0],
         "max_position_embeddings": read.max_position_embeddings, "windows": windows,
-        "norm_epsilon": model.model.norm.variance_epsilon, "tie_word_embeddings": read.tie_word_embeddings,
-        "activation": ACTIVATIONS.get(read.hidden_act), "qkv_bias": attention.q_proj.bias is not None,
+        "norm_epsilon": getattr(model.model.norm, "variance_epsilon", None) or model.model.norm.eps,
+        "tie_word_embeddings": read.tie_word_embeddings,
+        "activation": ACTIVATIONS.get(read.hidden_activation if read.model_type in WITH_KINDS else read.hidden_act),
+        "qkv_bias": attention.q_proj.bias is not None,
         "out_bias": attention.o_proj.bias is not None, "mlp_bias": mlp.up_proj.bias is not None,
-        "qk_norm": hasattr(attention, "q_norm"), "dtype": _dtype(read), "scales": (attention.scaling,) * len(layers),
-        "frequencies": tuple(round(float(number), 7) for number in frequencies), "amplitude": amplitude}
+        "qk_norm": hasattr(attention, "q_norm"), "dtype": _dtype(read), "scales": (attention.scaling,) * len(layers)}
+
+
+def _frequencies(read: Any, size: int, kind_of_layer: str = "full_attention") -> tuple[tuple[float, ...], float]:
+    """(radians per position, amplitude) of the layers of a kind, where a model has several."""
+    rotary, which = read.rope_parameters, {}
+    if kind_of_layer in rotary:
+        rotary, which = rotary[kind_of_layer], {"layer_type": kind_of_layer}
+    kind = rotary["rope_type"]
+    if kind == "default":
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+        frequencies, amplitude = 1.0 / rotary["rope_theta"]**exponents, 1.0
+    else:
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](read, device="cpu", **which)
+    return tuple(round(float(number), 7) for number in frequencies), amplitude
 
 
 def _dtype(read: Any) -> str | None:

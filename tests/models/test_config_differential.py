@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from .random_configs import numbers_of_transformers, random_config  # noqa: E402
 
-SEEDS = range(250)
+SEEDS = range(400)
 
 
 def numbers_of(spec):
@@ -31,10 +31,18 @@ def numbers_of(spec):
     numbers["windows"] = tuple(layer.window for layer in spec.attention)
     numbers["scales"] = tuple(layer.scale for layer in spec.attention)
     if spec.rotary is not None:
-        frequencies = inverse_frequencies(spec.rotary, spec.head_size)
-        numbers["frequencies"] = tuple(round(float(number), 7) for number in frequencies)
+        numbers["frequencies"] = frequencies_of(spec.rotary, spec.head_size)
         numbers["amplitude"] = spec.rotary.amplitude
+    if hasattr(spec, "sliding_rotary"):
+        numbers["sliding_frequencies"] = frequencies_of(spec.sliding_rotary, spec.head_size)
+    if hasattr(spec, "logits_softcap"):
+        numbers["logits_softcap"] = spec.logits_softcap
+        numbers["softcaps"] = tuple(layer.softcap for layer in spec.attention)
     return numbers
+
+
+def frequencies_of(rotary, size):
+    return tuple(round(float(number), 7) for number in inverse_frequencies(rotary, size))
 
 
 def compare(folder, seed):

@@ -16,7 +16,8 @@ DECODER = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_h
            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 BASE = {
     "LlamaForCausalLM": DECODER, "MistralForCausalLM": DECODER, "Qwen2ForCausalLM": DECODER,
-    "Qwen3ForCausalLM": DECODER,
+    "Qwen3ForCausalLM": DECODER, "GemmaForCausalLM": DECODER, "Gemma2ForCausalLM": DECODER,
+    "Gemma3ForCausalLM": DECODER,
     "GPT2LMHeadModel": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
 }
 
@@ -39,10 +40,13 @@ def spec_of(tmp_path):
 def test_defaults_fill_what_a_configuration_leaves_out(architecture, spec_of):
     spec = spec_of(architecture)
     assert (spec.num_layers, spec.hidden_size, spec.vocab_size, spec.max_position_embeddings) == (4, 64, 97, 256)
-    assert spec.head_size == (128 if architecture.startswith("Qwen3") else 16)
+    is_gemma = architecture.startswith("Gemma")
+    assert spec.head_size == (256 if is_gemma else 128 if architecture.startswith("Qwen3") else 16)
     assert spec.num_kv_heads == (4 if architecture.startswith("GPT2") else 2)
-    assert spec.tie_word_embeddings is architecture.startswith("GPT2")
-    assert windows_of(spec) == (4096 if architecture.startswith("Mistral") else None,) * 4
+    assert spec.tie_word_embeddings is (is_gemma or architecture.startswith("GPT2"))
+    windows = {"MistralForCausalLM": (4096,) * 4, "Gemma2ForCausalLM": (4096, None) * 2,
+               "Gemma3ForCausalLM": (4096,) * 4}
+    assert windows_of(spec) == windows.get(architecture, (None,) * 4)
     assert spec.qkv_bias is (architecture in ("Qwen2ForCausalLM", "GPT2LMHeadModel"))
     assert spec.dtype is None
 
@@ -214,6 +218,17 @@ REFUSED = [
     ("GPT2LMHeadModel", "add_cross_attention", True),
     ("GPT2LMHeadModel", "activation_function", "tanh"),
     ("GPT2LMHeadModel", "n_embd", 65),
+    ("GemmaForCausalLM", "sliding_window", 7),
+    ("GemmaForCausalLM", "attn_logit_softcapping", 50.0),
+    ("GemmaForCausalLM", "use_bidirectional_attention", True),
+    ("Gemma2ForCausalLM", "layer_types", ["full_attention"] * 3),
+    ("Gemma2ForCausalLM", "layer_types", ["chunked_attention"] * 4),
+    ("Gemma2ForCausalLM", "sliding_window", None),
+    ("Gemma2ForCausalLM", "attn_logit_softcapping", 0),
+    ("Gemma3ForCausalLM", "attn_logit_softcapping", 50.0),
+    ("Gemma3ForCausalLM", "rope_parameters", {"rope_type": "linear", "factor": 8.0}),
+    ("Gemma3ForCausalLM", "rope_scaling", {"type": "linear", "factor": 8.0}),
+    ("Gemma3ForCausalLM", "sliding_window_pattern", 0),
 ]
 
 
@@ -223,6 +238,41 @@ def test_what_is_not_implemented_or_not_sane_is_refused_by_name(architecture, fi
         spec_of(architecture, **{field: value})
     assert str(tmp_path / "config.json") in str(refusal.value)
     assert field in str(refusal.value)
+
+
+def test_the_first_gemmas_say_gelu_and_mean_the_tanh_one(spec_of):
+    for given, expected in (("gelu", "gelu_new"), ("gelu_pytorch_tanh", "gelu_new"), ("gelu_python", "gelu"),
+                            ("absent", "gelu_new"), ("silu", "silu")):
+        assert spec_of("GemmaForCausalLM", hidden_act=given).activation == expected
+
+
+def test_gemma_2_has_defaults_where_a_field_is_absent_and_nothing_where_it_is_null(spec_of):
+    spec = spec_of("Gemma2ForCausalLM")
+    assert windows_of(spec) == (4096, None, 4096, None) and spec.logits_softcap == 30.0
+    assert {(layer.scale, layer.softcap) for layer in spec.attention} == {(256**-0.5, 50.0)}
+    spec = spec_of("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert spec.logits_softcap is None and {layer.softcap for layer in spec.attention} == {None}
+
+
+def test_a_gemma_3_of_older_files_has_a_table_of_its_own_for_the_layers_that_slide(spec_of):
+    spec = spec_of("Gemma3ForCausalLM", num_hidden_layers=7, rope_theta=1e6, rope_local_base_freq=1e4,
+                   rope_scaling={"rope_type": "linear", "factor": 8.0}, sliding_window=512, sliding_window_pattern=6)
+    assert spec.rotary == RotaryParameters(kind="linear", theta=1e6, factor=8.0)
+    assert spec.sliding_rotary == RotaryParameters(theta=1e4)
+    assert windows_of(spec) == (*[512] * 5, None, 512) and spec.slides == (*[True] * 5, False, True)
+    with pytest.raises(ModelLoadError, match="rope_scaling is .*null beside rope_parameters"):
+        spec_of("Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0},
+                rope_parameters={"full_attention": {"rope_type": "default"}})
+
+
+def test_a_composite_model_is_refused_with_the_kind_of_its_text_part(spec_of):
+    with pytest.raises(UnsupportedModelError, match="'Gemma3ForConditionalGeneration' joins a text model of type "
+                       "'gemma3_text' with another one; .*AutoModelForCausalLM"):
+        spec_of("Gemma3ForConditionalGeneration", text_config={"model_type": "gemma3_text"}, vision_config={})
+    with pytest.raises(UnsupportedModelError, match="joins a text model with another one"):
+        spec_of("OddForConditionalGeneration", text_config={"model_type": 3})
+    with pytest.raises(UnsupportedModelError, match="is not known"):
+        spec_of("OddForConditionalGeneration", text_config={})
 
 
 def test_layers_that_slide_without_a_window_are_refused(spec_of):
@@ -341,7 +391,9 @@ def test_a_field_without_a_default_of_the_family_must_be_there(name, attribute, 
 @pytest.mark.parametrize("architecture", [name for name in BASE if not name.startswith("GPT2")])
 def test_what_transformers_leaves_aside_in_a_shipped_family_passes(architecture, spec_of):
     spec = spec_of(architecture, activation_function="relu", layer_norm_eps=0.1, residual_scale=0.5, use_rope=False)
-    assert (spec.norm_epsilon, spec.rotary.theta, spec.activation) == (1e-6, 10000.0, "silu")
+    theta = 1e6 if architecture == "Gemma3ForCausalLM" else 1e4
+    activation = "gelu_new" if architecture.startswith("Gemma") else "silu"
+    assert (spec.norm_epsilon, spec.rotary.theta, spec.activation) == (1e-6, theta, activation)
 
 
 def test_a_registered_architecture_is_used(spec_of, tmp_path, monkeypatch):

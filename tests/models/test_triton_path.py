@@ -19,6 +19,10 @@ FAMILIES = [
     ("Mistral", {"num_hidden_layers": 1, "sliding_window": 11}),
     ("Qwen3", {"num_hidden_layers": 1, "head_dim": 16}),
     ("GPT2", {"n_layer": 1}),
+    ("Gemma3", {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 20,
+                "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 3.0}),
+    ("Gemma2", {"num_hidden_layers": 1, "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 20,
+                "attn_logit_softcapping": 2.0}),
 ]
 WINDOW, SINK = 6, 3
 SCRIPT = """

@@ -1,0 +1,80 @@
+"""Gemma: a Llama with scaled embeddings, norms whose weights count from one, heads of their own size and a tanh GELU.
+
+Source   "Gemma" (arXiv 2403.08295); checkpoints as transformers saves GemmaForCausalLM.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import RmsNorm
+from ..layers.rotary import Rotary
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_windows
+
+
+class Gemma:
+    """GemmaForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> ModelSpec:
+        num_layers = layer_count(config)
+        refuse_windows(config, num_layers)
+        bias = config.flag("attention_bias", False)
+        spec = read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+                                 head_size=256, num_kv_heads=16, max_positions=8192, tie_word_embeddings=True,
+                                 default_activation="gelu_pytorch_tanh", default_norm_epsilon=1e-6,
+                                 default_theta=10000.0)
+        # The first checkpoints say "gelu" and mean this one, as transformers knows too.
+        return replace(spec, activation="gelu_new") if config.text("hidden_act", "") == "gelu" else spec
+
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
+        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,
+                                   scale=spec.hidden_size**0.5)
+        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
+        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None)
+        self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class _Layer:
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.index = index
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_size = spec.head_size
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon, weight_offset=1.0)
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
+                          split="rows")
+        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon, weight_offset=1.0)
+        self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))

@@ -1,0 +1,103 @@
+"""Gemma 2: a Gemma with norms before and after attention and MLP, softcaps, and a window on every other layer.
+
+Source   "Gemma 2" (arXiv 2408.00118); checkpoints as transformers saves Gemma2ForCausalLM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import RmsNorm
+from ..layers.rotary import Rotary
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import (
+    ModelSpec,
+    layer_count,
+    read_decoder_spec,
+    read_layer_types,
+    read_softcap,
+    read_window,
+    windows_of,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma2Spec(ModelSpec):
+    """logits_softcap   logits become softcap * tanh(logits / softcap); None: they stay as they are"""
+
+    logits_softcap: float | None = None
+
+
+class Gemma2:
+    """Gemma2ForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
+                   "final_logit_softcapping")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> Gemma2Spec:
+        kinds = read_layer_types(config, ["full_attention" if index % 2 else "sliding_attention"
+                                          for index in range(layer_count(config))])
+        bias = config.flag("attention_bias", False)
+        return read_decoder_spec(config, architecture, windows=windows_of(config, kinds, read_window(config)),
+                                 qkv_bias=bias, out_bias=bias, scale=config.count("query_pre_attn_scalar", 256)**-0.5,
+                                 softcap=read_softcap(config, "attn_logit_softcapping", 50.0), head_size=256,
+                                 num_kv_heads=4, max_positions=8192, tie_word_embeddings=True,
+                                 activation="hidden_activation", default_activation="gelu_pytorch_tanh",
+                                 default_norm_epsilon=1e-6, default_theta=10000.0, spec_class=Gemma2Spec,
+                                 logits_softcap=read_softcap(config, "final_logit_softcapping", 30.0))
+
+    def __init__(self, spec: Gemma2Spec, weights: Weights, context: LayerContext) -> None:
+        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,
+                                   scale=spec.hidden_size**0.5)
+        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
+        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None, softcap=spec.logits_softcap)
+        self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class _Layer:
+    def __init__(self, spec: Gemma2Spec, weights: Weights, context: LayerContext, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.index = index
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_size = spec.head_size
+
+        def norm(part: str) -> RmsNorm:
+            return RmsNorm(weights, context, f"{name}.{part}_layernorm", spec.hidden_size, spec.norm_epsilon,
+                           weight_offset=1.0)
+
+        self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
+        self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], spec.hidden_size,
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [spec.hidden_size],
+                          bias=spec.out_bias, split="rows")
+        self.mlp = GatedMlp(weights, context, f"{name}.mlp", spec.hidden_size, spec.intermediate_size, spec.activation)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        attended = self.out(attention.run(self.index, query, key, value, rotary))
+        hidden = hidden + self.attention_norm(attended)
+        return hidden + self.mlp_norm(self.mlp(self.mlp_input_norm(hidden)))

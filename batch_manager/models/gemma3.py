@@ -1,0 +1,138 @@
+"""Gemma 3, its text model: a Gemma 2 whose queries and keys are normed per head, without softcaps in attention; five
+layers of six have a window and rotate by a table of their own.
+
+Source   "Gemma 3" (arXiv 2503.19786); checkpoints as transformers saves Gemma3ForCausalLM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import RmsNorm
+from ..layers.rotary import Rotary, RotaryParameters
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import (
+    ModelSpec,
+    layer_count,
+    read_decoder_spec,
+    read_layer_types,
+    read_rotary,
+    read_softcap,
+    read_window,
+    windows_of,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3Spec(ModelSpec):
+    """
+    slides          of each layer: it has a window, and rotates by `sliding_rotary`; the others by `rotary`
+    logits_softcap  logits become softcap * tanh(logits / softcap); None: they stay as they are
+    """
+
+    slides: tuple[bool, ...]
+    sliding_rotary: RotaryParameters
+    logits_softcap: float | None = None
+
+
+class Gemma3:
+    """Gemma3ForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> Gemma3Spec:
+        pattern = config.count("sliding_window_pattern", 6)
+        kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % pattern else "full_attention"
+                                          for index in range(layer_count(config))])
+        bias, (full, sliding) = config.flag("attention_bias", False), _rotary_fields(config)
+        max_positions = config.count("max_position_embeddings", 131072)
+        return read_decoder_spec(
+            config, architecture, windows=windows_of(config, kinds, read_window(config)), qkv_bias=bias, out_bias=bias,
+            qk_norm=True, scale=config.count("query_pre_attn_scalar", 256)**-0.5, head_size=256, num_kv_heads=4,
+            max_positions=131072, tie_word_embeddings=True, activation="hidden_activation",
+            default_activation="gelu_pytorch_tanh", default_norm_epsilon=1e-6, default_theta=1_000_000.0, rope=full,
+            spec_class=Gemma3Spec, slides=tuple(kind == "sliding_attention" for kind in kinds),
+            sliding_rotary=read_rotary(_local(config), max_positions, 10000.0, rope=sliding),
+            logits_softcap=read_softcap(config, "final_logit_softcapping", None))
+
+    def __init__(self, spec: Gemma3Spec, weights: Weights, context: LayerContext) -> None:
+        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,
+                                   scale=spec.hidden_size**0.5)
+        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
+        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None, softcap=spec.logits_softcap)
+        self.rotary, self.sliding_rotary = (Rotary(context, rotary, spec.head_size, spec.max_position_embeddings)
+                                            for rotary in (spec.rotary, spec.sliding_rotary))
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.sliding_rotary if layer.slides else self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+def _rotary_fields(config: Fields) -> tuple[Fields, Fields]:
+    """The parameters of the full layers and of the sliding ones: `rope_parameters` by kind of layer, or, in older
+    files, `rope_scaling` of the full layers alone."""
+    nothing = Fields({}, config.where)
+    by_kind = config.fields("rope_parameters", nothing)
+    strange = sorted(name for name in by_kind.values.keys() - {"full_attention", "sliding_attention"})
+    if strange:
+        raise by_kind.fault(strange[0], "not there: the parameters are those of full_attention and sliding_attention")
+    older = config.fields("rope_scaling", nothing)
+    if older.values and by_kind.values:
+        raise config.fault("rope_scaling", "null beside rope_parameters")
+    if "type" in older and "rope_type" not in older:
+        raise older.fault("type", "not there: this architecture calls it rope_type")
+    return by_kind.fields("full_attention", older), by_kind.fields("sliding_attention", nothing)
+
+
+def _local(config: Fields) -> Fields:
+    """The configuration as the sliding layers see it."""
+    return Fields({**config.values, "rope_theta": config.values.get("rope_local_base_freq")}, config.where)
+
+
+class _Layer:
+    def __init__(self, spec: Gemma3Spec, weights: Weights, context: LayerContext, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.index, self.slides = index, spec.slides[index]
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_size = spec.head_size
+
+        def norm(part: str) -> RmsNorm:
+            return RmsNorm(weights, context, f"{name}.{part}_layernorm", spec.hidden_size, spec.norm_epsilon,
+                           weight_offset=1.0)
+
+        self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
+        self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], spec.hidden_size,
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+        self.query_norm, self.key_norm = (
+            RmsNorm(weights, context, f"{name}.self_attn.{part}_norm", spec.head_size, spec.norm_epsilon,
+                    weight_offset=1.0) for part in "qk")
+        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [spec.hidden_size],
+                          bias=spec.out_bias, split="rows")
+        self.mlp = GatedMlp(weights, context, f"{name}.mlp", spec.hidden_size, spec.intermediate_size, spec.activation)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        query, key = self.query_norm(query), self.key_norm(key)
+        attended = self.out(attention.run(self.index, query, key, value, rotary))
+        hidden = hidden + self.attention_norm(attended)
+        return hidden + self.mlp_norm(self.mlp(self.mlp_input_norm(hidden)))
