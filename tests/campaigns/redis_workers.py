@@ -4,9 +4,10 @@
 
 Needs redis-server 7 or later. A seed is a Redis, workers with a lease of 2 s, and faults at random times while entries
 keep coming: kill -9 of a worker, which starts again under the same name or another one; a worker stopped (SIGSTOP) for
-up to 4 s; SIGTERM with work left; kill -9 of Redis, which comes back. Some entries are cancelled, some are bad. Every
-entry must have one answer: that of an undisturbed run, or a beginning of it where it was cancelled. What was streamed
-must never be contradicted. Prints a line of what it did; the exit status is 1 where something was wrong.
+up to 4 s; SIGTERM with work left; kill -9 of Redis, which comes back; Redis stopped for up to 7 s, longer than a worker
+waits for a reply, so that commands arrive late. Some entries are cancelled, some are bad. Every entry must have one
+answer: that of an undisturbed run, or a beginning of it where it was cancelled. What was streamed must never be
+contradicted. Prints a line of what it did; the exit status is 1 where something was wrong.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from tests.examples.redis_servers import (  # noqa: E402
     wrong,
 )
 
-FAULTS = ("kill", "freeze", "SIGTERM", "Redis")
+FAULTS = ("kill", "freeze", "SIGTERM", "kill of Redis", "freeze of Redis")
 MOST_UNANSWERED = 16
 
 
@@ -98,7 +99,7 @@ class Run:
     def strike(self, fault: str) -> None:
         number = self.draw.randrange(len(self.workers))
         worker = self.workers[number]
-        self.counts["entries in hand"] += len(worker.pending()) if fault != "Redis" else 0
+        self.counts["entries in hand"] += len(worker.pending()) if "Redis" not in fault else 0
         if fault == "kill":
             worker.end(signal.SIGKILL)
         elif fault == "SIGTERM":
@@ -108,6 +109,10 @@ class Run:
             worker.send(signal.SIGSTOP)
             self.work(self.draw.uniform(0.5, 4.0))
             worker.send(signal.SIGCONT)
+        elif fault == "freeze of Redis":
+            self.server.process.send_signal(signal.SIGSTOP)
+            time.sleep(self.draw.uniform(0.5, 7))
+            self.server.process.send_signal(signal.SIGCONT)
         else:
             self.server.kill()
             time.sleep(self.draw.uniform(0, 3))
