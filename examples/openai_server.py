@@ -14,6 +14,7 @@ import time
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
@@ -52,7 +53,20 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/models", models), Route("/health", health), Route("/metrics", metrics),
-    ], exception_handlers={404: not_found, 405: not_found, 500: server_error})
+    ], exception_handlers={404: not_found, 405: not_found, 500: server_error},
+        middleware=[Middleware(without_stack)])
+
+
+def without_stack(app):
+    """A start-up that the library refuses is logged with its text, which says what to do, and without a stack."""
+    async def asgi(scope, receive, send):
+        async def send_text(message):
+            if message["type"] == "lifespan.startup.failed" and isinstance(sys.exception(), BatchManagerError):
+                message["message"] = str(sys.exception())
+            await send(message)
+
+        await app(scope, receive, send_text if scope["type"] == "lifespan" else send)
+    return asgi
 
 
 async def completions(request: Request) -> Response:
@@ -159,7 +173,8 @@ def error_response(error: OpenAIError) -> Response:
 class DrainingServer(uvicorn.Server):
     """On SIGTERM new requests are answered 503, those that run go on for `drain_s` seconds, and the process ends.
 
-    The port stays open meanwhile, so that /health tells a load balancer. A second signal ends it at once.
+    The port stays open meanwhile, so that /health tells a load balancer. Ctrl-C waits for nobody: what runs is told so.
+    A second signal ends the process at once.
     """
 
     def __init__(self, app: Starlette, host: str, port: int, drain_s: float) -> None:
@@ -167,13 +182,13 @@ class DrainingServer(uvicorn.Server):
         self.app, self.drain_s, self.draining = app, drain_s, None
 
     def handle_exit(self, sig: int, frame) -> None:
-        if sig == signal.SIGTERM and self.draining is None and self.started:
-            self.draining = asyncio.ensure_future(self.drain())
+        if self.draining is None and self.started:
+            self.draining = asyncio.ensure_future(self.drain(self.drain_s if sig == signal.SIGTERM else 0))
         else:
             super().handle_exit(sig, frame)
 
-    async def drain(self) -> None:
-        service, deadline = self.app.state.service, time.monotonic() + self.drain_s
+    async def drain(self, seconds: float) -> None:
+        service, deadline = self.app.state.service, time.monotonic() + seconds
         service.is_draining = True
         while service.engine.health()["active_requests"] and time.monotonic() < deadline:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
@@ -195,10 +210,8 @@ def main() -> None:
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     host, port, drain_s = (given.pop(name) for name in ("host", "port", "drain_seconds"))
     app = make_app(given.pop("model"), block_reuse=not given.pop("no_block_reuse"), **given)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):     # of uvicorn, behind an orderly end
         DrainingServer(app, host, port, drain_s).run()
-    except BatchManagerError as error:
-        sys.exit(f"openai_server: {error}")
 
 
 if __name__ == "__main__":

@@ -316,3 +316,28 @@ def test_no_prompt_is_in_the_log_and_sigterm_drains_with_a_limit(folder, tmp_pat
         assert "Traceback" not in draining.log.read_text() and "It is" not in draining.log.read_text()
     finally:
         draining.end()
+
+
+def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
+    command = [sys.executable, REPOSITORY / "examples" / "openai_server.py", "--model", "nowhere", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode and "pass the path of one that is there" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_ctrl_c_tells_streams_that_run_and_ends_without_a_stack(folder, tmp_path):
+    server = Server(folder, tmp_path / "log")
+    try:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            stream = client.completions.create(model="austen", prompt="Chapter", max_tokens=1900, stream=True,
+                                               extra_body={"ignore_eos": True})
+            with pytest.raises(openai.APIError, match="shut down") as told:
+                for number, _ in enumerate(stream):
+                    if number == 20:
+                        server.process.send_signal(signal.SIGINT)
+            assert told.value.code == "shutdown"
+        assert server.process.wait(4) == 0, server.log.read_text()       # without uvicorn's 5 s for connections
+        assert "Traceback" not in server.log.read_text() and "Chapter" not in server.log.read_text()
+    finally:
+        server.end()

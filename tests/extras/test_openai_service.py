@@ -152,6 +152,34 @@ def test_echo_with_log_probs_tells_those_of_the_prompt_too():
     run(test, script=HASHED)
 
 
+def test_echo_with_log_probs_tells_the_end_token_so_that_who_scores_drops_it_and_not_one_of_the_prompt():
+    async def test():
+        prompt = TOKENIZER.encode("Emma smiled, and").ids
+        async with await AsyncEngine.start(str(MODEL)) as engine:
+            service = OpenAIService(engine, MODEL)
+            drawn = (await engine.generate({"input_ids": prompt, "request_output_len": 12})).tokens
+            for count, stop in ((1, []), (4, []), (4, ["zzz"])):
+                assert drawn.index(drawn[count - 1]) == count - 1
+                body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 12, "temperature": 0, "stop": stop,
+                        "stop_token_ids": [drawn[count - 1], 3]}
+                one, bare = await whole(service, **body), await whole(service, **{**body, "echo": False})
+                (choice,), (silent,) = one["choices"], bare["choices"]
+                assert choice["text"] == TOKENIZER.decode(prompt) + silent["text"]
+                assert choice["finish_reason"] == silent["finish_reason"] == "stop"
+                assert {len(each) for each in choice["logprobs"].values()} == {len(prompt) + count}
+                assert choice["logprobs"]["token_logprobs"][len(prompt):-1] == silent["logprobs"]["token_logprobs"]
+                assert one["usage"]["completion_tokens"] == count == bare["usage"]["completion_tokens"] + 1
+                chunks = [chunk["choices"][0] for chunk in await events(service, **body)]
+                assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
+                told = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+                for key, values in choice["logprobs"].items():
+                    assert [value for each in told for value in each[key]] == values
+            later = await whole(service, **{**body, "stop_token_ids": drawn[:1], "min_tokens": 3})
+            assert later["usage"]["completion_tokens"] >= 3      # as without echo: no end before so many
+
+    asyncio.run(test())
+
+
 def test_a_chat_with_its_shapes(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(MODEL, folder)

@@ -226,11 +226,18 @@ class Answer:
         if copy and sampling.seed is not None:
             sampling = replace(sampling, seed=(sampling.seed + copy) & WORD)
         options = {} if grammar is None else {"logits_post_processor": grammar[0].processor(grammar[1])}
-        text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop)
         tensors = {**sampling.tensors(prompt_ids, engine.info), "return_perf_metrics": True}
         with_prompt = self._asked.echo and sampling.log_probs
+        ends: list[int] = []
         if with_prompt:
             tensors["return_context_logits"] = True
+            # Who scores a prompt leaves out as many entries at the end as were generated: an end token is one of them.
+            # The engine tells of a stop word what it does not tell of an end id, but min_length is about end ids.
+            if not sampling.min_tokens:
+                ends = tensors.pop("end_id", [])
+        if ends:
+            tensors["stop_words_list"] = [[end] for end in ends]
+        text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop, end_is_told=bool(ends))
         stream = engine.stream(tensors, priority=sampling.priority, arrival_time=self._arrived, **options)
         self._choices.append(_Choice(len(self._choices), stream, text, prompt_ids, with_prompt, offset,
                                      self._service.observe))
