@@ -1,5 +1,7 @@
 """Feed-forward networks. A call gives the network's output, `add_to` adds it to a residual in its last product."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..errors import ConfigError
@@ -13,12 +15,15 @@ ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 
 
 class GatedMlp:
-    """down(f(gate(x)) * up(x)), gate and up in one product; f is one of ACTIVATIONS."""
+    """down(f(gate(x)) * up(x)), gate and up in one product; f is one of ACTIVATIONS.
+
+    gate_up   what the checkpoint calls gate and up: two tensors, or one that has both, in this order
+    """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, hidden_size: int, intermediate_size: int,
-                 activation: str, bias: bool = False) -> None:
+                 activation: str, bias: bool = False, gate_up: Sequence[str] = ("gate_proj", "up_proj")) -> None:
         _refuse_unknown(activation, f"GatedMlp {name}")
-        self.gate_up = Linear(weights, context, [f"{name}.gate_proj", f"{name}.up_proj"], hidden_size,
+        self.gate_up = Linear(weights, context, [f"{name}.{part}" for part in gate_up], hidden_size,
                               [intermediate_size] * 2, bias=bias, split="columns")
         self.down = Linear(weights, context, [f"{name}.down_proj"], intermediate_size, [hidden_size], bias=bias,
                            split="rows")

@@ -1,7 +1,7 @@
-"""Frequencies of the rotary position embedding: default, linear, llama3, yarn.
+"""Frequencies of the rotary position embedding: default, linear, llama3, yarn, longrope.
 
 The frequencies are those of transformers' `modeling_rope_utils`; the sources are "RoFormer" (arXiv 2104.09864),
-position interpolation (2306.15595), the Llama 3.1 release and YaRN (2309.00071).
+position interpolation (2306.15595), the Llama 3.1 release, YaRN (2309.00071) and LongRoPE (2402.13753).
 """
 
 import math
@@ -12,20 +12,23 @@ import torch
 from ..errors import ConfigError
 from .context import LayerContext
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryParameters:
     """What the frequencies are computed from. Fields that a kind does not use keep their defaults.
 
-    kind                      "default", "linear", "llama3" or "yarn"
+    kind                      "default", "linear", "llama3", "yarn" or "longrope"
     theta                     base of the frequencies
     factor                    how far the context is stretched (linear, llama3, yarn)
-    original_max_positions    context length before stretching (llama3, yarn)
+    original_max_positions    context length before stretching (llama3, yarn, longrope)
     low_freq_factor, high_freq_factor   llama3
     beta_fast, beta_slow, truncate      yarn: where interpolation blends into extrapolation
-    amplitude                 factor on cosines and sines, already derived from attention_factor or mscale (yarn)
+    short_factors             what each frequency is divided by, up to original_max_positions (longrope). Beyond that
+                              others hold, which are not built
+    amplitude                 factor on cosines and sines, already derived from attention_factor or mscale (yarn,
+                              longrope)
     """
 
     kind: str = "default"
@@ -37,6 +40,7 @@ class RotaryParameters:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
     amplitude: float = 1.0
 
 
@@ -68,6 +72,9 @@ def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tenso
         return plain / rotary.factor
     if rotary.kind == "llama3":
         return _llama3(rotary, plain)
+    if rotary.kind == "longrope":
+        return 1.0 / (torch.tensor(rotary.short_factors, dtype=torch.float32, device="cpu")
+                      * rotary.theta**exponents)
     assert rotary.kind == "yarn"
     return _yarn(rotary, head_size, rotary.theta**exponents)
 

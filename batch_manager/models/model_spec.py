@@ -114,7 +114,7 @@ class ModelSpec:
 
     head_size                entries of one attention head; hidden_size / num_heads unless the configuration says else
     vocab_size               rows of the embedding
-    max_position_embeddings  positions the model was made for
+    max_position_embeddings  positions the model was made for; with longrope those before stretching
     attention                one LayerAttention for each layer: scale, window, softcap
     norm_epsilon             of all norms
     tie_word_embeddings      the head is the embedding
@@ -242,6 +242,13 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
     head_size = config.count("head_dim", head_size, maximum=MAX_WIDTH) or even_share(config, "hidden_size",
                                                                                       hidden_size, num_heads)
     max_positions = config.count("max_position_embeddings", max_positions, maximum=MAX_POSITIONS)
+    rotary = read_rotary(config, max_positions, default_theta, is_partial=partial_rotary_factor is not None, rope=rope)
+    rotary_size = None
+    if partial_rotary_factor is not None:
+        rotary_size = _rotary_size(config, head_size, partial_rotary_factor)
+    if rotary.kind == "longrope":
+        _check_short_factors(config, rotary, rotary_size or head_size)
+        max_positions = min(max_positions, rotary.original_max_positions)
     return spec_class(
         architecture=architecture,
         num_layers=len(windows),
@@ -257,10 +264,8 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
         norm_epsilon=_epsilon(config, norm_epsilon, default_norm_epsilon),
         tie_word_embeddings=config.flag("tie_word_embeddings", tie_word_embeddings),
         activation=read_activation(config, activation, default_activation),
-        rotary=read_rotary(config, max_positions, default_theta, is_partial=partial_rotary_factor is not None,
-                           rope=rope),
-        rotary_size=(None if partial_rotary_factor is None
-                     else _rotary_size(config, head_size, partial_rotary_factor)),
+        rotary=rotary,
+        rotary_size=rotary_size,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         mlp_bias=mlp_bias,
@@ -407,7 +412,7 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
     kind = rope.text("rope_type", rope.text("type", "default"))
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "original_max_position_embeddings",
              "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
-             "mscale_all_dim", "truncate"}
+             "mscale_all_dim", "truncate"} | ({"short_factor", "long_factor"} if kind == "longrope" else set())
     strange = sorted(name for name in rope.values.keys() - known if name in rope)
     if kind not in KINDS:
         raise ModelLoadError(f"{rope.where}: the rotary embedding is of type {kind!r}", f"one of {', '.join(KINDS)}",
@@ -429,6 +434,13 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
             raise rope.fault("high_freq_factor", f"more than low_freq_factor, {low:g}")
         return RotaryParameters(kind=kind, theta=theta, factor=rope.number("factor"), original_max_positions=original,
                                 low_freq_factor=low, high_freq_factor=high)
+    if kind == "longrope":
+        factor = rope.number("factor", max_positions / original)
+        rope.numbers("long_factor")               # its own check: it is for longer sequences than are run
+        amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
+        return RotaryParameters(kind=kind, theta=theta, factor=factor, original_max_positions=original,
+                                short_factors=tuple(rope.numbers("short_factor")),
+                                amplitude=rope.number("attention_factor", amplitude))
     if theta <= 1.0:
         raise rope.fault("rope_theta", "more than 1 with yarn")
     factor = rope.number("factor", max_positions / original)
@@ -460,6 +472,12 @@ def _rotary_size(config: Fields, head_size: int, default: float) -> int:
                              "an even number of entries of a head, at least 2 and at most all",
                              "check head_dim and partial_rotary_factor")
     return size
+
+
+def _check_short_factors(config: Fields, rotary: RotaryParameters, size: int) -> None:
+    if len(rotary.short_factors) != size // 2:
+        raise ModelLoadError(f"{_rope_fields(config).where}: short_factor has {len(rotary.short_factors)} numbers",
+                             f"one for each of the {size // 2} frequencies", "check head_dim and short_factor")
 
 
 def _yarn_amplitude(rope: Fields, factor: float) -> float:

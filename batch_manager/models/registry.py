@@ -84,6 +84,9 @@ _SHIPPED = {
     "Gemma2ForCausalLM": ("gemma2", "Gemma2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma3"),
     "GemmaForCausalLM": ("gemma", "Gemma"),
+    "GPTNeoXForCausalLM": ("gpt_neox", "GptNeoX"),
+    "Olmo2ForCausalLM": ("olmo2", "Olmo2"),
+    "Phi3ForCausalLM": ("phi3", "Phi3"),
     "LlamaForCausalLM": ("llama", "Llama"),
     "MistralForCausalLM": ("mistral", "Mistral"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2"),
@@ -94,7 +97,8 @@ _models: dict[str, type[Model] | tuple[str, str]] = dict(_SHIPPED)
 # What transformers calls the family of a shipped architecture. It chooses the class by this field.
 _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
                 "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
-                "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"}
+                "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "GPTNeoXForCausalLM": "gpt_neox",
+                "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

@@ -101,6 +101,13 @@ class Fields:
                          and all(type(item) is int and 0 <= item <= MAX_COUNT for item in value),
                          f"a list of {lengths[0]}..{lengths[-1]} integers in 0..{MAX_COUNT:,}")
 
+    def numbers(self, name: str) -> list[float]:
+        """A list of numbers, as floats."""
+        return [float(item) for item in self._get(
+            name, Fields._REQUIRED, lambda value: isinstance(value, list) and all(
+                type(item) in (int, float) and MIN_NUMBER <= item <= MAX_NUMBER for item in value),
+            f"a list of numbers in {MIN_NUMBER:g}..{MAX_NUMBER:g}")]
+
     def number(self, name: str, default: Any = _REQUIRED, minimum: float = MIN_NUMBER) -> Any:
         """A number, as float."""
         value = self._get(name, default,

@@ -55,6 +55,12 @@ CONFIGS = {
                "sliding_window_pattern": 2, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0,
                "hidden_activation": "gelu_pytorch_tanh"},
 }
+CONFIGS |= {
+    "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"], "num_attention_heads": 4, "hidden_size": 64,
+                 "intermediate_size": 100, "hidden_act": "gelu"},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2,
+              "hidden_size": 64, "intermediate_size": 100},
+}
 DECODER = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512, "hidden_act": "silu",
            "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 FAMILIES = [*CONFIGS, "austen-4m"]

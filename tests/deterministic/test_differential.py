@@ -9,7 +9,7 @@ import torch
 
 from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 
-FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "austen-4m"]
+FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_neox", "olmo2", "austen-4m"]
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")] + [("llama", "float16")]
 RUNS, ASKS = 4, 6
 assert len(CASES) * RUNS * ASKS >= 300          # pairs

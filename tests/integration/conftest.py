@@ -34,13 +34,23 @@ def _config(family: str):
     if family == "gemma3":
         return transformers.Gemma3TextConfig(**COMMON, head_dim=32, sliding_window=40, query_pre_attn_scalar=24,
                                              layer_types=["sliding_attention", "full_attention"])
+    if family == "phi3":
+        return transformers.Phi3Config(**COMMON, original_max_position_embeddings=512, sliding_window=48,
+                                       rope_parameters={"rope_type": "default", "rope_theta": 10000.0,
+                                                        "partial_rotary_factor": 0.5})
+    if family == "gpt-neox":
+        return transformers.GPTNeoXConfig(**{name: value for name, value in COMMON.items()
+                                             if name != "num_key_value_heads"})
+    if family == "olmo2":
+        return transformers.Olmo2Config(**COMMON)
     if family == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
                                        initializer_range=0.15, bos_token_id=None, eos_token_id=None)
     raise KeyError(family)
 
 
-FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3"]
+FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3", "phi3",
+            "gpt-neox", "olmo2"]
 
 
 class Reference:

@@ -10,7 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
             "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
-            "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"}
+            "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "Olmo2ForCausalLM": "olmo2",
+            "Phi3ForCausalLM": "phi3", "GPTNeoXForCausalLM": "gpt_neox"}
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
@@ -23,6 +24,9 @@ ROTARY = (
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, {"type": "yarn", "factor": 4.0},
     {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.25, "beta_fast": 16, "beta_slow": 2},
     {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+    {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5, 3, 3.5, 4.0, 5.0], "long_factor": [8.0] * 8,
+     "original_max_position_embeddings": 32},
+    {"type": "su", "short_factor": [1.25] * 8, "long_factor": [8.0] * 8},
     {"rope_type": "dynamic", "factor": 2.0}, {}, None)
 # Fields of all families beside those of their own: what one family ignores another may read.
 OPTIONAL: dict[str, tuple] = {
@@ -42,14 +46,17 @@ OPTIONAL: dict[str, tuple] = {
     "query_pre_attn_scalar": (8, 12), "attn_logit_softcapping": (2.0, 50.0, None), "rope_local_base_freq": (500.0, 1e4),
     "final_logit_softcapping": (3.0, 30.0, None), "hidden_activation": (*ACTIVATIONS, "tanh"),
     "sliding_window_pattern": (2, 3, 6), "use_bidirectional_attention": (False,),
+    "rotary_pct": (0.5, 0.25), "rotary_emb_base": (500, 1e4), "use_parallel_residual": (True, False),
     "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (), "model_type": (),
 }
 # transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
 REQUIRED = {
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3",
+                    "gpt_neox"), {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
         "num_attention_heads": 4})}
+REQUIRED["phi3"] = {**REQUIRED["phi3"], "pad_token_id": 0}                # its default is beyond a small vocabulary
 
 
 def random_config(random: Random) -> dict[str, Any]:
@@ -105,6 +112,8 @@ def _scales_of_gpt2(layers: torch.nn.ModuleList) -> tuple[float, ...]:
 
 
 def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
+    if read.model_type in ("phi3", "gpt_neox"):
+        return _of_stacked(read, model)
     layers, attention, mlp = model.model.layers, model.model.layers[0].self_attn, model.model.layers[0].mlp
     size = attention.head_dim
     windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
@@ -127,13 +136,45 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
         "num_kv_heads": attention.k_proj.weight.shape[0] // size, "head_size": size,
         "hidden_size": model.model.embed_tokens.weight.shape[1], "intermediate_size": mlp.up_proj.weight.shape[0],
         "vocab_size": model.model.embed_tokens.weight.shape[0],
-        "max_position_embeddings": read.max_position_embeddings, "windows": windows,
+        "max_position_embeddings": _positions(read), "windows": windows,
         "norm_epsilon": getattr(model.model.norm, "variance_epsilon", None) or model.model.norm.eps,
         "tie_word_embeddings": read.tie_word_embeddings,
         "activation": ACTIVATIONS.get(read.hidden_activation if read.model_type in WITH_KINDS else read.hidden_act),
         "qkv_bias": attention.q_proj.bias is not None,
         "out_bias": attention.o_proj.bias is not None, "mlp_bias": mlp.up_proj.bias is not None,
         "qk_norm": hasattr(attention, "q_norm"), "dtype": _dtype(read), "scales": (attention.scaling,) * len(layers)}
+
+
+def _of_stacked(read: Any, model: torch.nn.Module) -> dict[str, Any]:
+    """Of families that store queries, keys and values as one."""
+    base = model.base_model
+    is_phi, first = read.model_type == "phi3", base.layers[0]
+    attention, layers = (first.self_attn if is_phi else first.attention), base.layers
+    size = attention.head_dim if is_phi else attention.head_size
+    part = int(size * read.rope_parameters["partial_rotary_factor"])
+    frequencies, amplitude = _frequencies(read, part)
+    inside = first.mlp.down_proj if is_phi else first.mlp.dense_4h_to_h
+    qkv = attention.qkv_proj if is_phi else attention.query_key_value
+    return {
+        "num_layers": len(layers), "num_heads": read.num_attention_heads,
+        "num_kv_heads": read.num_key_value_heads if is_phi else read.num_attention_heads, "head_size": size,
+        "hidden_size": model.get_input_embeddings().weight.shape[1], "intermediate_size": inside.weight.shape[1],
+        "vocab_size": model.get_input_embeddings().weight.shape[0], "max_position_embeddings": _positions(read),
+        "windows": ((read.sliding_window if is_phi else None),) * len(layers),
+        "norm_epsilon": base.norm.variance_epsilon if is_phi else base.final_layer_norm.eps,
+        "tie_word_embeddings": read.tie_word_embeddings, "activation": ACTIVATIONS.get(read.hidden_act),
+        "qkv_bias": qkv.bias is not None,
+        "out_bias": (attention.o_proj if is_phi else attention.dense).bias is not None,
+        "mlp_bias": inside.bias is not None, "qk_norm": False, "dtype": _dtype(read),
+        "scales": (attention.scaling,) * len(layers), "frequencies": frequencies, "amplitude": amplitude,
+        "rotary_size": part, **({} if is_phi else {"is_parallel": first.use_parallel_residual})}
+
+
+def _positions(read: Any) -> int:
+    """With longrope those before stretching: beyond them other frequencies hold, which are not built."""
+    if read.rope_parameters.get("rope_type") == "longrope":
+        return min(read.max_position_embeddings, read.rope_parameters["original_max_position_embeddings"])
+    return read.max_position_embeddings
 
 
 def _frequencies(read: Any, size: int, kind_of_layer: str = "full_attention") -> tuple[tuple[float, ...], float]:

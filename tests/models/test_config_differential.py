@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from .random_configs import numbers_of_transformers, random_config  # noqa: E402
 
-SEEDS = range(400)
+SEEDS = range(600)
 
 
 def numbers_of(spec):
@@ -31,10 +31,13 @@ def numbers_of(spec):
     numbers["windows"] = tuple(layer.window for layer in spec.attention)
     numbers["scales"] = tuple(layer.scale for layer in spec.attention)
     if spec.rotary is not None:
-        numbers["frequencies"] = frequencies_of(spec.rotary, spec.head_size)
+        numbers["rotary_size"] = spec.rotary_size
+        numbers["frequencies"] = frequencies_of(spec.rotary, spec.rotary_size or spec.head_size)
         numbers["amplitude"] = spec.rotary.amplitude
     if hasattr(spec, "sliding_rotary"):
         numbers["sliding_frequencies"] = frequencies_of(spec.sliding_rotary, spec.head_size)
+    if hasattr(spec, "is_parallel"):
+        numbers["is_parallel"] = spec.is_parallel
     if hasattr(spec, "logits_softcap"):
         numbers["logits_softcap"] = spec.logits_softcap
         numbers["softcaps"] = tuple(layer.softcap for layer in spec.attention)

@@ -14,6 +14,7 @@ from batch_manager.weights.source import DummyWeights
 
 DECODER = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 BASE = {
     "LlamaForCausalLM": DECODER, "MistralForCausalLM": DECODER, "Qwen2ForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER, "GemmaForCausalLM": DECODER, "Gemma2ForCausalLM": DECODER,
@@ -218,6 +219,13 @@ REFUSED = [
     ("GPT2LMHeadModel", "add_cross_attention", True),
     ("GPT2LMHeadModel", "activation_function", "tanh"),
     ("GPT2LMHeadModel", "n_embd", 65),
+    ("Olmo2ForCausalLM", "sliding_window", 7),
+    ("GPTNeoXForCausalLM", "head_dim", 32),
+    ("Phi3ForCausalLM", "rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("Phi3ForCausalLM", "rope_scaling", {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}),
+    ("LlamaForCausalLM", "rope_scaling", {**LONGROPE, "short_factor": [1.0] * 7}),
+    ("LlamaForCausalLM", "rope_scaling", {**LONGROPE, "short_factor": [0] * 8}),
+    ("LlamaForCausalLM", "rope_scaling", {**LONGROPE, "long_factor": None}),
     ("GemmaForCausalLM", "sliding_window", 7),
     ("GemmaForCausalLM", "attn_logit_softcapping", 50.0),
     ("GemmaForCausalLM", "use_bidirectional_attention", True),
@@ -238,6 +246,16 @@ def test_what_is_not_implemented_or_not_sane_is_refused_by_name(architecture, fi
         spec_of(architecture, **{field: value})
     assert str(tmp_path / "config.json") in str(refusal.value)
     assert field in str(refusal.value)
+
+
+def test_longrope_is_read_up_to_the_positions_before_stretching(spec_of):
+    factors = {"short_factor": [1.0, 1.5] * 4, "long_factor": [4.0] * 8}
+    spec = spec_of("Phi3ForCausalLM", max_position_embeddings=131072, original_max_position_embeddings=4096,
+                   rope_scaling={"type": "su", **factors})
+    assert spec.max_position_embeddings == 4096 and spec.rotary.short_factors == (1.0, 1.5) * 4
+    assert spec.rotary.amplitude == pytest.approx((1 + 5 / 12)**0.5)      # log(32) / log(4096)
+    plain = inverse_frequencies(RotaryParameters(), 16)
+    torch.testing.assert_close(inverse_frequencies(spec.rotary, 16), plain / torch.tensor([1.0, 1.5] * 4))
 
 
 def test_the_first_gemmas_say_gelu_and_mean_the_tanh_one(spec_of):

@@ -8,6 +8,9 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 YARN_MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.1, 2.5, 3.0],
+            "long_factor": [4.0] * 8}
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 FAMILIES = {
     "llama, grouped queries": ("Llama", {}),
@@ -42,6 +45,19 @@ FAMILIES = {
                                                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}),
     "gemma 3, every second layer, softcap": ("Gemma3", {"head_dim": 16, "sliding_window": 11, "attention_bias": True,
                                                         "sliding_window_pattern": 2, "final_logit_softcapping": 2.5}),
+    "olmo 2": ("Olmo2", {}),
+    "olmo 2, biases, tied, one key head": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True,
+                                                     "num_key_value_heads": 1, "rope_parameters": YARN}),
+    "phi 3": ("Phi3", NO_TOKENS),
+    "phi 3, window, a part of each head rotated, tied": (
+        "Phi3", {**NO_TOKENS, "sliding_window": 9, "tie_word_embeddings": True, "num_key_value_heads": 4,
+                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "phi 3, longrope": ("Phi3", {**NO_TOKENS, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "gpt-neox, one after the other, no biases, tied": (
+        "GPTNeoX", {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new",
+                    "tie_word_embeddings": True, "rope_parameters": {
+                        "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
     "gpt2": ("GPT2", {}),
     "gpt2, untied, another inner size": ("GPT2", {"tie_word_embeddings": False, "n_inner": 80,
                                                   "activation_function": "relu"}),

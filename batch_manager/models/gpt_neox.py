@@ -1,0 +1,96 @@
+"""GPT-NeoX, Pythia: LayerNorm, a part of each head rotated, attention and MLP side by side, and an MLP of two matrices.
+
+Source   "GPT-NeoX-20B" (arXiv 2204.06745), "Pythia" (2304.01373); checkpoints as transformers saves GPTNeoXForCausalLM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import Mlp
+from ..layers.norm import LayerNorm
+from ..layers.rotary import Rotary
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptNeoXSpec(ModelSpec):
+    """is_parallel   the MLP is given what attention is given, not what attention made of it"""
+
+    is_parallel: bool
+
+
+class GptNeoX:
+    """GPTNeoXForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = (r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)
+    understands = ("rotary_pct", "use_parallel_residual", "partial_rotary_factor")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> GptNeoXSpec:
+        num_layers, bias = layer_count(config), config.flag("attention_bias", True)
+        refuse_windows(config, num_layers)
+        # What this family does not have: transformers leaves it aside too.
+        own = {name: value for name, value in config.values.items()
+               if name not in ("num_key_value_heads", "rope_theta", "partial_rotary_factor")}
+        if "head_dim" in config:
+            raise config.fault("head_dim", "not there: heads have hidden_size / num_attention_heads entries")
+        return read_decoder_spec(
+            Fields(own, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+            mlp_bias=True, gated_mlp=False, default_activation="gelu", norm_epsilon="layer_norm_eps",
+            default_norm_epsilon=1e-5, default_theta=config.number("rotary_emb_base", 10000.0),
+            partial_rotary_factor=config.number("rotary_pct", 0.25), max_positions=2048, spec_class=GptNeoXSpec,
+            is_parallel=config.flag("use_parallel_residual", True))
+
+    def __init__(self, spec: GptNeoXSpec, weights: Weights, context: LayerContext) -> None:
+        self.embedding = Embedding(weights, context, "gpt_neox.embed_in.weight", spec.vocab_size, spec.hidden_size)
+        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, context, "gpt_neox.final_layer_norm", spec.hidden_size, spec.norm_epsilon)
+        self.head = Head(weights, context, "embed_out.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None)
+        self.rotary = Rotary(context, spec.rotary, spec.rotary_size, spec.max_position_embeddings)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class _Layer:
+    def __init__(self, spec: GptNeoXSpec, weights: Weights, context: LayerContext, index: int) -> None:
+        name = f"gpt_neox.layers.{index}"
+        self.index, self.is_parallel = index, spec.is_parallel
+        self.heads, self.head_size = [spec.num_heads] * 3, spec.head_size
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
+        # Stored head by head, each with its query, key and value.
+        order = torch.arange(3 * size, dtype=torch.int64, device=context.device).view(spec.num_heads, 3, spec.head_size)
+        self.qkv = Linear(weights, context, [f"{name}.attention.query_key_value"], size, spec.qkv_sizes,
+                          bias=spec.qkv_bias, split="columns", row_order=order.transpose(0, 1).reshape(-1))
+        self.out = Linear(weights, context, [f"{name}.attention.dense"], size, [size], bias=spec.out_bias, split="rows")
+        self.mlp_norm = LayerNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
+                       spec.intermediate_size, spec.activation)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.attention_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        attended = attention.run(self.index, query, key, value, rotary)
+        if self.is_parallel:
+            beside = self.mlp_norm(hidden)             # before the sum, which may overwrite the rows
+            return self.mlp.add_to(self.out.add_to(hidden, attended), beside)
+        hidden = self.out.add_to(hidden, attended)
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
