@@ -22,8 +22,8 @@ OLDEST_JINJA2 = (3, 1, 6)    # older ones have known ways out of the sandbox
 LONGEST_QUOTE = 300
 
 
-def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
-                **variables: Any) -> str:
+def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
+                tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
     """The text of a prompt that continues `messages`, as the tokenizer's folder says that the model expects it.
 
     folder      has the tokenizer's files: a template in chat_template.jinja, or as `chat_template` in
@@ -48,6 +48,9 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], tools
     Raises ConfigError without jinja2 (>= 3.1.6), for a folder without a template that can be used, and for a template
     that leaves the sandbox; InvalidRequestError where the template refuses the messages, or fails on them.
     """
+    if "messages" in variables:    # of a client's, for instance
+        raise InvalidRequestError("a variable is called messages", "that is what the template calls the messages",
+                                  "leave it out, or call it something else")
     files = _files(Path(folder))
     template = _template(*files, has_tools=tools is not None)
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True, **variables}

@@ -210,6 +210,9 @@ def test_a_chat_with_its_shapes(tmp_path):
         assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
         assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
         assert chunks[-2]["usage"]["completion_tokens"] == 8 and chunks[-1]["usage"] == one["usage"]
+        with pytest.raises(OpenAIError, match="a variable is called messages; ") as raised:
+            await whole(service, True, messages=messages, chat_template_kwargs={"messages": []})
+        assert raised.value.status == 400
         more = await whole(service, True, messages=messages, max_tokens=1, chat_template_kwargs={"more": "(x)"})
         assert more["usage"]["prompt_tokens"] > len(prompt)
         unlimited = await whole(service, True, messages=messages, stop=["home"])
