@@ -9,6 +9,7 @@
 """
 
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from ..requests.inference_request import InferenceRequest
 from .chat_template import chat_prompt
 from .generated_text import GeneratedText
 from .sampling import Sampling
+from .text import TextStream
 from .tokenizer import encode, load_tokenizer
 
 __all__ = ["LLM", "Completion", "RequestFailed", "TextPieces", "Timings"]
@@ -95,6 +97,7 @@ class LLM:
         is_folder = tokenizer is None or isinstance(tokenizer, str | os.PathLike)
         self._folder = model if tokenizer is None or not is_folder else tokenizer
         self._tokenizer = load_tokenizer(self._folder) if is_folder else tokenizer
+        TextStream(self._tokenizer)            # raises where it is none
         switchboard = self._switchboard = Switchboard()
         parts = Parts() if parts is None else parts
         if isinstance(parts, Parts):           # else the manager says so
@@ -223,22 +226,25 @@ class TextPieces:
     """The text after one prompt, as an iterator of pieces: whole characters, and never a part of a stop string.
 
     `completion` is what came so far, and whole where the iteration has ended. `cancel` stops the request, and so do
-    leaving the loop and dropping the iterator.
+    leaving the loop and dropping the iterator. Several threads may read and cancel; each piece goes to one of them.
 
     `next` raises RequestFailed where the request was refused or failed, after the text that came before.
     """
 
     def __init__(self, request: "_Request", inbox: "_Inbox") -> None:
         self._request, self._inbox = request, inbox
+        self._one_at_a_time = threading.RLock()      # what interrupts the thread that holds it may cancel
 
     @property
     def completion(self) -> Completion:
         return self._request.completion
 
     def cancel(self) -> None:
-        """Stop the request and end the iteration. Called twice, or after the end, it does nothing."""
+        """Stop the request and end the iteration, from any thread. Called twice, or after the end, it does nothing."""
         self._request.stop()
-        self._request.end(FinishReason.CANCELLED)
+        with self._one_at_a_time:
+            self._request.end(FinishReason.CANCELLED)
+        self._inbox.wake()
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -249,10 +255,14 @@ class TextPieces:
             while not request.is_over:
                 request.check_process()
                 self._inbox.get()
-                piece = request.read()
+                with self._one_at_a_time:
+                    piece = request.read()
+                if request.is_over:
+                    self._inbox.wake()               # another thread may wait
                 if piece:
                     return piece
-            error, self._request.failure = request.failure, None
+            with self._one_at_a_time:
+                error, request.failure = request.failure, None
         except BaseException:    # Ctrl-C
             self.cancel()
             raise
@@ -277,6 +287,10 @@ class _Inbox:
 
     def call_soon_threadsafe(self, _: object, mailboxes: list[Mailbox]) -> None:
         self._queue.put(mailboxes)
+
+    def wake(self) -> None:
+        """Let one `get` return."""
+        self._queue.put([])
 
     def get(self) -> list[Mailbox]:
         """Wait until something arrived, and say for whom. Ctrl-C interrupts it in the main thread."""

@@ -124,6 +124,31 @@ def test_pieces_are_the_text_and_leaving_the_loop_stops_the_request():
             llm.stream({"role": "user"})
 
 
+def test_threads_that_wait_for_one_text_end_with_it_and_when_another_one_cancels():
+    with scripted(step_seconds=0.002) as llm:
+        for new_tokens, cancels in ((40, False), (50_000, True)):
+            pieces, read, threads = llm.stream([5], max_tokens=new_tokens, ignore_eos=True), [], []
+            for _ in range(3):
+                threads.append(threading.Thread(target=lambda: read.extend(pieces), daemon=True))
+                threads[-1].start()
+            if cancels:
+                time.sleep(0.05)
+                pieces.cancel()
+            for thread in threads:
+                thread.join(5)
+                assert not thread.is_alive()
+            given, whole = sum(map(len, read)), len(pieces.completion.text)
+            assert 0 < given <= whole and (cancels or given == whole)
+            assert pieces.completion.finish_reason is (FinishReason.CANCELLED if cancels else FinishReason.LENGTH)
+            assert list(pieces) == [] == list(pieces)
+        until_idle(llm)
+
+
+def test_what_is_no_tokenizer_is_refused():
+    with pytest.raises(ConfigError, match="a int is no tokenizer"):
+        LLM(MODEL, tokenizer=5)
+
+
 def test_options_of_a_wrong_type_are_named():
     with scripted() as llm:
         for options, told in (({"stop_token_ids": 5}, "stop_token_ids is of type int; a list of token ids; "),

@@ -383,6 +383,7 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine", "mailbox", "switchboard"))    # event loops
     may.add("batch_manager/extras/openai/service.py")   # coroutines of a server that has an event loop
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine_process", "engine_program", "messages"))
+    may.add("batch_manager/extras/llm.py")              # a lock for threads that read one text; it starts none
     may.add("batch_manager/runtime/thread_count.py")    # it asks which thread calls, and starts none
     may.add("triton_kernels/cpu/large_pages.py")        # models are loaded on several threads; it starts none
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
