@@ -45,14 +45,14 @@ class GatedMlp:
 
 
 class Mlp:
-    """project(f(expand(x))), with biases; f is one of ACTIVATIONS. `transposed` as in Linear."""
+    """project(f(expand(x))); f is one of ACTIVATIONS. `bias` and `transposed` as in Linear."""
 
     def __init__(self, weights: Weights, context: LayerContext, expand: str, project: str, hidden_size: int,
-                 intermediate_size: int, activation: str, transposed: bool = False) -> None:
+                 intermediate_size: int, activation: str, transposed: bool = False, bias: bool = True) -> None:
         _refuse_unknown(activation, f"Mlp {expand}")
-        self.expand = Linear(weights, context, [expand], hidden_size, [intermediate_size], bias=True,
+        self.expand = Linear(weights, context, [expand], hidden_size, [intermediate_size], bias=bias,
                              transposed=transposed, split="columns")
-        self.project = Linear(weights, context, [project], intermediate_size, [hidden_size], bias=True,
+        self.project = Linear(weights, context, [project], intermediate_size, [hidden_size], bias=bias,
                               transposed=transposed, split="rows")
         self.activation, self._is_deterministic = activation, context.deterministic
         self._activate = dispatch.kernel("activation", context.device)

@@ -99,7 +99,11 @@ def _rotary_fields(config: Fields) -> tuple[Fields, Fields]:
         raise config.fault("rope_scaling", "null beside rope_parameters")
     if "type" in older and "rope_type" not in older:
         raise older.fault("type", "not there: this architecture calls it rope_type")
-    return by_kind.fields("full_attention", older), by_kind.fields("sliding_attention", nothing)
+    full, sliding = by_kind.fields("full_attention", older), by_kind.fields("sliding_attention", nothing)
+    for rope in (full, sliding):
+        if not rope.flag("truncate", True):            # transformers does not look at it here
+            raise rope.fault("truncate", "true, or not there")
+    return full, sliding
 
 
 def _local(config: Fields) -> Fields:

@@ -62,7 +62,7 @@ def _with_longrope(config: Fields) -> Fields:
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.fields(name, Fields({}, config.where))
         kind = rope.text("rope_type", rope.text("type", "default"))
-        if kind not in ("default", "longrope", "su"):
+        if kind not in ("default", "longrope", *(["su"] if name == "rope_scaling" else [])):
             raise rope.fault("rope_type" if "rope_type" in rope else "type", "longrope, or default")
         if rope.values:
             values[name] = {**rope.values, "rope_type": "default" if kind == "default" else "longrope"}

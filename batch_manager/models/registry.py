@@ -87,6 +87,9 @@ _SHIPPED = {
     "GPTNeoXForCausalLM": ("gpt_neox", "GptNeoX"),
     "Olmo2ForCausalLM": ("olmo2", "Olmo2"),
     "Phi3ForCausalLM": ("phi3", "Phi3"),
+    "SmolLM3ForCausalLM": ("smollm3", "SmolLm3"),
+    "StableLmForCausalLM": ("stablelm", "StableLm"),
+    "Starcoder2ForCausalLM": ("starcoder2", "StarCoder2"),
     "LlamaForCausalLM": ("llama", "Llama"),
     "MistralForCausalLM": ("mistral", "Mistral"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2"),
@@ -98,7 +101,8 @@ _models: dict[str, type[Model] | tuple[str, str]] = dict(_SHIPPED)
 _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
                 "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
                 "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "GPTNeoXForCausalLM": "gpt_neox",
-                "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3"}
+                "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3", "SmolLM3ForCausalLM": "smollm3",
+                "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

@@ -41,6 +41,13 @@ def _config(family: str):
     if family == "gpt-neox":
         return transformers.GPTNeoXConfig(**{name: value for name, value in COMMON.items()
                                              if name != "num_key_value_heads"})
+    if family == "smollm3":
+        return transformers.SmolLM3Config(**COMMON, no_rope_layer_interval=2, use_sliding_window=True,
+                                          sliding_window=48)
+    if family == "stablelm":
+        return transformers.StableLmConfig(**COMMON, use_parallel_residual=True, use_qkv_bias=True)
+    if family == "starcoder2":
+        return transformers.Starcoder2Config(**COMMON, sliding_window=40)
     if family == "olmo2":
         return transformers.Olmo2Config(**COMMON)
     if family == "gpt2":
@@ -50,7 +57,7 @@ def _config(family: str):
 
 
 FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3", "phi3",
-            "gpt-neox", "olmo2"]
+            "gpt-neox", "olmo2", "smollm3", "stablelm", "starcoder2"]
 
 
 class Reference:

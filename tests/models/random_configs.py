@@ -11,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
             "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
             "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "Olmo2ForCausalLM": "olmo2",
-            "Phi3ForCausalLM": "phi3", "GPTNeoXForCausalLM": "gpt_neox"}
+            "Phi3ForCausalLM": "phi3", "GPTNeoXForCausalLM": "gpt_neox", "SmolLM3ForCausalLM": "smollm3",
+            "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2"}
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
@@ -47,16 +48,19 @@ OPTIONAL: dict[str, tuple] = {
     "final_logit_softcapping": (3.0, 30.0, None), "hidden_activation": (*ACTIVATIONS, "tanh"),
     "sliding_window_pattern": (2, 3, 6), "use_bidirectional_attention": (False,),
     "rotary_pct": (0.5, 0.25), "rotary_emb_base": (500, 1e4), "use_parallel_residual": (True, False),
+    "no_rope_layer_interval": (2, 3), "no_rope_layers": ([1, 0, 1, 1], [0, 0, 0, 1], None), "use_bias": (True, False),
+    "norm_epsilon": (1e-3,), "use_qkv_bias": (True, False), "qk_layernorm": (True, False, False),
     "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (), "model_type": (),
 }
 # transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
 REQUIRED = {
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3",
-                    "gpt_neox"), {
+                    "gpt_neox", "smollm3", "stablelm", "starcoder2"), {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
         "num_attention_heads": 4})}
-REQUIRED["phi3"] = {**REQUIRED["phi3"], "pad_token_id": 0}                # its default is beyond a small vocabulary
+for _family in ("phi3", "smollm3"):                    # whose default is beyond a small vocabulary
+    REQUIRED[_family] = {**REQUIRED[_family], "pad_token_id": 0}
 
 
 def random_config(random: Random) -> dict[str, Any]:
@@ -117,15 +121,23 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     layers, attention, mlp = model.model.layers, model.model.layers[0].self_attn, model.model.layers[0].mlp
     size = attention.head_dim
     windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
-    if read.model_type == "mistral":
+    if read.model_type in ("mistral", "starcoder2"):
         windows = (read.sliding_window,) * len(layers)
     elif read.model_type in ("qwen2", "qwen3", *WITH_KINDS):
         windows = tuple(read.sliding_window if kind == "sliding_attention" else None for kind in read.layer_types)
         if read.sliding_window is None and "sliding_attention" in read.layer_types:
             return {"windows": "the mask of these layers cannot be made"}
-    own = {}
+    own, inside = {}, mlp.c_fc if read.model_type == "starcoder2" else mlp.up_proj
+    rotated = size
+    if read.model_type == "stablelm":
+        own["rotary_size"] = rotated = int(size * read.rope_parameters["partial_rotary_factor"])
+        own["is_parallel"] = layers[0].use_parallel_residual
+        if attention.qk_layernorm:
+            return {"qk_norm": "not built"}
+    if read.model_type == "smollm3":
+        own["rotates"] = tuple(bool(layer.self_attn.use_rope) for layer in layers)
     if read.model_type != "gemma3_text" or "full_attention" in read.layer_types:
-        own["frequencies"], own["amplitude"] = _frequencies(read, size)
+        own["frequencies"], own["amplitude"] = _frequencies(read, rotated)
     if read.model_type == "gemma3_text" and "sliding_attention" in read.layer_types:
         own["sliding_frequencies"] = _frequencies(read, size, "sliding_attention")[0]
     if read.model_type in WITH_KINDS:
@@ -134,14 +146,14 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     return own | {
         "num_layers": len(layers), "num_heads": attention.q_proj.weight.shape[0] // size,
         "num_kv_heads": attention.k_proj.weight.shape[0] // size, "head_size": size,
-        "hidden_size": model.model.embed_tokens.weight.shape[1], "intermediate_size": mlp.up_proj.weight.shape[0],
+        "hidden_size": model.model.embed_tokens.weight.shape[1], "intermediate_size": inside.weight.shape[0],
         "vocab_size": model.model.embed_tokens.weight.shape[0],
         "max_position_embeddings": _positions(read), "windows": windows,
         "norm_epsilon": getattr(model.model.norm, "variance_epsilon", None) or model.model.norm.eps,
         "tie_word_embeddings": read.tie_word_embeddings,
         "activation": ACTIVATIONS.get(read.hidden_activation if read.model_type in WITH_KINDS else read.hidden_act),
         "qkv_bias": attention.q_proj.bias is not None,
-        "out_bias": attention.o_proj.bias is not None, "mlp_bias": mlp.up_proj.bias is not None,
+        "out_bias": attention.o_proj.bias is not None, "mlp_bias": inside.bias is not None,
         "qk_norm": hasattr(attention, "q_norm"), "dtype": _dtype(read), "scales": (attention.scaling,) * len(layers)}
 
 

@@ -58,6 +58,17 @@ FAMILIES = {
         "GPTNeoX", {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new",
                     "tie_word_embeddings": True, "rope_parameters": {
                         "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+    "smollm 3": ("SmolLM3", {**NO_TOKENS, "no_rope_layer_interval": 2}),
+    "smollm 3, windows where there are no positions, biases": (
+        "SmolLM3", {**NO_TOKENS, "no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 9,
+                    "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "stablelm": ("StableLm", {}),
+    "stablelm, side by side, biases, more rotated": (
+        "StableLm", {"use_parallel_residual": True, "use_qkv_bias": True, "num_key_value_heads": 4,
+                     "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    "starcoder 2": ("Starcoder2", {}),
+    "starcoder 2, window, no biases, untied": ("Starcoder2", {"sliding_window": 9, "use_bias": False,
+                                                              "tie_word_embeddings": False, "head_dim": 32}),
     "gpt2": ("GPT2", {}),
     "gpt2, untied, another inner size": ("GPT2", {"tie_word_embeddings": False, "n_inner": 80,
                                                   "activation_function": "relu"}),

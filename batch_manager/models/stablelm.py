@@ -1,0 +1,92 @@
+"""StableLM: a Llama with LayerNorm and a quarter of each head rotated; attention and MLP may stand side by side.
+
+Source   "Stable LM 2 1.6B" (arXiv 2402.17834); checkpoints as transformers saves StableLmForCausalLM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import LayerNorm
+from ..layers.rotary import Rotary
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StableLmSpec(ModelSpec):
+    """is_parallel   attention and the MLP are given the same normed rows"""
+
+    is_parallel: bool
+
+
+class StableLm:
+    """StableLmForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("partial_rotary_factor", "use_parallel_residual")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> StableLmSpec:
+        num_layers = layer_count(config)
+        refuse_windows(config, num_layers)
+        if config.flag("qk_layernorm", False):
+            raise config.fault("qk_layernorm", "false: norms of each head are not built")
+        if "head_dim" in config:
+            raise config.fault("head_dim", "not there: heads have hidden_size / num_attention_heads entries")
+        return read_decoder_spec(
+            config, architecture, windows=(None,) * num_layers, qkv_bias=config.flag("use_qkv_bias", False),
+            num_kv_heads=32, max_positions=4096, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
+            default_theta=10000.0, partial_rotary_factor=0.25, spec_class=StableLmSpec,
+            is_parallel=config.flag("use_parallel_residual", False))
+
+    def __init__(self, spec: StableLmSpec, weights: Weights, context: LayerContext) -> None:
+        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None)
+        self.rotary = Rotary(context, spec.rotary, spec.rotary_size, spec.max_position_embeddings)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class _Layer:
+    def __init__(self, spec: StableLmSpec, weights: Weights, context: LayerContext, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.index = index
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_size = spec.head_size
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.input_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
+                          split="rows")
+        self.is_parallel = spec.is_parallel
+        if not spec.is_parallel:
+            self.mlp_norm = LayerNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        normed = self.input_norm(hidden)
+        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        return self.mlp.add_to(hidden, normed if self.is_parallel else self.mlp_norm(hidden))

@@ -1,0 +1,80 @@
+"""StarCoder 2: a Mistral with LayerNorm, biases and an MLP of two matrices.
+
+Source   "StarCoder 2" (arXiv 2402.19173); checkpoints as transformers saves Starcoder2ForCausalLM.
+"""
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import Mlp
+from ..layers.norm import LayerNorm
+from ..layers.rotary import Rotary
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import ModelSpec, layer_count, read_decoder_spec, read_layer_types
+
+
+class StarCoder2:
+    """Starcoder2ForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("sliding_window", "layer_types")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> ModelSpec:
+        num_layers, window = layer_count(config), config.count("sliding_window", None)
+        # transformers leaves `layer_types` aside for this class; a list that says something else is another model.
+        kind = "full_attention" if window is None else "sliding_attention"
+        if set(read_layer_types(config, [kind] * num_layers)) != {kind}:
+            raise config.fault("layer_types", f"{kind} everywhere, as sliding_window says")
+        bias = config.flag("use_bias", True)
+        return read_decoder_spec(config, architecture, windows=(window,) * num_layers, qkv_bias=bias, out_bias=bias,
+                                 mlp_bias=bias, gated_mlp=False, num_kv_heads=2, max_positions=4096,
+                                 tie_word_embeddings=True, default_activation="gelu_pytorch_tanh",
+                                 norm_epsilon="norm_epsilon", default_norm_epsilon=1e-5, default_theta=10000.0)
+
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
+        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None)
+        self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class _Layer:
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.index = index
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_size = spec.head_size
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.input_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
+                          split="rows")
+        self.mlp_norm = LayerNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = Mlp(weights, context, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", size, spec.intermediate_size,
+                       spec.activation, bias=spec.mlp_bias)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
