@@ -5,7 +5,7 @@
 Each line of the input is an object with `prompt` (a text, a list of token ids, or a list of messages) and, where
 wanted, `id` (a string or an integer; else the number of the line) and options of
 `batch_manager.extras.sampling.Sampling`, such as `max_tokens` and `temperature`. A line without `seed` gets one that
-its id decides: a second run gives the same texts, in bfloat16 up to rounding (see `--dtype`).
+its id decides: a second run gives the same texts, in bfloat16 up to rounding (see `--dtype`). Blank lines are skipped.
 
 Each line of the output has the `id` and either `text`, `num_tokens` and `finish_reason`, or `error` (`code`,
 `message`). Lines come in the order in which the texts end. A line is written once its text is whole: what a run that
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, BinaryIO
 
-from batch_manager import ManagerClosedError
+from batch_manager import BatchManagerError, ManagerClosedError
 from batch_manager.extras.llm import LLM
 
 BEGINNING = b'{"id": '             # of each line of an output
@@ -51,8 +51,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"jsonl_batch: {error}", file=sys.stderr)
         return 2
     with output:
-        with LLM(options.model, max_batch_size=options.in_flight, num_threads=options.threads,
-                 dtype=options.dtype) as llm:
+        try:
+            llm = LLM(options.model, max_batch_size=options.in_flight, num_threads=options.threads, dtype=options.dtype)
+        except BatchManagerError as error:
+            print(f"jsonl_batch: {error}", file=sys.stderr)
+            return 2
+        with llm:
             num_written, num_owed = run(llm, options.input, output, answered, options.in_flight, must_end)
     print(f"{len(answered)} lines were answered before, {num_written} now; {num_owed} are left", file=sys.stderr)
     return 1 if num_owed else 0
@@ -101,10 +105,12 @@ def prompts(path: str, answered: set[str | int]) -> Iterator[tuple[str | int, An
     seen: set[str | int] = set()
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             line_id: str | int = number
             prompt, options = None, {}
             try:
-                options = json.loads(line)
+                options = parsed(line)
                 if not isinstance(options, dict):
                     raise ValueError("it is no object")
                 given_id = options.pop("id", number)
@@ -124,6 +130,13 @@ def prompts(path: str, answered: set[str | int]) -> Iterator[tuple[str | int, An
             seen.add(line_id)
             if line_id not in answered:
                 yield line_id, prompt, options
+
+
+def parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        raise ValueError("it is no JSON") from None
 
 
 def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flight: int,

@@ -208,7 +208,7 @@ def _environment() -> Any:
         import jinja2.sandbox
     except ImportError as error:
         raise ConfigError("jinja2 is not installed", "chat templates need it",
-                          "pip install batch-manager[text]") from error
+                          'pip install "batch-manager[text]"') from error
     if _version(jinja2.__version__) < OLDEST_JINJA2:
         raise ConfigError(f"jinja2 is of version {jinja2.__version__}",
                           f"at least {'.'.join(map(str, OLDEST_JINJA2))}, because older ones can be escaped from",

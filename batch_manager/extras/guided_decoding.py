@@ -65,7 +65,7 @@ class GuidedDecoding:
             import llguidance
         except ImportError as error:
             raise ConfigError("llguidance is not installed", "guided decoding needs it",
-                              "pip install batch-manager[guided]") from error
+                              'pip install "batch-manager[guided]"') from error
         try:
             self._tokenizer = llguidance.LLTokenizer(os.fspath(tokenizer), n_vocab=vocab_size, eos_token=end_id)
         except (ValueError, RuntimeError, OSError) as error:

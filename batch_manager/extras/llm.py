@@ -114,7 +114,7 @@ class LLM:
         Raises TypeError for an option that is none, ConfigError for a `stop` that is none, and ManagerClosedError after
         `close`.
         """
-        sampling = Sampling(**options)
+        sampling = Sampling.of(options)
         self._check_open()
         waiting = iter([prompts] if isinstance(prompts, str) else prompts)
         completions: list[Completion] = []
@@ -151,7 +151,7 @@ class LLM:
 
         Raises InvalidRequestError for a prompt that cannot be used, and what `generate` raises.
         """
-        sampling = Sampling(**options)
+        sampling = Sampling.of(options)
         self._check_open()
         inbox = _Inbox()
         request = self._prepare(prompt, sampling, inbox, Completion())

@@ -1,8 +1,9 @@
 """How a text is to be generated, in the words and with the defaults of web servers, as tensors of a request."""
 
 import secrets
+from difflib import get_close_matches
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,17 @@ class Sampling:
     raw_log_probs: bool = False
     priority: float = 0.5
     deadline_s: float | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Sampling":
+        """Of options by name. Raises TypeError for one that is none, with the name that it resembles."""
+        names = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in names:
+                meant = get_close_matches(name, names, 1)
+                raise TypeError(f"{name!r} is no option of a text; the options are {', '.join(names)}"
+                                + (f"; did you mean {meant[0]}?" if meant else ""))
+        return cls(**options)
 
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
         """The tensors of a request for one text after the prompt. The engine looks at their values.

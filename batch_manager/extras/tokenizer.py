@@ -19,8 +19,12 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ConfigError("tokenizers is not installed", "texts need it", "pip install batch-manager[text]") from error
+        raise ConfigError("tokenizers is not installed", "texts need it",
+                          'pip install "batch-manager[text]"') from error
     path = Path(folder) / TOKENIZER_FILE
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "the folder of a model on this machine",
+                          "pass its path; `hf download NAME` fetches a model from the Hugging Face hub and prints it")
     if not path.is_file():
         raise ConfigError(f"there is no file {os.fspath(path)!r}", "the folder of a model with its tokenizer",
                           "pass a tokenizer, or the folder that has one")

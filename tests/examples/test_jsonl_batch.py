@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ pytest.importorskip("tokenizers", reason="NOT RUN: the extra [text] is not insta
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/models/austen-4m"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def command(folder):
@@ -79,7 +81,7 @@ def test_a_run_that_ends_early_is_gone_on_with(tmp_path, undisturbed, number):
 def test_bad_lines_cost_themselves_only(tmp_path):
     write(tmp_path, ["no json", {"id": [1], "prompt": "x"}, {"id": "a"}, {"id": "b", "prompt": "The", "max_tokens": 3},
                      {"id": "b", "prompt": "A second one"}, {"id": "c", "prompt": "The", "max_token": 3},
-                     {"id": "d", "prompt": {"text": "The"}}, {"prompt": [-1], "max_tokens": 3}])
+                     {"id": "d", "prompt": {"text": "The"}}, {"prompt": [-1], "max_tokens": 3}, "", "  "])
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
     found = {line["id"]: line for line in lines(tmp_path)}
@@ -87,6 +89,8 @@ def test_bad_lines_cost_themselves_only(tmp_path):
     assert {key for key, line in found.items() if line.get("error", {}).get("code") == "INVALID_REQUEST"} == {
         1, 2, "a", "c", "d", 8}
     assert "line 5 has the id of an earlier line" in done.stderr
+    assert found[1]["error"]["message"] == "line 1: it is no JSON"
+    assert "did you mean max_tokens?" in found["c"]["error"]["message"]
 
 
 def test_an_output_has_one_writer(tmp_path):
@@ -133,3 +137,11 @@ def test_the_input_is_no_output_and_what_is_missing_is_named(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "in.jsonl" in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_model_that_is_not_there_is_named_without_a_stack(tmp_path):
+    write(tmp_path, ROWS)
+    done = subprocess.run([*command(tmp_path)[:4], "--model", "openai-community/gpt2"], cwd=tmp_path, env=ENVIRONMENT,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("jsonl_batch: ") and done.stderr.count("\n") == 1
+    assert "hf download" in done.stderr and lines(tmp_path) == []

@@ -290,7 +290,7 @@ def test_without_jinja2_or_with_an_old_one_the_error_says_what_to_do(tmp_path, m
     chat_template._environment.cache_clear()
     chat_template._template.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ConfigError, match=r"pip install batch-manager\[text\]"):
+    with pytest.raises(ConfigError, match=r'pip install "batch-manager\[text\]"'):
         chat_prompt(here, [])
     monkeypatch.undo()
     assert chat_prompt(os.fspath(here), []) == "x"

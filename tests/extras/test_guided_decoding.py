@@ -176,5 +176,5 @@ def test_without_the_library_or_the_tokenizer_the_error_says_what_to_do(monkeypa
     with pytest.raises(ConfigError, match="tokenizer.json of the model"):
         GuidedDecoding(tmp_path / "tokenizer.json", vocab_size=VOCAB, end_id=END)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"pip install batch-manager\[guided\]"):
+    with pytest.raises(ConfigError, match=r'pip install "batch-manager\[guided\]"'):
         GuidedDecoding(MODEL / "tokenizer.json", vocab_size=VOCAB, end_id=END)

@@ -88,8 +88,13 @@ def test_a_text_is_one_prompt_and_seeds_are_fresh_unless_given():
         assert scored.tokens == one.tokens
         for token, value, likeliest in zip(scored.tokens, scored.log_probs, scored.top_log_probs, strict=True):
             assert len(likeliest) == 2 and likeliest.get(token, value) == value <= max(likeliest.values())
-        with pytest.raises(TypeError, match="max_token"):
+        with pytest.raises(TypeError, match="did you mean max_tokens"):
             llm.generate(prompt, max_token=3)
+
+
+def test_a_model_that_is_not_there_is_said_to_be_a_folder():
+    with pytest.raises(ConfigError, match="there is no folder 'openai-community/gpt2'; .*; .*hf download"):
+        LLM("openai-community/gpt2")
 
 
 def test_a_stop_string_ends_the_text_and_the_request():
