@@ -210,8 +210,9 @@ class Parts:
                 whatever kind: new tokens, finals, refusals, finals of stopped requests, SHUTDOWN and ENGINE_FAILED. A
                 host wakes its clients here, once instead of once a token. Contained as a callback is
     at_end      (health) -> None, called on the worker thread once, after the last response and before `shutdown`
-                returns, with what `GptManager.health` says then; its state is "STOPPED". Whatever ended the worker, no
-                response comes any more. Contained as a callback is
+                returns, with what `GptManager.health` says then; its state is "STOPPED", or "FAILED" where the
+                process of an AsyncEngine died. Whatever ended the worker, no response comes any more. Contained as a
+                callback is
     logits_post_processor_batched   called once a step with the logits of all requests whose logits_post_processor is
                 "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None, which changes the logits in
                 place; decoding/logits_post_processors.py says more

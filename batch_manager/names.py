@@ -80,7 +80,11 @@ class ErrorCode(Enum):
 
     @classmethod
     def of(cls, text: str) -> "tuple[ErrorCode, str]":
-        """(code, message) of the text of an error response. Raises ValueError where the text is no such text."""
+        """(code, message) of the text of an error response. Raises ValueError where the text is no such text, as
+        that of a response without an error, which is empty."""
+        if not isinstance(text, str):
+            raise TypeError(f"the text is of type {type(text).__name__}; a str is expected; pass the error_message of "
+                            "a response")
         code, closing, message = text.removeprefix("[").partition("] ")
         if not text.startswith("[") or not closing or code not in cls.__members__:
             raise ValueError(f"{text[:80]!r} is no text of an error response: those begin with a code in brackets")

@@ -61,7 +61,7 @@ class OpenTelemetryStatistics(LatestStatistics):
 
     def __init__(self, model: str, meter: Meter | None = None, *, operation_name: str = "text_completion",
                  tracer: Tracer | None = None) -> None:
-        super().__init__()
+        super().__init__(model)
         self.attributes = {"gen_ai.request.model": model}
         self.labels_of_the_original = {"model": model, "version": "1"}
         self._of_requests = {"gen_ai.operation.name": operation_name, "gen_ai.provider.name": PROVIDER,

@@ -34,7 +34,7 @@ class PrometheusStatistics(LatestStatistics):
     """
 
     def __init__(self, model: str) -> None:
-        super().__init__()
+        super().__init__(model)
         self._model = model
         self._histograms = {name: _Histogram() for name in LATENCIES}
 

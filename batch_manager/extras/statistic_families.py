@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from ..errors import ConfigError, type_name
 from ..responses.perf_metrics import PerfMetrics
 
 # The families of TensorRT-LLM's Triton backend. family -> (label, {value of the label: key of the statistics})
@@ -67,9 +68,13 @@ class LatestStatistics:
     sums            key of SUMMED -> sum since the first record
 
     Any thread may read. An iteration costs the parsing of its record and some additions.
+
+    Raises ConfigError for a model that is no text: later it would be whoever scrapes who is told.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        if not isinstance(model, str):
+            raise ConfigError(f"model is of type {type_name(model)}", "the text of a label", "pass the model's name")
         self.record: dict[str, Any] = {}
         self.received_at_s = 0.0
         self.sums: dict[str, int] = dict.fromkeys(SUMMED, 0)

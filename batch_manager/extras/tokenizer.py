@@ -21,6 +21,9 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
     except ImportError as error:
         raise ConfigError("tokenizers is not installed", "texts need it",
                           'pip install "batch-manager[text]"') from error
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"the folder of the tokenizer is of type {type_name(folder)}", "a str or os.PathLike",
+                          "pass the folder of a model, or a tokenizer")
     path = Path(folder) / TOKENIZER_FILE
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "the folder of a model on this machine",

@@ -181,6 +181,9 @@ def test_the_text_of_an_error_response_is_taken_apart():
     for text in ("", "[", "INVALID_REQUEST: x", "[NONSENSE] x", "[INVALID_REQUEST]"):
         with pytest.raises(ValueError, match="is no text of an error response"):
             ErrorCode.of(text)
+    for no_text in (None, 5, b"[SHUTDOWN] x"):
+        with pytest.raises(TypeError, match="the text is of type .*; a str is expected; "):
+            ErrorCode.of(no_text)
     assert {code for code in ErrorCode if code.is_retryable} == {
         ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED}
     assert (ErrorCode.QUEUE_FULL.http_status, ErrorCode.SHUTDOWN.http_status, ErrorCode.INVALID_REQUEST.http_status

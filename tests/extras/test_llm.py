@@ -152,6 +152,8 @@ def test_threads_that_wait_for_one_text_end_with_it_and_when_another_one_cancels
 def test_what_is_no_tokenizer_is_refused():
     with pytest.raises(ConfigError, match="a int is no tokenizer"):
         LLM(MODEL, tokenizer=5)
+    with pytest.raises(ConfigError, match="the folder of the tokenizer is of type NoneType; a str or os.PathLike; "):
+        LLM(None)
 
 
 def test_options_of_a_wrong_type_are_named():

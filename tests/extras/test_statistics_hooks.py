@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from batch_manager import (
+    ConfigError,
     GptManager,
     InferenceRequest,
     Parts,
@@ -206,6 +208,12 @@ for scope in reader.get_metrics_data().resource_metrics[0].scope_metrics:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "batch_manager [1, 2, 3]\n", result.stderr
+
+
+def test_a_model_that_is_no_text_is_refused_before_anybody_scrapes():
+    from batch_manager.extras.prometheus import PrometheusStatistics
+    with pytest.raises(ConfigError, match="model is of type PosixPath; the text of a label; "):
+        PrometheusStatistics(Path("austen-4m"))
 
 
 def test_lines_are_the_records_and_files_are_bounded(tmp_path):
