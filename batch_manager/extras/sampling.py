@@ -93,7 +93,7 @@ class Sampling:
         if self.presence_penalty or self.frequency_penalty:
             tensors["prompt_ignore_length"] = len(prompt_ids)
         if self.logit_bias:
-            tensors["embedding_bias"] = self._bias(info.vocab_size)
+            tensors["embedding_bias"] = self.bias(info.vocab_size)
         return tensors
 
     def _stop_token_ids(self) -> Iterable[int]:
@@ -110,7 +110,8 @@ class Sampling:
             return self.max_tokens
         return max(info.max_seq_len - len(prompt_ids), 1)
 
-    def _bias(self, vocab_size: int) -> np.ndarray:
+    def bias(self, vocab_size: int) -> np.ndarray:
+        """The tensor `embedding_bias` of a logit_bias. Raises InvalidRequestError as `tensors`."""
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError(f"logit_bias is of type {type_name(self.logit_bias)}",
                                       "a mapping of token ids to numbers", "pass a dict")

@@ -17,6 +17,7 @@ pytest.importorskip("jinja2")
 
 from batch_manager.extras.openai import OpenAIError, OpenAIService  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
+from batch_manager.extras.sampling import Sampling  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -225,6 +226,7 @@ def test_a_chat_with_its_shapes(tmp_path):
     ({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[1, "a"]]}, "prompt"), ({"prompt": 3}, "prompt"),
     ({"n": 0}, "n"), ({"n": 2000}, "n"), ({"n": True}, "n"), ({"best_of": 3}, "best_of"),
     ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop"),
+    ({"stop": "x" * 4097}, "stop"), ({"stop": ["x" * 4097]}, "stop"),
     ({"stop": 3}, "stop"), ({"seed": "x"}, "seed"), ({"temperature": "hot"}, "temperature"),
     ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"suffix": "x"}, "suffix"),
     ({"tools": [{}]}, "tools"), ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -367,5 +369,23 @@ def test_other_requests_go_on_while_a_long_prompt_is_read():
         await reading
         took = read_at[0] - began
         assert longest < took / 2, f"the event loop stood still for {longest:.2f} s of {took:.2f} s"
+
+    run(test)
+
+
+def test_a_bias_of_the_whole_vocabulary_is_made_once_for_all_texts(monkeypatch):
+    made, bias = [], Sampling.bias
+    monkeypatch.setattr(Sampling, "bias", lambda sampling, size: made.append(size) or bias(sampling, size))
+    seen = []
+
+    async def test(service):
+        stream = service.engine.stream
+        service.engine.stream = lambda tensors, **options: seen.append(tensors) or stream(tensors, **options)
+        body = {"prompt": [[5], [6]], "n": 2, "max_tokens": 2, "logit_bias": {"7": -100, "8": 2.5}}
+        assert len((await whole(service, **body))["choices"]) == 4
+        assert made == [4096] and [tensors["embedding_bias"][7:9].tolist() for tensors in seen] == [[-100, 2.5]] * 4
+        with pytest.raises(OpenAIError, match="logit_bias has a value out of range") as raised:
+            await whole(service, prompt=[5], logit_bias={"7": 101})
+        assert raised.value.status == 400
 
     run(test)

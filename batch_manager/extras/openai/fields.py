@@ -11,6 +11,7 @@ from .errors import OpenAIError, refused
 
 MOST_TEXTS = 1024
 MOST_STOP_STRINGS = 64
+LONGEST_STOP_STRING = 4096    # characters: a search for 64 of a body's size takes seconds to build
 MOST_TOP_LOG_PROBS = 20
 WORD = (1 << 64) - 1
 
@@ -230,8 +231,10 @@ def _seed(fields: _Body) -> int | None:
 def _stop(fields: _Body) -> list[str]:
     stop = fields.take("stop", (str, list), [])
     stop = [stop] if type(stop) is str else stop
-    if len(stop) > MOST_STOP_STRINGS or any(type(each) is not str or not each for each in stop):
-        raise refused("stop", f"at most {MOST_STOP_STRINGS} texts of at least one character are expected")
+    if len(stop) > MOST_STOP_STRINGS or any(
+            type(each) is not str or not 0 < len(each) <= LONGEST_STOP_STRING for each in stop):
+        raise refused("stop", f"at most {MOST_STOP_STRINGS} texts of 1 to {LONGEST_STOP_STRING:,} characters are "
+                      "expected")
     return stop
 
 

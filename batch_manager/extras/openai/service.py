@@ -171,6 +171,11 @@ class Answer:
                               service.token_names)
         self._prompt_tokens = sum(map(len, prompts))
         self._choices: list[_Choice] = []
+        # A row of the vocabulary's size, from an object that may be as large: once for all texts.
+        self._sampling, self._bias = asked.sampling, None
+        if asked.sampling.logit_bias:
+            self._bias = asked.sampling.bias(service.engine.info.vocab_size)
+            self._sampling = replace(asked.sampling, logit_bias=None)
         self._echoes = [self._text_of(prompt, tokens) if asked.echo else ""
                         for prompt, tokens in zip(asked.prompts, prompts, strict=True)]
         try:
@@ -222,11 +227,13 @@ class Answer:
     # ---------------------------------------------------------------- inside
 
     def _start(self, prompt_ids: list[int], copy: int, grammar: Any, offset: int) -> None:
-        sampling, engine = self._asked.sampling, self._service.engine
+        sampling, engine = self._sampling, self._service.engine
         if copy and sampling.seed is not None:
             sampling = replace(sampling, seed=(sampling.seed + copy) & WORD)
         options = {} if grammar is None else {"logits_post_processor": grammar[0].processor(grammar[1])}
         tensors = {**sampling.tensors(prompt_ids, engine.info), "return_perf_metrics": True}
+        if self._bias is not None:
+            tensors["embedding_bias"] = self._bias
         with_prompt = self._asked.echo and sampling.log_probs
         ends: list[int] = []
         if with_prompt:
