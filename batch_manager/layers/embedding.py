@@ -9,7 +9,7 @@ from ..triton_kernels.cpu.fixed_pieces import elementwise
 from ..triton_kernels.cpu.native.matrix import PackedMatrix
 from ..weights.source import Weights
 from .context import LayerContext
-from .recording import LookedUp, Positions, Rows
+from .recording import LookedUp, NotRecordableError, Positions, Rows
 from .weight_form import make_weight_form
 
 
@@ -42,20 +42,24 @@ class Head:
     name      of the tensor, whole: "lm_head.weight". A Linear takes the prefix before `.weight`
     tied_to   an embedding whose tensor it shares, except where products want a packed one: then it holds a copy
     softcap   logits become softcap * tanh(logits / softcap); None: they stay as they are
+    scale     logits are multiplied with it, before a softcap; None: they are not
+    bias      a number is added to each logit, from the tensor `.bias` beside that of `name`
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
-                 tied_to: Embedding | None = None, softcap: float | None = None) -> None:
+                 tied_to: Embedding | None = None, softcap: float | None = None, scale: float | None = None,
+                 bias: bool = False) -> None:
         context.refuse(f"Head {name}", "split")
+        biases = weights.tensor(f"{name.removesuffix('.weight')}.bias", (rows,)) if bias else None
         if tied_to is None:
-            form = make_weight_form(weights.tensor(name, (rows, size)), None, context)
+            form = make_weight_form(weights.tensor(name, (rows, size)), biases, context)
         else:
             weights.tied(name, tied_to.name)
-            form = make_weight_form(tied_to.weight, None, context)
+            form = make_weight_form(tied_to.weight, biases, context)
             if not form.shares_weight:
                 weights.count_copy(tied_to.weight.nbytes)
         self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap
-        self._matrix, self._rows = form.matrix, rows
+        self._matrix, self._rows, self._scale = form.matrix, rows, scale
         if isinstance(form.matrix, PackedMatrix):    # its sums are float32 before they are rounded: they need not be
             self._multiply_arguments = (torch.float32,)
         in_pieces = context.deterministic and context.device.type == "cpu"       # a vector loop's tail rounds otherwise
@@ -64,7 +68,11 @@ class Head:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [r, size] -> [r, rows], a new tensor."""
         if isinstance(hidden, Rows):
+            if self._scale is not None:
+                raise NotRecordableError("its head scales the logits")
             logits = hidden.multiplied(self._matrix, self._rows)
         else:
             logits = self._multiply(hidden, *self._multiply_arguments)
+        if self._scale is not None:
+            logits = logits.mul_(self._scale)
         return logits if self.softcap is None else self._tanh(logits.float().div_(self.softcap)).mul_(self.softcap)

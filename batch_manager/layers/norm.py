@@ -29,10 +29,15 @@ class RmsNorm:
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias, computed in float32. Works on [..., size]."""
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias, computed in float32. Works on [..., size].
 
-    def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float) -> None:
-        self.weight, self.bias = weights.tensor(f"{name}.weight", (size,)), weights.tensor(f"{name}.bias", (size,))
+    bias   False: the checkpoint has none
+    """
+
+    def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
+                 bias: bool = True) -> None:
+        self.weight = weights.tensor(f"{name}.weight", (size,))
+        self.bias = weights.tensor(f"{name}.bias", (size,)) if bias else torch.zeros_like(self.weight)
         self.epsilon = epsilon
         self._norm, self._is_deterministic = dispatch.kernel("layer_norm", context.device), context.deterministic
 

@@ -62,6 +62,21 @@ class Rotary:
         self.sin = angles.sin_().mul_(parameters.amplitude).to(context.device)
 
 
+def half_split_rows(rotated_heads: int, other_heads: int, head_size: int, size: int,
+                    device: torch.device) -> torch.Tensor:
+    """The order in which a Linear takes the rows of stacked projections whose heads rotate neighbours (GPT-J, Cohere),
+    so that its outputs rotate in the half-split arrangement. Scores are the same: queries and keys are reordered alike.
+
+    rotated_heads, other_heads   queries and keys; values after them, which keep their order
+    size                         leading entries of each head that are rotated
+    Returns                      [rows] int64
+    """
+    rows = torch.arange((rotated_heads + other_heads) * head_size, dtype=torch.int64, device=device)
+    heads = rows[: rotated_heads * head_size].view(rotated_heads, head_size)
+    return torch.cat([torch.cat([heads[:, 0:size:2], heads[:, 1:size:2], heads[:, size:]], 1).reshape(-1),
+                      rows[rotated_heads * head_size :]])
+
+
 def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tensor:
     """[head_size / 2] float32: radians per position."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size

@@ -81,12 +81,15 @@ class LoadedModel:
 # Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
 _SHIPPED = {
     "GPT2LMHeadModel": ("gpt2", "Gpt2"),
+    "CohereForCausalLM": ("cohere", "Cohere"),
+    "GPTJForCausalLM": ("gptj", "GptJ"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma3"),
     "GemmaForCausalLM": ("gemma", "Gemma"),
     "GPTNeoXForCausalLM": ("gpt_neox", "GptNeoX"),
     "Olmo2ForCausalLM": ("olmo2", "Olmo2"),
     "Phi3ForCausalLM": ("phi3", "Phi3"),
+    "PhiForCausalLM": ("phi", "Phi"),
     "SmolLM3ForCausalLM": ("smollm3", "SmolLm3"),
     "StableLmForCausalLM": ("stablelm", "StableLm"),
     "Starcoder2ForCausalLM": ("starcoder2", "StarCoder2"),
@@ -102,7 +105,8 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
                 "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
                 "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "GPTNeoXForCausalLM": "gpt_neox",
                 "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3", "SmolLM3ForCausalLM": "smollm3",
-                "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2"}
+                "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
+                "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj", "PhiForCausalLM": "phi"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

@@ -48,6 +48,13 @@ def _config(family: str):
         return transformers.StableLmConfig(**COMMON, use_parallel_residual=True, use_qkv_bias=True)
     if family == "starcoder2":
         return transformers.Starcoder2Config(**COMMON, sliding_window=40)
+    if family == "phi":
+        return transformers.PhiConfig(**COMMON, qk_layernorm=True)
+    if family == "cohere":
+        return transformers.CohereConfig(**COMMON, logit_scale=0.5)
+    if family == "gptj":
+        return transformers.GPTJConfig(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512, rotary_dim=8,
+                                       initializer_range=0.15, bos_token_id=None, eos_token_id=None)
     if family == "olmo2":
         return transformers.Olmo2Config(**COMMON)
     if family == "gpt2":
@@ -57,7 +64,8 @@ def _config(family: str):
 
 
 FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3", "phi3",
-            "gpt-neox", "olmo2", "smollm3", "stablelm", "starcoder2"]
+            "gpt-neox", "olmo2", "smollm3", "stablelm", "starcoder2",
+            "phi", "cohere", "gptj"]
 
 
 class Reference:

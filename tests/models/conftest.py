@@ -23,7 +23,7 @@ def make_reference(family: str, **options):
     """A transformers model with weights that make every part matter: norms off one, biases off zero."""
     import transformers
 
-    base = TINY_GPT2 if family == "GPT2" else TINY
+    base = TINY_GPT2 if family in ("GPT2", "GPTJ") else TINY
     config_name = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
     config = getattr(transformers, config_name)(**{**base, **options}, attn_implementation="eager")
     torch.manual_seed(0)

@@ -12,7 +12,8 @@ FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForC
             "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
             "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "Olmo2ForCausalLM": "olmo2",
             "Phi3ForCausalLM": "phi3", "GPTNeoXForCausalLM": "gpt_neox", "SmolLM3ForCausalLM": "smollm3",
-            "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2"}
+            "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
+            "PhiForCausalLM": "phi", "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj"}
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
@@ -40,7 +41,7 @@ OPTIONAL: dict[str, tuple] = {
     "max_position_embeddings": (64, 128), "n_positions": (64, 32), "n_head": (2, 4), "num_attention_heads": (2, 4, 8),
     "n_layer": LAYERS, "num_hidden_layers": LAYERS, "n_embd": (32, 64), "hidden_size": (32, 64, 36), "n_ctx": (16,),
     "n_inner": (48, None), "layer_norm_epsilon": (1e-5, 1e-3), "activation_function": (*ACTIVATIONS, "tanh"),
-    "scale_attn_weights": (True, False), "scale_attn_by_inverse_layer_idx": (True, False), "layer_norm_eps": (1e-3,),
+    "scale_attn_weights": (True, False), "scale_attn_by_inverse_layer_idx": (True, False),
     "reorder_and_upcast_attn": (True, False), "per_layer_config": (None, {}, {"0": {"num_key_value_heads": 1}}),
     "use_cache": (True, False), "attention_dropout": (0.0, 0.1), "initializer_range": (0.02,), "vocab_size": (97, 101),
     "intermediate_size": (48, 112), "num_local_experts": (0, 4), "pretraining_tp": (1, 2), "is_causal": (True,),
@@ -50,13 +51,15 @@ OPTIONAL: dict[str, tuple] = {
     "rotary_pct": (0.5, 0.25), "rotary_emb_base": (500, 1e4), "use_parallel_residual": (True, False),
     "no_rope_layer_interval": (2, 3), "no_rope_layers": ([1, 0, 1, 1], [0, 0, 0, 1], None), "use_bias": (True, False),
     "norm_epsilon": (1e-3,), "use_qkv_bias": (True, False), "qk_layernorm": (True, False, False),
+    "rotary_dim": (4, 16, 10), "logit_scale": (0.5, 2.0), "use_qk_norm": (False, True), "layer_norm_eps": (1e-3,),
     "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (), "model_type": (),
 }
 # transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
 REQUIRED = {
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "gptj": {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3",
-                    "gpt_neox", "smollm3", "stablelm", "starcoder2"), {
+                    "gpt_neox", "smollm3", "stablelm", "starcoder2", "phi", "cohere"), {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
         "num_attention_heads": 4})}
 for _family in ("phi3", "smollm3"):                    # whose default is beyond a small vocabulary
@@ -73,7 +76,7 @@ def random_config(random: Random) -> dict[str, Any]:
     for name in random.sample(list(OPTIONAL), random.choice((1, 2, 3, 4, 6))):
         if OPTIONAL[name]:
             config[name] = random.choice(OPTIONAL[name])
-    if model_type != "gpt2" and random.random() < 0.25:
+    if model_type not in ("gpt2", "gptj") and random.random() < 0.25:
         count = config["num_hidden_layers"] if random.random() < 0.9 else random.choice(LAYERS)
         kinds = random.choice((["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"]))
         config["layer_types"] = [random.choice(kinds) for _ in range(count)]
@@ -92,7 +95,8 @@ def numbers_of_transformers(config: dict[str, Any]) -> dict[str, Any] | None:
             model = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager")
     except Exception:
         return None
-    return {"architecture": type(model).__name__, **(_of_gpt2 if model_type == "gpt2" else _of_decoder)(read, model)}
+    return {"architecture": type(model).__name__,
+            **{"gpt2": _of_gpt2, "gptj": _of_gptj}.get(model_type, _of_decoder)(read, model)}
 
 
 def _of_gpt2(read: Any, model: torch.nn.Module) -> dict[str, Any]:
@@ -107,6 +111,23 @@ def _of_gpt2(read: Any, model: torch.nn.Module) -> dict[str, Any]:
         "dtype": _dtype(read), "scales": _scales_of_gpt2(layers)}
 
 
+def _of_gptj(read: Any, model: torch.nn.Module) -> dict[str, Any]:
+    layers, first = model.transformer.h, model.transformer.h[0]
+    size, table = first.attn.head_dim, first.attn.embed_positions
+    exponents = torch.arange(0, first.attn.rotary_dim, 2, dtype=torch.int64) / first.attn.rotary_dim
+    assert abs(first.attn.scale_attn * size**-0.5 - 1) < 1e-12
+    return {
+        "num_layers": len(layers), "num_heads": first.attn.num_attention_heads,
+        "num_kv_heads": first.attn.num_attention_heads, "head_size": size,
+        "hidden_size": model.transformer.wte.weight.shape[1], "intermediate_size": first.mlp.fc_in.weight.shape[0],
+        "vocab_size": model.transformer.wte.weight.shape[0], "max_position_embeddings": table.shape[0],
+        "windows": (None,) * len(layers), "norm_epsilon": first.ln_1.eps,
+        "tie_word_embeddings": read.tie_word_embeddings, "activation": ACTIVATIONS.get(read.activation_function),
+        "qkv_bias": False, "out_bias": False, "mlp_bias": True, "qk_norm": False, "dtype": _dtype(read),
+        "scales": (size**-0.5,) * len(layers), "rotary_size": first.attn.rotary_dim,
+        "frequencies": tuple(round(float(1 / 10000**exponent), 7) for exponent in exponents)}
+
+
 def _scales_of_gpt2(layers: torch.nn.ModuleList) -> tuple[float, ...]:
     scales = []
     for index, layer in enumerate(layers):
@@ -119,7 +140,7 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     if read.model_type in ("phi3", "gpt_neox"):
         return _of_stacked(read, model)
     layers, attention, mlp = model.model.layers, model.model.layers[0].self_attn, model.model.layers[0].mlp
-    size = attention.head_dim
+    size = rotated = attention.head_dim
     windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
     if read.model_type in ("mistral", "starcoder2"):
         windows = (read.sliding_window,) * len(layers)
@@ -127,8 +148,15 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
         windows = tuple(read.sliding_window if kind == "sliding_attention" else None for kind in read.layer_types)
         if read.sliding_window is None and "sliding_attention" in read.layer_types:
             return {"windows": "the mask of these layers cannot be made"}
-    own, inside = {}, mlp.c_fc if read.model_type == "starcoder2" else mlp.up_proj
-    rotated = size
+    own, inside = {}, getattr(mlp, {"starcoder2": "c_fc", "phi": "fc1"}.get(read.model_type, "up_proj"))
+    out, norm = attention.o_proj if hasattr(attention, "o_proj") else attention.dense, model.model
+    norm = norm.norm if hasattr(norm, "norm") else norm.final_layernorm
+    if read.model_type == "phi":
+        own["rotary_size"] = rotated = int(size * read.rope_parameters["partial_rotary_factor"])
+    if read.model_type == "cohere":
+        own["logit_scale"] = model.logit_scale
+        if read.use_qk_norm:
+            return {"qk_norm": "not built"}
     if read.model_type == "stablelm":
         own["rotary_size"] = rotated = int(size * read.rope_parameters["partial_rotary_factor"])
         own["is_parallel"] = layers[0].use_parallel_residual
@@ -149,12 +177,13 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
         "hidden_size": model.model.embed_tokens.weight.shape[1], "intermediate_size": inside.weight.shape[0],
         "vocab_size": model.model.embed_tokens.weight.shape[0],
         "max_position_embeddings": _positions(read), "windows": windows,
-        "norm_epsilon": getattr(model.model.norm, "variance_epsilon", None) or model.model.norm.eps,
+        "norm_epsilon": getattr(norm, "variance_epsilon", None) or norm.eps,
         "tie_word_embeddings": read.tie_word_embeddings,
         "activation": ACTIVATIONS.get(read.hidden_activation if read.model_type in WITH_KINDS else read.hidden_act),
         "qkv_bias": attention.q_proj.bias is not None,
-        "out_bias": attention.o_proj.bias is not None, "mlp_bias": inside.bias is not None,
-        "qk_norm": hasattr(attention, "q_norm"), "dtype": _dtype(read), "scales": (attention.scaling,) * len(layers)}
+        "out_bias": out.bias is not None, "mlp_bias": inside.bias is not None,
+        "qk_norm": hasattr(attention, "q_norm") or getattr(attention, "qk_layernorm", False),
+        "dtype": _dtype(read), "scales": (attention.scaling,) * len(layers)}
 
 
 def _of_stacked(read: Any, model: torch.nn.Module) -> dict[str, Any]:

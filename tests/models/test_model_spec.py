@@ -21,6 +21,13 @@ BASE = {
     "Gemma3ForCausalLM": DECODER,
     "GPT2LMHeadModel": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
 }
+# Whose defaults are compared with transformers by test_config_differential.py.
+OTHERS = {
+    **dict.fromkeys(("Olmo2ForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
+                     "Starcoder2ForCausalLM", "PhiForCausalLM", "CohereForCausalLM"), DECODER),
+    "GPTNeoXForCausalLM": {name: value for name, value in DECODER.items() if name != "num_key_value_heads"},
+    "GPTJForCausalLM": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
+}
 
 
 def windows_of(spec):
@@ -30,7 +37,7 @@ def windows_of(spec):
 @pytest.fixture
 def spec_of(tmp_path):
     def read(architecture, **fields):
-        config = {"architectures": [architecture], **BASE.get(architecture, DECODER), **fields}
+        config = {"architectures": [architecture], **(BASE | OTHERS).get(architecture, DECODER), **fields}
         (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
         return read_spec(tmp_path)
 
@@ -221,6 +228,13 @@ REFUSED = [
     ("GPT2LMHeadModel", "n_embd", 65),
     ("Olmo2ForCausalLM", "sliding_window", 7),
     ("StableLmForCausalLM", "qk_layernorm", True),
+    ("CohereForCausalLM", "use_qk_norm", True),
+    ("CohereForCausalLM", "logit_scale", None),
+    ("GPTJForCausalLM", "rotary_dim", None),
+    ("GPTJForCausalLM", "rotary_dim", 7),
+    ("GPTJForCausalLM", "rotary_dim", 32),
+    ("GPTJForCausalLM", "hidden_size", 64),
+    ("PhiForCausalLM", "sliding_window", 7),
     ("StableLmForCausalLM", "head_dim", 32),
     ("StableLmForCausalLM", "sliding_window", 7),
     ("SmolLM3ForCausalLM", "no_rope_layers", [1, 1, 1]),
@@ -308,7 +322,7 @@ def test_layers_that_slide_without_a_window_are_refused(spec_of):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", BASE)
+@pytest.mark.parametrize("architecture", [*BASE, *OTHERS])
 def test_the_number_of_weights_is_that_of_the_matrices_a_model_asks_for(
         architecture, tied, spec_of, tmp_path, monkeypatch):
     asked_for, fill = [], DummyWeights._fill
