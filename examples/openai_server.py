@@ -7,6 +7,7 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -35,15 +36,16 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
 
     params   fields of TrtGptModelOptionalParams
     """
+    names = [served_model_name or os.path.basename(os.path.abspath(model))]
+
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette):
         cache = KvCacheConfig(enable_block_reuse=block_reuse)
-        statistics = app.state.statistics = PrometheusStatistics(served_model_name or model)
+        statistics = app.state.statistics = PrometheusStatistics(names[0])
         engine = await AsyncEngine.start(
             model, return_batch_manager_stats_cb=statistics, takes_all=True,
             optional_params=TrtGptModelOptionalParams(kv_cache_config=cache, flush_stats_when_idle=True, **params))
         try:
-            names = [served_model_name] if served_model_name else []
             app.state.service = OpenAIService(engine, model, names, observe=statistics.observe)
             yield
         finally:
@@ -91,7 +93,9 @@ async def metrics(request: Request) -> Response:
 
 
 async def not_found(request: Request, error: Exception) -> Response:
-    return error_response(OpenAIError(error.status_code, f"{request.method} {request.url.path[:200]} is no route"))
+    routes = ", ".join(f"{' '.join(route.methods - {'HEAD'})} {route.path}" for route in request.app.routes)
+    return error_response(OpenAIError(
+        error.status_code, f"{request.method} {request.url.path[:200]} is no route; this server has {routes}"))
 
 
 async def server_error(_: Request, __: Exception) -> Response:

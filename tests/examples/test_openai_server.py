@@ -182,7 +182,9 @@ def test_errors_have_openais_shape_and_class(client, server):
             client.completions.create(model="austen", prompt="x", **body)
     for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405)):
         answer = httpx.request(method, server.url + path)
-        assert answer.status_code == status and answer.json()["error"]["message"]
+        assert answer.status_code == status
+        assert re.search("is no route; this server has POST /v1/completions, .*GET /metrics",
+                         answer.json()["error"]["message"])
     answer = httpx.post(f"{server.url}/v1/completions", content=b"{", headers={"X-Request-Id": "mine"})
     assert answer.status_code == 400 and "no JSON" in answer.json()["error"]["message"]
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "mine"})
@@ -240,6 +242,7 @@ def test_metrics_count_what_was_served(server):
     def scraped():
         answer = httpx.get(f"{server.url}/metrics")
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+        assert set(re.findall('model_name="(.*?)"', answer.text)) == {"austen"}      # as clients call it
         return {line.rpartition("{")[0] or line: float(line.rpartition(" ")[2]) for line in answer.text.splitlines()
                 if line.startswith("vllm:") and "finished_reason" not in line and "_bucket" not in line}
 
