@@ -20,6 +20,7 @@ class Linear:
     names        prefixes whose `.weight` and `.bias` are stacked, in order: "lm_head", not "lm_head.weight"
     sizes        rows of each; several sizes with one name are projections that the checkpoint stores as one tensor
     row_order    the rows as they are to be computed, by their places in the stored tensors; None: as they are stored
+    scale        the outputs are multiplied with it: the weights and biases are, as they are loaded; None: they are not
     transposed   the checkpoint stores [in, out] (GPT-2's Conv1D); one name then
     split        how the map divides among processes: "columns", each has a share of every projection's outputs; "rows",
                  each has a share of the inputs, and the products are summed; None: every process has all of it. In one
@@ -28,7 +29,8 @@ class Linear:
 
     def __init__(self, weights: Weights, context: LayerContext, names: Sequence[str], in_size: int,
                  sizes: Sequence[int], *, bias: bool = False, transposed: bool = False,
-                 split: Split | None = None, row_order: torch.Tensor | None = None) -> None:
+                 split: Split | None = None, row_order: torch.Tensor | None = None,
+                 scale: float | None = None) -> None:
         if split not in (None, "columns", "rows"):
             raise ConfigError(f"Linear(split={split!r}) of {names[0]}", "'columns', 'rows' or None",
                               "correct the model's class")
@@ -44,6 +46,8 @@ class Linear:
         biases = weights.stacked([(f"{name}.bias", (size,)) for name, size in stored]) if bias else None
         if row_order is not None:
             weight, biases = weight[row_order], None if biases is None else biases[row_order]
+        if scale is not None:
+            weight, biases = weight * scale, None if biases is None else biases * scale
         form = make_weight_form(weight, biases, context)
         self._matrix, self._outputs = form.matrix, sum(sizes)
         self._multiply, self._multiply_arguments = form.multiply, form.multiply_arguments

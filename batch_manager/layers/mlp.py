@@ -18,15 +18,17 @@ class GatedMlp:
     """down(f(gate(x)) * up(x)), gate and up in one product; f is one of ACTIVATIONS.
 
     gate_up   what the checkpoint calls gate and up: two tensors, or one that has both, in this order
+    scale     the output is multiplied with it; None: it is not
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, hidden_size: int, intermediate_size: int,
-                 activation: str, bias: bool = False, gate_up: Sequence[str] = ("gate_proj", "up_proj")) -> None:
+                 activation: str, bias: bool = False, gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+                 scale: float | None = None) -> None:
         _refuse_unknown(activation, f"GatedMlp {name}")
         self.gate_up = Linear(weights, context, [f"{name}.{part}" for part in gate_up], hidden_size,
                               [intermediate_size] * 2, bias=bias, split="columns")
         self.down = Linear(weights, context, [f"{name}.down_proj"], intermediate_size, [hidden_size], bias=bias,
-                           split="rows")
+                           split="rows", scale=scale)
         self.activation, self._is_deterministic = activation, context.deterministic
         self._activate = dispatch.kernel("gated_activation", context.device)
 

@@ -81,12 +81,14 @@ class LoadedModel:
 # Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
 _SHIPPED = {
     "GPT2LMHeadModel": ("gpt2", "Gpt2"),
+    "Cohere2ForCausalLM": ("cohere2", "Cohere2"),
     "CohereForCausalLM": ("cohere", "Cohere"),
     "GPTJForCausalLM": ("gptj", "GptJ"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma3"),
     "GemmaForCausalLM": ("gemma", "Gemma"),
     "GPTNeoXForCausalLM": ("gpt_neox", "GptNeoX"),
+    "GraniteForCausalLM": ("granite", "Granite"),
     "Olmo2ForCausalLM": ("olmo2", "Olmo2"),
     "Phi3ForCausalLM": ("phi3", "Phi3"),
     "PhiForCausalLM": ("phi", "Phi"),
@@ -106,7 +108,8 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
                 "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "GPTNeoXForCausalLM": "gpt_neox",
                 "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3", "SmolLM3ForCausalLM": "smollm3",
                 "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
-                "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj", "PhiForCausalLM": "phi"}
+                "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj", "PhiForCausalLM": "phi",
+                "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

@@ -55,6 +55,12 @@ def _config(family: str):
     if family == "gptj":
         return transformers.GPTJConfig(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512, rotary_dim=8,
                                        initializer_range=0.15, bos_token_id=None, eos_token_id=None)
+    if family == "granite":
+        return transformers.GraniteConfig(**COMMON, embedding_multiplier=2.0, residual_multiplier=0.5,
+                                          attention_multiplier=0.3, logits_scaling=2.0)
+    if family == "cohere2":
+        return transformers.Cohere2Config(**COMMON, logit_scale=0.5, sliding_window=48,
+                                          layer_types=["sliding_attention", "full_attention"])
     if family == "olmo2":
         return transformers.Olmo2Config(**COMMON)
     if family == "gpt2":
@@ -65,7 +71,7 @@ def _config(family: str):
 
 FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3", "phi3",
             "gpt-neox", "olmo2", "smollm3", "stablelm", "starcoder2",
-            "phi", "cohere", "gptj"]
+            "phi", "cohere", "gptj", "granite", "cohere2"]
 
 
 class Reference:

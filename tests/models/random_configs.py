@@ -13,7 +13,8 @@ FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForC
             "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "Olmo2ForCausalLM": "olmo2",
             "Phi3ForCausalLM": "phi3", "GPTNeoXForCausalLM": "gpt_neox", "SmolLM3ForCausalLM": "smollm3",
             "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
-            "PhiForCausalLM": "phi", "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj"}
+            "PhiForCausalLM": "phi", "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj",
+            "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2"}
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
@@ -52,14 +53,16 @@ OPTIONAL: dict[str, tuple] = {
     "no_rope_layer_interval": (2, 3), "no_rope_layers": ([1, 0, 1, 1], [0, 0, 0, 1], None), "use_bias": (True, False),
     "norm_epsilon": (1e-3,), "use_qkv_bias": (True, False), "qk_layernorm": (True, False, False),
     "rotary_dim": (4, 16, 10), "logit_scale": (0.5, 2.0), "use_qk_norm": (False, True), "layer_norm_eps": (1e-3,),
-    "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (), "model_type": (),
+    "embedding_multiplier": (3.0, 1.0), "residual_multiplier": (0.25, 1.0), "attention_multiplier": (0.5,),
+    "logits_scaling": (4.0, 1.0), "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (), "model_type": (),
 }
 # transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
 REQUIRED = {
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "gptj": {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3",
-                    "gpt_neox", "smollm3", "stablelm", "starcoder2", "phi", "cohere"), {
+                    "gpt_neox", "smollm3", "stablelm", "starcoder2", "phi", "cohere",
+                    "granite", "cohere2"), {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
         "num_attention_heads": 4})}
 for _family in ("phi3", "smollm3"):                    # whose default is beyond a small vocabulary
@@ -144,7 +147,7 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
     if read.model_type in ("mistral", "starcoder2"):
         windows = (read.sliding_window,) * len(layers)
-    elif read.model_type in ("qwen2", "qwen3", *WITH_KINDS):
+    elif read.model_type in ("qwen2", "qwen3", "cohere2", *WITH_KINDS):
         windows = tuple(read.sliding_window if kind == "sliding_attention" else None for kind in read.layer_types)
         if read.sliding_window is None and "sliding_attention" in read.layer_types:
             return {"windows": "the mask of these layers cannot be made"}
@@ -153,6 +156,12 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     norm = norm.norm if hasattr(norm, "norm") else norm.final_layernorm
     if read.model_type == "phi":
         own["rotary_size"] = rotated = int(size * read.rope_parameters["partial_rotary_factor"])
+    if read.model_type == "granite":
+        own |= {"embedding_scale": model.model.embedding_multiplier, "logits_divisor": read.logits_scaling,
+                "residual_scale": layers[0].residual_multiplier}
+    if read.model_type == "cohere2":
+        own |= {"logit_scale": model.logit_scale,
+                "slides": tuple(kind == "sliding_attention" for kind in read.layer_types)}
     if read.model_type == "cohere":
         own["logit_scale"] = model.logit_scale
         if read.use_qk_norm:

@@ -36,7 +36,8 @@ def numbers_of(spec):
         numbers["amplitude"] = spec.rotary.amplitude
     if hasattr(spec, "sliding_rotary"):
         numbers["sliding_frequencies"] = frequencies_of(spec.sliding_rotary, spec.head_size)
-    numbers |= {name: getattr(spec, name) for name in ("is_parallel", "rotates", "logit_scale") if hasattr(spec, name)}
+    numbers |= {name: getattr(spec, name) for name in (
+        "is_parallel", "rotates", "logit_scale", "embedding_scale", "residual_scale", "logits_divisor", "slides") if hasattr(spec, name)}
     if hasattr(spec, "logits_softcap"):
         numbers["logits_softcap"] = spec.logits_softcap
         numbers["softcaps"] = tuple(layer.softcap for layer in spec.attention)

@@ -24,7 +24,8 @@ BASE = {
 # Whose defaults are compared with transformers by test_config_differential.py.
 OTHERS = {
     **dict.fromkeys(("Olmo2ForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
-                     "Starcoder2ForCausalLM", "PhiForCausalLM", "CohereForCausalLM"), DECODER),
+                     "Starcoder2ForCausalLM", "PhiForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM",
+                     "GraniteForCausalLM"), DECODER),
     "GPTNeoXForCausalLM": {name: value for name, value in DECODER.items() if name != "num_key_value_heads"},
     "GPTJForCausalLM": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
 }
@@ -229,6 +230,10 @@ REFUSED = [
     ("Olmo2ForCausalLM", "sliding_window", 7),
     ("StableLmForCausalLM", "qk_layernorm", True),
     ("CohereForCausalLM", "use_qk_norm", True),
+    ("Cohere2ForCausalLM", "head_dim", 32),
+    ("Cohere2ForCausalLM", "sliding_window", None),
+    ("GraniteForCausalLM", "residual_multiplier", 0),
+    ("GraniteForCausalLM", "logits_scaling", "8"),
     ("CohereForCausalLM", "logit_scale", None),
     ("GPTJForCausalLM", "rotary_dim", None),
     ("GPTJForCausalLM", "rotary_dim", 7),

@@ -1,0 +1,100 @@
+"""Granite: a Llama with factors on embeddings, residual branches, attention and logits.
+
+Source   "Granite 3.0 Language Models" (IBM, 2024); checkpoints as transformers saves GraniteForCausalLM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import RmsNorm
+from ..layers.rotary import Rotary
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraniteSpec(ModelSpec):
+    """
+    embedding_scale   of what the first layer is given
+    residual_scale    of what attention and the MLP of each layer add
+    logits_divisor    of the logits
+    """
+
+    embedding_scale: float
+    residual_scale: float
+    logits_divisor: float
+
+
+class Granite:
+    """GraniteForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> GraniteSpec:
+        num_layers, bias = layer_count(config), config.flag("attention_bias", False)
+        refuse_windows(config, num_layers)
+        return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+                                 mlp_bias=config.flag("mlp_bias", False), max_positions=2048, default_norm_epsilon=1e-6,
+                                 default_theta=10000.0, scale=config.number("attention_multiplier", 1.0),
+                                 spec_class=GraniteSpec, embedding_scale=config.number("embedding_multiplier", 1.0),
+                                 residual_scale=config.number("residual_multiplier", 1.0),
+                                 logits_divisor=config.number("logits_scaling", 1.0))
+
+    def __init__(self, spec: GraniteSpec, weights: Weights, context: LayerContext) -> None:
+        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,
+                                   scale=_unless_one(spec.embedding_scale))
+        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
+        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None,
+                         scale=_unless_one(1 / spec.logits_divisor))
+        self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+def _unless_one(factor: float) -> float | None:
+    return None if factor == 1 else factor
+
+
+class _Layer:
+    def __init__(self, spec: GraniteSpec, weights: Weights, context: LayerContext, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.index = index
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_size = spec.head_size
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+        scale = _unless_one(spec.residual_scale)
+        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
+                          split="rows", scale=scale)
+        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation,
+                            bias=spec.mlp_bias, scale=scale)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
