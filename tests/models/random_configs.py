@@ -54,7 +54,8 @@ OPTIONAL: dict[str, tuple] = {
     "norm_epsilon": (1e-3,), "use_qkv_bias": (True, False), "qk_layernorm": (True, False, False),
     "rotary_dim": (4, 16, 10), "logit_scale": (0.5, 2.0), "use_qk_norm": (False, True), "layer_norm_eps": (1e-3,),
     "embedding_multiplier": (3.0, 1.0), "residual_multiplier": (0.25, 1.0), "attention_multiplier": (0.5,),
-    "logits_scaling": (4.0, 1.0), "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (), "model_type": (),
+    "logits_scaling": (4.0, 1.0), "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (),
+    "model_type": (),
 }
 # transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
 REQUIRED = {

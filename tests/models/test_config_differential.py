@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 from .random_configs import numbers_of_transformers, random_config  # noqa: E402
 
 SEEDS = range(600)
+OF_SOME = ("is_parallel", "rotates", "slides", "logit_scale", "embedding_scale", "residual_scale", "logits_divisor")
 
 
 def numbers_of(spec):
@@ -36,8 +37,7 @@ def numbers_of(spec):
         numbers["amplitude"] = spec.rotary.amplitude
     if hasattr(spec, "sliding_rotary"):
         numbers["sliding_frequencies"] = frequencies_of(spec.sliding_rotary, spec.head_size)
-    numbers |= {name: getattr(spec, name) for name in (
-        "is_parallel", "rotates", "logit_scale", "embedding_scale", "residual_scale", "logits_divisor", "slides") if hasattr(spec, name)}
+    numbers |= {name: getattr(spec, name) for name in OF_SOME if hasattr(spec, name)}
     if hasattr(spec, "logits_softcap"):
         numbers["logits_softcap"] = spec.logits_softcap
         numbers["softcaps"] = tuple(layer.softcap for layer in spec.attention)
