@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any, Self
 
 from ..config import Parts, TrtGptModelOptionalParams
@@ -31,9 +32,12 @@ class AsyncEngine:
     does.
     """
 
-    def __init__(self, manager: GptManager | EngineProcess, switchboard: Switchboard) -> None:
-        """Engines are made by `start`."""
-        self._manager, self._switchboard = manager, switchboard
+    def __init__(self, manager: GptManager | EngineProcess, switchboard: Switchboard, says_arrival: bool) -> None:
+        """Engines are made by `start`.
+
+        says_arrival   requests are told when they were handed over, because the engine's clock is time.monotonic
+        """
+        self._manager, self._switchboard, self._says_arrival = manager, switchboard, says_arrival
 
     @classmethod
     async def start(cls, model_path: str | os.PathLike | None = None,
@@ -72,17 +76,18 @@ class AsyncEngine:
             return cls(EngineProcess(switchboard, {
                 "model_path": model_path, "model_type": model_type, "max_beam_width": max_beam_width,
                 "scheduler_policy": scheduler_policy, "optional_params": optional_params, "parts": parts,
-            }, stats, takes_all), switchboard)
+            }, stats, takes_all), switchboard, parts.clock is None)
         if isinstance(parts, Parts):           # else the manager says so
             parts = switchboard.hooked_into(parts)
         return cls(GptManager(model_path, model_type, max_beam_width, scheduler_policy, switchboard.get,
                               switchboard.send, switchboard.poll, stats, optional_params, parts=parts,
-                              exclude_input_in_output=True), switchboard)
+                              exclude_input_in_output=True), switchboard, parts.clock is None)
 
     def stream(self, tensors: Mapping[str, Any], **options: Any) -> "Stream":
         """Hand a request over, now, and return the stream of what it generates.
 
-        tensors, options   of an InferenceRequest, whose id the engine chooses
+        tensors, options   of an InferenceRequest, whose id the engine chooses. Its `arrival_time`, from which queue
+                           time and `deadline_s` count, is now, unless `parts` has a clock
         Raises   RequestFailed for names that are none, and where the engine was closed. What is wrong with a value is
                  raised by the stream.
         """
@@ -128,6 +133,8 @@ class AsyncEngine:
         switchboard = self._switchboard
         if switchboard.closed is not None:
             raise RequestFailed(switchboard.closed.code, str(switchboard.closed))
+        if self._says_arrival:                 # it may wait here
+            options = {"arrival_time": monotonic(), **options}
         request_id = switchboard.next_id()
         try:
             request = InferenceRequest(request_id, tensors, is_streaming=is_streaming, **options)

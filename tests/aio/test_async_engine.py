@@ -109,6 +109,20 @@ def test_a_request_that_was_not_taken_yet_never_runs():
     run(test, backend=LONG, max_batch_size=1)
 
 
+def test_the_time_that_a_request_waits_here_counts():
+    async def test(engine):
+        first = engine.stream(request(new_tokens=50_000))
+        await anext(first)
+        late = asyncio.create_task(engine.generate(request(), deadline_s=0.2))
+        patient = asyncio.create_task(engine.generate(request(return_perf_metrics=True)))
+        await asyncio.sleep(0.3)
+        first.cancel()
+        assert (await late).finish_reason is FinishReason.TIMED_OUT
+        assert 0.3 <= (await patient).metrics.queue_s < 5
+
+    run(test, backend=LONG, max_batch_size=1)
+
+
 def test_with_takes_all_requests_wait_in_the_engine_and_too_many_are_refused():
     async def test():
         optional_params = TrtGptModelOptionalParams(max_batch_size=2, max_queued_requests=3)
