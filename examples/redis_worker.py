@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -22,9 +23,12 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+except ImportError:
+    sys.exit('redis_worker: redis is not installed; pip install -e ".[examples]"')
 
 from batch_manager import (
     ErrorCode,

@@ -419,6 +419,7 @@ class NativeBackend:
                 threads = self._num_threads or torch.get_num_threads()
                 self._runner.compiled = compile_step(loaded, spec, self._runner.attention, self._pool,
                                                      self.info.sink_tokens, threads)
+            log.info("steps run as compiled code on at most %d threads; torch runs what is left of them", threads)
             if self._layout is not layouts.padded and has_own_count():       # a padded call's forward is torch's
                 # What is left for torch is little, and its threads would stay awake in the way of the compiled step's.
                 self._torch_threads = 1

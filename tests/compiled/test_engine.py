@@ -24,10 +24,15 @@ def backend(cpu_compile=None, factory=None, layout=layouts.fused, **options):
     return build_native_backend(MODEL, params, layout=layout, num_slots=4, attention_factory=factory)
 
 
-def test_it_is_compiled_by_default_and_not_where_it_was_switched_off():
-    assert backend()._runner.compiled is not None
+def test_it_is_compiled_by_default_and_not_where_it_was_switched_off(caplog):
+    with caplog.at_level(logging.INFO, "batch_manager"):
+        assert backend()._runner.compiled is not None
+    assert "steps run as compiled code on at most" in caplog.text      # other lines speak of torch
+    caplog.clear()
     assert backend(True, dtype="bfloat16")._runner.compiled is not None
-    assert backend(False)._runner.compiled is None
+    with caplog.at_level(logging.INFO, "batch_manager"):
+        assert backend(False)._runner.compiled is None
+    assert "compiled code" not in caplog.text
 
 
 @pytest.mark.parametrize(("options", "reason"), [
