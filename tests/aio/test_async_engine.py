@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -265,6 +266,7 @@ def test_in_a_forked_child_a_stream_raises_instead_of_waiting():
         read, write = os.pipe()
         child = os.fork()
         if not child:
+            signal.alarm(20)                   # nobody else ends a child that hangs
             try:
                 asyncio.run(tokens_of(stream))
             except BaseException as error:
