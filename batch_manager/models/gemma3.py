@@ -25,6 +25,7 @@ from .model_spec import (
     read_rotary,
     read_softcap,
     read_window,
+    rope_fields_by_kind,
     windows_of,
 )
 
@@ -53,7 +54,7 @@ class Gemma3:
         pattern = config.count("sliding_window_pattern", 6)
         kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % pattern else "full_attention"
                                           for index in range(layer_count(config))])
-        bias, (full, sliding) = config.flag("attention_bias", False), _rotary_fields(config)
+        bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
         max_positions = config.count("max_position_embeddings", 131072)
         return read_decoder_spec(
             config, architecture, windows=windows_of(config, kinds, read_window(config)), qkv_bias=bias, out_bias=bias,
@@ -84,26 +85,6 @@ class Gemma3:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)
-
-
-def _rotary_fields(config: Fields) -> tuple[Fields, Fields]:
-    """The parameters of the full layers and of the sliding ones: `rope_parameters` by kind of layer, or, in older
-    files, `rope_scaling` of the full layers alone."""
-    nothing = Fields({}, config.where)
-    by_kind = config.fields("rope_parameters", nothing)
-    strange = sorted(name for name in by_kind.values.keys() - {"full_attention", "sliding_attention"})
-    if strange:
-        raise by_kind.fault(strange[0], "not there: the parameters are those of full_attention and sliding_attention")
-    older = config.fields("rope_scaling", nothing)
-    if older.values and by_kind.values:
-        raise config.fault("rope_scaling", "null beside rope_parameters")
-    if "type" in older and "rope_type" not in older:
-        raise older.fault("type", "not there: this architecture calls it rope_type")
-    full, sliding = by_kind.fields("full_attention", older), by_kind.fields("sliding_attention", nothing)
-    for rope in (full, sliding):
-        if not rope.flag("truncate", True):            # transformers does not look at it here
-            raise rope.fault("truncate", "true, or not there")
-    return full, sliding
 
 
 def _local(config: Fields) -> Fields:

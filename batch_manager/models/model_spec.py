@@ -450,6 +450,26 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
         truncate=rope.flag("truncate", True), amplitude=_yarn_amplitude(rope, factor))
 
 
+def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
+    """The rotary parameters of the full layers and of the sliding ones, of a family that has a table for each:
+    `rope_parameters` by kind of layer, or, in older files, `rope_scaling` of the full layers alone."""
+    nothing = Fields({}, config.where)
+    by_kind = config.fields("rope_parameters", nothing)
+    strange = sorted(name for name in by_kind.values.keys() - {"full_attention", "sliding_attention"})
+    if strange:
+        raise by_kind.fault(strange[0], "not there: the parameters are those of full_attention and sliding_attention")
+    older = config.fields("rope_scaling", nothing)
+    if older.values and by_kind.values:
+        raise config.fault("rope_scaling", "null beside rope_parameters")
+    if "type" in older and "rope_type" not in older:
+        raise older.fault("type", "not there: this architecture calls it rope_type")
+    full, sliding = by_kind.fields("full_attention", older), by_kind.fields("sliding_attention", nothing)
+    for rope in (full, sliding):
+        if not rope.flag("truncate", True):            # transformers does not look at it here
+            raise rope.fault("truncate", "true, or not there")
+    return full, sliding
+
+
 def _rope_fields(config: Fields) -> Fields:
     """`rope_scaling`, as older configurations call it, or `rope_parameters`; empty where there is neither."""
     rope = config.fields("rope_scaling", Fields({}, config.where))

@@ -90,6 +90,7 @@ _SHIPPED = {
     "GPTNeoXForCausalLM": ("gpt_neox", "GptNeoX"),
     "GraniteForCausalLM": ("granite", "Granite"),
     "Olmo2ForCausalLM": ("olmo2", "Olmo2"),
+    "Olmo3ForCausalLM": ("olmo3", "Olmo3"),
     "Phi3ForCausalLM": ("phi3", "Phi3"),
     "PhiForCausalLM": ("phi", "Phi"),
     "SmolLM3ForCausalLM": ("smollm3", "SmolLm3"),
@@ -109,7 +110,8 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
                 "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3", "SmolLM3ForCausalLM": "smollm3",
                 "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
                 "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj", "PhiForCausalLM": "phi",
-                "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2"}
+                "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
+                "Olmo3ForCausalLM": "olmo3"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

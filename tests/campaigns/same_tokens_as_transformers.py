@@ -55,7 +55,9 @@ def random_config(draw: random.Random) -> transformers.PretrainedConfig:
         **no_tokens,
     }
     wide, bias = draw.choice([head_size, 2 * head_size]), draw.choice([True, False])
-    family = draw.choice(["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+    family = draw.choice(["llama", "mistral", "qwen2", "qwen3", "gpt2", *[None] * 15])
+    if family is None:
+        return config_of_a_later_family(draw, common, wide, bias)
     if family == "llama":
         return transformers.LlamaConfig(**common, head_dim=wide, attention_bias=bias, mlp_bias=draw.random() < 0.5)
     if family == "mistral":
@@ -69,6 +71,53 @@ def random_config(draw: random.Random) -> transformers.PretrainedConfig:
         vocab_size=common["vocab_size"], n_embd=heads * head_size, n_layer=common["num_hidden_layers"], n_head=heads,
         n_positions=common["max_position_embeddings"], initializer_range=common["initializer_range"],
         n_inner=draw.choice([None, 100]), **no_tokens)
+
+
+def config_of_a_later_family(draw: random.Random, common: dict, wide: int, bias: bool) -> transformers.PretrainedConfig:
+    window = draw.choice([7, 16, 33, 100])
+    windows, softcaps = {"sliding_window": window}, {"final_logit_softcapping": draw.choice([None, 5.0])}
+    whole = {**common, "num_key_value_heads": common["num_attention_heads"]}
+    theta = {"rope_type": "default", "rope_theta": draw.choice([1e4, 5e5])}
+    kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(common["num_hidden_layers"])]
+    query = {"query_pre_attn_scalar": draw.choice([8, 24, 64])}
+    make = {
+        "Gemma": lambda: {**common, "head_dim": wide, "attention_bias": bias},
+        "Gemma2": lambda: {**common, **windows, **softcaps, **query, "head_dim": wide, "attention_bias": bias,
+                           "attn_logit_softcapping": draw.choice([None, 2.0, 20.0])},
+        "Gemma3Text": lambda: {**common, **windows, **softcaps, **query, "head_dim": wide, "layer_types": kinds,
+                               "rope_parameters": {"full_attention": common["rope_parameters"],
+                                                   "sliding_attention": theta}},
+        "Phi3": lambda: {**common, "sliding_window": draw.choice([None, window]), "rope_parameters": {
+            **theta, "partial_rotary_factor": draw.choice([0.5, 1.0])}},
+        "Phi": lambda: {**common, "qk_layernorm": bias, "rope_parameters": {**theta, "partial_rotary_factor": 0.5}},
+        "Olmo2": lambda: {**common, "attention_bias": bias},
+        "Olmo3": lambda: {**common, **windows, "layer_types": kinds, "attention_bias": bias, "rope_parameters": {
+            "full_attention": common["rope_parameters"], "sliding_attention": theta}},
+        "SmolLM3": lambda: {**common, **windows, "use_sliding_window": bias, "attention_bias": bias,
+                            "no_rope_layers": [draw.choice([0, 1]) for _ in kinds]},
+        "StableLm": lambda: {**common, "use_qkv_bias": bias, "use_parallel_residual": draw.choice([True, False]),
+                             "rope_parameters": {**theta, "partial_rotary_factor": draw.choice([0.25, 0.5])}},
+        "Starcoder2": lambda: {**common, "head_dim": wide, "use_bias": bias,
+                               "sliding_window": draw.choice([None, window])},
+        "GPTNeoX": lambda: {**whole, "attention_bias": bias, "use_parallel_residual": draw.choice([True, False]),
+                            "rope_parameters": {**theta, "partial_rotary_factor": draw.choice([0.25, 1.0])}},
+        "Cohere": lambda: {**common, "attention_bias": bias, "logit_scale": draw.choice([0.1, 3.0])},
+        "Cohere2": lambda: {**common, **windows, "attention_bias": bias, "logit_scale": draw.choice([0.1, 3.0]),
+                            "layer_types": kinds},
+        "Granite": lambda: {**common, "attention_bias": bias, "mlp_bias": draw.choice([True, False]),
+                            "embedding_multiplier": draw.choice([1.0, 5.0]), "logits_scaling": draw.choice([1.0, 4.0]),
+                            "residual_multiplier": draw.choice([1.0, 0.3]), "attention_multiplier": 0.2},
+        "GPTJ": lambda: {
+            "vocab_size": common["vocab_size"], "n_embd": common["hidden_size"], "n_layer": len(kinds),
+            "n_head": common["num_attention_heads"], "n_positions": common["max_position_embeddings"],
+            "rotary_dim": draw.choice([4, common["hidden_size"] // common["num_attention_heads"]]),
+            "n_inner": draw.choice([None, 100]), "initializer_range": common["initializer_range"],
+            "tie_word_embeddings": common["tie_word_embeddings"], "bos_token_id": None, "eos_token_id": None},
+    }
+    if common["hidden_size"] // common["num_attention_heads"] == 8:      # too few to rotate a quarter of them
+        return transformers.Olmo2Config(**make["Olmo2"]())
+    family = draw.choice(list(make))
+    return getattr(transformers, f"{family}Config")(**make[family]())
 
 
 def random_engine(draw: random.Random, prompts: dict[int, list[int]], lengths: dict[int, int]) -> tuple:

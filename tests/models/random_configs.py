@@ -14,7 +14,9 @@ FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForC
             "Phi3ForCausalLM": "phi3", "GPTNeoXForCausalLM": "gpt_neox", "SmolLM3ForCausalLM": "smollm3",
             "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
             "PhiForCausalLM": "phi", "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj",
-            "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2"}
+            "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
+            "Olmo3ForCausalLM": "olmo3"}
+WITH_TABLES = ("gemma3_text", "olmo3")                 # for full and for sliding layers
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
@@ -63,7 +65,7 @@ REQUIRED = {
     "gptj": {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3",
                     "gpt_neox", "smollm3", "stablelm", "starcoder2", "phi", "cohere",
-                    "granite", "cohere2"), {
+                    "granite", "cohere2", "olmo3"), {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
         "num_attention_heads": 4})}
 for _family in ("phi3", "smollm3"):                    # whose default is beyond a small vocabulary
@@ -148,7 +150,7 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
     if read.model_type in ("mistral", "starcoder2"):
         windows = (read.sliding_window,) * len(layers)
-    elif read.model_type in ("qwen2", "qwen3", "cohere2", *WITH_KINDS):
+    elif read.model_type in ("qwen2", "qwen3", "cohere2", "olmo3", *WITH_KINDS):
         windows = tuple(read.sliding_window if kind == "sliding_attention" else None for kind in read.layer_types)
         if read.sliding_window is None and "sliding_attention" in read.layer_types:
             return {"windows": "the mask of these layers cannot be made"}
@@ -174,9 +176,9 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
             return {"qk_norm": "not built"}
     if read.model_type == "smollm3":
         own["rotates"] = tuple(bool(layer.self_attn.use_rope) for layer in layers)
-    if read.model_type != "gemma3_text" or "full_attention" in read.layer_types:
+    if read.model_type not in WITH_TABLES or "full_attention" in read.layer_types:
         own["frequencies"], own["amplitude"] = _frequencies(read, rotated)
-    if read.model_type == "gemma3_text" and "sliding_attention" in read.layer_types:
+    if read.model_type in WITH_TABLES and "sliding_attention" in read.layer_types:
         own["sliding_frequencies"] = _frequencies(read, size, "sliding_attention")[0]
     if read.model_type in WITH_KINDS:
         softcap = read.attn_logit_softcapping if read.model_type == "gemma2" else None

@@ -25,7 +25,7 @@ BASE = {
 OTHERS = {
     **dict.fromkeys(("Olmo2ForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
                      "Starcoder2ForCausalLM", "PhiForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM",
-                     "GraniteForCausalLM"), DECODER),
+                     "GraniteForCausalLM", "Olmo3ForCausalLM"), DECODER),
     "GPTNeoXForCausalLM": {name: value for name, value in DECODER.items() if name != "num_key_value_heads"},
     "GPTJForCausalLM": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
 }

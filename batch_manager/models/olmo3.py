@@ -1,0 +1,103 @@
+"""OLMo 3: an OLMo 2 in which three layers of four have a window and rotate by a table of their own.
+
+Source   "OLMo 3" (Ai2, 2025); checkpoints as transformers saves Olmo3ForCausalLM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import RmsNorm
+from ..layers.rotary import Rotary, RotaryParameters
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import (
+    ModelSpec,
+    layer_count,
+    read_decoder_spec,
+    read_layer_types,
+    read_rotary,
+    read_window,
+    rope_fields_by_kind,
+    windows_of,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Olmo3Spec(ModelSpec):
+    """slides   of each layer: it has a window, and rotates by `sliding_rotary`; the others by `rotary`"""
+
+    slides: tuple[bool, ...]
+    sliding_rotary: RotaryParameters
+
+
+class Olmo3:
+    """Olmo3ForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    understands = ("sliding_window", "layer_types")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> Olmo3Spec:
+        kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % 4 else "full_attention"
+                                          for index in range(layer_count(config))])
+        bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
+        max_positions = config.count("max_position_embeddings", 2048)
+        # A `rope_theta` beside the parameters is that of the full layers, as transformers reads it.
+        beside = Fields({name: value for name, value in config.values.items() if name != "rope_theta"}, config.where)
+        return read_decoder_spec(
+            config, architecture, windows=windows_of(config, kinds, read_window(config)), qkv_bias=bias, out_bias=bias,
+            qk_norm=True, max_positions=2048, default_norm_epsilon=1e-5, default_theta=500_000.0, rope=full,
+            spec_class=Olmo3Spec, slides=tuple(kind == "sliding_attention" for kind in kinds),
+            sliding_rotary=read_rotary(beside, max_positions, 500_000.0, rope=sliding))
+
+    def __init__(self, spec: Olmo3Spec, weights: Weights, context: LayerContext) -> None:
+        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
+        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None)
+        self.rotary, self.sliding_rotary = (Rotary(context, rotary, spec.head_size, spec.max_position_embeddings)
+                                            for rotary in (spec.rotary, spec.sliding_rotary))
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.sliding_rotary if layer.slides else self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class _Layer:
+    def __init__(self, spec: Olmo3Spec, weights: Weights, context: LayerContext, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.index, self.slides = index, spec.slides[index]
+        self.head_size = spec.head_size
+        self.sizes = spec.qkv_sizes
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+        self.query_norm = RmsNorm(weights, context, f"{name}.self_attn.q_norm", spec.qkv_sizes[0], epsilon)
+        self.key_norm = RmsNorm(weights, context, f"{name}.self_attn.k_norm", spec.qkv_sizes[1], epsilon)
+        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
+                          split="rows")
+        self.attention_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation)
+        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_feedforward_layernorm", size, epsilon)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        query, key, value = self.qkv(hidden).split_with_sizes(self.sizes, 1)
+        query, key, value = (rows.view(len(hidden), -1, self.head_size)
+                             for rows in (self.query_norm(query), self.key_norm(key), value))
+        hidden = hidden + self.attention_norm(self.out(attention.run(self.index, query, key, value, rotary)))
+        return hidden + self.mlp_norm(self.mlp(hidden))
