@@ -16,7 +16,7 @@ try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
-    from starlette.requests import ClientDisconnect, Request
+    from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
 except ImportError:
@@ -24,10 +24,10 @@ except ImportError:
 
 from batch_manager import BatchManagerError, KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.aio import AsyncEngine
-from batch_manager.extras.openai import Answer, OpenAIError, OpenAIService
+from batch_manager.extras.openai import OpenAIError, OpenAIService
+from batch_manager.extras.openai.responses import answer_to, error_response, json_response
 from batch_manager.extras.prometheus import CONTENT_TYPE, PrometheusStatistics
 
-LARGEST_BODY = 32 * 1024 * 1024
 SECONDS_BETWEEN_LOOKS = 0.05
 
 
@@ -72,11 +72,11 @@ def without_stack(app):
 
 
 async def completions(request: Request) -> Response:
-    return await answered(request, is_chat=False)
+    return await answer_to(request, request.app.state.service, is_chat=False)
 
 
 async def chat_completions(request: Request) -> Response:
-    return await answered(request, is_chat=True)
+    return await answer_to(request, request.app.state.service, is_chat=True)
 
 
 async def models(request: Request) -> Response:
@@ -100,75 +100,6 @@ async def not_found(request: Request, error: Exception) -> Response:
 
 async def server_error(_: Request, __: Exception) -> Response:
     return error_response(OpenAIError(500, "the server failed; its log says where"))
-
-
-# ---------------------------------------------------------------------- one request
-
-
-async def answered(request: Request, is_chat: bool) -> Response:
-    """The answer to one body. A client that goes away stops its requests, whether it streams or not."""
-    service, watcher = request.app.state.service, None
-    try:
-        answer = await service.accept(await body_of(request), is_chat)
-        headers = {"X-Request-Id": request.headers.get("x-request-id", answer.identity)}
-        watcher = asyncio.ensure_future(cancel_when_gone(request, answer))
-        if answer.is_streaming:
-            events = answer.events()
-            response = EventStream(await anext(events), events, answer, watcher, headers)
-            watcher = None
-            return response
-        return json_response(await answer.whole(), headers=headers)
-    except OpenAIError as error:
-        return error_response(error)
-    except ClientDisconnect:
-        return Response(status_code=499)
-    finally:
-        if watcher is not None:
-            watcher.cancel()
-
-
-async def body_of(request: Request) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > LARGEST_BODY:
-            raise OpenAIError(413, f"the body is larger than {LARGEST_BODY:,} bytes")
-    return bytes(body)
-
-
-async def cancel_when_gone(request: Request, answer: Answer) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    answer.cancel()
-
-
-class EventStream(Response):
-    """Server-sent events, the first of which is there already: what fails before it is an error with a status."""
-
-    def __init__(self, first: bytes, events, answer: Answer, watcher: asyncio.Future, headers: dict[str, str]) -> None:
-        super().__init__(headers=headers, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self.headers["cache-control"] = "no-cache"
-        self.first, self.events, self.answer, self.watcher = first, events, answer, watcher
-
-    async def __call__(self, scope, receive, send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self.first, "more_body": True})
-            async for event in self.events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            self.watcher.cancel()
-            self.answer.cancel()
-
-
-def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(body, status, headers, "application/json")
-
-
-def error_response(error: OpenAIError) -> Response:
-    return json_response(error.body(), error.status, error.headers)
 
 
 # ---------------------------------------------------------------------- the process

@@ -86,7 +86,7 @@ OUTSIDE: dict[str, set[str]] = {
     "build": {"numpy", "torch"},
     "testing": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers", "rich", "prometheus_client"},
-    "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers", "orjson", "prometheus_client",
+    "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers", "orjson", "prometheus_client", "starlette",
                "opentelemetry"},
 }
 
@@ -103,6 +103,7 @@ ALLOWED_LOADERS = {
     **dict.fromkeys([(f"batch_manager/aio/{name}.py", "asyncio") for name in ("engine", "mailbox", "switchboard")],
                     "the host's event loops, which it is made for"),
     ("batch_manager/extras/openai/service.py", "asyncio"): "texts of one answer are read side by side",
+    ("batch_manager/extras/openai/responses.py", "asyncio"): "a response waits for its client's going away",
     **dict.fromkeys([("batch_manager/aio/engine_process.py", name) for name in ("multiprocessing", "pickle", "socket",
                                                                                "subprocess")],
                     "starts the package's own program, and checks what it is to be sent"),
@@ -381,7 +382,8 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may = {f"batch_manager/{name}.py" for name in ("gpt_manager", "worker", "one_shot_event", "loading_thread",
                                                    "interpreter_exit", "clock", "thread_stack")}
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine", "mailbox", "switchboard"))    # event loops
-    may.add("batch_manager/extras/openai/service.py")   # coroutines of a server that has an event loop
+    # coroutines of a server that has an event loop
+    may |= {"batch_manager/extras/openai/service.py", "batch_manager/extras/openai/responses.py"}
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine_process", "engine_program", "messages"))
     may.add("batch_manager/extras/llm.py")              # a lock for threads that read one text; it starts none
     may.add("batch_manager/runtime/thread_count.py")    # it asks which thread calls, and starts none

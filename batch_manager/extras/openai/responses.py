@@ -1,0 +1,85 @@
+"""Responses of Starlette, and so of FastAPI, to the requests of OpenAI's clients. Needs starlette: the extra `server`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import OpenAIError
+from .service import Answer, OpenAIService
+
+LARGEST_BODY = 32 * 1024 * 1024
+
+
+async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) -> Response:
+    """The response to a POST of /v1/completions, or of /v1/chat/completions.
+
+    A client that goes away stops its requests, whether it streams or not. What fails before the first byte is an error
+    with a status.
+    """
+    watcher = None
+    try:
+        answer = await service.accept(await _body_of(request), is_chat)
+        headers = {"X-Request-Id": request.headers.get("x-request-id", answer.identity)}
+        watcher = asyncio.ensure_future(_cancel_when_gone(request, answer))
+        if answer.is_streaming:
+            events = answer.events()
+            response = EventStream(await anext(events), events, answer, watcher, headers)
+            watcher = None
+            return response
+        return json_response(await answer.whole(), headers=headers)
+    except OpenAIError as error:
+        return error_response(error)
+    except ClientDisconnect:
+        return Response(status_code=499)
+    finally:
+        if watcher is not None:
+            watcher.cancel()
+
+
+class EventStream(Response):
+    """Server-sent events, the first of which is there already."""
+
+    def __init__(self, first: bytes, events: AsyncIterator[bytes], answer: Answer, watcher: asyncio.Future,
+                 headers: dict[str, str]) -> None:
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._first, self._events, self._answer, self._watcher = first, events, answer, watcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._watcher.cancel()
+            self._answer.cancel()
+
+
+def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, "application/json")
+
+
+def error_response(error: OpenAIError) -> Response:
+    """In OpenAI's shape, with its status and headers."""
+    return json_response(error.body(), error.status, error.headers)
+
+
+async def _body_of(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LARGEST_BODY:
+            raise OpenAIError(413, f"the body is larger than {LARGEST_BODY:,} bytes")
+    return bytes(body)
+
+
+async def _cancel_when_gone(request: Request, answer: Answer) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    answer.cancel()
