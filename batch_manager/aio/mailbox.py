@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..errors import BatchManagerError
 from ..names import ErrorCode, FinishReason
-from ..responses.named_tensor import NamedTensor
+from ..responses.named_tensor import NamedTensor, OneTokenTensor
 from ..responses.perf_metrics import PerfMetrics
 from ..requests.inference_request import TENSORS, InferenceRequest
 from ..requests.reading import scalar
@@ -81,8 +81,11 @@ class Wants(NamedTuple):
 def pieces(tensors: list[NamedTensor], final: bool,
            wants: Wants) -> tuple[list[int], FinishReason, list[NamedTensor] | None]:
     """What a mailbox keeps of a response: tokens, finish reason, and the tensors where the request wants them."""
+    ids = tensors[OUTPUT_IDS]
+    if isinstance(ids, OneTokenTensor):        # a streamed token alone: its array need not be made
+        return [ids.token], FinishReason.NOT_FINISHED, tensors if any(wants) else None
     reason = FinishReason.NOT_FINISHED if not final else FinishReason(int(tensors[FINISH_REASON].array[0, 0]))
-    tokens = tensors[OUTPUT_IDS].array[0, 0]
+    tokens = ids.array[0, 0]
     if wants.tensors:                          # of several beams the shorter ones are padded
         tokens = tokens[: int(tensors[SEQUENCE_LENGTH].array[0, 0])]
     return tokens.tolist(), reason, tensors if any(wants) else None

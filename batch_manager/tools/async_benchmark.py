@@ -81,11 +81,15 @@ async def async_run(streams: int, tokens: int, step_ms: float, process: bool = F
             late.append(time.perf_counter() - due)
 
     async def read(engine: AsyncEngine) -> int:
-        num_tokens = 0
+        num_tokens = num_seen = 0              # iterations whose tokens it has
         async for delta in engine.stream(request_of(tokens)):
             num_tokens += len(delta.tokens)
-            if iterations:
+            if num_seen < len(iterations):
                 delivered.append(time.perf_counter() - iterations[-1])
+                num_seen = len(iterations)
+            elif num_seen:                     # a reader that was awake had them before the hook
+                delivered.append(0.0)
+                num_seen += 1
         return num_tokens
 
     began = time.process_time()
