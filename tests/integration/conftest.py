@@ -47,7 +47,7 @@ def _config(family: str):
     if family == "stablelm":
         return transformers.StableLmConfig(**COMMON, use_parallel_residual=True, use_qkv_bias=True)
     if family == "starcoder2":
-        return transformers.Starcoder2Config(**COMMON, sliding_window=40)
+        return transformers.Starcoder2Config(**COMMON, sliding_window=48)
     if family == "phi":
         return transformers.PhiConfig(**COMMON, qk_layernorm=True)
     if family == "cohere":

@@ -139,7 +139,11 @@ class Streaming:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         back = position[:, None] - position
         visible = (back >= 0) & ((back < self.window) | (position < self.sink))
-        scores = torch.einsum("qhd,khd->hqk", query, key) / self.spec.head_size**0.5
+        how = self.spec.attention[layer]
+        assert how.window is None or how.window > self.window
+        scores = torch.einsum("qhd,khd->hqk", query, key) * how.scale
+        if how.softcap is not None:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, value).reshape(count, -1)
 
