@@ -30,6 +30,8 @@ class Model(Protocol):
                        reads, such as "sliding_window". Where a file says something with such a field that is not
                        neutral, and the class does not name it here, the file is refused by name; the fields are in the
                        tables of model_spec.py
+    virtual_token_scale   may be left out. What rows that replace those of `embed` are multiplied with: a prompt-tuning
+                       table holds what the embedding's own table does, before the model's factor
     deterministic      may be left out, which is False. True where all that the class does is done by layers of
                        batch_manager.layers, by attention, and by sums and products of single elements between them.
                        Then a row's bits depend on that row alone when the context is deterministic

@@ -46,7 +46,7 @@ class ModelRunner:
 
     def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
         self._model, self.attention, self._uploads = model, attention, uploads
-        self._vocab_size = vocab_size
+        self._vocab_size, self._virtual_token_scale = vocab_size, getattr(model, "virtual_token_scale", 1)
         self.compiled: CompiledStep | None = None
         self.fused: FusedStep | None = None
         self.table = record_embedding(model.embed)
@@ -106,7 +106,7 @@ class ModelRunner:
         hidden = self._model.embed(token_ids)
         if call.embeddings is not None:
             places, embeddings, *more = more
-            hidden.index_copy_(0, places, embeddings.to(hidden.dtype))
+            hidden.index_copy_(0, places, embeddings.to(hidden.dtype) * self._virtual_token_scale)
         if compiles:
             hidden = self.compiled.run(hidden, step)
         elif padding is None:

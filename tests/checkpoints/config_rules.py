@@ -24,7 +24,7 @@ ROTARY: list[tuple[dict[str, Any], str | None]] = [
     ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, None),
     ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "high_freq_factor"),
     ({"type": "linear"}, "factor"), ({"type": "linear", "factor": -2.0}, "factor"),
-    ({"type": "linear", "factor": "2"}, "factor"), ({"rope_type": "longrope"}, "longrope"),
+    ({"type": "linear", "factor": "2"}, "factor"), ({"rope_type": "longrope"}, "long_factor"),
     ({"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-305}, "beta_slow"),
     ({"rope_type": "yarn", "factor": 4.0, "mscale": -0.5}, "mscale"),
     ({"rope_type": "yarn", "factor": 1e200}, "factor"), ({"rope_type": "yarn", "truncate": 1}, "truncate"),

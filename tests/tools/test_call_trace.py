@@ -11,10 +11,10 @@ from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 
 
-def test_a_plain_generation_step_makes_at_most_240_calls_through_40_files():
+def test_a_plain_generation_step_makes_at_most_240_calls_through_41_files():
     calls = trace_one_step(str(MODEL), 4, SchedulerPolicy.GUARANTEED_NO_EVICT)
     assert 100 < len(calls.calls) <= 240
-    assert 20 < len(calls.files) <= 40
+    assert 20 < len(calls.files) <= 41
     names = [function for _, _, function in calls.calls]
     for one_of_each_tower in ("GenerationLoop.step", "NativeBackend.start", "KvCacheManager.claim", "Linear.__call__"):
         assert one_of_each_tower in names
