@@ -1,4 +1,4 @@
-"""Responses of Starlette, and so of FastAPI, to the requests of OpenAI's clients. Needs starlette: the extra `server`."""
+"""Responses of Starlette, and so of FastAPI, to requests of OpenAI's clients. Needs starlette: the extra `server`."""
 
 import asyncio
 from collections.abc import AsyncIterator
