@@ -17,14 +17,7 @@ from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary, half_split_rows
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import (
-    ModelSpec,
-    layer_count,
-    read_decoder_spec,
-    read_layer_types,
-    read_window,
-    windows_of,
-)
+from .model_spec import ModelSpec, read_alternating_windows, read_decoder_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +40,13 @@ class Cohere2:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Cohere2Spec:
-        pattern, bias = config.count("sliding_window_pattern", 4), config.flag("attention_bias", False)
-        kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % pattern else "full_attention"
-                                          for index in range(layer_count(config))])
+        windows = read_alternating_windows(config, config.count("sliding_window_pattern", 4))
+        bias = config.flag("attention_bias", False)
         spec = read_decoder_spec(
-            config, architecture, windows=windows_of(config, kinds, read_window(config)), qkv_bias=bias, out_bias=bias,
+            config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
             max_positions=8192, tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
             default_theta=10000.0, spec_class=Cohere2Spec, logit_scale=config.number("logit_scale", 0.0625),
-            slides=tuple(kind == "sliding_attention" for kind in kinds))
+            slides=tuple(window is not None for window in windows))
         if spec.head_size * spec.num_heads != spec.hidden_size:
             raise config.fault("head_dim", "hidden_size / num_attention_heads, or not there")
         return spec

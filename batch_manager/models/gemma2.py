@@ -16,15 +16,7 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import (
-    ModelSpec,
-    layer_count,
-    read_decoder_spec,
-    read_layer_types,
-    read_softcap,
-    read_window,
-    windows_of,
-)
+from .model_spec import ModelSpec, read_alternating_windows, read_decoder_spec, read_softcap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +36,8 @@ class Gemma2:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Gemma2Spec:
-        kinds = read_layer_types(config, ["full_attention" if index % 2 else "sliding_attention"
-                                          for index in range(layer_count(config))])
         bias = config.flag("attention_bias", False)
-        return read_decoder_spec(config, architecture, windows=windows_of(config, kinds, read_window(config)),
+        return read_decoder_spec(config, architecture, windows=read_alternating_windows(config, 2),
                                  qkv_bias=bias, out_bias=bias, scale=config.count("query_pre_attn_scalar", 256)**-0.5,
                                  softcap=read_softcap(config, "attn_logit_softcapping", 50.0), head_size=256,
                                  num_kv_heads=4, max_positions=8192, tie_word_embeddings=True,

@@ -19,14 +19,11 @@ from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .model_spec import (
     ModelSpec,
-    layer_count,
+    read_alternating_windows,
     read_decoder_spec,
-    read_layer_types,
     read_rotary,
     read_softcap,
-    read_window,
     rope_fields_by_kind,
-    windows_of,
 )
 
 
@@ -51,17 +48,15 @@ class Gemma3:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Gemma3Spec:
-        pattern = config.count("sliding_window_pattern", 6)
-        kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % pattern else "full_attention"
-                                          for index in range(layer_count(config))])
+        windows = read_alternating_windows(config, config.count("sliding_window_pattern", 6))
         bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
         max_positions = config.count("max_position_embeddings", 131072)
         return read_decoder_spec(
-            config, architecture, windows=windows_of(config, kinds, read_window(config)), qkv_bias=bias, out_bias=bias,
+            config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
             qk_norm=True, scale=config.count("query_pre_attn_scalar", 256)**-0.5, head_size=256, num_kv_heads=4,
             max_positions=131072, tie_word_embeddings=True, activation="hidden_activation",
             default_activation="gelu_pytorch_tanh", default_norm_epsilon=1e-6, default_theta=1_000_000.0, rope=full,
-            spec_class=Gemma3Spec, slides=tuple(kind == "sliding_attention" for kind in kinds),
+            spec_class=Gemma3Spec, slides=tuple(window is not None for window in windows),
             sliding_rotary=read_rotary(_local(config), max_positions, 10000.0, rope=sliding),
             logits_softcap=read_softcap(config, "final_logit_softcapping", None))
 

@@ -47,8 +47,7 @@ class GptJ:
         num_heads = config.count("n_head", maximum=MAX_HEADS)
         hidden_size = config.count("n_embd", maximum=MAX_WIDTH)
         head_size = even_share(config, "n_embd", hidden_size, num_heads)
-        rotary_size = None if "rotary_dim" in config.values else 64
-        rotary_size = config.count("rotary_dim", *([] if rotary_size is None else [rotary_size]))
+        rotary_size = config.count("rotary_dim") if "rotary_dim" in config.values else 64      # a null is refused
         if rotary_size % 2 or rotary_size > head_size:
             raise config.fault("rotary_dim", f"an even number of the {head_size} entries of a head")
         return ModelSpec(

@@ -14,7 +14,7 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, layer_count, read_decoder_spec, read_layer_types, read_window
+from .model_spec import ModelSpec, read_decoder_spec, read_one_window, read_window
 
 
 class Mistral:
@@ -26,13 +26,8 @@ class Mistral:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        # transformers leaves `layer_types` aside for this class; a list that says something else is another model.
-        num_layers, window = layer_count(config), read_window(config)
-        kind = "full_attention" if window is None else "sliding_attention"
-        if set(read_layer_types(config, [kind] * num_layers)) != {kind}:
-            raise config.fault("layer_types", f"{kind} everywhere, as sliding_window says")
-        return read_decoder_spec(config, architecture, windows=(window,) * num_layers, num_kv_heads=8,
-                                 max_positions=131072, default_norm_epsilon=1e-6,
+        return read_decoder_spec(config, architecture, windows=read_one_window(config, read_window(config)),
+                                 num_kv_heads=8, max_positions=131072, default_norm_epsilon=1e-6,
                                  default_theta=10000.0)
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:

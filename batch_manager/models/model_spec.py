@@ -352,6 +352,22 @@ def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...
     return windows_of(config, kinds, window)
 
 
+def read_alternating_windows(config: Fields, period: int) -> tuple[int | None, ...]:
+    """Windows of a family whose layers slide but for every `period`-th one, unless `layer_types` says other."""
+    kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % period else "full_attention"
+                                      for index in range(layer_count(config))])
+    return windows_of(config, kinds, read_window(config))
+
+
+def read_one_window(config: Fields, window: int | None) -> tuple[int | None, ...]:
+    """`window` for each layer, of a family that leaves `layer_types` aside: a list that says something else is another
+    model, and is refused."""
+    num_layers, kind = layer_count(config), "full_attention" if window is None else "sliding_attention"
+    if set(read_layer_types(config, [kind] * num_layers)) != {kind}:
+        raise config.fault("layer_types", f"{kind} everywhere, as sliding_window says")
+    return (window,) * num_layers
+
+
 def windows_of(config: Fields, kinds: list[str], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer, by its kind in `layer_types`. window: `sliding_window`, None where it is null"""
     if not set(kinds) <= {"full_attention", "sliding_attention"}:

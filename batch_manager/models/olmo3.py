@@ -18,13 +18,10 @@ from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .model_spec import (
     ModelSpec,
-    layer_count,
+    read_alternating_windows,
     read_decoder_spec,
-    read_layer_types,
     read_rotary,
-    read_window,
     rope_fields_by_kind,
-    windows_of,
 )
 
 
@@ -45,16 +42,15 @@ class Olmo3:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Olmo3Spec:
-        kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % 4 else "full_attention"
-                                          for index in range(layer_count(config))])
+        windows = read_alternating_windows(config, 4)
         bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
         max_positions = config.count("max_position_embeddings", 2048)
         # A `rope_theta` beside the parameters is that of the full layers, as transformers reads it.
         beside = Fields({name: value for name, value in config.values.items() if name != "rope_theta"}, config.where)
         return read_decoder_spec(
-            config, architecture, windows=windows_of(config, kinds, read_window(config)), qkv_bias=bias, out_bias=bias,
+            config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
             qk_norm=True, max_positions=2048, default_norm_epsilon=1e-5, default_theta=500_000.0, rope=full,
-            spec_class=Olmo3Spec, slides=tuple(kind == "sliding_attention" for kind in kinds),
+            spec_class=Olmo3Spec, slides=tuple(window is not None for window in windows),
             sliding_rotary=read_rotary(beside, max_positions, 500_000.0, rope=sliding))
 
     def __init__(self, spec: Olmo3Spec, weights: Weights, context: LayerContext) -> None:

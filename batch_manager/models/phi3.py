@@ -14,7 +14,7 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, layer_count, read_decoder_spec, read_layer_types
+from .model_spec import ModelSpec, read_decoder_spec, read_one_window
 
 
 class Phi3:
@@ -26,12 +26,8 @@ class Phi3:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        num_layers, window = layer_count(config), config.count("sliding_window", None)
-        # transformers leaves `layer_types` aside for this class; a list that says something else is another model.
-        kind = "full_attention" if window is None else "sliding_attention"
-        if set(read_layer_types(config, [kind] * num_layers)) != {kind}:
-            raise config.fault("layer_types", f"{kind} everywhere, as sliding_window says")
-        return read_decoder_spec(_with_longrope(config), architecture, windows=(window,) * num_layers,
+        windows = read_one_window(config, config.count("sliding_window", None))
+        return read_decoder_spec(_with_longrope(config), architecture, windows=windows,
                                  partial_rotary_factor=1.0, max_positions=4096, default_norm_epsilon=1e-5,
                                  default_theta=10000.0)
 

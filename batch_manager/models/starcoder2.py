@@ -14,7 +14,7 @@ from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, layer_count, read_decoder_spec, read_layer_types
+from .model_spec import ModelSpec, read_decoder_spec, read_one_window
 
 
 class StarCoder2:
@@ -26,13 +26,9 @@ class StarCoder2:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        num_layers, window = layer_count(config), config.count("sliding_window", None)
-        # transformers leaves `layer_types` aside for this class; a list that says something else is another model.
-        kind = "full_attention" if window is None else "sliding_attention"
-        if set(read_layer_types(config, [kind] * num_layers)) != {kind}:
-            raise config.fault("layer_types", f"{kind} everywhere, as sliding_window says")
+        windows = read_one_window(config, config.count("sliding_window", None))
         bias = config.flag("use_bias", True)
-        return read_decoder_spec(config, architecture, windows=(window,) * num_layers, qkv_bias=bias, out_bias=bias,
+        return read_decoder_spec(config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
                                  mlp_bias=bias, gated_mlp=False, num_kv_heads=2, max_positions=4096,
                                  tie_word_embeddings=True, default_activation="gelu_pytorch_tanh",
                                  norm_epsilon="norm_epsilon", default_norm_epsilon=1e-5, default_theta=10000.0)

@@ -21,7 +21,8 @@ class PromptLogProbs:
 
 
 def prompt_log_probs(logits: np.ndarray, tokens: Sequence[int], count: int) -> PromptLogProbs:
-    """
+    """The log-probabilities of a prompt's tokens, each given those before it.
+
     logits   [n, vocab] float32: row i is what the model says after token i
     tokens   [n]
     count    how many of the likeliest tokens are told of each place

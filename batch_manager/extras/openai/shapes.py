@@ -69,7 +69,8 @@ class Shapes:
 
     def log_probs(self, tokens: Sequence[int], values: Sequence[float | None],
                   likeliest: Sequence[dict[int, float] | None], offset: int) -> dict[str, Any]:
-        """
+        """What is told of tokens, in the shape of completions or of chats.
+
         values      log-probability of each token; None: it has none, as the first one of a prompt
         likeliest   of each token, the likeliest ones and their log-probabilities; empty: nobody asked
         offset      characters of the answer before the first of these tokens
