@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from ..errors import BatchManagerError
 from ..names import ErrorCode, FinishReason
-from ..responses.named_tensor import NamedTensor, OneTokenTensor
-from ..responses.perf_metrics import PerfMetrics
 from ..requests.inference_request import TENSORS, InferenceRequest
 from ..requests.reading import scalar
+from ..responses.named_tensor import NamedTensor, OneTokenTensor
+from ..responses.perf_metrics import PerfMetrics
 from ..responses.tensors import RESPONSE_TENSORS, TOP_TENSORS
 
 OUTPUT_IDS, SEQUENCE_LENGTH, LOG_PROBS, CUM_LOG_PROBS, FINISH_REASON = map(RESPONSE_TENSORS.index, (

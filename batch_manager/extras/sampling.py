@@ -1,9 +1,9 @@
 """How a text is to be generated, in the words and with the defaults of web servers, as tensors of a request."""
 
 import secrets
-from difflib import get_close_matches
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np

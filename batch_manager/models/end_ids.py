@@ -1,24 +1,20 @@
 """Which tokens end a text, as a checkpoint says."""
 
-from ..weights.folder import CheckpointFolder
-from ..weights.json_file import MAX_COUNT, Fields, read_json_file
+from ..weights.checkpoint import Checkpoint
+from ..weights.json_file import MAX_COUNT, Fields
 
-CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
 MOST_END_IDS = 1000
 
 
-def read_end_ids(folder: CheckpointFolder, vocab_size: int) -> tuple[int, ...]:
+def read_end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
     """`eos_token_id` of generation_config.json; where that has none, of config.json. Empty: neither does.
 
     What is outside the vocabulary is left out: no token has it.
     Raises ModelLoadError for what is neither an integer nor a list of integers.
     """
-    for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
-        if name == CONFIG_FILE or folder.has(name):
-            file = folder.file(name)
-            fields = Fields(read_json_file(file.real_path, str(file)), str(file))
-            if "eos_token_id" in fields:
-                return tuple(dict.fromkeys(token for token in _ids(fields) if 0 <= token < vocab_size))
+    for fields in (checkpoint.generation_config(), checkpoint.config()):
+        if fields is not None and "eos_token_id" in fields:
+            return tuple(dict.fromkeys(token for token in _ids(fields) if 0 <= token < vocab_size))
     return ()
 
 

@@ -1,23 +1,17 @@
-"""Which class runs which architecture, and loading a folder with it."""
+"""Which class runs which architecture."""
 
-import os
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
 import torch
 
 from ..attention.interface import Attention
-from ..config import DTYPES, LOAD_FORMATS
-from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
 from ..layers.context import LayerContext
-from ..weights.folder import CheckpointFolder
-from ..weights.json_file import Fields, read_json_file, shown
-from ..weights.safetensors_source import SafetensorsWeights
-from ..weights.source import DummyWeights, Weights
-from .class_check import refuse_wrong_class, refuse_wrong_spec
-from .end_ids import CONFIG_FILE, read_end_ids
-from .model_spec import ModelSpec, check_spec, refuse_unknown_numerics, refuse_unread_names
+from ..weights.json_file import Fields, shown
+from ..weights.source import Weights
+from .class_check import refuse_wrong_class
+from .model_spec import ModelSpec
 
 
 class Model(Protocol):
@@ -62,22 +56,6 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of hidden states [r, hidden_size] -> [r, vocab_size], float32 or in the dtype of the weights."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed.
-
-    end_ids   tokens that end a text, as the checkpoint says
-    """
-
-    spec: ModelSpec
-    model: Model
-    weight_bytes: int
-    device: torch.device
-    dtype: torch.dtype
-    deterministic: bool = False
-    end_ids: tuple[int, ...] = ()
 
 
 # Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
@@ -149,113 +127,12 @@ def find_model(architecture: str, named_by: str = "") -> type[Model]:
     return found
 
 
-def read_spec(folder: str | os.PathLike) -> ModelSpec:
-    """The spec of the checkpoint in `folder`, from its config.json alone."""
-    return _read_spec(CheckpointFolder(folder))[1]
+def is_shipped(architecture: str, model_class: type[Model]) -> bool:
+    """Whether this is the package's own class for `architecture`."""
+    module, name = _SHIPPED.get(architecture, ("", ""))
+    return (model_class.__module__, model_class.__qualname__) == (f"{__package__}.{module}", name)
 
 
-def load_model(folder: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
-               load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
-               free_bytes: int | None = None) -> LoadedModel:
-    """Load the checkpoint in `folder`.
-
-    dtype         a torch dtype or its name; "auto": the checkpoint's on a GPU, float32 on a CPU
-    load_format   "auto": safetensors; "dummy": random weights from `seed`, config.json is enough
-    deterministic   a row's bits come from that row alone; ConfigError where the model's class does not promise it
-    compiled_step   for a CPU: matrices as the compiled step takes them, see triton_kernels/cpu/native
-    free_bytes    of the device's memory; weights that take more are refused before any is allocated. None: tried anyhow
-    Raises ModelLoadError naming file and field, UnsupportedModelError, or InsufficientMemoryError.
-    """
-    device = torch.device(device)
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format is {load_format!r}", f"one of {', '.join(LOAD_FORMATS)}",
-                          "leave it out for files")
-    opened = CheckpointFolder(folder)
-    model_class, spec = _read_spec(opened)
-    end_ids = read_end_ids(opened, spec.vocab_size)
-    dtype = _resolve_dtype(dtype, spec, device)
-    if deterministic and not getattr(model_class, "deterministic", False):
-        raise ConfigError(f"deterministic was asked for with {model_class.__name__}, which does not promise it",
-                          "a class with deterministic = True: nothing but layers of batch_manager.layers and "
-                          "element-wise sums and products between them", "set it, or leave deterministic out")
-
-    context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step)
-    try:
-        with torch.inference_mode():
-            if load_format == "dummy":
-                _refuse_too_many(spec.num_weights, opened, device, dtype, free_bytes)
-                weights = DummyWeights(seed, device, dtype)
-                model = model_class(spec, weights, context)
-                return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids)
-            weights = SafetensorsWeights(opened, device, dtype)
-            # What is allocated is both asked for by the configuration and there: where the two differ, which is refused
-            # by name below, the smaller bounds it.
-            _refuse_too_many(min(spec.num_weights, weights.num_weights), opened, device, dtype, free_bytes)
-            model = model_class(spec, weights, context)
-            weights.finish(model_class.harmless_tensors)
-            return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids)
-    except (MemoryError, RuntimeError) as fault:
-        if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
-            raise
-        raise InsufficientMemoryError(f"the weights of {opened.path} in {dtype} do not fit into the memory of {device}",
-                                      "room for all of them", "a smaller dtype, or a larger device") from fault
-
-
-def _refuse_too_many(num_weights: int, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype,
-                     free_bytes: int | None) -> None:
-    """Raise InsufficientMemoryError where the weights alone are larger than what is free.
-
-    Pages of a large allocation are taken as they are written: the allocation may well succeed, and the system then ends
-    the process while it loads.
-    """
-    num_bytes = num_weights * dtype.itemsize
-    if free_bytes is not None and num_bytes > free_bytes:
-        raise InsufficientMemoryError(
-            f"the weights of {folder.path} in {dtype} do not fit into the memory of {device}: they take "
-            f"{num_bytes:,} bytes", f"{free_bytes:,} bytes are free", "take a smaller dtype or a larger device")
-
-
-def _read_spec(folder: CheckpointFolder) -> tuple[type[Model], ModelSpec]:
-    file = folder.file(CONFIG_FILE)
-    config = Fields(read_json_file(file.real_path, str(file)), str(file))
-    names = config.texts("architectures")
-    if len(names) != 1:
-        raise config.fault("architectures", "a list with one name")
-    _refuse_composite(config, names[0])
-    model_class = find_model(names[0], named_by=f"{file}: architectures: ")
-    expected = _MODEL_TYPES.get(names[0])
-    if expected is not None and config.text("model_type", expected) != expected:
-        raise config.fault("model_type", f"{expected!r}, as architectures is {shown(names)}",
-                           "correct the one of the two that is wrong")
-    understood = getattr(model_class, "understands", ())
-    module, name = _SHIPPED.get(names[0], ("", ""))
-    is_shipped = (model_class.__module__, model_class.__qualname__) == (f"{__package__}.{module}", name)
-    refuse_unknown_numerics(config, understood, is_shipped=is_shipped)
-    spec = model_class.read_spec(config, names[0])
-    refuse_wrong_spec(model_class, spec)
-    if not is_shipped:
-        refuse_unread_names(config, understood)
-    check_spec(config, spec, model_class.__name__, is_shipped=is_shipped)
-    return model_class, spec
-
-
-def _refuse_composite(config: Fields, architecture: str) -> None:
-    """Raise UnsupportedModelError for a model of text and something else, which no class here runs."""
-    text = config.values.get("text_config")
-    if architecture in _models or not isinstance(text, dict) or not text:
-        return
-    kind = text.get("model_type")
-    raise UnsupportedModelError(
-        f"{config.where}: the architecture {shown(architecture)} joins a text model"
-        + (f" of type {shown(kind)}" if isinstance(kind, str) else "") + " with another one",
-        f"a text model alone: {', '.join(known_architectures())}",
-        "save its text part as a checkpoint of its own, with AutoModelForCausalLM of transformers")
-
-
-def _resolve_dtype(dtype: torch.dtype | str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}", f"one of {', '.join(DTYPES)}", "leave it out for the checkpoint's")
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else spec.dtype or "float32"
-    return getattr(torch, name)
+def model_type_of(architecture: str) -> str | None:
+    """What transformers calls the family of a shipped architecture; None for any other."""
+    return _MODEL_TYPES.get(architecture)

@@ -33,8 +33,8 @@ from ..handover import (
     StepOutput,
 )
 from ..layers.recording import NotRecordableError
+from ..models.loading import LoadedModel, load_model
 from ..models.model_spec import ModelSpec
-from ..models.registry import LoadedModel, load_model
 from ..sampling_config import PARAMETERS, SamplingConfig
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers

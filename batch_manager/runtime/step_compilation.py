@@ -11,8 +11,8 @@ from ..contained_log import log
 from ..errors import ConfigError
 from ..layers.recording import NotRecordableError, RecordedAttention, record, record_head
 from ..loading_thread import check_interruption
+from ..models.loading import LoadedModel
 from ..models.model_spec import ModelSpec
-from ..models.registry import LoadedModel
 from ..triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
 from ..triton_kernels.dispatch import use_triton
 from .compiled_step import CompiledStep

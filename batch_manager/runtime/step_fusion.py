@@ -5,8 +5,9 @@ import torch
 
 from ..attention.interface import Attention, PackedStep
 from ..layers.recording import NotRecordableError, RecordedAttention, Rows, record
+from ..models.loading import LoadedModel
 from ..models.model_spec import ModelSpec
-from ..models.registry import LoadedModel, Model
+from ..models.registry import Model
 from .device import Uploads
 from .first_step import excess_of, first_step
 from .fused_step import FusedStep

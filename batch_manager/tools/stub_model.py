@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from ..models.registry import LoadedModel
+from ..models.loading import LoadedModel
 from ..runtime import layouts
 from ..runtime.native_backend import NativeBackend
 

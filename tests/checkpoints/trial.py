@@ -12,10 +12,9 @@ import torch
 
 from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 from batch_manager.errors import ModelLoadError
-from batch_manager.models import registry
+from batch_manager.models import loading, registry
 from batch_manager.models.model_spec import ModelSpec
-from batch_manager.weights.folder import CheckpointFolder
-from batch_manager.weights.safetensors_source import SafetensorsWeights
+from batch_manager.weights.checkpoint import open_checkpoint
 
 from .cases import case
 from .config_rules import expected_tensors
@@ -115,9 +114,9 @@ def num_bytes(files: Mapping[str, Entry]) -> int:
 def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | BaseException:
     """What the loader reads, without the layers that it would put the tensors into."""
     try:
-        opened = CheckpointFolder(folder)
-        _, spec = registry._read_spec(opened)
-        weights = SafetensorsWeights(opened, torch.device("cpu"), torch.float32)
+        opened = open_checkpoint(folder)
+        _, spec = loading._read_spec(opened)
+        weights = opened.weights(torch.device("cpu"), torch.float32)
         numbers = {name: getattr(spec, name) for name in ModelSpec.__slots__}
         tensors = {name: weights.tensor(name, shape)
                    for name, shape in expected_tensors(numbers, weights.has("transformer.wte.weight"))}

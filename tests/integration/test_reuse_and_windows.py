@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
-from batch_manager.models.registry import load_model
+from batch_manager.models import load_model
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1

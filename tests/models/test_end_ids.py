@@ -4,7 +4,7 @@ import pytest
 
 from batch_manager.errors import ModelLoadError
 from batch_manager.models.end_ids import read_end_ids
-from batch_manager.weights.folder import CheckpointFolder
+from batch_manager.weights.checkpoint import open_checkpoint
 
 VOCAB = 100
 
@@ -13,7 +13,7 @@ def read(folder, config, generation_config=None):
     (folder / "config.json").write_text(json.dumps(config))
     if generation_config is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation_config))
-    return read_end_ids(CheckpointFolder(folder), VOCAB)
+    return read_end_ids(open_checkpoint(folder), VOCAB)
 
 
 @pytest.mark.parametrize("config, generation_config, expected", [

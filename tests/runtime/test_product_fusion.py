@@ -15,7 +15,8 @@ from batch_manager.layers import weight_form
 from batch_manager.layers.context import LayerContext
 from batch_manager.layers.recording import LookedUp, NotRecordableError
 from batch_manager.layers.weight_form import PlainMatrix
-from batch_manager.models.registry import LoadedModel, find_model
+from batch_manager.models.loading import LoadedModel
+from batch_manager.models.registry import find_model
 from batch_manager.runtime import layouts, native_backend, step_fusion
 from batch_manager.runtime.device import Uploads
 from batch_manager.runtime.first_step import first_step
