@@ -14,6 +14,7 @@ from pathlib import Path
 from ..errors import ModelLoadError, type_name
 from .json_file import shown
 
+A_CHECKPOINT = "a folder with config.json and *.safetensors files, or a .gguf file"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -32,6 +33,43 @@ class CheckpointFile:
         return str(self.path)
 
 
+def existing_path(path: str | os.PathLike) -> Path:
+    """`path`, which exists, with the links on the way to its last part followed. Raises ModelLoadError."""
+    try:
+        given = os.fsdecode(path)
+    except Exception as fault:                      # of an os.PathLike of the user's too, whose repr may raise as well
+        raise ModelLoadError(f"model_path is a {type_name(path)} that is no path ({type_name(fault)})",
+                             A_CHECKPOINT) from None
+    if not given:                                   # the working directory, to pathlib
+        raise ModelLoadError("model_path is empty", A_CHECKPOINT, 'pass its path, "." for the working directory')
+    try:
+        target = Path(given).resolve(strict=True)
+        return target if target.is_dir() else Path(given).parent.resolve(strict=True) / Path(given).name
+    except (OSError, ValueError, RuntimeError) as fault:
+        way_out = ["pass the path of one that is there"]
+        if HUB_NAME.fullmatch(given) and not is_gguf_name(given):
+            way_out = [f"it looks like a name on the Hugging Face hub, from which nothing is downloaded here: `hf "
+                       f"download {given}` prints the folder to pass"]
+        what = "GGUF file" if is_gguf_name(given) else "model folder"
+        raise ModelLoadError(f"the {what} {given!r} cannot be opened ({fault})", A_CHECKPOINT, *way_out) from None
+
+
+def is_gguf_name(name: str) -> bool:
+    return name.lower().endswith(".gguf")
+
+
+def gguf_file(path: str | os.PathLike) -> CheckpointFile:
+    """The regular file at `path`. Its own name may be a link to anywhere: the user passed it.
+
+    Raises ModelLoadError.
+    """
+    found = existing_path(path)
+    target = found.resolve()
+    if not target.is_file():
+        raise ModelLoadError(f"{found} is not a regular file", "a GGUF file")
+    return CheckpointFile(found, target)
+
+
 class CheckpointFolder:
     """Files directly inside one folder, by bare name.
 
@@ -40,26 +78,10 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        try:
-            given = os.fsdecode(path)
-        except Exception as fault:                  # of an os.PathLike of the user's too, whose repr may raise as well
-            raise ModelLoadError(f"model_path is a {type_name(path)} that is no path ({type_name(fault)})",
-                                 "a folder with config.json and *.safetensors files") from None
-        if not given:                               # the working directory, to pathlib
-            raise ModelLoadError("model_path is empty", "a folder with config.json and *.safetensors files",
-                                 'pass its path, "." for the working directory')
-        try:
-            self.path = Path(given).resolve(strict=True)
-        except (OSError, ValueError, RuntimeError) as fault:
-            way_out = ["pass the path of one that is there"]
-            if HUB_NAME.fullmatch(given):
-                way_out = [f"it looks like a name on the Hugging Face hub, from which nothing is downloaded here: `hf "
-                           f"download {given}` prints the folder to pass"]
-            raise ModelLoadError(f"the model folder {given!r} cannot be opened ({fault})",
-                                 "a folder with config.json and *.safetensors files", *way_out) from None
+        self.path = existing_path(path).resolve()
         if not self.path.is_dir():
-            raise ModelLoadError(f"{self.path} is not a folder",
-                                 "a folder with config.json and *.safetensors files", "pass the folder, not a file")
+            raise ModelLoadError(f"{self.path} is neither a folder nor a .gguf file", A_CHECKPOINT,
+                                 "pass the folder that the file stands in, or a file whose name ends in .gguf")
 
     def has(self, name: str) -> bool:
         return os.path.lexists(self.path / name)

@@ -1,0 +1,345 @@
+"""The header of a GGUF file: its metadata and where its tensors lie, all checked before anything is made of it.
+
+The file is not trusted. Every count, length, type and offset is compared with the file's size and with a bound of this
+module before memory is taken for it. Arrays, which hold a vocabulary, are checked entry by entry and left in the file:
+`read_gguf_array` reads one. Source: the GGUF specification of ggml (docs/gguf.md), versions 2 and 3.
+"""
+
+import math
+import os
+import struct
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..errors import ModelLoadError
+from .folder import CheckpointFile
+from .json_file import MAX_COUNT, shown
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 64 * 2**20        # a vocabulary of a million tokens takes 40 MiB
+MAX_TEXT_BYTES = 8 * 2**20           # of all texts that are no array's together: names, licence, chat templates
+MAX_ENTRIES = 65_536                 # of the metadata, and as many tensors
+MAX_KEY_BYTES, MAX_NAME_BYTES = 1024, 64
+MAX_TEXTS = 2**21                    # in one array: a vocabulary, or its merges
+MAX_RANK = 4
+MAX_ALIGNMENT = 2**20
+DEFAULT_ALIGNMENT = 32
+_READ_BYTES = 2**20                  # the header's end is not known before it is read
+
+# Types of tensors: number -> name, numbers in one block, bytes of one block.
+TENSOR_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}
+_REMOVED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
+                  37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
+
+# Types of values: number -> name, layout of one.
+_VALUE_TYPES = {0: ("uint8", "<u1"), 1: ("int8", "<i1"), 2: ("uint16", "<u2"), 3: ("int16", "<i2"),
+                4: ("uint32", "<u4"), 5: ("int32", "<i4"), 6: ("float32", "<f4"), 7: ("bool", "<u1"),
+                10: ("uint64", "<u8"), 11: ("int64", "<i8"), 12: ("float64", "<f8")}
+_TEXT, _ARRAY, _BOOL = 8, 9, 7
+_LENGTH, _SHORT_LENGTH = struct.Struct("<Q"), struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArray:
+    """An array of the metadata, left in the file.
+
+    kind         "text", "bool", or a number's type such as "uint32"
+    count        of its entries
+    begin, end   its bytes in the file, without type and count
+    """
+
+    kind: str
+    count: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """
+    kind          the name of its type, such as "Q4_K"
+    shape         as torch has it: rows first
+    row_bytes     of the numbers along the last dimension
+    begin, end    its bytes in the file
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    row_bytes: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a GGUF file says.
+
+    metadata   key -> bool, int, float, str or GgufArray
+    tensors    name -> GgufTensor
+    """
+
+    file: CheckpointFile
+    version: int
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor] = field(default_factory=dict)
+
+
+def read_gguf_header(checkpoint_file: CheckpointFile) -> GgufHeader:
+    """The checked header of the file, which `folder.gguf_file(path)` names. Raises ModelLoadError naming file and key
+    or tensor."""
+    try:
+        with checkpoint_file.real_path.open("rb") as file:
+            return _Reader(checkpoint_file, file).header()
+    except OSError as fault:
+        raise ModelLoadError(f"{checkpoint_file} cannot be read ({fault.strerror})") from None
+
+
+def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
+    """The array under `key`: texts as a list, numbers as one dimension of their own type, flags as bool.
+
+    Raises ModelLoadError where `key` holds no array, where a text is not UTF-8, or where the file has changed.
+    """
+    array, where = header.metadata.get(key), f"{header.file}: {shown(key)}"
+    if not isinstance(array, GgufArray):
+        raise ModelLoadError(f"{where} is {'missing' if array is None else shown(array)}", "an array")
+    try:
+        with header.file.real_path.open("rb") as file:
+            file.seek(array.begin)
+            data = file.read(array.end - array.begin)
+    except OSError as fault:
+        raise ModelLoadError(f"{header.file} cannot be read ({fault.strerror})") from None
+    if len(data) != array.end - array.begin:
+        raise _changed(header.file)
+    if array.kind != "text":
+        layout = next(layout for name, layout in _VALUE_TYPES.values() if name == array.kind)
+        numbers = np.frombuffer(data, layout)
+        return numbers.astype(bool) if array.kind == "bool" else numbers
+    texts, place = [], 0
+    for _ in range(array.count):
+        start = place + _LENGTH.size
+        place = start + (_LENGTH.unpack_from(data, place)[0] if start <= len(data) else len(data))
+        if place > len(data):
+            raise _changed(header.file)
+        try:
+            texts.append(data[start:place].decode())
+        except UnicodeDecodeError:
+            raise ModelLoadError(f"{where} has {shown(data[start:place])} at {len(texts):,}", "UTF-8") from None
+    return texts
+
+
+def incomplete(file: CheckpointFile, reason: str) -> ModelLoadError:
+    return ModelLoadError(f"{file} is not a complete GGUF file ({reason})", "header and data as the format describes",
+                          "copy or download the file again")
+
+
+def _changed(file: CheckpointFile) -> ModelLoadError:
+    return ModelLoadError(f"{file} has changed since its header was read", "the same file",
+                          "load it again, and replace no file while it is loaded")
+
+
+class _Reader:
+    """Reads on from the beginning of one file, which `data` holds as far as it was needed."""
+
+    def __init__(self, checkpoint_file: CheckpointFile, file: BinaryIO) -> None:
+        self.where, self._file = checkpoint_file, file
+        self.file_bytes = os.fstat(file.fileno()).st_size
+        self._data = bytearray()
+        self._place = 0
+        self._text_bytes = 0
+
+    def header(self) -> GgufHeader:
+        version = self._version()
+        num_tensors, num_entries = self._count("tensor_count"), self._count("metadata_kv_count")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = self._short_text("a key", MAX_KEY_BYTES)
+            if key in metadata:
+                raise ModelLoadError(f"{self.where}: the key {shown(key)} occurs twice", "every key once")
+            metadata[key] = self._value(f"{shown(key)}", self._unsigned(_SHORT_LENGTH, "a value's type"))
+        stated = {}
+        for _ in range(num_tensors):
+            name = self._short_text("a tensor's name", MAX_NAME_BYTES)
+            if name in stated:
+                raise ModelLoadError(f"{self.where}: the tensor {shown(name)} occurs twice", "every tensor once")
+            stated[name] = self._tensor(name)
+        alignment = self._alignment(metadata)
+        start = -(-self._place // alignment) * alignment
+        tensors = {name: self._placed(name, start, alignment, *said) for name, said in stated.items()}
+        self._refuse_overlap(tensors)
+        return GgufHeader(self.where, version, metadata, tensors)
+
+    def _version(self) -> int:
+        magic = bytes(self._take(4, "its first four bytes"))
+        if magic != MAGIC:
+            raise ModelLoadError(f"{self.where} begins with {shown(magic)}", f"a GGUF file, which begins with {MAGIC}",
+                                 "pass a GGUF file, or the folder of a Hugging Face checkpoint")
+        version = self._unsigned(_SHORT_LENGTH, "its version")
+        if version in VERSIONS:
+            return version
+        if version & 0xFFFF == 0 and int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+            raise ModelLoadError(f"{self.where} is a big-endian GGUF file", "a little-endian one",
+                                 "convert it with gguf-convert-endian of the gguf library")
+        raise ModelLoadError(f"{self.where} is of GGUF version {version}",
+                             f"version {' or '.join(map(str, VERSIONS))}", "convert the model again with a newer tool")
+
+    def _count(self, name: str) -> int:
+        count = self._unsigned(_LENGTH, name)
+        if count > MAX_ENTRIES:
+            raise ModelLoadError(f"{self.where}: {name} is {count:,}", f"at most {MAX_ENTRIES:,}")
+        return count
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind == _TEXT:
+            length = self._length(key)
+            self._text_bytes += length
+            if self._text_bytes > MAX_TEXT_BYTES:
+                raise ModelLoadError(f"{self.where}: {key} makes {self._text_bytes:,} bytes of text in the metadata",
+                                     f"at most {MAX_TEXT_BYTES:,}")
+            return self._text(self._take(length, key), key)
+        if kind == _ARRAY:
+            return self._array(key)
+        if kind not in _VALUE_TYPES:
+            raise ModelLoadError(f"{self.where}: {key} is of the value type {kind}",
+                                 "one that GGUF version 3 has: 0 to 12")
+        layout = np.dtype(_VALUE_TYPES[kind][1])
+        data = self._take(layout.itemsize, key)
+        if kind == _BOOL and data[0] > 1:
+            raise ModelLoadError(f"{self.where}: {key} is a flag with the value {data[0]}", "0 or 1")
+        value = np.frombuffer(data, layout)[0].item()
+        return bool(value) if kind == _BOOL else value
+
+    def _array(self, key: str) -> GgufArray:
+        kind, count = self._unsigned(_SHORT_LENGTH, key), self._length(key)
+        if kind == _TEXT:
+            if count > MAX_TEXTS:
+                raise ModelLoadError(f"{self.where}: {key} has {count:,} texts", f"at most {MAX_TEXTS:,}")
+            begin = self._place
+            self._skip_texts(count, key)
+            return GgufArray("text", count, begin, self._place)
+        if kind == _ARRAY:
+            raise ModelLoadError(f"{self.where}: {key} is an array of arrays", "an array of texts, numbers or flags")
+        if kind not in _VALUE_TYPES:
+            raise ModelLoadError(f"{self.where}: {key} is an array of the value type {kind}",
+                                 "one that GGUF version 3 has: 0 to 12")
+        name, layout = _VALUE_TYPES[kind]
+        begin = self._place
+        self._skip(count * np.dtype(layout).itemsize, key)
+        if kind == _BOOL and any(self._data[begin : self._place].translate(None, b"\0\1")):
+            raise ModelLoadError(f"{self.where}: {key} has a flag that is neither 0 nor 1", "0 or 1")
+        return GgufArray(name, count, begin, self._place)
+
+    def _skip_texts(self, count: int, key: str) -> None:
+        """Past so many texts. This loop sees each token of a vocabulary once, and makes no text of it."""
+        place, unpack = self._place, _LENGTH.unpack_from
+        for _ in range(count):
+            if place + 8 > len(self._data):
+                self._read_to(place + 8, key)
+            place += 8 + unpack(self._data, place)[0]
+            if place > len(self._data):
+                self._read_to(place, key)
+        self._place = place
+
+    def _tensor(self, name: str) -> tuple[str, tuple[int, ...], int, int, int]:
+        """Type, shape, bytes of a row, bytes and offset, as the file says them."""
+        rank = self._unsigned(_SHORT_LENGTH, name)
+        if not 1 <= rank <= MAX_RANK:
+            raise ModelLoadError(f"{self.where}: {shown(name)} has {rank:,} dimensions", f"1..{MAX_RANK}")
+        shape = tuple(self._unsigned(_LENGTH, name) for _ in range(rank))[::-1]
+        if not all(1 <= size <= MAX_COUNT for size in shape) or math.prod(shape) > MAX_COUNT:
+            raise ModelLoadError(f"{self.where}: {shown(name)} has shape {list(shape)}",
+                                 f"sizes of 1 and more, whose product is at most {MAX_COUNT:,}")
+        kind = self._unsigned(_SHORT_LENGTH, name)
+        if kind not in TENSOR_TYPES:
+            removed = f", {_REMOVED_TYPES[kind]}, which the format no longer has" if kind in _REMOVED_TYPES else ""
+            raise ModelLoadError(f"{self.where}: {shown(name)} is of the tensor type {kind}{removed}",
+                                 f"one of {', '.join(known for known, _, _ in TENSOR_TYPES.values())}",
+                                 "convert or quantise the model again")
+        kind_name, block, block_bytes = TENSOR_TYPES[kind]
+        if shape[-1] % block:
+            raise ModelLoadError(f"{self.where}: {shown(name)} has rows of {shape[-1]:,} numbers in {kind_name}",
+                                 f"a multiple of {block}, which are one block of that type")
+        row_bytes = shape[-1] // block * block_bytes
+        return kind_name, shape, row_bytes, row_bytes * math.prod(shape[:-1]), self._unsigned(_LENGTH, name)
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise ModelLoadError(f"{self.where}: general.alignment is {shown(alignment)}",
+                                 f"a power of two up to {MAX_ALIGNMENT:,}")
+        return alignment
+
+    def _placed(self, name: str, start: int, alignment: int, kind: str, shape: tuple[int, ...], row_bytes: int,
+                num_bytes: int, offset: int) -> GgufTensor:
+        if offset % alignment:
+            raise ModelLoadError(f"{self.where}: {shown(name)} lies at {offset:,} of the data",
+                                 f"a multiple of the alignment, {alignment}")
+        if start + offset + num_bytes > self.file_bytes:
+            raise incomplete(self.where, f"{shown(name)} ends at byte {start + offset + num_bytes:,}; the file has "
+                                         f"{self.file_bytes:,}")
+        return GgufTensor(kind, shape, row_bytes, start + offset, start + offset + num_bytes)
+
+    def _refuse_overlap(self, tensors: dict[str, GgufTensor]) -> None:
+        end, before = 0, ""
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if tensor.begin < end:
+                raise incomplete(self.where, f"{shown(name)} begins at byte {tensor.begin:,}, and {shown(before)} ends "
+                                             f"at {end:,}")
+            end, before = tensor.end, name
+
+    # ------------------------------------------------------------------ bytes
+
+    def _short_text(self, what: str, max_bytes: int) -> str:
+        length = self._length(what)
+        if not 1 <= length <= max_bytes:
+            raise ModelLoadError(f"{self.where}: {what} has {length:,} bytes", f"1..{max_bytes:,}")
+        return self._text(self._take(length, what), what)
+
+    def _text(self, data: bytearray, what: str) -> str:
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise ModelLoadError(f"{self.where}: {what} is {shown(bytes(data))}", "UTF-8") from None
+
+    def _length(self, what: str) -> int:
+        """A length or count, which the rest of the file can hold as so many bytes."""
+        length = self._unsigned(_LENGTH, what)
+        if length > self.file_bytes - self._place:
+            raise incomplete(self.where, f"{what} has a length of {length:,}; {self.file_bytes - self._place:,} bytes "
+                                         "are left")
+        return length
+
+    def _unsigned(self, layout: struct.Struct, what: str) -> int:
+        return layout.unpack(self._take(layout.size, what))[0]
+
+    def _take(self, num_bytes: int, what: str) -> bytearray:
+        self._skip(num_bytes, what)
+        return self._data[self._place - num_bytes : self._place]
+
+    def _skip(self, num_bytes: int, what: str) -> None:
+        end = self._place + num_bytes
+        if end > len(self._data):
+            self._read_to(end, what)
+        self._place = end
+
+    def _read_to(self, end: int, what: str) -> None:
+        """Make `data` hold the first `end` bytes. Raises where the file has fewer, or a header has not so many."""
+        if end > self.file_bytes:
+            raise incomplete(self.where, f"{what} ends at byte {end:,}; the file has {self.file_bytes:,}")
+        if end > MAX_HEADER_BYTES:
+            raise ModelLoadError(f"{self.where}: {what} ends at byte {end:,} of the header",
+                                 f"a header of at most {MAX_HEADER_BYTES:,} bytes")
+        self._data += self._file.read(max(end - len(self._data), _READ_BYTES))
+        if end > len(self._data):
+            raise _changed(self.where)
