@@ -1,4 +1,4 @@
-"""GGUF files as the tests write them, byte by byte and by their own reading of the format: right ones and wrong ones."""
+"""GGUF files as the tests write them, byte by byte and by their own reading of the format, right and wrong ones."""
 
 import struct
 from collections.abc import Iterable
