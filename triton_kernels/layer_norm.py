@@ -6,7 +6,8 @@
 
 Shapes      hidden, out              [..., E]   two or three dimensions, the last contiguous, the others with any stride
             residual                 [T, E]   contiguous rows; None: no addition
-            weight, bias             [E]   bias may be None
+            weight                   [E], or [H, E] where hidden is [T, H, E]
+            bias                     [E] or None
 Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     residual and out. out may be `hidden`; None: allocated.
 Oracle      triton_kernels/reference/layer_norm.py
@@ -24,7 +25,7 @@ import triton.language as tl
 def _layer_norm_kernel(
     hidden_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr,
     epsilon,
-    hidden_stride_t, hidden_stride_h, residual_stride_t, out_stride_t, out_stride_h,
+    hidden_stride_t, hidden_stride_h, residual_stride_t, weight_stride_h, out_stride_t, out_stride_h,
     HEADS: tl.constexpr,                # rows of one token: size of the middle dimension, 1 without one
     E: tl.constexpr, E_POW2: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -45,7 +46,7 @@ def _layer_norm_kernel(
     centred = tl.where(inside, row - tl.sum(row, 0) / E, 0.0)
     variance = tl.sum(centred * centred, 0) / E
     normed = centred * tl.rsqrt(variance + epsilon)
-    normed = normed * tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+    normed = normed * tl.load(weight_ptr + head * weight_stride_h + lane, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         normed = normed + tl.load(bias_ptr + lane, mask=inside, other=0.0).to(tl.float32)
     out_ptr += token * out_stride_t + head * out_stride_h
@@ -58,6 +59,7 @@ def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, determini
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out
     assert hidden.dim() in (2, 3) and hidden.stride(-1) == out.stride(-1) == 1
     assert residual is None or (hidden.dim() == 2 and residual.stride(-1) == 1)
+    assert weight.dim() == 1 or (weight.shape == hidden.shape[1:] and weight.is_contiguous())
     if hidden.numel() == 0:
         return out
 
@@ -67,7 +69,7 @@ def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, determini
         hidden, residual, weight, bias, out,
         epsilon,
         hidden.stride(0), hidden.stride(1), 0 if residual is None else residual.stride(0),
-        out.stride(0), out.stride(1),
+        0 if weight.dim() == 1 else size, out.stride(0), out.stride(1),
         HEADS=heads, E=size, E_POW2=size_pow2, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
         num_warps=min(16, max(1, size_pow2 // 512)),
     )

@@ -16,15 +16,16 @@ from .weight_form import make_weight_form
 class Embedding:
     """Rows by index.
 
-    name    of the tensor, whole: "model.embed_tokens.weight". A Linear takes the prefix before `.weight`
-    scale   what the rows are multiplied with, rounded to the context's dtype first; None: nothing
+    name        of the tensor, whole: "model.embed_tokens.weight". A Linear takes the prefix before `.weight`
+    scale       what the rows are multiplied with, rounded to the context's dtype first; None: nothing
+    first_row   of the stored tensor, which has `rows` from there on: index 0 is that one
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
-                 scale: float | None = None) -> None:
+                 scale: float | None = None, first_row: int = 0) -> None:
         context.refuse(f"Embedding {name}", "split")
         self.name = name
-        self.weight = weights.tensor(name, (rows, size))
+        self.weight = weights.tensor(name, (first_row + rows, size))[first_row:]
         self._scale = None if scale is None else torch.tensor(scale, dtype=context.dtype, device=context.device)
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:

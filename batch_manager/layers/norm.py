@@ -1,9 +1,11 @@
 """Norms over the last dimension."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..triton_kernels import dispatch
-from ..weights.source import Weights
+from ..weights.source import Shape, Weights
 from .context import LayerContext
 from .recording import Rows
 
@@ -31,13 +33,14 @@ class RmsNorm:
 class LayerNorm:
     """(x - mean) / sqrt(variance + epsilon) * weight + bias, computed in float32. Works on [..., size].
 
-    bias   False: the checkpoint has none
+    weight, bias   False: the checkpoint has none
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
-                 bias: bool = True) -> None:
-        self.weight = weights.tensor(f"{name}.weight", (size,))
-        self.bias = weights.tensor(f"{name}.bias", (size,)) if bias else torch.zeros_like(self.weight)
+                 bias: bool = True, weight: bool = True) -> None:
+        nothing = torch.zeros(size, dtype=context.dtype, device=context.device)
+        self.weight = weights.tensor(f"{name}.weight", (size,)) if weight else torch.ones_like(nothing)
+        self.bias = weights.tensor(f"{name}.bias", (size,)) if bias else nothing
         self.epsilon = epsilon
         self._norm, self._is_deterministic = dispatch.kernel("layer_norm", context.device), context.deterministic
 
@@ -46,3 +49,25 @@ class LayerNorm:
         if isinstance(x, Rows):
             return x.normed(self.weight, self.bias, self.epsilon)
         return self._norm(x, self.weight, self.bias, self.epsilon, deterministic=self._is_deterministic)
+
+
+class HeadLayerNorm:
+    """LayerNorm of each head with weights of its own and no biases. Works on [T, heads, size].
+
+    parts         names and shapes of the tensors that hold the weights of all heads, one below the other
+    entry_order   where these hold the weight of each entry, all heads as one row; None: in order
+    """
+
+    def __init__(self, weights: Weights, context: LayerContext, parts: Sequence[tuple[str, Shape]], heads: int,
+                 size: int, epsilon: float, entry_order: torch.Tensor | None = None) -> None:
+        weight = weights.stacked(parts).view(-1)
+        self.weight = (weight if entry_order is None else weight[entry_order]).view(heads, size)
+        self._no_bias = torch.zeros(size, dtype=context.dtype, device=context.device)
+        self.epsilon = epsilon
+        self._norm, self._is_deterministic = dispatch.kernel("layer_norm", context.device), context.deterministic
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor of x's shape."""
+        if isinstance(x, Rows):
+            return x.normed(self.weight, self._no_bias, self.epsilon)
+        return self._norm(x, self.weight, None, self.epsilon, deterministic=self._is_deterministic)

@@ -86,7 +86,7 @@ class Rows:
     # ------------------------------------------------------------------ what layers do to rows
 
     def normed(self, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, offset: float = 0.0) -> "Rows":
-        """Each row, or each head of it. bias None: by the root of the mean square."""
+        """Each row, or each head of it; weight [size], or [heads, size]. bias None: by the root of the mean square."""
         return self.recording.norm(self, weight, bias, epsilon, offset)
 
     def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
@@ -161,7 +161,8 @@ class Recording:
         result.heads = rows.heads
         self.add(RMS_NORM if bias is None else LAYER_NORM, [rows, result], [
             rows.size, rows.heads or 1, self.floats(weight),
-            0 if bias is None else self.floats(bias), _bits(epsilon), _bits(offset)])
+            0 if bias is None else self.floats(bias), _bits(epsilon), _bits(offset),
+            rows.size if weight.dim() == 2 else 0])
         return result
 
     def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:

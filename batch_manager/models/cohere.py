@@ -12,7 +12,7 @@ from ..layers.context import LayerContext
 from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
-from ..layers.norm import LayerNorm
+from ..layers.norm import HeadLayerNorm, LayerNorm
 from ..layers.rotary import Rotary, half_split_rows
 from ..weights.json_file import Fields
 from ..weights.source import Weights
@@ -37,14 +37,12 @@ class Cohere:
     def read_spec(config: Fields, architecture: str) -> CohereSpec:
         num_layers, bias = layer_count(config), config.flag("attention_bias", False)
         refuse_windows(config, num_layers)
-        if config.flag("use_qk_norm", False):
-            raise config.fault("use_qk_norm", "false: norms of each head are not built")
         if "logit_scale" in config.values and "logit_scale" not in config:
             raise config.fault("logit_scale", "a number, or not there")
         return read_decoder_spec(
             config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias, max_positions=8192,
             tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
-            default_theta=500_000.0, spec_class=CohereSpec, logit_scale=config.number("logit_scale", 0.0625))
+            default_theta=500_000.0, qk_norm=config.flag("use_qk_norm", False), spec_class=CohereSpec, logit_scale=config.number("logit_scale", 0.0625))
 
     def __init__(self, spec: CohereSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
@@ -76,6 +74,13 @@ class _Layer:
                           spec.qkv_sizes, bias=spec.qkv_bias, split="columns",
                           row_order=half_split_rows(spec.num_heads + spec.num_kv_heads, spec.num_kv_heads,
                                                     spec.head_size, spec.head_size, context.device))
+        self.query_norm = self.key_norm = None
+        if spec.qk_norm:
+            self.query_norm, self.key_norm = (HeadLayerNorm(
+                weights, context, [(f"{name}.self_attn.{part}_norm.weight", (heads, spec.head_size))], heads,
+                spec.head_size, spec.norm_epsilon,
+                half_split_rows(heads, 0, spec.head_size, spec.head_size, context.device))
+                for part, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)))
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows")
         self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation)
@@ -84,5 +89,7 @@ class _Layer:
         normed = self.input_norm(hidden)
         qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
         query, key, value = qkv.split_with_sizes(self.heads, 1)
+        if self.query_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
         return self.mlp.add_to(hidden, normed)

@@ -71,6 +71,7 @@ _SHIPPED = {
     "GraniteForCausalLM": ("granite", "Granite"),
     "Olmo2ForCausalLM": ("olmo2", "Olmo2"),
     "Olmo3ForCausalLM": ("olmo3", "Olmo3"),
+    "OPTForCausalLM": ("opt", "Opt"),
     "Phi3ForCausalLM": ("phi3", "Phi3"),
     "PhiForCausalLM": ("phi", "Phi"),
     "SmolLM3ForCausalLM": ("smollm3", "SmolLm3"),
@@ -91,7 +92,7 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
                 "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
                 "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj", "PhiForCausalLM": "phi",
                 "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
-                "Olmo3ForCausalLM": "olmo3"}
+                "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

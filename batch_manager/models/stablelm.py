@@ -12,7 +12,7 @@ from ..layers.context import LayerContext
 from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
-from ..layers.norm import LayerNorm
+from ..layers.norm import HeadLayerNorm, LayerNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
@@ -37,14 +37,13 @@ class StableLm:
     def read_spec(config: Fields, architecture: str) -> StableLmSpec:
         num_layers = layer_count(config)
         refuse_windows(config, num_layers)
-        if config.flag("qk_layernorm", False):
-            raise config.fault("qk_layernorm", "false: norms of each head are not built")
         if "head_dim" in config:
             raise config.fault("head_dim", "not there: heads have hidden_size / num_attention_heads entries")
         return read_decoder_spec(
             config, architecture, windows=(None,) * num_layers, qkv_bias=config.flag("use_qkv_bias", False),
             num_kv_heads=32, max_positions=4096, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
-            default_theta=10000.0, partial_rotary_factor=0.25, spec_class=StableLmSpec,
+            default_theta=10000.0, qk_norm=config.flag("qk_layernorm", False),
+            partial_rotary_factor=0.25, spec_class=StableLmSpec,
             is_parallel=config.flag("use_parallel_residual", False))
 
     def __init__(self, spec: StableLmSpec, weights: Weights, context: LayerContext) -> None:
@@ -77,6 +76,12 @@ class _Layer:
         self.input_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
                           spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+        self.query_norm = self.key_norm = None
+        if spec.qk_norm:
+            self.query_norm, self.key_norm = (HeadLayerNorm(
+                weights, context, [(f"{name}.self_attn.{part}_layernorm.norms.{head}.weight", (spec.head_size,))
+                                   for head in range(count)], count, spec.head_size, epsilon)
+                for part, count in (("q", spec.num_heads), ("k", spec.num_kv_heads)))
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows")
         self.is_parallel = spec.is_parallel
@@ -88,5 +93,7 @@ class _Layer:
         normed = self.input_norm(hidden)
         qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
         query, key, value = qkv.split_with_sizes(self.heads, 1)
+        if self.query_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
         return self.mlp.add_to(hidden, normed if self.is_parallel else self.mlp_norm(hidden))

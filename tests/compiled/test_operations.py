@@ -66,6 +66,13 @@ def test_norms_of_heads(dtype):
     check(middle, expected[:, 1:3].flatten(1), dtype)
 
 
+@TYPES
+def test_norms_of_heads_with_weights_of_their_own(dtype):
+    x, weight, bias = hidden_states(96, dtype), torch.rand(4, 24) + 0.5, torch.randn(24)
+    expected = functional.layer_norm(x.float().view(-1, 4, 24), (24,), None, None, 1e-5) * weight + bias
+    check(recorded(x, lambda rows: rows.view(len(rows), -1, 24).normed(weight, bias, 1e-5)), expected.flatten(1), dtype)
+
+
 ACTIVATIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu,
                "gelu_new": lambda x: functional.gelu(x, approximate="tanh")}
 

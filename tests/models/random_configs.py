@@ -15,7 +15,7 @@ FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForC
             "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
             "PhiForCausalLM": "phi", "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj",
             "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
-            "Olmo3ForCausalLM": "olmo3"}
+            "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt"}
 WITH_TABLES = ("gemma3_text", "olmo3")                 # for full and for sliding layers
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
@@ -57,11 +57,14 @@ OPTIONAL: dict[str, tuple] = {
     "rotary_dim": (4, 16, 10), "logit_scale": (0.5, 2.0), "use_qk_norm": (False, True), "layer_norm_eps": (1e-3,),
     "embedding_multiplier": (3.0, 1.0), "residual_multiplier": (0.25, 1.0), "attention_multiplier": (0.5,),
     "logits_scaling": (4.0, 1.0), "bos_token_id": (1,), "eos_token_id": (2, [2, 3]), "architectures": (),
-    "model_type": (),
+    "model_type": (), "ffn_dim": (48, 112), "do_layer_norm_before": (True, False), "enable_bias": (True, False),
+    "_remove_final_layer_norm": (True, False), "word_embed_proj_dim": (32, 48, None),
+    "layer_norm_elementwise_affine": (True, False),
 }
 # transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
 REQUIRED = {
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "opt": {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 112},
     "gptj": {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3",
                     "gpt_neox", "smollm3", "stablelm", "starcoder2", "phi", "cohere",
@@ -82,7 +85,7 @@ def random_config(random: Random) -> dict[str, Any]:
     for name in random.sample(list(OPTIONAL), random.choice((1, 2, 3, 4, 6))):
         if OPTIONAL[name]:
             config[name] = random.choice(OPTIONAL[name])
-    if model_type not in ("gpt2", "gptj") and random.random() < 0.25:
+    if model_type not in ("gpt2", "gptj", "opt") and random.random() < 0.25:
         count = config["num_hidden_layers"] if random.random() < 0.9 else random.choice(LAYERS)
         kinds = random.choice((["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"]))
         config["layer_types"] = [random.choice(kinds) for _ in range(count)]
@@ -102,7 +105,7 @@ def numbers_of_transformers(config: dict[str, Any]) -> dict[str, Any] | None:
     except Exception:
         return None
     return {"architecture": type(model).__name__,
-            **{"gpt2": _of_gpt2, "gptj": _of_gptj}.get(model_type, _of_decoder)(read, model)}
+            **{"gpt2": _of_gpt2, "gptj": _of_gptj, "opt": _of_opt}.get(model_type, _of_decoder)(read, model)}
 
 
 def _of_gpt2(read: Any, model: torch.nn.Module) -> dict[str, Any]:
@@ -132,6 +135,24 @@ def _of_gptj(read: Any, model: torch.nn.Module) -> dict[str, Any]:
         "qkv_bias": False, "out_bias": False, "mlp_bias": True, "qk_norm": False, "dtype": _dtype(read),
         "scales": (size**-0.5,) * len(layers), "rotary_size": first.attn.rotary_dim,
         "frequencies": tuple(round(float(1 / 10000**exponent), 7) for exponent in exponents)}
+
+
+def _of_opt(read: Any, model: torch.nn.Module) -> dict[str, Any]:
+    base = model.model.decoder
+    layers, first = base.layers, base.layers[0]
+    attention = first.self_attn
+    return {
+        "num_layers": len(layers), "num_heads": attention.num_heads, "num_kv_heads": attention.num_heads,
+        "head_size": attention.head_dim, "hidden_size": base.embed_positions.weight.shape[1],
+        "intermediate_size": first.fc1.weight.shape[0], "vocab_size": base.embed_tokens.weight.shape[0],
+        "max_position_embeddings": base.embed_positions.weight.shape[0] - base.embed_positions.offset,
+        "windows": (None,) * len(layers), "norm_epsilon": first.final_layer_norm.eps,
+        "tie_word_embeddings": read.tie_word_embeddings, "activation": ACTIVATIONS.get(read.activation_function),
+        "qkv_bias": attention.q_proj.bias is not None, "out_bias": attention.out_proj.bias is not None,
+        "mlp_bias": first.fc1.bias is not None, "qk_norm": False, "dtype": _dtype(read),
+        "scales": (attention.scaling,) * len(layers), "embedding_size": base.embed_tokens.weight.shape[1],
+        "norms_first": first.do_layer_norm_before, "has_last_norm": base.final_layer_norm is not None,
+        "norms_have_weights": first.final_layer_norm.weight is not None}
 
 
 def _scales_of_gpt2(layers: torch.nn.ModuleList) -> tuple[float, ...]:
@@ -167,13 +188,9 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
                 "slides": tuple(kind == "sliding_attention" for kind in read.layer_types)}
     if read.model_type == "cohere":
         own["logit_scale"] = model.logit_scale
-        if read.use_qk_norm:
-            return {"qk_norm": "not built"}
     if read.model_type == "stablelm":
         own["rotary_size"] = rotated = int(size * read.rope_parameters["partial_rotary_factor"])
         own["is_parallel"] = layers[0].use_parallel_residual
-        if attention.qk_layernorm:
-            return {"qk_norm": "not built"}
     if read.model_type == "smollm3":
         own["rotates"] = tuple(bool(layer.self_attn.use_rope) for layer in layers)
     if read.model_type not in WITH_TABLES or "full_attention" in read.layer_types:

@@ -20,7 +20,8 @@ pytest.importorskip("transformers")
 from .random_configs import numbers_of_transformers, random_config  # noqa: E402
 
 SEEDS = range(600)
-OF_SOME = ("is_parallel", "rotates", "slides", "logit_scale", "embedding_scale", "residual_scale", "logits_divisor")
+OF_SOME = ("is_parallel", "rotates", "slides", "logit_scale", "embedding_scale", "residual_scale", "logits_divisor",
+           "embedding_size", "norms_first", "has_last_norm", "norms_have_weights")
 
 
 def numbers_of(spec):

@@ -28,6 +28,8 @@ OTHERS = {
                      "GraniteForCausalLM", "Olmo3ForCausalLM"), DECODER),
     "GPTNeoXForCausalLM": {name: value for name, value in DECODER.items() if name != "num_key_value_heads"},
     "GPTJForCausalLM": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
+    "OPTForCausalLM": {"vocab_size": 97, "hidden_size": 64, "ffn_dim": 112, "num_hidden_layers": 4,
+                       "num_attention_heads": 4, "max_position_embeddings": 256},
 }
 
 
@@ -228,8 +230,10 @@ REFUSED = [
     ("GPT2LMHeadModel", "activation_function", "tanh"),
     ("GPT2LMHeadModel", "n_embd", 65),
     ("Olmo2ForCausalLM", "sliding_window", 7),
-    ("StableLmForCausalLM", "qk_layernorm", True),
-    ("CohereForCausalLM", "use_qk_norm", True),
+    ("OPTForCausalLM", "ffn_dim", "absent"),
+    ("OPTForCausalLM", "word_embed_proj_dim", 0),
+    ("OPTForCausalLM", "do_layer_norm_before", 1),
+    ("OPTForCausalLM", "rope_scaling", {"type": "linear", "factor": 2.0}),
     ("Cohere2ForCausalLM", "head_dim", 32),
     ("Cohere2ForCausalLM", "sliding_window", None),
     ("GraniteForCausalLM", "residual_multiplier", 0),

@@ -7,6 +7,10 @@ from .fixed_pieces import row_by_row
 
 def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, deterministic=False):
     """Norm over the last dimension; see the kernel's docstring for shapes. Returns out."""
+    if weight is not None and weight.dim() == 2:
+        normed = layer_norm(hidden, None, None, epsilon, deterministic=deterministic).mul_(weight)
+        normed = normed if bias is None else normed.add_(bias)
+        return normed if out is None else out.copy_(normed)
     rows = hidden if residual is None else residual.add_(hidden)
     if deterministic:
         normed = row_by_row(lambda piece: functional.layer_norm(piece, piece.shape[-1:], weight, bias, epsilon),

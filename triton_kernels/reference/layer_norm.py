@@ -6,7 +6,8 @@
 
 Shapes      hidden, out              [..., E]   two or three dimensions, the last contiguous, the others with any stride
             residual                 [T, E]   contiguous rows; None: no addition
-            weight, bias             [E]   bias may be None
+            weight                   [E], or [H, E] where hidden is [T, H, E]
+            bias                     [E] or None
 Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
 Mutates     residual and out. out may be `hidden`; None: allocated.
 Returns     out.

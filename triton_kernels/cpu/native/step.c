@@ -127,16 +127,18 @@ static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
 /* ---------------------------------------------------------------- operations */
 
 static void norm_rows(const Step *s, const int64_t *n, int64_t first, int64_t end, int type) {
-    /* from[1..3], to[4..6], size 7, heads 8, which adjoin, weight 9, bias 10, epsilon 11, offset 12 */
+    /* from[1..3], to[4..6], size 7, heads 8, which adjoin, weight 9, bias 10, epsilon 11, offset 12, and
+       13: how far apart the weights of two heads are, 0 where they share them */
     Place from = place_at(s, n + 1), to = place_at(s, n + 4);
     for (int64_t row = first; row < end; row++)
         for (int64_t head = 0; head < n[8]; head++) {
             const char *x = row_at(from, row, type) + head * n[7] * bytes_of(type);
             char *y = row_at(to, row, type) + head * n[7] * bytes_of(type);
+            const float *weight = POINTER(const float *, n[9]) + head * n[13];
             if (n[0] == RMS_NORM)
-                rms_norm_of(x, y, POINTER(const float *, n[9]), n[7], as_float(n[11]), as_float(n[12]), type);
+                rms_norm_of(x, y, weight, n[7], as_float(n[11]), as_float(n[12]), type);
             else
-                layer_norm_of(x, y, POINTER(const float *, n[9]), POINTER(const float *, n[10]), n[7],
+                layer_norm_of(x, y, weight, POINTER(const float *, n[10]), n[7],
                               as_float(n[11]), type);
         }
 }

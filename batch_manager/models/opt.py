@@ -1,0 +1,155 @@
+"""OPT: learned positions whose table begins two rows late, ReLU, norms before or behind attention and the network.
+
+Source   "OPT: Open Pre-trained Transformer Language Models" (arXiv 2205.01068); checkpoints as transformers saves
+         OPTForCausalLM, with or without the `model.` prefix.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.interface import Attention, LayerAttention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import Mlp
+from ..layers.norm import LayerNorm
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .model_spec import (
+    MAX_HEADS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    ModelSpec,
+    even_share,
+    layer_count,
+    read_activation,
+    read_dtype,
+    refuse_rotary,
+    refuse_windows,
+)
+
+POSITION_OFFSET = 2      # rows of the table before the one of the first position, as fairseq left them
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptSpec(ModelSpec):
+    """embedding_size    entries of a token's row; mapped to the hidden size, and back before the head, where they differ
+    norms_first       norms stand before attention and the network, else behind the sums
+    has_last_norm     the last layer's rows are normed once more
+    norms_have_weights   norms have weights and biases
+    """
+
+    embedding_size: int
+    norms_first: bool
+    has_last_norm: bool
+    norms_have_weights: bool
+
+    @property
+    def num_weights(self) -> int:
+        tables = self.vocab_size * (1 if self.tie_word_embeddings else 2) * (self.embedding_size - self.hidden_size)
+        maps = 0 if self.embedding_size == self.hidden_size else 2 * self.embedding_size * self.hidden_size
+        return ModelSpec.num_weights.fget(self) + tables + maps + POSITION_OFFSET * self.hidden_size
+
+
+class Opt:
+    """OPTForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = ()
+    understands = ("do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> OptSpec:
+        num_layers = layer_count(config)
+        refuse_windows(config, num_layers)
+        refuse_rotary(config)
+        num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
+        hidden_size = config.count("hidden_size", maximum=MAX_WIDTH)
+        head_size = even_share(config, "hidden_size", hidden_size, num_heads)
+        bias, norms_first = config.flag("enable_bias", True), config.flag("do_layer_norm_before", True)
+        return OptSpec(
+            architecture=architecture,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_size=head_size,
+            hidden_size=hidden_size,
+            intermediate_size=config.count("ffn_dim", maximum=4 * MAX_WIDTH),
+            vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
+            max_position_embeddings=config.count("max_position_embeddings", 2048, maximum=MAX_POSITIONS),
+            attention=(LayerAttention(scale=head_size**-0.5),) * num_layers,
+            norm_epsilon=EPSILON,
+            tie_word_embeddings=config.flag("tie_word_embeddings", True),
+            activation=read_activation(config, "activation_function", "relu"),
+            rotary=None,
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=bias,
+            gated_mlp=False,
+            dtype=read_dtype(config),
+            embedding_size=config.count("word_embed_proj_dim", hidden_size, maximum=MAX_WIDTH),
+            norms_first=norms_first,
+            has_last_norm=norms_first and not config.flag("_remove_final_layer_norm", False),
+            norms_have_weights=config.flag("layer_norm_elementwise_affine", True))
+
+    def __init__(self, spec: OptSpec, weights: Weights, context: LayerContext) -> None:
+        name = "model.decoder" if weights.has("model.decoder.embed_tokens.weight") else "decoder"
+        size, inner = spec.hidden_size, spec.embedding_size
+        self.tokens = Embedding(weights, context, f"{name}.embed_tokens.weight", spec.vocab_size, inner)
+        self.positions = Embedding(weights, context, f"{name}.embed_positions.weight", spec.max_position_embeddings,
+                                   size, first_row=POSITION_OFFSET)
+        self.project_in = self.project_out = self.norm = None
+        if inner != size:
+            self.project_in = Linear(weights, context, [f"{name}.project_in"], inner, [size])
+            self.project_out = Linear(weights, context, [f"{name}.project_out"], size, [inner])
+        self.layers = [_Layer(spec, weights, context, f"{name}.layers.{index}", index)
+                       for index in range(spec.num_layers)]
+        if spec.has_last_norm:
+            self.norm = _norm(spec, weights, context, f"{name}.final_layer_norm")
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, inner,
+                         tied_to=self.tokens if spec.tie_word_embeddings else None)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = self.tokens(token_ids)
+        return rows if self.project_in is None else self.project_in(rows)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        hidden = hidden + self.positions(positions)
+        for layer in self.layers:
+            hidden = layer(hidden, attention)
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden if self.project_out is None else self.project_out(hidden))
+
+
+class _Layer:
+    def __init__(self, spec: OptSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
+        self.norms_first, size = spec.norms_first, spec.hidden_size
+        self.attention_norm = _norm(spec, weights, context, f"{name}.self_attn_layer_norm")
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size, spec.qkv_sizes,
+                          bias=spec.qkv_bias, split="columns")
+        self.out = Linear(weights, context, [f"{name}.self_attn.out_proj"], size, [size], bias=spec.out_bias,
+                          split="rows")
+        self.mlp_norm = _norm(spec, weights, context, f"{name}.final_layer_norm")
+        self.mlp = Mlp(weights, context, f"{name}.fc1", f"{name}.fc2", size, spec.intermediate_size, spec.activation,
+                       bias=spec.mlp_bias)
+
+    def __call__(self, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.attention_norm(hidden) if self.norms_first else hidden).view(len(hidden), -1,
+                                                                                         self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, None))
+        if self.norms_first:
+            return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+        hidden = self.attention_norm(hidden)
+        return self.mlp_norm(self.mlp.add_to(hidden, hidden))
+
+
+def _norm(spec: OptSpec, weights: Weights, context: LayerContext, name: str) -> LayerNorm:
+    return LayerNorm(weights, context, name, spec.hidden_size, spec.norm_epsilon, bias=spec.norms_have_weights,
+                     weight=spec.norms_have_weights)
