@@ -42,7 +42,8 @@ class Cohere:
         return read_decoder_spec(
             config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias, max_positions=8192,
             tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
-            default_theta=500_000.0, qk_norm=config.flag("use_qk_norm", False), spec_class=CohereSpec, logit_scale=config.number("logit_scale", 0.0625))
+            default_theta=500_000.0, qk_norm=config.flag("use_qk_norm", False), spec_class=CohereSpec,
+            logit_scale=config.number("logit_scale", 0.0625))
 
     def __init__(self, spec: CohereSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

@@ -36,9 +36,10 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptSpec(ModelSpec):
-    """embedding_size    entries of a token's row; mapped to the hidden size, and back before the head, where they differ
-    norms_first       norms stand before attention and the network, else behind the sums
-    has_last_norm     the last layer's rows are normed once more
+    """embedding_size       entries of a token's row; where they are not as many as the hidden size has, a product maps
+                         them to it, and another one maps hidden states back before the head
+    norms_first          norms stand before attention and the network, else behind the sums
+    has_last_norm        the last layer's rows are normed once more
     norms_have_weights   norms have weights and biases
     """
 
@@ -113,6 +114,7 @@ class Opt:
                          tied_to=self.tokens if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the hidden size: a prompt-tuning table of the size of a token's row has no place here."""
         rows = self.tokens(token_ids)
         return rows if self.project_in is None else self.project_in(rows)
 

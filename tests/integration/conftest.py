@@ -67,7 +67,7 @@ def _config(family: str):
         return transformers.StableLmConfig(**COMMON, qk_layernorm=True)
     if family == "opt":
         return transformers.OPTConfig(**{name: value for name, value in COMMON.items() if name not in (
-            "num_key_value_heads", "intermediate_size", "initializer_range")}, ffn_dim=96, word_embed_proj_dim=40,
+            "num_key_value_heads", "intermediate_size", "initializer_range")}, ffn_dim=96,
             do_layer_norm_before=False, init_std=0.15)
     if family == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,

@@ -27,8 +27,8 @@ def test_a_large_mean_does_not_spoil_the_variance(run_kernel, random):
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_heads_with_weights_of_their_own(assert_equals_oracle, random, dtype, with_bias):
     heads = random(5, 7, 48, dtype=dtype)[:, 2:6]                      # of a wider row
-    assert_equals_oracle("layer_norm", heads, random(4, 48, dtype=dtype), random(48, dtype=dtype) if with_bias else None,
-                         1e-5, reduction=48, dtype=dtype)
+    bias = random(48, dtype=dtype) if with_bias else None
+    assert_equals_oracle("layer_norm", heads, random(4, 48, dtype=dtype), bias, 1e-5, reduction=48, dtype=dtype)
 
 
 def test_in_place_on_strided_rows(assert_equals_oracle, random):
