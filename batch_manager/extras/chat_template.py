@@ -1,4 +1,4 @@
-"""From messages to the text of a prompt, by the chat template in the tokenizer's folder. Needs jinja2, extra `text`.
+"""From messages to the text of a prompt, by the chat template that a model has. Needs jinja2: the extra `text`.
 
 A template is a program that comes with the weights. It runs in jinja2's immutable sandbox, sees copies of plain data
 and nothing else, and knows what transformers gives to templates.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InvalidRequestError, printable, type_name
+from .gguf_tokenizer import is_gguf_file, load_gguf_chat
 
 # Templates are named by the files' names; see `transformers`' save_pretrained.
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
@@ -27,8 +28,8 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     """The text of a prompt that continues `messages`, as the tokenizer's folder says that the model expects it.
 
     folder      has the tokenizer's files: a template in chat_template.jinja, or as `chat_template` in
-                tokenizer_config.json, a text or a list of named ones. Of named ones `tool_use` is taken where there
-                are tools, and `default` else
+                tokenizer_config.json, a text or a list of named ones. Or a `.gguf` file, whose metadata has them. Of
+                named ones `tool_use` is taken where there are tools, and `default` else
     messages    dictionaries with `role`, `content` and whatever else the template reads; keys that are None are left
                 out
     tools       JSON schemas of functions, as the template expects them
@@ -102,6 +103,8 @@ def _plain(value: Any, where: str) -> Any:
 
 def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """(path, time of the last change in ns, size in bytes) of every file that may say something about templates."""
+    if is_gguf_file(folder):
+        return (_gguf_state(folder),)
     try:
         named = sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))
         found = []
@@ -116,6 +119,20 @@ def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
                           "the folder of a tokenizer", "pass the folder that has tokenizer_config.json") from error
     raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "the folder of a tokenizer",
                       "pass the folder that has tokenizer_config.json")
+
+
+def _gguf_state(file: Path) -> tuple[str, int, int]:
+    try:
+        state = file.stat()
+    except OSError as error:
+        raise ConfigError(f"the file {os.fspath(file)!r} cannot be read: {_quoted(error)}", "a GGUF file",
+                          "pass the path of one that is there") from error
+    return str(file), state.st_mtime_ns, state.st_size
+
+
+@lru_cache(maxsize=16)
+def _gguf_chat(file: tuple[str, int, int]) -> tuple[dict[str, str], dict[str, str]]:
+    return load_gguf_chat(file[0])
 
 
 def _read(path: str) -> str:
@@ -144,6 +161,8 @@ def _configs(files: tuple[tuple[str, int, int], ...]) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=16)
 def _special_tokens(*files: tuple[str, int, int]) -> dict[str, str]:
+    if is_gguf_file(files[0][0]):
+        return _gguf_chat(files[0])[1]
     tokens: dict[str, str] = {}
     for config in _configs(files):
         for name in SPECIAL_TOKENS:
@@ -162,6 +181,9 @@ def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
     if wanted not in templates:
         names = printable(", ".join(map(repr, sorted(templates)))[:LONGEST_QUOTE])
         has = f"templates {names} and no default" if templates else "no chat template"
+        if is_gguf_file(folder):
+            raise ConfigError(f"the file {folder!r} has {has}", "tokenizer.chat_template in its metadata",
+                              "make the prompt yourself")
         raise ConfigError(f"the folder {folder!r} has {has}", f"{TEMPLATE_FILE}, or chat_template in {CONFIG_FILES[0]}",
                           f"write the model's template into {TEMPLATE_FILE}, or make the prompt yourself")
     environment = _environment()
@@ -174,7 +196,10 @@ def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
 
 
 def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
-    """By name; the one without is `default`. Files of their own come before tokenizer_config.json, and replace it."""
+    """By name; the one without is `default`. In a folder, files of their own come before tokenizer_config.json, and
+    replace it."""
+    if is_gguf_file(files[0][0]):
+        return _gguf_chat(files[0])[0]
     own = {"default" if Path(path).name == TEMPLATE_FILE else Path(path).stem: _read(path)
            for path, *_ in files[1:] if path.endswith(".jinja")}
     if own:

@@ -49,7 +49,7 @@ class _Session:
 class GuidedDecoding:
     """A batched logits post-processor that holds each request to its grammar.
 
-    tokenizer    tokenizer.json of the model, as Hugging Face's tokenizers write it
+    tokenizer    tokenizer.json of the model, as Hugging Face's tokenizers write it; or a `tokenizers.Tokenizer`
     vocab_size   of the model, which may be larger than the tokenizer's
     end_id       token that ends a text; requests must use the same. To the grammar further end ids of a request are
                  tokens like all others
@@ -60,16 +60,18 @@ class GuidedDecoding:
     Raises ConfigError without llguidance, or for a tokenizer it cannot read.
     """
 
-    def __init__(self, tokenizer: str | os.PathLike, *, vocab_size: int, end_id: int) -> None:
+    def __init__(self, tokenizer: Any, *, vocab_size: int, end_id: int) -> None:
         try:
             import llguidance
         except ImportError as error:
             raise ConfigError("llguidance is not installed", "guided decoding needs it",
                               'pip install "batch-manager[guided]"') from error
         try:
-            self._tokenizer = llguidance.LLTokenizer(os.fspath(tokenizer), n_vocab=vocab_size, eos_token=end_id)
+            source = tokenizer.to_str() if hasattr(tokenizer, "to_str") else os.fspath(tokenizer)
+            self._tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=end_id)
         except (ValueError, RuntimeError, OSError) as error:
-            raise ConfigError(f"llguidance cannot use {os.fspath(tokenizer)!r}: {error}",
+            what = "the tokenizer" if hasattr(tokenizer, "to_str") else repr(os.fspath(tokenizer))
+            raise ConfigError(f"llguidance cannot use {what}: {error}",
                               "the tokenizer.json of the model", "pass the path of that file") from error
         self._make_matcher = llguidance.LLMatcher
         self._vocab_size = vocab_size

@@ -1,10 +1,11 @@
-"""The tokenizer of a model's folder, and token ids of a prompt. Needs tokenizers: the extra `text`."""
+"""The tokenizer of a model, and token ids of a prompt. Needs tokenizers: the extra `text`."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InvalidRequestError, printable, type_name
+from .gguf_tokenizer import is_gguf_file, load_gguf_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 LONGEST_QUOTE = 300
@@ -12,9 +13,11 @@ LONG_TEXT = 8192    # characters: some milliseconds
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Any:
-    """The `tokenizers.Tokenizer` of a folder, without the padding and truncation that its file may ask for.
+    """The `tokenizers.Tokenizer` of a folder, without the padding and truncation that its tokenizer.json may ask for;
+    or the one that a `.gguf` file describes, see `gguf_tokenizer`.
 
-    Raises ConfigError without the library, and for a folder without a tokenizer.json that it can read.
+    Raises ConfigError without the library, for a folder without a tokenizer.json that it can read, and for a GGUF file
+    that is broken or has a tokenizer that is not known.
     """
     try:
         from tokenizers import Tokenizer
@@ -24,6 +27,8 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError(f"the folder of the tokenizer is of type {type_name(folder)}", "a str or os.PathLike",
                           "pass the folder of a model, or a tokenizer")
+    if is_gguf_file(folder):
+        return load_gguf_tokenizer(folder)
     path = Path(folder) / TOKENIZER_FILE
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "the folder of a model on this machine",

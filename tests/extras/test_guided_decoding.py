@@ -98,7 +98,10 @@ def test_texts_match_and_those_of_others_stay_what_they_are(make_manager, client
     assert [client.final(i).tokens() for i in (6, 7)] == [alone.final(i).tokens() for i in (6, 7)]
 
 
-def test_a_grammar_that_forces_the_text_forces_it(make_manager, client, guided, tokenizer):
+@pytest.mark.parametrize("from_file", [True, False])
+def test_a_grammar_that_forces_the_text_forces_it(make_manager, client, guided, tokenizer, from_file):
+    if not from_file:
+        guided = GuidedDecoding(tokenizer, vocab_size=VOCAB, end_id=END)
     guided.constrain(1, guided.lark('start: "so" " much"+'))
     client.pending = [asking(tokenizer, 1, request_output_len=12, temperature=0.0)]
     client.sent = list(client.pending)

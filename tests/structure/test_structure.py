@@ -68,7 +68,8 @@ FLOORS: dict[str, list[str]] = {
     "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager", "aio",
               "testing"],
-    "extras": ["_version", *GROUND, "triton_kernels", "requests", "responses", "engine_info", "gpt_manager", "aio"],
+    "extras": ["_version", *GROUND, "triton_kernels", "weights", "requests", "responses", "engine_info", "gpt_manager",
+               "aio"],
     "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager",
                  "engine_info"],
 }

@@ -18,6 +18,7 @@ from ...responses.perf_metrics import PerfMetrics
 from ...responses.tensors import RESPONSE_TENSORS
 from ..chat_template import chat_prompt
 from ..generated_text import GeneratedText
+from ..gguf_tokenizer import is_gguf_file
 from ..tokenizer import encode, load_tokenizer
 from .errors import OpenAIError, refused
 from .fields import WORD, Asked, read_body
@@ -33,7 +34,7 @@ class OpenAIService:
     """What a server does for /v1/completions, /v1/chat/completions, /v1/models and /health.
 
     engine    an AsyncEngine; with takes_all=True its bounds answer 429, and priorities hold among those that wait
-    folder    of the model, with its tokenizer and chat template
+    folder    of the model, with its tokenizer and chat template; or a `.gguf` file
     names     of the model, as clients may call it; the first one is told. Empty: the folder's
     tokenizer   None: the folder's
     observe   called with the timings of each request that ended and the number of its tokens, as
@@ -118,8 +119,8 @@ class OpenAIService:
             raise refused("response_format", "the model has no end id, so that a text could not end")
         if self._guided is None:
             from ..guided_decoding import GuidedDecoding
-            path = os.path.join(self.folder, "tokenizer.json")
-            self._guided = GuidedDecoding(path, vocab_size=info.vocab_size, end_id=info.end_ids[0])
+            source = self.tokenizer if is_gguf_file(self.folder) else os.path.join(self.folder, "tokenizer.json")
+            self._guided = GuidedDecoding(source, vocab_size=info.vocab_size, end_id=info.end_ids[0])
         return self._guided, self._guided.json_schema(orjson.dumps(schema).decode())
 
 

@@ -1,0 +1,71 @@
+"""GGUF files with made-up vocabularies, written with ggml's own library."""
+
+import json
+from pathlib import Path
+
+import gguf
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+TEXT = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
+
+
+def trained_merges(pre_tokenizer, normalizer=None, size=700):
+    """(vocabulary, merges) of byte-level BPE, trained on the README; special tokens are not in it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [tuple(merge) for merge in model["merges"]]
+
+
+def trained_pieces(size=600):
+    """[(piece, score, kind)] as SentencePiece would have them: three special ones, 256 bytes, then pieces."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=size, show_progress=False, limit_alphabet=80))
+    vocabulary = tokenizer.get_vocab()
+    joined = sorted((piece for piece in vocabulary if len(piece) > 1), key=vocabulary.get)
+    single = sorted(piece for piece in vocabulary if len(piece) == 1)
+    return ([("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
+            + [(f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256)]
+            + [(piece, float(-n), NORMAL) for n, piece in enumerate(joined + single)])
+
+
+def write(path, values, architecture="llama"):
+    """A GGUF file with metadata only: key -> text, flag, unsigned number, or list."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level_values(pre, vocabulary, merges, special=SPECIAL, user_defined=()):
+    tokens = [*sorted(vocabulary, key=vocabulary.get), *special, *user_defined]
+    kinds = [NORMAL] * len(vocabulary) + [CONTROL] * len(special) + [USER_DEFINED] * len(user_defined)
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+            "tokenizer.ggml.bos_token_id": len(vocabulary), "tokenizer.ggml.eos_token_id": len(vocabulary) + 2}
+
+
+def sentence_piece_values(pieces, **more):
+    tokens, scores, kinds = zip(*pieces)
+    return {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.tokens": list(tokens),
+            "tokenizer.ggml.scores": list(scores), "tokenizer.ggml.token_type": list(kinds),
+            "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+            **{f"tokenizer.ggml.{key}": value for key, value in more.items()}}

@@ -1,0 +1,242 @@
+"""Tokenizers out of GGUF files: the ids of the originals for random texts, and a refusal of what is not known."""
+
+import random
+
+import pytest
+
+from batch_manager import ConfigError, Parts
+
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("gguf")
+pytest.importorskip("jinja2")
+
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+from batch_manager.extras.llm import LLM  # noqa: E402
+from batch_manager.extras.text import TextStream, chat_prompt  # noqa: E402
+from batch_manager.extras.tokenizer import encode, load_tokenizer  # noqa: E402
+from batch_manager.testing.scripted_backend import ScriptedBackend  # noqa: E402
+from tests.extras.gguf_files import (  # noqa: E402
+    NORMAL,
+    SPECIAL,
+    TEXT,
+    USER_DEFINED,
+    byte_level_values,
+    sentence_piece_values,
+    trained_merges,
+    trained_pieces,
+    write,
+)
+
+CHARACTERS = [chr(code) for code in range(32, 127)] + list("\n\t\r  éßñçøΑβжשم你界こ한🙂👩‍👧²³½Ⅷ٣\u00a0\u200b\u0301'’")
+PIECES = trained_pieces()
+CHATML = ("{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def random_texts(count, seed=0):
+    draw, words = random.Random(seed), TEXT.split(" ")
+    for number in range(count):
+        if number % 3 == 0:
+            yield "".join(draw.choices(CHARACTERS, k=draw.randrange(60)))
+        elif number % 3 == 1:
+            yield " ".join(draw.choices(words, k=draw.randrange(1, 20))).swapcase() + " I'LL  go 12345 e\u0301"
+        else:
+            codes = [draw.randrange(1, 0x110000) for _ in range(draw.randrange(1, 20))]
+            yield "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
+
+
+def originals():
+    """pre -> (pre-tokenizer, normalizer) as transformers' class for it has them, or as its tokenizer.json does."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as PATTERNS
+    from transformers.models.cohere.tokenization_cohere import CohereTokenizer
+    from transformers.models.gpt_neox.tokenization_gpt_neox import GPTNeoXTokenizer
+
+    def of(tokenizer_class):
+        backend = tokenizer_class().backend_tokenizer
+        return backend.pre_tokenizer, backend.normalizer
+
+    def split_by(pattern):
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+                                        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                      pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    gpt2, neox = of(transformers.GPT2Tokenizer), of(GPTNeoXTokenizer)
+    found = {name: (split_by(PATTERNS[name]), None)
+             for name in ("llama-bpe", "llama3", "llama-v3", "dbrx", "tekken", "gpt-4o")}
+    found |= dict.fromkeys(("smollm", "starcoder", "refact"), (digits, None))
+    return {**found, "gpt-2": gpt2, "phi-2": gpt2, "olmo": neox, "mpt": neox, "command-r": of(CohereTokenizer),
+            "qwen2": of(transformers.Qwen2Tokenizer)}
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory):
+    """A GGUF file without weights, with a chat template."""
+    vocabulary, merges = trained_merges(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    values = byte_level_values("smollm", vocabulary, merges, user_defined=["<think>", "   "])
+    values["tokenizer.chat_template"] = CHATML
+    return write(tmp_path_factory.mktemp("gguf") / "model.gguf", values)
+
+
+def test_byte_level_tokenizers_give_the_ids_of_the_originals(tmp_path):
+    from batch_manager.extras.gguf_tokenizer import _WORDS
+
+    known = originals()
+    assert set(known) == set(_WORDS)
+    for number, (pre, (pre_tokenizer, normalizer)) in enumerate(known.items()):
+        vocabulary, merges = trained_merges(pre_tokenizer, normalizer)
+        whole_words = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
+        if whole_words:     # a token that no merges lead to
+            vocabulary["Ġtokenizer"] = len(vocabulary)
+        original = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole_words))
+        original.pre_tokenizer = pre_tokenizer
+        if normalizer is not None:
+            original.normalizer = normalizer
+        values = byte_level_values(pre, vocabulary, merges)
+        values["tokenizer.ggml.add_bos_token"] = False
+        ours = load_tokenizer(write(tmp_path / f"{number}.gguf", values))
+        original.add_special_tokens(SPECIAL)
+        for text in [*random_texts(300, seed=number), "a tokenizer<|im_end|>\nand\u00e9<|im_start|>", ""]:
+            expected = original.encode(text).ids
+            assert encode(ours, text) == expected, (pre, text)
+
+
+def sentence_piece_ids(text, begins_with_space):
+    """What SentencePiece does: joins the neighbours of the highest score, the left ones of several, until none are a
+    piece; characters that are no piece become bytes."""
+    ids, scores = {piece: n for n, (piece, _, _) in enumerate(PIECES)}, {piece: score for piece, score, _ in PIECES}
+    parts = list(("\u2581" * bool(begins_with_space and text) + text).replace(" ", "\u2581"))
+    while True:
+        best = max(((scores[pair], -n) for n in range(len(parts) - 1)
+                    if (pair := parts[n] + parts[n + 1]) in ids and PIECES[ids[pair]][2] == NORMAL), default=None)
+        if best is None:
+            break
+        at = -best[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [number for part in parts for number in (
+        [ids[part]] if part in ids else [ids[f"<0x{byte:02X}>"] for byte in part.encode()])]
+
+
+@pytest.mark.parametrize("begins_with_space", [True, False])
+def test_sentence_piece_joins_by_scores_and_falls_back_to_bytes(tmp_path, begins_with_space):
+    path = write(tmp_path / "a.gguf", sentence_piece_values(PIECES, add_space_prefix=begins_with_space))
+    tokenizer = load_tokenizer(path)
+    for text in random_texts(250):
+        expected = sentence_piece_ids(text, begins_with_space)
+        assert encode(tokenizer, text, add_special_tokens=False) == expected
+        assert encode(tokenizer, text) == [1, *expected], "bos where the file does not say"
+        assert tokenizer.decode(expected) == text
+        stream = TextStream(tokenizer)
+        assert "".join(stream.push([token]) for token in expected) + stream.finish() == text
+        assert stream.comes_in_pieces
+
+
+def test_what_a_text_begins_and_ends_with_is_the_files_word(tmp_path):
+    values = byte_level_values("llama-bpe", *trained_merges(pre_tokenizers.ByteLevel(add_prefix_space=False), size=300))
+    bos, eos = values["tokenizer.ggml.bos_token_id"], values["tokenizer.ggml.eos_token_id"]
+
+    def around(**more):
+        path = write(tmp_path / "a.gguf", {**values, **{f"tokenizer.ggml.{key}": value for key, value in more.items()}})
+        ids = encode(load_tokenizer(path), "x")
+        assert encode(load_tokenizer(path), "x", add_special_tokens=False) == [token for token in ids
+                                                                                if token not in (bos, eos)]
+        return ids[0] == bos, ids[-1] == eos
+
+    assert around() == (True, False)
+    assert around(add_bos_token=False) == (False, False)
+    assert around(add_eos_token=True) == (True, True)
+    assert around(pre="smollm") == (False, False)
+    assert around(pre="smollm", add_bos_token=True, add_eos_token=True) == (True, True)
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_text(smollm):
+    tokenizer = load_tokenizer(smollm)
+    ids = encode(tokenizer, "<|im_start|>hi<think>   5<|im_end|>")
+    names = [tokenizer.id_to_token(token) for token in ids]
+    assert names[0] == "<|im_start|>" and names[-1] == "<|im_end|>" and "<think>" in names and "   " in names
+    assert tokenizer.decode(ids) == "hi<think>   5"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>hi<think>   5<|im_end|>"
+
+
+def test_a_conversation_by_the_files_template(smollm):
+    talk = [{"role": "user", "content": "Hello"}]
+    prompt = chat_prompt(smollm, talk)
+    assert prompt == "<|begin|><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = load_tokenizer(smollm)
+    answer = encode(tokenizer, "I am here. ")
+    backend = ScriptedBackend(vocab_size=tokenizer.get_vocab_size(), max_seq_len=1000, num_blocks=500, verify=False,
+                              script=lambda history: answer[len(history) % len(answer)])
+    with LLM(smollm, parts=Parts(backend=backend), max_batch_size=2) as llm:
+        completion = llm.chat(talk, max_tokens=len(answer))
+        assert completion.error is None and sorted(completion.text) == sorted("I am here. ")
+        assert "".join(llm.stream(talk, max_tokens=len(answer))) == completion.text
+
+
+def test_templates_by_name_and_a_file_that_changes(tmp_path):
+    values = byte_level_values("smollm", *trained_merges(pre_tokenizers.ByteLevel(add_prefix_space=False), size=300))
+    path = tmp_path / "a.gguf"
+    write(path, {**values, "tokenizer.chat_template": "{{ eos_token }}", "tokenizer.chat_template.tool_use": "tools"})
+    assert chat_prompt(path, []) == "<|im_end|>" and chat_prompt(path, [], [{"name": "f"}]) == "tools"
+    write(path, {**values, "tokenizer.chat_template": "another one"})
+    assert chat_prompt(path, [], []) == "another one"
+    write(path, values)
+    with pytest.raises(ConfigError, match=r"a\.gguf' has no chat template; tokenizer\.chat_template in its metadata"):
+        chat_prompt(path, [])
+    with pytest.raises(ConfigError, match="left the sandbox"):
+        chat_prompt(write(path, {**values, "tokenizer.chat_template": "{{ ''.__class__.__mro__ }}"}), [])
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        chat_prompt(path, [])
+    with pytest.raises(ConfigError, match="the GGUF file .* cannot be opened"):
+        load_tokenizer(path)
+
+
+BYTES = byte_level_values("smollm", *trained_merges(pre_tokenizers.ByteLevel(add_prefix_space=False), size=300))
+SENTENCES = sentence_piece_values(PIECES)
+TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({**BYTES, "tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'; 'gpt2' or 'llama'"),
+    ({**BYTES, "tokenizer.ggml.model": None}, "tokenizer.ggml.model is missing"),
+    ({**BYTES, "tokenizer.ggml.model": 3}, "tokenizer.ggml.model is 3"),
+    ({**BYTES, "tokenizer.ggml.pre": "deepseek-coder"}, "tokenizer.ggml.pre is 'deepseek-coder'; one of gpt-2, phi-2"),
+    ({**BYTES, "tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'"),
+    ({**BYTES, "tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing"),
+    ({**BYTES, TOKENS: None}, "tokenizer.ggml.tokens is missing; a list of texts"),
+    ({**BYTES, TOKENS: [1, 2]}, "tokenizer.ggml.tokens is an array; a list of texts"),
+    ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], "a"]}, "different tokens of 1 to 1,024 characters"),
+    ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], ""]}, "different tokens"),
+    ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], "x" * 1025]}, "different tokens"),
+    ({**BYTES, KINDS: None}, "token_type is missing"),
+    ({**BYTES, KINDS: BYTES[KINDS][:-1]}, "one for each token"),
+    ({**BYTES, KINDS: [*BYTES[KINDS][:-1], 7]}, "kinds from 1 to 6"),
+    ({**BYTES, "tokenizer.ggml.merges": None}, "merges is missing"),
+    ({**BYTES, "tokenizer.ggml.merges": ["ab"]}, "merges is 'ab' in its list; two tokens with a space between them"),
+    ({**BYTES, "tokenizer.ggml.merges": ["a b c"]}, "two tokens with a space"),
+    ({**BYTES, "tokenizer.ggml.merges": ["a zq\u00e9"]}, "tokenizers cannot make its tokenizer"),
+    ({**BYTES, "tokenizer.ggml.add_bos_token": 1}, "add_bos_token is 1; a flag"),
+    ({**BYTES, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None}, "bos_token_id is missing"),
+    ({**BYTES, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6}, "the id of a token, 0.."),
+    ({**SENTENCES, "tokenizer.ggml.scores": None}, "scores is missing"),
+    ({**SENTENCES, "tokenizer.ggml.scores": [float("nan")] * len(PIECES)}, "not finite everywhere"),
+    ({**SENTENCES, "tokenizer.ggml.scores": [0.0] * len(PIECES)}, "scores is the same for"),
+    ({**SENTENCES, "tokenizer.ggml.unknown_token_id": 10**6}, "unknown_token_id is 1000000"),
+    ({**SENTENCES, "tokenizer.ggml.remove_extra_whitespaces": True}, "changes no text"),
+    ({**SENTENCES, TOKENS: [*SENTENCES[TOKENS], "<tool>"], KINDS: [*SENTENCES[KINDS], USER_DEFINED]},
+     "there is the token '<tool>'; a file that says whether a text behind a special token gets a space too"),
+], ids=lambda value: value.replace(" ", "-")[:40] if isinstance(value, str) else "")
+def test_what_is_not_known_or_broken_is_refused_by_name(tmp_path, values, message):
+    path = write(tmp_path / "a.gguf", values)
+    with pytest.raises(ConfigError) as raised:
+        load_tokenizer(path)
+    assert message in str(raised.value) and str(path) in str(raised.value)
+    assert str(raised.value).count(";") >= 2
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "phi3"])
+def test_an_architecture_whose_tokenizer_does_more_is_refused(tmp_path, architecture):
+    with pytest.raises(ConfigError, match=f"general.architecture is '{architecture}'"):
+        load_tokenizer(write(tmp_path / "a.gguf", SENTENCES, architecture))
