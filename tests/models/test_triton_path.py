@@ -23,6 +23,9 @@ FAMILIES = [
                 "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 3.0}),
     ("Gemma2", {"num_hidden_layers": 1, "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 20,
                 "attn_logit_softcapping": 2.0}),
+    ("Phi", {"num_hidden_layers": 1, "pad_token_id": None}),                       # a head with biases
+    ("Cohere", {"num_hidden_layers": 1, "use_qk_norm": True, "pad_token_id": None, "eos_token_id": None,
+                "bos_token_id": None, "logit_scale": 0.3}),
 ]
 WINDOW, SINK = 6, 3
 SCRIPT = """
