@@ -217,7 +217,7 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
         return custom_backend(parts.backend, params)
     if model_path is None:
         raise ConfigError("model_path is None", "there is no backend in its place",
-                          "pass the folder of a Hugging Face checkpoint, or parts=Parts(backend=...)")
+                          "pass the folder of a Hugging Face checkpoint or a .gguf file, or parts=Parts(backend=...)")
     from .runtime import layouts
     from .runtime.native_backend import build_native_backend
 

@@ -37,7 +37,8 @@ class GptManager:
     poll stop signals, report statistics. All callbacks run on it, one at a time, and may start before the constructor
     has returned. Every accepted request gets exactly one final response, whatever fails inside this process.
 
-    model_path                      folder of a Hugging Face checkpoint: config.json and *.safetensors
+    model_path                      folder of a Hugging Face checkpoint: config.json and *.safetensors; or a .gguf file,
+                                    of a model in shards the first
     model_type                      batching scheme
     max_beam_width                  largest beam width any request may ask for, >= 1
     scheduler_policy                who may start when KV cache blocks are short

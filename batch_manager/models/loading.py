@@ -34,7 +34,7 @@ class LoadedModel:
 
 
 def read_spec(path: str | os.PathLike) -> ModelSpec:
-    """The spec of the checkpoint at `path`, from its config.json alone."""
+    """The spec of the checkpoint at `path`, from its config.json or its metadata alone."""
     return _read_spec(open_checkpoint(path))[1]
 
 
@@ -44,7 +44,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     """Load the checkpoint at `path`.
 
     dtype         a torch dtype or its name; "auto": the checkpoint's on a GPU, float32 on a CPU
-    load_format   "auto": safetensors; "dummy": random weights from `seed`, config.json is enough
+    load_format   "auto": safetensors or GGUF; "dummy": random weights from `seed`, config.json is enough
     deterministic   a row's bits come from that row alone; ConfigError where the model's class does not promise it
     compiled_step   for a CPU: matrices as the compiled step takes them, see triton_kernels/cpu/native
     free_bytes    of the device's memory; weights that take more are refused before any is allocated. None: tried anyhow

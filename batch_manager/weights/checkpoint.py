@@ -7,8 +7,10 @@ from typing import Protocol
 
 import torch
 
-from .folder import CheckpointFile, CheckpointFolder
-from .json_file import Fields, read_json_file
+from ..errors import ModelLoadError
+from .folder import A_CHECKPOINT, CheckpointFile, CheckpointFolder, existing_path, is_gguf_name
+from .gguf_checkpoint import GgufCheckpoint
+from .json_file import Fields, read_json_file, shown
 from .safetensors_source import SafetensorsWeights
 from .source import Weights
 
@@ -58,6 +60,8 @@ class HuggingFaceFolder:
         self.path = self._folder.path
 
     def config(self) -> Fields:
+        if not self._folder.has(CONFIG_FILE):
+            self._refuse_a_folder_of_gguf_files()
         return self._read(self._folder.file(CONFIG_FILE))
 
     def generation_config(self) -> Fields | None:
@@ -68,11 +72,23 @@ class HuggingFaceFolder:
     def weights(self, device: torch.device, dtype: torch.dtype) -> SafetensorsWeights:
         return SafetensorsWeights(self._folder, device, dtype)
 
+    def _refuse_a_folder_of_gguf_files(self) -> None:
+        try:
+            names = sorted(name for name in os.listdir(self.path) if is_gguf_name(name))
+        except OSError:
+            return
+        if names:
+            raise ModelLoadError(f"{self.path} has no {CONFIG_FILE}, and {len(names)} GGUF file{'s' * bool(names[1:])}",
+                                 A_CHECKPOINT, f"pass the file: {shown(names[0])} in that folder")
+
     @staticmethod
     def _read(file: CheckpointFile) -> Fields:
         return Fields(read_json_file(file.real_path, str(file)), str(file))
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """The checkpoint at `path`. Raises ModelLoadError."""
-    return HuggingFaceFolder(path)
+    """The checkpoint at `path`: a folder, or a file whose name ends in .gguf. Raises ModelLoadError."""
+    found = existing_path(path)
+    if is_gguf_name(found.name) and not found.is_dir():
+        return GgufCheckpoint(found)
+    return HuggingFaceFolder(found)

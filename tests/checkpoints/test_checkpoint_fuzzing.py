@@ -52,7 +52,7 @@ def test_the_watch_sees_what_reading_must_not_do(bench, tmp_path):
     forbidden = {
         "open": [lambda: open(__file__).close(), lambda: open(tmp_path / "model.safetensors").close(),
                  lambda: open(tmp_path / "config.json", "a").close()],
-        "os.listdir": [lambda: os.listdir(tmp_path)],
+        "os.listdir": [lambda: os.listdir(tmp_path.parent)],
         "import": [lambda: __import__("this_module_does_not_exist")],
         "subprocess.Popen": [lambda: subprocess.run([sys.executable, "-c", ""], check=True)],
         "exec": [lambda: exec("")],

@@ -1,4 +1,4 @@
-"""What reading a checkpoint may do to the process: open files of its folder, and nothing else."""
+"""What reading a checkpoint may do to the process: list its folder, open files of it, and nothing else."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 from batch_manager.weights import safetensors_source
 
 CPU_SECONDS, MEBIBYTES = 1.0, 64
-READING = {"open"}                    # every other audited event is one too many
+READING = {"open"}                    # every other audited event is one too many, but a look into the folder
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ _armed, _hooked = _Armed(), False
 
 def _hook(event: str, arguments: tuple) -> None:
     if _armed.folder is None or threading.get_ident() != _armed.thread:
+        return
+    if event == "os.listdir" and arguments == (_armed.folder,):
         return
     if event in READING:
         path, mode, flags = arguments

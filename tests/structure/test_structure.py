@@ -83,7 +83,7 @@ OUTSIDE: dict[str, set[str]] = {
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton", "numpy"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),
-    "weights": {"numpy", "torch", "safetensors"},
+    "weights": {"numpy", "torch", "safetensors", "gguf"},
     "build": {"numpy", "torch"},
     "testing": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers", "rich", "prometheus_client"},

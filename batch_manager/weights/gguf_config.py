@@ -1,0 +1,432 @@
+"""The configuration of a GGUF file, by the names of Hugging Face's config.json.
+
+A family's class reads and checks the numbers as it does those of a config.json. Here it is made sure that nothing that
+the metadata says of the architecture goes unread. What a GGUF file does not say at all, such as the activation, is what
+the family has in transformers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelLoadError, UnsupportedModelError
+from .gguf_header import GgufArray, GgufHeader, GgufTensor, read_gguf_array
+from .gguf_names import Heads
+from .json_file import MAX_COUNT, Fields, shown
+
+MOST_LAYERS = 4096
+
+# Keys of any architecture that leave the numbers alone, with the values that do; None: any value does.
+_NEUTRAL: dict[str, tuple | None] = {
+    "rope.scaling.finetuned": None, "rope.scaling.original_context_length": None,
+    "tensor_data_layout": ("Meta AI original pth",), "attention.causal": (True,),
+    "expert_count": (0,), "expert_used_count": (0,), "leading_dense_block_count": (0,), "nextn_predict_layers": (0,),
+    "attention.max_alibi_bias": (0,), "attention.clamp_kqv": (0,), "attention.sliding_window": (0,),
+    "rope.scale_linear": (1,), "embedding_scale": (1,), "residual_scale": (1,), "logit_scale": (1,),
+    "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,), "rope.scaling.attn_factor": (1,), "pooling_type": (0,),
+    # of the kind of norm that the architecture has not
+    "attention.layer_norm_epsilon": None, "attention.layer_norm_rms_epsilon": None,
+}
+
+
+class GgufFields(Fields):
+    """Fields whose errors name the keys of the metadata that the values come from.
+
+    keys   field -> key, where they are known
+    """
+
+    def __init__(self, values: dict[str, Any], where: str, keys: Mapping[str, str]) -> None:
+        super().__init__(values, where)
+        self._keys = keys
+
+    def fault(self, name: str, expectation: str, fix: str = "") -> ModelLoadError:
+        if name not in self._keys:
+            return super().fault(name, expectation, fix)
+        return ModelLoadError(f"{self.where}: {self._keys[name]} is {shown(self.values.get(name))}", expectation, fix)
+
+    def missing(self, name: str, expectation: str,
+                fix: str = "convert the model again, with a newer tool") -> ModelLoadError:
+        return super().missing(self._keys.get(name, name), expectation, fix)
+
+
+class Metadata:
+    """The metadata of one architecture's file, read key by key.
+
+    keys   what was asked for, by the field that it was asked for
+    """
+
+    def __init__(self, header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> None:
+        self.header, self.tensors = header, tensors
+        self.where = str(header.file)
+        self.architecture = header.metadata.get("general.architecture")
+        if not isinstance(self.architecture, str) or self.architecture not in FAMILIES:
+            raise UnsupportedModelError(
+                f"{self.where}: general.architecture is {shown(self.architecture)}", f"one of {', '.join(FAMILIES)}",
+                "use a model of one of these, or its Hugging Face checkpoint")
+        self._asked: set[str] = set()
+
+    def key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value under "ARCHITECTURE.name"."""
+        self._asked.add(self.key(name))
+        return self.header.metadata.get(self.key(name), default)
+
+    def need(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise ModelLoadError(f"{self.where}: {self.key(name)} is missing", "a key that every file of the "
+                                 "architecture has", "convert the model again, with a newer tool")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        value = self.get(name) if default is not None else self.need(name)
+        value = default if value is None else value
+        if type(value) is not int or not 1 <= value <= MAX_COUNT:
+            raise self.fault(name, "a positive integer")
+        return value
+
+    def fault(self, name: str, expectation: str, fix: str = "") -> ModelLoadError:
+        value = self.header.metadata.get(self.key(name))
+        return ModelLoadError(f"{self.where}: {self.key(name)} is {shown(value)}", expectation, fix)
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.tensors
+
+    def refuse_the_unread(self) -> None:
+        """Raise for a key of the architecture that was not asked for and is not known to change nothing."""
+        for key, value in self.header.metadata.items():
+            name = key.removeprefix(f"{self.architecture}.")
+            if name == key or key in self._asked:
+                continue
+            good = _NEUTRAL.get(name, ())
+            if good is not None and not any(type(value) in (type(known), int, float) and value == known
+                                            for known in good):
+                raise self.fault(name, "not supported", "use a model without it, or its Hugging Face checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture's metadata becomes a configuration.
+
+    name, model_type   in Hugging Face's config.json
+    norm               field of the norms' epsilon
+    is_layer_norm      they subtract the mean
+    own                (metadata, heads, fields so far) -> more fields; the field -> key pairs that errors use
+    head_dim           the class takes a head size of its own
+    partial            field of the part of a head that is rotated; "": whole heads are
+    rotates            it has rotary positions, whose fields are read here
+    """
+
+    name: str
+    model_type: str
+    own: Callable[[Metadata, Heads, dict[str, Any]], dict[str, Any]] = lambda metadata, heads, values: {}
+    norm: str = "rms_norm_eps"
+    is_layer_norm: bool = False
+    head_dim: bool = True
+    partial: str = ""
+    rotates: bool = True
+
+
+def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
+                factors: Callable[[str], list[float]]) -> tuple[GgufFields, Heads]:
+    """The configuration and the heads of the file.
+
+    tensors   by name, of all shards
+    factors   name of a tensor -> its numbers
+    Raises ModelLoadError naming file and key, UnsupportedModelError naming the architecture.
+    """
+    metadata = Metadata(header, tensors)
+    _refuse_other_files(metadata)
+    family = FAMILIES[metadata.architecture]
+    layers, width = metadata.count("block_count"), metadata.count("embedding_length")
+    if layers > MOST_LAYERS:
+        raise metadata.fault("block_count", f"at most {MOST_LAYERS:,}")
+    queries = metadata.count("attention.head_count")
+    size = metadata.get("attention.key_length", width // queries)
+    heads = Heads(queries, metadata.count("attention.head_count_kv", queries), size)
+    epsilon = "attention.layer_norm_epsilon" if family.is_layer_norm else "attention.layer_norm_rms_epsilon"
+    values = {
+        "architectures": [family.name], "model_type": family.model_type, "num_hidden_layers": layers,
+        "hidden_size": width, "num_attention_heads": queries, "num_key_value_heads": heads.keys,
+        "intermediate_size": metadata.need("feed_forward_length"),
+        "max_position_embeddings": metadata.need("context_length"),
+        "vocab_size": _vocab_size(metadata), family.norm: metadata.need(epsilon),
+        "tie_word_embeddings": not metadata.has_tensor("output.weight"), "torch_dtype": _dtype(metadata),
+    }
+    keys = {"num_hidden_layers": "block_count", "hidden_size": "embedding_length",
+            "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+            "intermediate_size": "feed_forward_length", "max_position_embeddings": "context_length",
+            "vocab_size": "vocab_size", family.norm: epsilon, "head_dim": "attention.key_length",
+            "sliding_window": "attention.sliding_window", "rope_theta": "rope.freq_base",
+            "logit_scale": "logit_scale", "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale", "attention_multiplier": "attention.scale",
+            "logits_scaling": "logit_scale", "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping", "use_parallel_residual": "use_parallel_residual"}
+    values |= _head_size(metadata, family, width, heads)
+    if family.rotates:
+        values |= _rotary(metadata, family, heads, factors)
+    values |= family.own(metadata, heads, values)
+    metadata.refuse_the_unread()
+    return GgufFields(values, metadata.where, {field: metadata.key(name) for field, name in keys.items()}), heads
+
+
+def read_end_ids(header: GgufHeader) -> Fields | None:
+    """What generation_config.json would say of the tokens that end a text; None: the file says nothing."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ids = [header.metadata[key] for key in keys if key in header.metadata]
+    for key in keys:
+        if type(header.metadata.get(key, 0)) is not int:
+            raise ModelLoadError(f"{header.file}: {key} is {shown(header.metadata[key])}", "an integer")
+    return Fields({"eos_token_id": ids}, str(header.file)) if ids else None
+
+
+def _refuse_other_files(metadata: Metadata) -> None:
+    kind = metadata.header.metadata.get("general.type", "model")
+    if kind != "model":
+        raise ModelLoadError(f"{metadata.where}: general.type is {shown(kind)}", "'model'",
+                             "pass the file of the language model itself")
+    version = metadata.header.metadata.get("general.quantization_version", 2)
+    if version != 2:
+        raise ModelLoadError(f"{metadata.where}: general.quantization_version is {shown(version)}", "2",
+                             "quantise the model again, with a newer tool")
+
+
+def _vocab_size(metadata: Metadata) -> int:
+    table = metadata.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise ModelLoadError(f"{metadata.where}: token_embd.weight is {'missing' if table is None else 'no matrix'}",
+                             "the embedding of the tokens", "check that the file is complete, and a language model")
+    if metadata.get("vocab_size", table.shape[0]) != table.shape[0]:
+        raise metadata.fault("vocab_size", f"{table.shape[0]:,}, the rows of token_embd.weight")
+    return table.shape[0]
+
+
+def _dtype(metadata: Metadata) -> str:
+    """What the weights are kept in on a GPU, as the file's own numbers need it."""
+    kinds = {tensor.kind for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
+    if kinds <= {"F32"}:
+        return "float32"
+    # Gemma's activations are beyond the range of float16.
+    return "bfloat16" if kinds <= {"F32", "BF16"} or metadata.architecture.startswith("gemma") else "float16"
+
+
+def _head_size(metadata: Metadata, family: Family, width: int, heads: Heads) -> dict[str, Any]:
+    given, share = metadata.get("attention.key_length"), width // heads.queries
+    if given is not None and (type(given) is not int or not 1 <= given <= MAX_COUNT):
+        raise metadata.fault("attention.key_length", "a positive integer")
+    if metadata.get("attention.value_length", heads.size) != heads.size:
+        raise metadata.fault("attention.value_length", f"{heads.size}, as queries and keys have")
+    if given is None and width % heads.queries:
+        raise metadata.fault("embedding_length", f"a multiple of the number of attention heads, {heads.queries}")
+    if family.head_dim:
+        return {"head_dim": heads.size}
+    if heads.size * heads.queries != width:
+        raise metadata.fault("attention.key_length", f"{share}, embedding_length / attention.head_count")
+    return {}
+
+
+def _rotary(metadata: Metadata, family: Family, heads: Heads, factors: Callable[[str], list[float]]) -> dict[str, Any]:
+    """The fields of the rotary positions, but those of layers with a window."""
+    size = metadata.count("rope.dimension_count", heads.size)
+    values: dict[str, Any] = {"rope_theta": metadata.get("rope.freq_base", 10000.0)}
+    if family.partial:
+        if size > heads.size:
+            raise metadata.fault("rope.dimension_count", f"at most the head size, {heads.size}")
+        # Half a rotated entry more, so that no rounding of the product with the head size loses one.
+        values[family.partial] = 1.0 if size == heads.size else (size + 0.5) / heads.size
+    elif size != heads.size:
+        raise metadata.fault("rope.dimension_count", f"the head size, {heads.size}")
+    scaling = _scaling(metadata)
+    if metadata.architecture == "phi3":
+        scaling = _longrope(metadata, scaling, values, factors)
+    elif "rope_freqs.weight" in metadata.tensors:
+        if scaling:
+            raise metadata.fault("rope.scaling.type", "'none' beside the tensor rope_freqs.weight")
+        scaling = _frequency_factors(metadata, heads, factors)
+    return values | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _scaling(metadata: Metadata) -> dict[str, Any]:
+    """`rope_scaling`, empty where nothing is scaled."""
+    kind = metadata.get("rope.scaling.type", "none")
+    if kind in ("none", "longrope"):
+        if metadata.get("rope.scaling.factor", 1.0) not in (0, 1):
+            raise metadata.fault("rope.scaling.factor", f"1 or not there, as rope.scaling.type is {kind}")
+        return {"rope_type": "longrope"} if kind == "longrope" else {}
+    if kind not in ("linear", "yarn"):
+        raise metadata.fault("rope.scaling.type", "none, linear, yarn or longrope")
+    scaling = {"rope_type": kind, "factor": metadata.need("rope.scaling.factor")}
+    if kind == "linear":
+        return scaling
+    # What an attention factor beside yarn multiplies, converters and llama.cpp do not agree on: none is read, and a
+    # file that has one is refused as any other unread key.
+    scaling["original_max_position_embeddings"] = metadata.need("rope.scaling.original_context_length")
+    for field, name in (("beta_fast", "rope.scaling.yarn_beta_fast"), ("beta_slow", "rope.scaling.yarn_beta_slow")):
+        if (value := metadata.get(name)) is not None:
+            scaling[field] = value
+    return scaling
+
+
+def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any],
+              factors: Callable[[str], list[float]]) -> dict[str, Any]:
+    """Phi-3's scaling, whose factors are two tensors."""
+    original = metadata.need("rope.scaling.original_context_length")
+    names = ["rope_factors_short.weight", "rope_factors_long.weight"]
+    there = [name for name in names if metadata.has_tensor(name)]
+    if scaling.get("rope_type", "longrope") != "longrope":
+        raise metadata.fault("rope.scaling.type", "none or longrope")
+    if not there and not scaling:
+        return {}
+    if len(there) != 2:
+        raise ModelLoadError(f"{metadata.where} holds {', '.join(there) or 'no factors'}", " and ".join(names),
+                             "check that the file is complete")
+    values["original_max_position_embeddings"] = original
+    return {"rope_type": "longrope", "attention_factor": metadata.get("rope.scaling.attn_factor", 1.0),
+            "short_factor": factors(names[0]), "long_factor": factors(names[1])}
+
+
+def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str], list[float]]) -> dict[str, Any]:
+    """What each frequency is divided by (Llama 3.1), as the factors of a longrope that nothing stretches."""
+    numbers = factors("rope_freqs.weight")
+    return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": numbers,
+            "long_factor": numbers, "original_max_position_embeddings": metadata.need("context_length")}
+
+
+def _slides(metadata: Metadata, period: int) -> list[str]:
+    """`layer_types`, of a family whose layers slide but for every `period`-th one, unless the file says other."""
+    layers, name = metadata.count("block_count"), "attention.sliding_window_pattern"
+    pattern = metadata.get(name)
+    if isinstance(pattern, GgufArray):
+        if pattern.count != layers or pattern.kind == "text":
+            raise metadata.fault(name, f"one flag for each of the {layers} layers")
+        flags = np.asarray(read_gguf_array(metadata.header, metadata.key(name))).astype(bool).tolist()
+    else:
+        period = metadata.count(name, period)
+        flags = [(index + 1) % period != 0 for index in range(layers)]
+    return ["sliding_attention" if slides else "full_attention" for slides in flags]
+
+
+def _has_biases(metadata: Metadata, name: str) -> bool:
+    return metadata.has_tensor(f"blk.0.{name}.bias")
+
+
+def _llama(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": _has_biases(metadata, "attn_q"), "mlp_bias": _has_biases(metadata, "ffn_up")}
+
+
+def _with_attention_bias(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": _has_biases(metadata, "attn_q")}
+
+
+def _granite(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    # This architecture's switch for positions, unlike what the key says of others.
+    if metadata.get("rope.scaling.finetuned", True) is not True:
+        raise metadata.fault("rope.scaling.finetuned", "true: a Granite without positions is not supported")
+    return {**_llama(metadata, heads, values), "logits_scaling": metadata.need("logit_scale"),
+            "embedding_multiplier": metadata.get("embedding_scale", 1.0),
+            "residual_multiplier": metadata.get("residual_scale", 1.0),
+            "attention_multiplier": metadata.get("attention.scale", heads.size**-0.5)}
+
+
+def _gemma2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    given = {"sliding_window": metadata.get("attention.sliding_window"),
+             "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
+             "final_logit_softcapping": metadata.get("final_logit_softcapping")}
+    return {**{name: value for name, value in given.items() if value is not None},
+            "layer_types": _slides(metadata, 2), "query_pre_attn_scalar": _scaled_by(metadata, heads, 46)}
+
+
+def _scaled_by(metadata: Metadata, heads: Heads, layers_of_27b: int) -> int:
+    """What the root of scales the queries of Gemma 2 and 3. No key says it: the 27B models, which are known by their
+    layers, have the width of a head's share, all others the head size."""
+    if metadata.count("block_count") != layers_of_27b:
+        return heads.size
+    return metadata.count("embedding_length") // heads.queries
+
+
+def _gemma3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    full = {"rope_type": "default", **values.pop("rope_scaling", {}), "rope_theta": values.pop("rope_theta")}
+    sliding = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", 10000.0)}
+    more = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+            "layer_types": _slides(metadata, 6), "query_pre_attn_scalar": _scaled_by(metadata, heads, 62),
+            "final_logit_softcapping": metadata.get("final_logit_softcapping") or None}
+    if "sliding_attention" in more["layer_types"]:
+        more["sliding_window"] = metadata.need("attention.sliding_window")
+    return more
+
+
+def _olmo2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 3 is an OLMo 2 with windows, by the same name."""
+    window = metadata.get("attention.sliding_window")
+    if not window:
+        return {}
+    full = {"rope_type": "default", **values.pop("rope_scaling", {}), "rope_theta": values.pop("rope_theta")}
+    sliding = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", full["rope_theta"])}
+    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": window,
+            "layer_types": _slides(metadata, 4),
+            "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
+def _cohere(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    return {**_with_attention_bias(metadata, heads, values), "logit_scale": metadata.need("logit_scale")}
+
+
+def _cohere2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    return {**_cohere(metadata, heads, values), "sliding_window": metadata.need("attention.sliding_window"),
+            "layer_types": _slides(metadata, 4)}
+
+
+def _stablelm(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    # As in llama.cpp: what the file holds decides, and the key, which always says true, does not.
+    metadata.get("use_parallel_residual")
+    return {"use_qkv_bias": _has_biases(metadata, "attn_q"),
+            "use_parallel_residual": not metadata.has_tensor("blk.0.ffn_norm.weight")}
+
+
+def _phi3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": metadata.need("attention.sliding_window") or None}
+
+
+def _gpt2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    if heads.keys != heads.queries:
+        raise metadata.fault("attention.head_count_kv", f"{heads.queries}, the attention heads, or not there")
+    return {"n_inner": values.pop("intermediate_size")}
+
+
+def _gpt_neox(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    if heads.keys != heads.queries:
+        raise metadata.fault("attention.head_count_kv", f"{heads.queries}, the attention heads, or not there")
+    return {"rotary_emb_base": values.pop("rope_theta"), "attention_bias": _has_biases(metadata, "attn_qkv"),
+            "use_parallel_residual": metadata.need("use_parallel_residual")}
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "llama", _llama),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3", _with_attention_bias),
+    "gemma": Family("GemmaForCausalLM", "gemma"),
+    "gemma2": Family("Gemma2ForCausalLM", "gemma2", _gemma2),
+    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "olmo2": Family("Olmo2ForCausalLM", "olmo2", _olmo2),
+    "granite": Family("GraniteForCausalLM", "granite", _granite),
+    "smollm3": Family("SmolLM3ForCausalLM", "smollm3", _llama),
+    "command-r": Family("CohereForCausalLM", "cohere", _cohere, norm="layer_norm_eps", is_layer_norm=True),
+    "cohere2": Family("Cohere2ForCausalLM", "cohere2", _cohere2, norm="layer_norm_eps", is_layer_norm=True),
+    "stablelm": Family("StableLmForCausalLM", "stablelm", _stablelm, norm="layer_norm_eps", is_layer_norm=True,
+                       head_dim=False, partial="partial_rotary_factor"),
+    "starcoder2": Family("Starcoder2ForCausalLM", "starcoder2",
+                         lambda metadata, heads, values: {"use_bias": _has_biases(metadata, "attn_q")},
+                         norm="norm_epsilon", is_layer_norm=True),
+    "phi2": Family("PhiForCausalLM", "phi", norm="layer_norm_eps", is_layer_norm=True, head_dim=False,
+                   partial="partial_rotary_factor"),
+    "phi3": Family("Phi3ForCausalLM", "phi3", _phi3, partial="partial_rotary_factor"),
+    "gpt2": Family("GPT2LMHeadModel", "gpt2", _gpt2, norm="layer_norm_epsilon", is_layer_norm=True, head_dim=False,
+                   rotates=False),
+    "gptneox": Family("GPTNeoXForCausalLM", "gpt_neox", _gpt_neox, norm="layer_norm_eps", is_layer_norm=True,
+                      head_dim=False, partial="rotary_pct"),
+}

@@ -1,0 +1,178 @@
+"""Which tensor of a GGUF file is which of Hugging Face's, and how its rows lie there.
+
+llama.cpp's converter renames every tensor, and changes some: it puts the rotated halves of a Llama's queries and keys
+beside each other, adds one to a Gemma's norms, writes GPT-2's matrices the other way round and takes fused projections
+apart by kind. `Place` says what undoes that.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from ..errors import ModelLoadError
+from .folder import CheckpointFile
+from .gguf_header import GgufTensor
+from .json_file import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What the order of rows depends on: heads of queries and of keys, and entries of one."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor with one of Hugging Face's names stands.
+
+    tensor       its name in the GGUF file
+    rows         the rows of that tensor that it is; None: all
+    order        () -> [rows] int64, the row of the GGUF tensor that each of its rows is; None: the same. Made when the
+                 tensor is read, whose shape is known to be right by then
+    transposed   the GGUF tensor has its columns as rows
+    offset       what is added to every number of it
+    """
+
+    tensor: str
+    rows: range | None = None
+    order: Callable[[], torch.Tensor] | None = None
+    transposed: bool = False
+    offset: float = 0.0
+
+
+# What a tensor is called in a block and what its counterpart is called in a layer; without ".weight" and ".bias".
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_QKV = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+_GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_LLAMA = {**_NORMS, **_QKV, "attn_output": "self_attn.o_proj", **_GATED}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA2 = {**_LLAMA, "ffn_norm": "pre_feedforward_layernorm", **_POST_NORMS}
+_OLMO2 = {**_QKV, "attn_output": "self_attn.o_proj", **_GATED, **_QK_NORMS, **_POST_NORMS}
+_COHERE = {name: counterpart for name, counterpart in _LLAMA.items() if name != "ffn_norm"}
+_STARCODER2 = {**_NORMS, **_QKV, "attn_output": "self_attn.o_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_PHI2 = {"attn_norm": "input_layernorm", **_QKV, "attn_qkv": "self_attn.qkv", "attn_output": "self_attn.dense",
+         "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_PHI3 = {**_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "ffn_up": "mlp.gate_up_proj",
+         "ffn_down": "mlp.down_proj"}
+_GPT2 = {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
+         "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_GPT_NEOX = {**_NORMS, "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense",
+             "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def halves_apart(heads: int, size: int) -> torch.Tensor:
+    """The order of a Llama's queries or keys: the file has first and second halves of a head row by row."""
+    rows = torch.arange(heads * size, dtype=torch.int64, device="cpu")
+    return rows.view(heads, size // 2, 2).transpose(1, 2).reshape(-1)
+
+
+def parts_by_head(heads: Heads) -> torch.Tensor:
+    """The order of GPT-NeoX's fused projection, head by head: the file has all queries, all keys, all values."""
+    rows = torch.arange(3 * heads.queries * heads.size, dtype=torch.int64, device="cpu")
+    return rows.view(3, heads.queries, heads.size).transpose(0, 1).reshape(-1)
+
+
+Order = Callable[[], torch.Tensor] | None
+
+
+def _llama_rows(name: str, heads: Heads) -> Order:
+    if name not in ("attn_q", "attn_k"):
+        return None
+    return partial(halves_apart, heads.queries if name == "attn_q" else heads.keys, heads.size)
+
+
+def _gpt_neox_rows(name: str, heads: Heads) -> Order:
+    return partial(parts_by_head, heads) if name == "attn_qkv" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The tensors of one architecture.
+
+    layer       in a block -> in a layer
+    layers      what comes before the number of a layer
+    outside     of the tensors that are in no layer
+    rows        (name in the block, heads) -> the order of a tensor's rows; None: as they are
+    offset      of the numbers of norms
+    transposed  the matrices in a block that are stored the other way round
+    ignored     tensors that the configuration was made from
+    """
+
+    layer: Mapping[str, str]
+    layers: str = "model.layers"
+    outside: Mapping[str, str] = field(default_factory=lambda: _OUTSIDE)
+    rows: Callable[[str, Heads], Order] = lambda name, heads: None
+    offset: float = 0.0
+    transposed: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()
+
+
+_FACTORS = frozenset({"rope_freqs.weight"})
+NAMES = {
+    "llama": Names(_LLAMA, rows=_llama_rows, ignored=_FACTORS),
+    "smollm3": Names(_LLAMA, rows=_llama_rows, ignored=_FACTORS),
+    "granite": Names(_LLAMA, rows=_llama_rows, ignored=_FACTORS),
+    "qwen2": Names(_LLAMA),
+    "qwen3": Names({**_LLAMA, **_QK_NORMS}),
+    "gemma": Names(_LLAMA, offset=-1.0),
+    "gemma2": Names(_GEMMA2, offset=-1.0),
+    "gemma3": Names({**_GEMMA2, **_QK_NORMS}, offset=-1.0),
+    "olmo2": Names(_OLMO2),
+    "command-r": Names(_COHERE),
+    "cohere2": Names(_COHERE),
+    "stablelm": Names(_LLAMA),
+    "starcoder2": Names(_STARCODER2),
+    "phi2": Names(_PHI2, outside={**_OUTSIDE, "output_norm": "model.final_layernorm"}),
+    "phi3": Names(_PHI3, ignored=frozenset({"rope_factors_short.weight", "rope_factors_long.weight"})),
+    "gpt2": Names(_GPT2, layers="transformer.h", outside={
+        "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+        "output": "lm_head"}, transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"})),
+    "gptneox": Names(_GPT_NEOX, layers="gpt_neox.layers", rows=_gpt_neox_rows, outside={
+        "token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"}),
+}
+_IN_A_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
+_OUTSIDE_BLOCKS = re.compile(r"(\w+)\.(weight|bias)")
+
+
+def places(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
+           file: CheckpointFile) -> dict[str, Place]:
+    """Hugging Face's name -> its place, for every tensor of the file. Raises ModelLoadError for one that `architecture`
+    has not."""
+    names, found = NAMES[architecture], {}
+    for tensor in tensors:
+        if tensor in names.ignored:
+            continue
+        inside, outside = _IN_A_BLOCK.fullmatch(tensor), _OUTSIDE_BLOCKS.fullmatch(tensor)
+        if inside and inside[2] in names.layer:
+            _, name, kind = inside.groups()
+            counterpart, prefix = names.layer[name], f"{names.layers}.{inside[1]}"
+        elif outside and outside[1] in names.outside:
+            name, kind = outside.groups()
+            counterpart, prefix = names.outside[name], ""
+        else:
+            raise ModelLoadError(f"{file} holds {shown(tensor)}",
+                                 f"the tensors that llama.cpp's converter writes for {architecture}",
+                                 "such a variant of the architecture is not supported: use another model")
+        if name == "attn_qkv" and counterpart.endswith(".qkv"):
+            found.update(_taken_apart(tensor, kind, f"{prefix}.{counterpart.removesuffix('.qkv')}", heads))
+            continue
+        found[f"{prefix}.{counterpart}.{kind}".removeprefix(".")] = Place(
+            tensor, order=names.rows(name, heads), transposed=name in names.transposed and kind == "weight",
+            offset=names.offset if name.endswith("norm") else 0.0)
+    return found
+
+
+def _taken_apart(tensor: str, kind: str, prefix: str, heads: Heads) -> dict[str, Place]:
+    """Queries, keys and values of a fused projection."""
+    ends = [heads.queries * heads.size, heads.keys * heads.size, heads.keys * heads.size]
+    starts = [0, ends[0], ends[0] + ends[1]]
+    return {f"{prefix}.{part}_proj.{kind}": Place(tensor, range(start, start + rows))
+            for part, start, rows in zip("qkv", starts, ends, strict=True)}

@@ -1,0 +1,173 @@
+"""GGUF files of transformers' models as llama.cpp's converter writes them, from its rules and not from the product's.
+
+Names are those of the gguf library's own map; what the converter changes in a tensor is done forwards here. What the
+file then holds of each tensor is decoded whole by the library and carried back to where its numbers came from, which
+gives a transformers model to compare with.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Callable
+
+import gguf
+import numpy as np
+import torch
+from gguf.quants import dequantize, quantize
+
+ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Gemma": "gemma",
+                 "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi": "phi2", "Phi3": "phi3", "GPT2": "gpt2",
+                 "Starcoder2": "starcoder2", "Olmo2": "olmo2", "Olmo3": "olmo2", "StableLm": "stablelm",
+                 "Cohere": "command-r", "Cohere2": "cohere2", "GPTNeoX": "gptneox", "Granite": "granite",
+                 "SmolLM3": "smollm3"}
+
+
+def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", without: tuple[str, ...] = (),
+               **changed) -> torch.nn.Module:
+    """Write `model`, and return a copy of it with the numbers that the file holds.
+
+    kind      of matrices; all else is F32
+    without   keys of the metadata that are left out
+    changed   keys, with "__" for ".", that say other than the converter does
+    """
+    architecture = ARCHITECTURES[family]
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, architecture)
+    metadata = metadata_of(model.config, architecture) | {key.replace("__", "."): value
+                                                          for key, value in changed.items()}
+    for key, value in metadata.items():
+        if key not in without and value is not None:
+            add(writer, key if "tokenizer" in key or "general" in key else f"{architecture}.{key}", value)
+    held, state = copy.deepcopy(model), model.state_dict()
+    parameters = dict(held.named_parameters())
+    for name, tensor in state.items():
+        if name in ("lm_head.weight", "embed_out.weight") and model.config.tie_word_embeddings:
+            continue
+        stem, _, suffix = name.rpartition(".")
+        stored_name = f"{names.get_name(stem)}.{suffix}"
+        forwards = changes(architecture, name, model.config)
+        stored = np.ascontiguousarray(forwards(tensor).float().numpy())
+        kept = kind if stored.ndim > 1 else "F32"
+        data = quantize(stored, gguf.GGMLQuantizationType[kept])
+        writer.add_tensor(stored_name, data, raw_dtype=gguf.GGMLQuantizationType[kept])
+        decoded = torch.from_numpy(dequantize(data, gguf.GGMLQuantizationType[kept])).reshape(stored.shape)
+        came_from = forwards(torch.arange(tensor.numel()).view(tensor.shape)).reshape(-1)
+        if forwards is plus_one:
+            came_from, decoded = torch.arange(tensor.numel()), decoded - 1
+        with torch.no_grad():
+            flat = torch.empty(tensor.numel())
+            flat[came_from] = decoded.reshape(-1)
+            parameters[name].copy_(flat.view(tensor.shape))
+    for name, factors in extra_tensors(model.config, architecture).items():
+        writer.add_tensor(name, np.array(factors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+def add(writer: gguf.GGUFWriter, key: str, value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def plus_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
+
+
+def changes(architecture: str, name: str, config) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What the converter does to the tensor."""
+    if architecture in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
+        heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+        return lambda tensor: tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return plus_one
+    if architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
+        return lambda tensor: tensor.t()
+    if architecture == "gptneox" and "query_key_value" in name:
+        def by_kind(tensor):
+            parts = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])
+            return torch.cat([parts[:, part].reshape(-1, *tensor.shape[1:]) for part in range(3)])
+        return by_kind
+    return lambda tensor: tensor
+
+
+def metadata_of(config, architecture: str) -> dict:
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    full = rope.get("full_attention", rope)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    found = {
+        "general.type": "model", "general.quantization_version": 2, "tokenizer.ggml.eos_token_id": 2,
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": inner, "attention.head_count": heads,
+        "attention.head_count_kv": None if architecture == "gptneox" else getattr(config, "num_key_value_heads", None),
+        "rope.freq_base": full.get("rope_theta"),
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "attention.layer_norm_epsilon": next((getattr(config, name) for name in (
+            "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon") if hasattr(config, name)), None),
+    }
+    if full.get("rope_type") in ("linear", "yarn"):
+        found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
+    if full.get("rope_type") == "yarn":
+        found |= {"rope.scaling.original_context_length": full["original_max_position_embeddings"],
+                  "rope.scaling.yarn_beta_fast": full.get("beta_fast"),
+                  "rope.scaling.yarn_beta_slow": full.get("beta_slow")}
+    if architecture in ("llama", "granite", "smollm3"):
+        found |= {"vocab_size": config.vocab_size, "rope.dimension_count": head_size}
+    if getattr(config, "head_dim", None) is not None and architecture not in ("granite", "phi3"):
+        found |= {"attention.key_length": head_size, "attention.value_length": head_size}
+    if architecture in ("stablelm", "phi2", "phi3", "gptneox"):
+        found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * head_size)
+    if architecture in ("stablelm", "gptneox"):
+        found["use_parallel_residual"] = True if architecture == "stablelm" else config.use_parallel_residual
+    if architecture == "phi3":
+        found |= {"rope.scaling.original_context_length": getattr(config, "original_max_position_embeddings", 4096),
+                  "attention.sliding_window": config.sliding_window or 0}
+        if full.get("rope_type") == "longrope":
+            scale = config.max_position_embeddings / config.original_max_position_embeddings
+            found["rope.scaling.attn_factor"] = math.sqrt(
+                1 + math.log(scale) / math.log(config.original_max_position_embeddings))
+    if architecture in ("gemma2", "gemma3", "cohere2"):
+        found["attention.sliding_window"] = config.sliding_window
+    if architecture == "olmo2" and hasattr(config, "sliding_window"):
+        found |= {"attention.sliding_window": config.sliding_window,
+                  "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types]}
+    if architecture == "gemma3":
+        found["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        found[name] = getattr(config, name, None)
+    if architecture == "granite":
+        found |= {"attention.scale": float(config.attention_multiplier), "logit_scale": float(config.logits_scaling),
+                  "embedding_scale": float(config.embedding_multiplier),
+                  "residual_scale": float(config.residual_multiplier)}
+    if architecture in ("command-r", "cohere2"):
+        found |= {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
+    return found
+
+
+def extra_tensors(config, architecture: str) -> dict[str, list[float]]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return {"rope_factors_long.weight": rope["long_factor"], "rope_factors_short.weight": rope["short_factor"]}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    factors = []
+    for index in range(0, size, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / size)
+        smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": factors}
