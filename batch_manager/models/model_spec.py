@@ -19,7 +19,7 @@ MAX_ROTARY_ENTRIES = 2**27                           # 512 MiB of cosines and si
 # else is refused by name, unless the class of its architecture says that it understands the field. What brings tensors
 # of its own, as experts do, is refused anyhow: nobody asks for those.
 _NEUTRAL = {
-    "quantization_config": (), "compression_config": (), "auto_map": (), "pretraining_tp": (1,),
+    "quantization_config": (), "compression_config": (),
     "partial_rotary_factor": (1, 1.0), "rotary_pct": (1, 1.0), "rope_interleaved": (False,), "use_mrope": (False,),
     "no_rope_layers": ([],), "no_rope_layer_interval": (), "attn_logit_softcapping": (), "final_logit_softcapping": (),
     "logit_scale": (1, 1.0), "logits_scaling": (1, 1.0), "embedding_multiplier": (1, 1.0), "scale_emb": (1, 1.0),
@@ -102,7 +102,8 @@ _NAMES_OF_ONE = (
 
 # activation names of transformers -> ours; different spellings of one function
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
-                "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
+                "gelu_pytorch_tanh": "gelu_new",
+                "gelu_fast": "gelu_new", "relu": "relu"}
 _NO_DEFAULT = ("a number: the class of this architecture has no default for it",
                "put it into the file, or give read_decoder_spec the family's default")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -178,6 +179,9 @@ def refuse_unknown_numerics(config: Fields, understood: Collection[str], *, is_s
         if name in config and name not in understood and not any(
                 type(value) in (type(good), int, float) and value == good for good in neutral):
             raise _not_understood(config, name)
+    if "auto_map" in config and not (is_shipped and _is_of_the_same_name(config)):
+        raise config.fault("auto_map", "not there: code that a checkpoint brings is never run",
+                           "save the model without its code, or use one of an architecture that is known")
     if is_shipped:
         return
     for name, entry in _NEUTRAL_ENTRIES.items():
@@ -203,6 +207,14 @@ def refuse_unread_names(config: Fields, understood: Collection[str]) -> None:
         for name in names:
             if name in config and name not in understood and config.values[name] not in seen:
                 raise _not_understood(config, name)
+
+
+def _is_of_the_same_name(config: Fields) -> bool:
+    """Whether the code beside a checkpoint is a class of the name that `architectures` has, from before transformers
+    had it: transformers takes its own then."""
+    by_task = config.values["auto_map"]
+    text = by_task.get("AutoModelForCausalLM") if isinstance(by_task, dict) else None
+    return isinstance(text, str) and [text.rpartition(".")[2]] == config.values["architectures"]
 
 
 def _not_understood(config: Fields, name: str) -> ModelLoadError:

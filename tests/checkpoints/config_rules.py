@@ -12,8 +12,8 @@ ARCHITECTURES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistra
 KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}               # where the field is left out
 POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
-               "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
-FOREIGN = {"auto_map": [], "quantization_config": [], "pretraining_tp": [1], "final_logit_softcapping": [],
+               "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "relu": "relu"}
+FOREIGN = {"auto_map": [], "quantization_config": [], "final_logit_softcapping": [],
            "num_local_experts": [0, 1], "is_encoder_decoder": [False], "pruned_heads": [{}], "clip_qkv": [],
            "use_mrope": [False], "partial_rotary_factor": [1], "no_rope_layers": [[]], "attention_multiplier": [],
            "per_layer_config": [{}]}

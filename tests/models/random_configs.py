@@ -19,7 +19,7 @@ FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForC
 WITH_TABLES = ("gemma3_text", "olmo3")                 # for full and for sliding layers
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
-               "gelu_pytorch_tanh": "gelu_new", "relu": "relu"}
+               "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "relu": "relu"}
 LAYERS = (1, 2, 3, 4)
 ROTARY = (
     {"rope_type": "default"}, {"type": "default"}, {"rope_type": "linear", "factor": 2.0},
