@@ -10,7 +10,7 @@
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -59,6 +59,9 @@ class Completion:
     top_log_probs   of each token the likeliest ones and their log-probabilities, likeliest first, where asked for
     error           why there is no more text: code, message, is_retryable; None: the text is whole
     timings         None for a prompt that never reached the engine
+    prompt_tokens   of the prompt
+    cached_tokens   of those, the ones that the KV cache had. None: the engine did not say, as it does when it ends a
+                    text itself; it does not at a stop string, a cancellation or an error
     """
 
     text: str = ""
@@ -68,13 +71,16 @@ class Completion:
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     error: RequestFailed | None = None
     timings: Timings | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
 
 
 class LLM:
     """A model that continues texts, in the calling thread.
 
-    model              folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json
-    tokenizer          one of `tokenizers` or transformers, or the folder of one; None: the model's
+    model              folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json; or a .gguf file
+    tokenizer          one of `tokenizers` or transformers, or the folder or .gguf file of one; None: the model's
+    return_stats       called with each record of statistics, a JSON text, on the engine's thread; see GptManager
     scheduler_policy, parts   see GptManager
     params             fields of TrtGptModelOptionalParams, such as device, max_batch_size and kv_cache_config
 
@@ -92,18 +98,18 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike, *, tokenizer: Any = None,
                  scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT, parts: Parts | None = None,
-                 **params: Any) -> None:
+                 return_stats: Callable[[str], None] | None = None, **params: Any) -> None:
         optional_params = TrtGptModelOptionalParams(**params)
         is_folder = tokenizer is None or isinstance(tokenizer, str | os.PathLike)
-        self._folder = model if tokenizer is None or not is_folder else tokenizer
-        self._tokenizer = load_tokenizer(self._folder) if is_folder else tokenizer
+        self._source = model if tokenizer is None or not is_folder else tokenizer
+        self._tokenizer = load_tokenizer(self._source) if is_folder else tokenizer
         TextStream(self._tokenizer)            # raises where it is none
         switchboard = self._switchboard = Switchboard()
         parts = Parts() if parts is None else parts
         if isinstance(parts, Parts):           # else the manager says so
             parts = switchboard.hooked_into(parts)
         self._manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy, switchboard.get,
-                                   switchboard.send, switchboard.poll, None, optional_params, parts=parts,
+                                   switchboard.send, switchboard.poll, return_stats, optional_params, parts=parts,
                                    exclude_input_in_output=True)
 
     def generate(self, prompts: Iterable[Prompt] | str, **options: Any) -> list[Completion]:
@@ -164,15 +170,15 @@ class LLM:
 
     def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
              template_options: dict[str, Any] | None = None, **options: Any) -> Completion:
-        """The model's answer to a conversation, by the chat template in the tokenizer's folder.
+        """The model's answer to a conversation, by the model's chat template.
 
         messages           dictionaries with `role` and `content`
         tools              JSON schemas of functions, for templates that know them
         template_options   variables of the template, such as enable_thinking
 
-        Raises ConfigError where the folder has no template, InvalidRequestError where it refuses the messages.
+        Raises ConfigError where there is no template, InvalidRequestError where it refuses the messages.
         """
-        prompt = chat_prompt(self._folder, messages, tools, **(template_options or {}))
+        prompt = chat_prompt(self._source, messages, tools, **(template_options or {}))
         return self.generate([encode(self._tokenizer, prompt, add_special_tokens=False)], **options)[0]
 
     @property
@@ -197,8 +203,10 @@ class LLM:
 
     def _prepare(self, prompt: Prompt, sampling: Sampling, inbox: "_Inbox", completion: Completion) -> "_Request":
         prompt_ids = self._prompt_ids(prompt)
-        request = InferenceRequest(self._switchboard.next_id(), sampling.tensors(prompt_ids, self.info),
-                                   is_streaming=True, priority=sampling.priority, deadline_s=sampling.deadline_s)
+        completion.prompt_tokens = len(prompt_ids)
+        tensors = {**sampling.tensors(prompt_ids, self.info), "return_perf_metrics": True}
+        request = InferenceRequest(self._switchboard.next_id(), tensors, is_streaming=True, priority=sampling.priority,
+                                   deadline_s=sampling.deadline_s)
         mailbox = Mailbox(request.request_id, Wants.of(request))
         mailbox.loop = inbox
         text = GeneratedText(self._tokenizer, prompt_ids, sampling.stop)
@@ -208,7 +216,7 @@ class LLM:
         if isinstance(prompt, str):
             return encode(self._tokenizer, prompt)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            return encode(self._tokenizer, chat_prompt(self._folder, prompt), add_special_tokens=False)
+            return encode(self._tokenizer, chat_prompt(self._source, prompt), add_special_tokens=False)
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
         if isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
@@ -333,6 +341,8 @@ class _Request:
         else:
             if self._first_token is None:
                 self._first_token = monotonic()
+            if delta.metrics is not None:
+                self.completion.cached_tokens = delta.metrics.cached_tokens
             piece = self._text.add(delta)
             reason = self._text.finish_reason
             self.is_over = reason is not FinishReason.NOT_FINISHED

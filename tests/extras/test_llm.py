@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from batch_manager import ConfigError, ErrorCode, FinishReason, InvalidRequestError, ManagerClosedError, Parts
+from batch_manager import (
+    ConfigError,
+    ErrorCode,
+    FinishReason,
+    InvalidRequestError,
+    KvCacheConfig,
+    ManagerClosedError,
+    Parts,
+)
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -25,11 +33,11 @@ TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-def scripted(script=None, *, folder=MODEL, step_seconds=0.0, **params):
+def scripted(script=None, *, folder=MODEL, step_seconds=0.0, return_stats=None, **params):
     params = {"max_batch_size": 4, "max_queued_requests": 2, **params}
     backend = ScriptedBackend(vocab_size=4096, max_seq_len=60_000, num_blocks=20_000, script=script,
                               step_seconds=step_seconds, verify=False)
-    return LLM(folder, parts=Parts(backend=backend), **params)
+    return LLM(folder, parts=Parts(backend=backend), return_stats=return_stats, **params)
 
 
 def saying(text, prompt_length=1):
@@ -321,3 +329,25 @@ def test_options_become_tensors():
     for bias in ({4096: 1}, {"5": 1}, {5: 101}, {5: float("nan")}):
         with pytest.raises(InvalidRequestError, match="logit_bias"):
             Sampling(logit_bias=bias).tensors([1], info)
+
+
+def test_a_completion_says_what_of_its_prompt_was_cached():
+    with LLM(MODEL, num_threads=1, kv_cache_config=KvCacheConfig(enable_block_reuse=True, tokens_per_block=16)) as llm:
+        prompt = [5 + n % 1000 for n in range(70)]
+        first, second = (llm.generate([prompt], max_tokens=4, temperature=0, ignore_eos=True)[0] for _ in range(2))
+        assert (first.prompt_tokens, first.cached_tokens) == (70, 0)
+        assert second.prompt_tokens == 70 and 64 <= second.cached_tokens < 70 and second.tokens == first.tokens
+        pieces = llm.stream(prompt + first.tokens + [7], max_tokens=4, temperature=0, ignore_eos=True)
+        assert "".join(pieces) and 70 <= pieces.completion.cached_tokens < pieces.completion.prompt_tokens == 75
+        pieces = llm.stream(prompt, max_tokens=400, ignore_eos=True)
+        next(pieces)
+        pieces.cancel()
+        assert pieces.completion.cached_tokens is None and pieces.completion.prompt_tokens == 70
+        assert llm.generate([[10**6]])[0].cached_tokens is None
+
+
+def test_statistics_go_to_whom_it_is_told():
+    records = []
+    with scripted(return_stats=records.append) as llm:
+        llm.generate([[1], [2]], max_tokens=3, ignore_eos=True)
+    assert len(records) >= 3 and json.loads(records[-1])["Final Responses"] == 2

@@ -1,0 +1,170 @@
+"""A conversation in the terminal, with the model's own chat template.
+
+    python examples/get_smollm2.py && python examples/chat.py          # SmolLM2-135M-Instruct
+    python examples/chat.py FOLDER                                     # any chat model: a folder, or a .gguf file
+    git diff | python examples/chat.py --prompt - --system "Summarise this."      # one answer, and nothing else
+
+Each turn sends the whole conversation again; what of it the KV cache still has is not computed again, and the line
+behind each answer says how much that was. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections import deque
+from pathlib import Path
+
+from get_smollm2 import smollm2_path
+
+from batch_manager import STATISTICS, BatchManagerError, FinishReason, KvCacheConfig
+from batch_manager.extras.llm import LLM, Completion
+from batch_manager.extras.text import chat_prompt
+
+HELP = """/regenerate   answer the last question again, with another seed
+/reset        begin a new conversation
+/stats        the engine's statistics of its last iteration
+/help         this list
+Ctrl-C stops an answer; at the prompt it leaves, and so does Ctrl-D"""
+
+
+class Conversation:
+    """Messages so far. A question that gets no answer, because the engine refused it, is none of them."""
+
+    def __init__(self, llm: LLM, system: str | None, sampling: dict) -> None:
+        self.llm, self.sampling = llm, sampling
+        self.beginning = [{"role": "system", "content": system}] if system else []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = self.beginning
+
+    def ask(self, text: str) -> Completion:
+        return self._answer([*self.messages, {"role": "user", "content": text}])
+
+    def ask_again(self) -> Completion | None:
+        """Another answer to the last question; None: nothing was asked yet."""
+        if self.messages == self.beginning:
+            return None
+        if self.sampling["seed"] is not None:
+            self.sampling = {**self.sampling, "seed": self.sampling["seed"] + 1}
+        return self._answer(self.messages[:-1])
+
+    def _answer(self, messages: list[dict]) -> Completion:
+        """Print the answer as it comes. Ctrl-C ends it, and what was said so far stays said."""
+        pieces = self.llm.stream(messages, **self.sampling)
+        try:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            pieces.cancel()
+            print(" [stopped]", end="")
+        print()
+        self.messages = [*messages, {"role": "assistant", "content": pieces.completion.text}]
+        return pieces.completion
+
+
+def figures(done: Completion) -> str:
+    """What an answer took, in one line."""
+    timings, num_tokens = done.timings, len(done.tokens)
+    parts = [f"{num_tokens} tokens"]
+    if timings.first_token_s is not None:
+        parts.append(f"first after {timings.first_token_s:.2f} s")
+        if num_tokens > 1 and timings.total_s > timings.first_token_s:
+            parts.append(f"then {(num_tokens - 1) / (timings.total_s - timings.first_token_s):.0f} tokens/s")
+    if done.cached_tokens is not None:
+        parts.append(f"{done.cached_tokens} of {done.prompt_tokens} tokens of the conversation were in the cache")
+    if done.finish_reason is FinishReason.LENGTH:
+        parts.append("cut at --max-tokens")
+    return f"[{', '.join(parts)}]"
+
+
+def statistics(records: deque) -> str:
+    if not records:
+        return "nothing ran yet"
+    record = json.loads(records[-1])
+    return "\n".join(f"{each.name:32} {record[each.name]:>12,} {each.unit}, {each.time}" for each in STATISTICS
+                     if type(record.get(each.name)) is int and record[each.name])
+
+
+def talk(conversation: Conversation, records: deque) -> None:
+    """Read questions and commands until the end of the input, or Ctrl-C."""
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return print()
+        try:
+            if line == "/regenerate":
+                done = conversation.ask_again()
+                print("nothing was asked yet" if done is None else figures(done))
+            elif line == "/reset":
+                conversation.reset()
+            elif line == "/stats":
+                print(statistics(records))
+            elif line.startswith("/"):
+                print(HELP)
+            elif line:
+                print(figures(conversation.ask(line)))
+        except BatchManagerError as error:
+            print(f"chat: {error}", file=sys.stderr)
+        except KeyboardInterrupt:                  # the answer had ended just before
+            print()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="folder or .gguf file; without it, what get_smollm2.py brought")
+    parser.add_argument("--system", metavar="TEXT", help="instructions that the conversation begins with")
+    parser.add_argument("--prompt", metavar="TEXT", help="one question, answered on stdout; -: read it from stdin")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer (512)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (0.7)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="the likeliest tokens that make up so much (0.95)")
+    parser.add_argument("--top-k", type=int, default=0, help="only so many of the likeliest tokens; 0: all (0)")
+    parser.add_argument("--seed", type=int, help="the same answers again; without it they differ")
+    parser.add_argument("--device", help="such as cpu or cuda:0")
+    parser.add_argument("--dtype", default="auto", help="in which the engine computes: float32, bfloat16, ...")
+    parser.add_argument("--no-block-reuse", action="store_true", help="compute the conversation anew in each turn")
+    options = parser.parse_args()
+    model = options.model or smollm2_path()
+    if model is None:
+        print(f"chat: there is no model yet; get one: python {Path(__file__).with_name('get_smollm2.py')}, or name a "
+              "folder or .gguf file", file=sys.stderr)
+        return 1
+    records: deque = deque(maxlen=1)
+    try:
+        chat_prompt(model, [{"role": "user", "content": ""}])      # before the weights are read: is there a template?
+        llm = LLM(model, return_stats=records.append, max_batch_size=1, device=options.device, dtype=options.dtype,
+                  kv_cache_config=KvCacheConfig(enable_block_reuse=not options.no_block_reuse))
+    except BatchManagerError as error:
+        print(f"chat: {error}", file=sys.stderr)
+        return 1
+    sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
+    with llm:
+        conversation = Conversation(llm, options.system, sampling)
+        if options.prompt is not None:
+            text = sys.stdin.read() if options.prompt == "-" else options.prompt
+            try:
+                for piece in llm.stream([*conversation.messages, {"role": "user", "content": text}], **sampling):
+                    print(piece, end="", flush=True)
+                print(flush=True)
+            except BatchManagerError as error:
+                print(f"chat: {error}", file=sys.stderr)
+                return 1
+            return 0
+        print(f"{Path(model).name}, {llm.info.dtype} on {llm.info.device}. /help lists the commands.")
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401    arrow keys and a history in input()
+        talk(conversation, records)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except BrokenPipeError:                                        # whoever read the answer has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,168 @@
+"""examples/chat.py as its users meet it: in a terminal with Ctrl-C, and in a pipe."""
+
+import fcntl
+import json
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHAT = [sys.executable, str(REPOSITORY / "examples" / "chat.py")]
+AUSTEN = REPOSITORY / "examples" / "models" / "austen-4m"
+FIGURES = (r"\[(\d+) tokens, first after [\d.]+ s, then (\d+) tokens/s"
+           r"(?:, (\d+) of (\d+) tokens of the conversation were)?")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The model that ships, with a chat template, and without end ids: its answers are as long as they may be."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(AUSTEN, folder)
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+                                                "{% if add_generation_prompt %}assistant:{% endif %}")
+    return folder
+
+
+def environment(**more):
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "dumb", **more}
+
+
+class Terminal:
+    """The example with a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self._here, there = os.openpty()
+        self.seen = ""
+
+        def take_the_terminal():
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen([*CHAT, *map(str, arguments)], stdin=there, stdout=there, stderr=there,
+                                        env=environment(), preexec_fn=take_the_terminal)
+        os.close(there)
+
+    def type(self, text):
+        os.write(self._here, text.encode())
+
+    def until(self, pattern, seconds=60):
+        """The match of what is on the terminal and was not looked at yet, and forget what is before its end."""
+        deadline = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.seen)):
+            assert time.monotonic() < deadline, f"{pattern!r} is not in {self.seen!r}"
+            if select.select([self._here], [], [], 0.2)[0]:
+                try:
+                    self.seen += os.read(self._here, 4096).decode(errors="replace").replace("\r\n", "\n")
+                except OSError as error:    # the other side is closed
+                    raise AssertionError(f"it ended before {pattern!r}: {self.seen!r}") from error
+        self.seen = self.seen[match.end():]
+        return match
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._here)
+
+
+@pytest.fixture
+def terminal():
+    opened = []
+    yield lambda *arguments: opened.append(Terminal(*arguments)) or opened[-1]
+    for each in opened:
+        each.close()
+
+
+def test_turns_find_what_was_computed_and_ctrl_c_stops_an_answer_only(terminal, model):
+    chat = terminal(model, "--max-tokens", "40", "--seed", "3", "--system", "Be brief.")
+    chat.until("model, float32 on cpu. /help lists the commands.\n> ")
+    chat.type("/regenerate\n")
+    chat.until("nothing was asked yet\n> ")
+    chat.type("/stats\n")
+    chat.until("nothing ran yet\n> ")
+    before, answers = 0, []
+    for question in ("Who is Emma?", "And Miss Bates?", "Where is Highbury?"):
+        chat.type(question + "\n")
+        match = chat.until(rf"{re.escape(question)}\n((?:.|\n)*?){FIGURES}")
+        answers.append(match[1])
+        tokens, _, cached, prompt = map(int, match.groups()[1:])
+        assert tokens == 40 and before - 4 <= cached < prompt, "the turns before are found"
+        before = prompt
+        chat.until(", cut at --max-tokens\\]\n> ")
+    chat.type("/regenerate\n")
+    match = chat.until(rf"/regenerate\n((?:.|\n)*?){FIGURES}")
+    assert match[1] != answers[-1] and int(match[4]) == int(match[5]) - 1, "all of the prompt but its last token"
+    chat.until("> ")
+    chat.type("/stats\n")
+    chat.until(r"Final Responses +4 responses, since the start\n(.|\n)*> ")
+    chat.type("/help\n")
+    chat.until("Ctrl-C stops an answer(.|\n)*> ")
+    chat.type("/reset\n")
+    chat.until("> ")
+    chat.type("Who is Emma?\n")
+    match = chat.until(rf"Emma\?\n((?:.|\n)*?){FIGURES}")
+    assert int(match[5]) < 40 and match[1] != answers[0], "a new conversation, with the seed that /regenerate left"
+    chat.until("> ")
+    time.sleep(0.5)                                 # readline does not see one that comes before it waits
+    chat.type("\x03")
+    assert chat.process.wait(20) == 0
+
+
+def test_ctrl_c_in_an_answer(terminal, model):
+    chat = terminal(model, "--max-tokens", "1900")
+    chat.until("> ")
+    for _ in range(2):
+        chat.type("Tell me all\n")
+        chat.until("all\n(.|\n)+")
+        chat.type("\x03")
+        match = chat.until(r"\[stopped\]\n\[(\d+) tokens")
+        assert int(match[1]) < 1500
+        chat.until("> ")
+    chat.type("x" * 4000 + "\n")                    # more than the context has room for
+    chat.until("chat: .*maximum input length(.|\n)*> ")
+    chat.type("\x04")
+    assert chat.process.wait(20) == 0
+
+
+def test_one_question_in_a_pipe_prints_the_answer_and_nothing_else(model):
+    def answer(prompt, stdin=None):
+        done = subprocess.run([*CHAT, model, "--prompt", prompt, "--max-tokens", "20", "--temperature", "0"],
+                              env=environment(), input=stdin, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    said = answer("Who is Emma?")
+    assert len(said) > 20 and said.endswith("\n") and answer("-", "Who is Emma?") == said
+
+
+def test_a_reader_that_goes_ends_it_quietly(model):
+    process = subprocess.Popen([*CHAT, model, "--prompt", "Tell me all", "--max-tokens", "1900"], env=environment(),
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(60) == 1
+    process.stderr.close()
+
+
+def test_without_a_model_or_a_template_it_says_what_to_do(tmp_path):
+    for arguments, told in (([], "there is no model yet; get one: python "), ([AUSTEN], "has no chat template"),
+                            ([tmp_path / "a.gguf"], "a.gguf")):
+        done = subprocess.run([*CHAT, *arguments], env=environment(XDG_CACHE_HOME=str(tmp_path)), capture_output=True,
+                              text=True, timeout=60)
+        assert done.returncode == 1 and done.stdout == ""
+        assert done.stderr.startswith("chat: ") and told in done.stderr and done.stderr.count("\n") == 1
