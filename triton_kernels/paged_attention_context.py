@@ -16,8 +16,15 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
                                                     queries has rows; (-1, -1) is padding
             slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
             out                      [T, HQ, D]   None: allocated
+            alibi_slopes             [HQ] float32   None: positions add nothing to scores
+            sink_logits              [HQ] float32   None: there are none
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
             softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
+            alibi_slopes: f(key position) - f(query position) is added to scores after that and before the mask, with
+            f(p) = slope * p; None: nothing. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope *
+            bfloat16(p)), as Falcon has it; slopes are then numbers of bfloat16.
+            sink_logits: each row's softmax has one more score, that of its head, whose value is zeros; None: it has
+            not. They have nothing to do with `sink`.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
@@ -50,9 +57,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .alibi import alibi, alibi_factors
 from .context_work_list import context_tile_rows
 from .device_limits import DeviceLimits, device_limits
-from .soft_cap import score_factors, soft_cap
+from .soft_cap import LOG2_E, score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
 
 
@@ -61,16 +69,19 @@ def _walk_tiles(
     begin, end,                                           # key tiles
     top, total, weighted,                                 # running softmax of the query rows
     query, query_position,
+    slope,                                                # of the query rows; None: positions add nothing
     table_ptr, keys_ptr, score_factor, window,
     pool_stride_n, pool_stride_kv, window_tile, skipped,
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, ALIBI_FACTOR: tl.constexpr,
 ):
     """Attend to key tiles begin .. end - 1; returns the running softmax.
 
     With SINK, a number below window_tile stands for the tile that is `skipped` before it.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
+    IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are, before the softmax
     lane = tl.arange(0, D_POW2)
     token = tl.arange(0, KEYS)
     key_offset = token[None, :] * D + lane[:, None]                       # keys arrive transposed
@@ -95,6 +106,11 @@ def _walk_tiles(
         scores = tl.dot(query, keys, input_precision="ieee")
         if CAP_LOG2 > 0:
             scores = soft_cap(scores * score_factor, CAP_LOG2)
+        if HAS_ALIBI:
+            if CAP_LOG2 == 0:
+                scores = scores * score_factor
+            key_position = (tile * KEYS + token)[None, :]
+            scores += alibi(key_position, query_position[:, None], slope[:, None], ALIBI_FACTOR)
         if MASKED:
             position = (tile * KEYS + token)[None, :]
             visible = position <= query_position[:, None]
@@ -104,7 +120,7 @@ def _walk_tiles(
                 visible = visible & (position > query_position[:, None] - window)
             scores = tl.where(visible, scores, -float("inf"))
 
-        if CAP_LOG2 > 0:
+        if IS_SCALED:
             new_top = tl.maximum(top, tl.max(scores, 1))
         else:                                             # scaled in the sum of the exponent, at no cost
             new_top = tl.maximum(top, tl.max(scores, 1) * score_factor)
@@ -112,7 +128,7 @@ def _walk_tiles(
             pivot = tl.where(new_top > -float("inf"), new_top, 0.0)
         else:
             pivot = new_top
-        if CAP_LOG2 > 0:
+        if IS_SCALED:
             weights = tl.exp2(scores - pivot[:, None])
         else:
             weights = tl.exp2(scores * score_factor - pivot[:, None])
@@ -136,6 +152,7 @@ def _walk_tiles(
 )
 def _context_kernel(
     query_ptr, kv_pool_ptr, block_table_ptr, cu_seqlens_ptr, kv_length_ptr, work_ptr, slot_ptr, out_ptr,
+    slope_ptr, sink_logit_ptr,                            # None: see HAS_ALIBI and HAS_SINK_LOGITS
     score_factor, window,                                 # see `score_factors`
     query_stride_t, out_stride_t, table_stride,           # elements from one token, or table row, to the next
     pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
@@ -143,6 +160,8 @@ def _context_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
     UNIFORM: tl.constexpr,                                # one loop for all tiles
+    HAS_ALIBI: tl.constexpr, SLOPE_FACTOR: tl.constexpr, ALIBI_FACTOR: tl.constexpr,      # see `alibi_factors`
+    HAS_SINK_LOGITS: tl.constexpr, LOG2_E: tl.constexpr,
 ):
     head = tl.program_id(0)                               # tiles of one group run side by side and share their keys
     work = tl.program_id(1)
@@ -199,22 +218,28 @@ def _context_kernel(
     keys_ptr = kv_pool_ptr + (head // GROUP) * pool_stride_h
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    slope = None
+    if HAS_ALIBI:
+        slope = tl.load(slope_ptr + head - head % GROUP + number % GROUP) * SLOPE_FACTOR
+    if HAS_SINK_LOGITS:                                   # the running softmax starts from it
+        top = tl.load(sink_logit_ptr + head - head % GROUP + number % GROUP) * LOG2_E
+        total += 1.0
     weighted = tl.zeros([ROWS, D_POW2], tl.float32)
     if HAS_WINDOW:
         top, total, weighted = _walk_tiles(
-            begin, begin_full, top, total, weighted, query, query_position, table_ptr, keys_ptr, score_factor, window,
-            pool_stride_n, pool_stride_kv, window_tile, skipped, B, D, D_POW2, KEYS, STAGES,
-            MASKED=True, HAS_WINDOW=True, SINK=SINK, CAP_LOG2=CAP_LOG2,
+            begin, begin_full, top, total, weighted, query, query_position, slope, table_ptr, keys_ptr, score_factor,
+            window, pool_stride_n, pool_stride_kv, window_tile, skipped, B, D, D_POW2, KEYS, STAGES,
+            MASKED=True, HAS_WINDOW=True, SINK=SINK, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
         )
     top, total, weighted = _walk_tiles(
-        begin_full, begin_diagonal, top, total, weighted, query, query_position, table_ptr, keys_ptr, score_factor,
-        window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
-        MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2,
+        begin_full, begin_diagonal, top, total, weighted, query, query_position, slope, table_ptr, keys_ptr,
+        score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
+        MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
     )
     top, total, weighted = _walk_tiles(
-        begin_diagonal, end, top, total, weighted, query, query_position, table_ptr, keys_ptr, score_factor, window,
-        pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
-        MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2,
+        begin_diagonal, end, top, total, weighted, query, query_position, slope, table_ptr, keys_ptr, score_factor,
+        window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
+        MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
     )
     result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # rows past the end may have seen nothing
     tl.store(out_ptr + token * out_stride_t + entry, result.to(out_ptr.dtype.element_ty), mask=row_inside)
@@ -252,7 +277,7 @@ def context_settings(
 
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
-    uniform_rows=None, softcap=None,
+    uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
 ):
     """Several query tokens per sequence; see the module's docstring for shapes. Returns out."""
     num_heads, head_size = query.shape[1:]
@@ -265,17 +290,22 @@ def paged_attention_context(
     assert block_table.stride(1) == 1 and work_list.is_contiguous() and kv_lengths.is_contiguous()
     if len(work_list) == 0:
         return out
+    assert alibi_slopes is None or alibi_slopes.shape == (num_heads,) and alibi_slopes.is_contiguous()
+    assert sink_logits is None or sink_logits.shape == (num_heads,) and sink_logits.is_contiguous()
     score_factor, cap_log2 = score_factors(scale, softcap)
+    slope_factor, alibi_factor = alibi_factors(alibi_bfloat16_factor)
 
     settings = context_settings(head_pow2, query.element_size(), tokens_per_block, device_limits(), uniform_rows)
     _context_kernel[(num_heads, len(work_list))](
-        query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, slots, out,
+        query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, slots, out, alibi_slopes, sink_logits,
         score_factor, window or 0,
         query.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         GROUP=group, B=tokens_per_block, D=head_size, D_POW2=head_pow2,
         ROWS=settings.rows, KEYS=settings.keys, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
         CAP_LOG2=cap_log2, UNIFORM=uniform_rows is not None,
+        HAS_ALIBI=alibi_slopes is not None, SLOPE_FACTOR=slope_factor, ALIBI_FACTOR=alibi_factor,
+        HAS_SINK_LOGITS=sink_logits is not None, LOG2_E=LOG2_E,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     return out

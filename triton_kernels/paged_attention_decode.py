@@ -20,8 +20,15 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
             slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
             out                      [S, HQ, D]   None: allocated; shares no memory with query, key or value
             cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
+            alibi_slopes             [HQ] float32   None: positions add nothing to scores
+            sink_logits              [HQ] float32   None: there are none
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
             softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
+            alibi_slopes: f(key position) - f(query position) is added to scores after that and before the mask, with
+            f(p) = slope * p; None: nothing. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope *
+            bfloat16(p)), as Falcon has it; slopes are then numbers of bfloat16.
+            sink_logits: each row's softmax has one more score, that of its head, whose value is zeros; None: it has
+            not. They have nothing to do with `sink`.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
@@ -43,7 +50,7 @@ Each program rotates its queries. The one of the last part also has the newest k
 them: it writes them to the pool, and its running softmax starts from them as they are in its registers. Loads of pages
 leave out the place of the newest token and all after it, so that in no launch a place is read that the launch writes:
 no order between the write and a read is needed, in a program or between two. A page that the newest token is the first
-of is not loaded at all.
+of is not loaded at all. The same program counts the sink logits: one part of each sequence is the last.
 
 With sinks the pages are walked in two ranges, the sinks' and the window's, as one loop: the sinks' pages take the
 numbers right below the window's first page, so that parts and stages run across the gap. `sink` is a compile-time
@@ -56,9 +63,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .alibi import alibi, alibi_factors
 from .device_limits import DeviceLimits, device_limits
 from .paged_attention_merge import paged_attention_merge
-from .soft_cap import score_factors, soft_cap
+from .soft_cap import LOG2_E, score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
 
 
@@ -85,6 +93,7 @@ def _rotated(row_ptr, keep, lane, cos, sin, HALF: tl.constexpr):
 def _decode_kernel(
     query_ptr, key_ptr, value_ptr, kv_pool_ptr, cos_ptr, sin_ptr, block_table_ptr, kv_length_ptr, slot_ptr, work_ptr,
     out_ptr, partial_out_ptr, partial_lse_ptr,            # out of a sequence in one part, the other two of others
+    slope_ptr, sink_logit_ptr,                            # None: see HAS_ALIBI and HAS_SINK_LOGITS
     score_factor, window,                                 # see `score_factors`
     query_stride_s, key_stride_s, value_stride_s,         # elements from one sequence to the next
     out_stride_s, table_stride,                           # likewise, and from one table row to the next
@@ -94,7 +103,10 @@ def _decode_kernel(
     HALF: tl.constexpr,                                   # R / 2; 0: no rotation
     STAGES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, SLOPE_FACTOR: tl.constexpr, ALIBI_FACTOR: tl.constexpr,      # see `alibi_factors`
+    HAS_SINK_LOGITS: tl.constexpr, LOG2_E: tl.constexpr,
 ):
+    IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are, before the softmax
     kv_head = tl.program_id(0)                            # heads side by side, so that the longest parts start first
     work_ptr += 4 * tl.program_id(1)
     sequence = tl.load(work_ptr).to(tl.int64)
@@ -165,6 +177,15 @@ def _decode_kernel(
     top = tl.where(holds_newest, score, -float("inf"))
     total = tl.zeros([ROWS], tl.float32) + tl.where(holds_newest, 1.0, 0.0)
     weighted = tl.zeros([ROWS, D_POW2], tl.float32) + new_value.to(tl.float32)[None, :]
+    if HAS_SINK_LOGITS:                                   # in the part of the newest token, and so once
+        sink_logit = tl.load(sink_logit_ptr + head, mask=member < GROUP, other=0.0) * LOG2_E
+        with_sink = tl.where(holds_newest, tl.maximum(top, sink_logit), 0.0)
+        shrink = tl.exp2(top - with_sink)
+        total = total * shrink + tl.where(holds_newest, tl.exp2(sink_logit - with_sink), 0.0)
+        weighted = weighted * shrink[:, None]
+        top = tl.where(holds_newest, with_sink, top)
+    if HAS_ALIBI:                                         # nothing is added to the newest token's own score
+        slope = tl.load(slope_ptr + head, mask=member < GROUP, other=0.0) * SLOPE_FACTOR
 
     token = tl.arange(0, B)
     keys_ptr = kv_pool_ptr + kv_head * pool_stride_h
@@ -191,6 +212,10 @@ def _decode_kernel(
         scores = tl.dot(query, keys, input_precision="ieee")
         if CAP_LOG2 > 0:
             scores = soft_cap(scores * score_factor, CAP_LOG2)
+        if HAS_ALIBI:
+            if CAP_LOG2 == 0:
+                scores = scores * score_factor
+            scores += alibi(position[None, :], newest, slope[:, None], ALIBI_FACTOR)
         visible = is_older
         if SINK > 0:
             visible = visible & ((position >= first_key) | (position < SINK))
@@ -198,7 +223,7 @@ def _decode_kernel(
             visible = visible & (position >= first_key)
         scores = tl.where(visible[None, :], scores, -float("inf"))
 
-        if CAP_LOG2 > 0:
+        if IS_SCALED:
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
         else:                                             # scaled in the sum of the exponent, at no cost
@@ -259,7 +284,8 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
 
 def paged_attention_decode(
     query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
-    out=None, sink=0, softcap=None, cos_table=None, sin_table=None,
+    out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
+    sink_logits=None,
 ):
     """Append and attend from one token per sequence; see the module's docstring for shapes. Returns out."""
     num_sequences, num_heads, head_size = query.shape
@@ -273,7 +299,10 @@ def paged_attention_decode(
     assert block_table.stride(1) == 1 and kv_lengths.is_contiguous() and work_list.is_contiguous()
     if num_sequences == 0:
         return out
+    assert alibi_slopes is None or alibi_slopes.shape == (num_heads,) and alibi_slopes.is_contiguous()
+    assert sink_logits is None or sink_logits.shape == (num_heads,) and sink_logits.is_contiguous()
     score_factor, cap_log2 = score_factors(scale, softcap)
+    slope_factor, alibi_factor = alibi_factors(alibi_bfloat16_factor)
 
     # No more partial results than programs. None, where there are none, would be another variant of the kernel.
     num_partials = 0 if part_starts is None else len(work_list)
@@ -282,7 +311,7 @@ def paged_attention_decode(
     settings = decode_settings(head_size, tokens_per_block, query.element_size(), device_limits())
     _decode_kernel[(num_kv_heads, len(work_list))](
         query, key, value, kv_pool, cos_table, sin_table, block_table, kv_lengths, slots, work_list,
-        out, partial_out, partial_lse,
+        out, partial_out, partial_lse, alibi_slopes, sink_logits,
         score_factor, window or 0,
         query.stride(0), key.stride(0), value.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         HQ=num_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
@@ -290,6 +319,8 @@ def paged_attention_decode(
         HALF=half, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
         CAP_LOG2=cap_log2,
+        HAS_ALIBI=alibi_slopes is not None, SLOPE_FACTOR=slope_factor, ALIBI_FACTOR=alibi_factor,
+        HAS_SINK_LOGITS=sink_logits is not None, LOG2_E=LOG2_E,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     return out if part_starts is None else paged_attention_merge(partial_out, partial_lse, part_starts, out)

@@ -112,12 +112,21 @@ class LayerAttention:
     scale     factor on the products of queries and keys, before all else; usually head_size ** -0.5
     window    tokens a query sees, itself included; None: all before it
     softcap   scores become softcap * tanh(scores / softcap), before the softmax; None: they stay as they are
+    alibi_slopes     of each query head: slope * (key position - query position) is added to a score, after the cap and
+                     before the mask (ALiBi, Press et al. 2022); None: nothing
+    alibi_bfloat16_factor   None, or the slopes are numbers of bfloat16 and what is added is, as Falcon computes it,
+                     factor * (f(key position) - f(query position)) with f(p) = bfloat16(slope * bfloat16(p))
+    has_sink_logits  `run` is given a logit of each head that counts in the softmax as one more key does whose value is
+                     zeros. It has nothing to do with the sink of windows.py
     Raises    ConfigError for a value that is out of range.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    alibi_bfloat16_factor: float | None = None
+    has_sink_logits: bool = False
 
     def __post_init__(self) -> None:
         for name, value, expectation, fits in (
@@ -125,9 +134,29 @@ class LayerAttention:
                 ("window", self.window, "None or an integer above 0",
                  self.window is None or _is_positive(self.window) and isinstance(self.window, int)),
                 ("softcap", self.softcap, "None or a finite number above 0",
-                 self.softcap is None or _is_positive(self.softcap))):
+                 self.softcap is None or _is_positive(self.softcap)),
+                ("alibi_slopes", self.alibi_slopes, "None or a tuple of finite numbers, one for each query head",
+                 self.alibi_slopes is None or isinstance(self.alibi_slopes, tuple) and len(self.alibi_slopes) > 0
+                 and all(_is_finite(slope) for slope in self.alibi_slopes)),
+                ("alibi_bfloat16_factor", self.alibi_bfloat16_factor,
+                 "None, or a finite number above 0 beside alibi_slopes", self.alibi_bfloat16_factor is None
+                 or self.alibi_slopes is not None and _is_positive(self.alibi_bfloat16_factor)),
+                ("has_sink_logits", self.has_sink_logits, "True or False", isinstance(self.has_sink_logits, bool))):
             if not fits:
                 raise ConfigError(f"LayerAttention.{name} is {value!r}", expectation, "correct the model's class")
+
+
+def refuse_wrong_sink_logits(layer: int, how: LayerAttention, sink_logits: object) -> None:
+    """Raise ConfigError unless `run` was given sink logits where the layer has them, and only there."""
+    if how.has_sink_logits != (sink_logits is not None):
+        given = "no" if sink_logits is None else "a tensor of"
+        raise ConfigError(f"attention of layer {layer} was given {given} sink_logits",
+                          f"what LayerAttention.has_sink_logits says, which is {how.has_sink_logits}",
+                          "correct the model's class")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def _is_positive(value: object) -> bool:
@@ -153,11 +182,14 @@ class Attention(Protocol):
         ...
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-            rotary: RotaryTable | None) -> torch.Tensor:
+            rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
         """Rotate query and key, write key and value into the pool, attend.
 
-        Shapes   query [T, heads, head_size]; key, value [T, kv_heads, head_size]; result [T, heads * head_size]
+        Shapes   query [T, heads, head_size]; key, value [T, kv_heads, head_size]; result [T, heads * head_size];
+                 sink_logits [heads] float32, contiguous, of layers that have them. A model of other layers calls `run`
+                 without this argument: an attention that takes none serves it
         Mutates  the pool's pages of this layer; may overwrite query and key
+        Raises   ConfigError for sink_logits where LayerAttention has none, and for none where it has some
         """
         ...
 

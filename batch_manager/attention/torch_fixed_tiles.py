@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from ..errors import ConfigError
 from ..triton_kernels.cpu.fixed_pieces import agreeing_sizes, elementwise, in_pieces, row_by_row
+from .alibi import added_by_position
 from .interface import HeadLayout, PackedStep
 from .torch_paged import TorchPagedAttention
 from .windows import blocks_seen
@@ -39,11 +40,13 @@ class _RowTile:
     rows    packed rows
     keys    the key tiles of the context that they may see
     mask    [n, 1, positions, 1, tile] float32 on the last n of these tiles, 0 where visible, -inf elsewhere
+    places  positions of keys [tiles, 1, 1, 1, 1, tile] and of rows [positions, 1, 1], int64; None: not needed
     """
 
     rows: slice
     keys: slice
     mask: torch.Tensor
+    places: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass(slots=True)
@@ -61,11 +64,13 @@ class _Group:
     rows    [n] int64 packed rows; a slice when they are consecutive
     pages   in the order (key or value, tile, sequence, head, page of the tile)
     mask    [tiles, n, 1, 1, tile] float32
+    places  positions of keys [tiles, n, 1, 1, 1, tile] and of rows [n, 1, 1, 1, 1], int64; None: not needed
     """
 
     rows: torch.Tensor | slice
     pages: torch.Tensor
     mask: torch.Tensor
+    places: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class FixedTileAttention(TorchPagedAttention):
@@ -92,16 +97,16 @@ class FixedTileAttention(TorchPagedAttention):
 
     # ------------------------------------------------------------------ per layer
 
-    def _generate(self, layer, group, query):
+    def _generate(self, layer, group, query, sink_logits):
         """One query row per sequence: [n, heads * head_size]."""
         rows = query[group.rows].float()
         count = len(rows)
         key, value = self._gather(layer, group.pages, count * self.kv_heads)
         queries = _padded_rows(rows.reshape(count * self.kv_heads, self.group, self.head_size), self._fewest_rows)
-        attended = self._attend_tiles(layer, queries, key, value, group.mask, (count, self.kv_heads))
+        attended = self._attend_tiles(layer, queries, key, value, group, (count, self.kv_heads), sink_logits)
         return attended[:, : self.group].reshape(count, -1).to(query.dtype)
 
-    def _attend(self, layer, context, query, key, value, result):
+    def _attend(self, layer, context, query, key, value, result, sink_logits):
         """The rows of one context sequence, into `result`."""
         key, value = self._gather(layer, context.pages, self.kv_heads)
         positions, height = self.tile_positions, self.tile_positions * self.group
@@ -111,7 +116,7 @@ class FixedTileAttention(TorchPagedAttention):
             rows = functional.pad(rows, [0, 0, 0, 0, 0, positions - count])
             queries = rows.view(positions, self.kv_heads, self.group, self.head_size).transpose(0, 1)
             attended = self._attend_tiles(layer, queries.reshape(self.kv_heads, height, self.head_size),
-                                          key[tile.keys], value[tile.keys], tile.mask, (1, self.kv_heads))
+                                          key[tile.keys], value[tile.keys], tile, (1, self.kv_heads), sink_logits)
             attended = attended.view(self.kv_heads, positions, self.group, self.head_size)[:, :count]
             result[tile.rows].view(count, self.kv_heads, self.group, -1).copy_(attended.transpose(0, 1))
 
@@ -120,12 +125,14 @@ class FixedTileAttention(TorchPagedAttention):
         gathered = self.layer_pages[layer].index_select(0, pages).float()
         return gathered.view(2, -1, per_tile, self.tile, self.head_size)
 
-    def _attend_tiles(self, layer, queries, key, value, mask, units):
-        """Attention of queries [u, rows, D] over key and value [n, u, tile, D]; mask as in _Group or _RowTile.
+    def _attend_tiles(self, layer, queries, key, value, planned, units, sink_logits):
+        """Attention of queries [u, rows, D] over key and value [n, u, tile, D].
 
-        units   u as (sequences, kv heads)
+        planned       a _Group or _RowTile
+        units         u as (sequences, kv heads)
+        sink_logits   [kv heads, group] or None
         """
-        num_tiles, (count, height, _) = len(key), queries.shape
+        num_tiles, (count, height, _), mask = len(key), queries.shape, planned.mask
         counts = self._counts[height]
         scores = in_pieces(_scores, queries.expand(num_tiles, -1, -1, -1).flatten(0, 1), key.flatten(0, 1),
                            sizes=counts)
@@ -135,10 +142,19 @@ class FixedTileAttention(TorchPagedAttention):
         else:
             scores = elementwise(torch.tanh, scores.mul_(scale / softcap)).mul_(softcap)
         by_tile = scores.view(num_tiles, count, height, self.tile)
-        masked = by_tile[num_tiles - len(mask) :]
         positions = mask.shape[2]
+        _, slopes, factor = self._kinds[layer]
+        if slopes is not None:
+            of_rows = self._of_rows(self._slopes[slopes], height // positions)[:, None]
+            added = added_by_position(*planned.places, of_rows, factor)
+            by_tile.view(num_tiles, *units, positions, -1, self.tile).add_(added)
+        masked = by_tile[num_tiles - len(mask) :]
         masked.view(len(mask), *units, positions, -1, self.tile).add_(mask[:, :, None])
-        by_tile.sub_(by_tile.amax((0, 3), keepdim=True))
+        top = by_tile.amax((0, 3), keepdim=True)
+        if sink_logits is not None:
+            per_row = self._of_rows(sink_logits, height).float().expand(*units, height, 1).reshape(count, height, 1)
+            top = torch.maximum(top, per_row)
+        by_tile.sub_(top)
 
         weights = elementwise(torch.exp, scores)
         parts = in_pieces(torch.bmm, weights, value.flatten(0, 1), sizes=counts)
@@ -148,7 +164,14 @@ class FixedTileAttention(TorchPagedAttention):
         for part, its_sum in zip(parts[1:], sums[1:]):
             attended.add_(part)
             total.add_(its_sum)
+        if sink_logits is not None:
+            total.add_(elementwise(torch.exp, per_row - top[0]))
         return attended.div_(total)
+
+    def _of_rows(self, of_heads, count):
+        """[kv heads, group] numbers of heads -> [kv heads, count, 1] of rows; past the group's own rows, anybody's."""
+        head = torch.arange(count, dtype=torch.int64, device=self.device) % self.group
+        return of_heads[:, head, None]
 
     # ------------------------------------------------------------------ per step
 
@@ -172,10 +195,16 @@ class FixedTileAttention(TorchPagedAttention):
             key = (tiles_read[begin_mask:stop, None] * self.tile + np.arange(self.tile))[:, None]
             mask = _mask(key, position, window, self.sink)[:, None, :, None]
             rows = slice(begin + first - start, begin + last + 1 - start)
-            tiles.append(_RowTile(rows, slice(begin_keys, stop), self._upload(mask)))
+            seen = tiles_read[begin_keys:stop].reshape(-1, 1, 1, 1, 1, 1) * self.tile + np.arange(self.tile)
+            tiles.append(_RowTile(rows, slice(begin_keys, stop), self._upload(mask),
+                                  self._places(seen, position.reshape(-1, 1, 1))))
         return _Context(pages, tiles)
 
-    def _plan_group(self, step, members, lengths, seen, window):
+    def _places(self, key, query):
+        """Positions on the device, where a layer needs them."""
+        return (self._upload(key), self._upload(query)) if self._slopes else None
+
+    def _plan_group(self, step, members, lengths, seen, window, slopes, factor):
         lengths = lengths[members]
         tiles = self._tiles_read(lengths - 1, lengths, window)
         indices = step.num_contexts + members
@@ -185,8 +214,9 @@ class FixedTileAttention(TorchPagedAttention):
 
         rows = step.num_context_tokens + members
         whole = len(rows) == rows[-1] - rows[0] + 1
+        places = self._places(key.swapaxes(0, 1)[:, :, None, None, None], (lengths - 1).reshape(-1, 1, 1, 1, 1))
         return _Group(slice(int(rows[0]), int(rows[-1]) + 1) if whole else self._upload(rows), pages,
-                      self._upload(mask))
+                      self._upload(mask), places)
 
     def _tiles_read(self, first_position, length, window):
         """[n, m] numbers of the key tiles that each sequence reads, rising; past its own, further ones, unseen."""

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ..triton_kernels.cpu.rope_kv_append import StepRows, packed, pool_rows
-from .interface import HeadLayout, PackedStep, RotaryTable
+from .alibi import added_by_position
+from .interface import HeadLayout, PackedStep, RotaryTable, refuse_wrong_sink_logits
 from .windows import blocks_seen
 
 # Sequences of one batched product are padded to the longest. A group is closed when more than this would be padding:
@@ -32,12 +33,14 @@ class _Tile:
     sinks    first keys of the sequence that all rows see and that lie apart from the others
     keys     the keys from the first one in the first row's window to the last row's own
     behind   [rows, n] or None: 0, and -inf where one of the first n of `keys` has left a row's window
+    first    positions of the first row and of the first of `keys`
     """
 
     rows: slice
     sinks: int
     keys: slice
     behind: torch.Tensor | None
+    first: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -60,7 +63,8 @@ class _Group:
 
     rows    [n] int64 packed rows; a slice when they are consecutive
     pages   [2 * n * kv_heads * m] int64   in the order (key or value, sequence, head, block)
-    mask    [n * kv_heads, 1, m * tokens_per_block], 0 where visible, -inf elsewhere
+    mask    [n * kv_heads, 1, m * tokens_per_block], 0 where visible, -inf elsewhere; with slopes
+            [n * kv_heads, group, m * tokens_per_block], what positions add to scores in place of 0
     """
 
     rows: torch.Tensor | slice
@@ -84,9 +88,13 @@ class TorchPagedAttention:
         self.heads, self.kv_heads, self.head_size, self.block = spec.num_heads, kv_heads, head_size, block
         self.group = spec.num_heads // kv_heads
         self.attention, self.sink = spec.attention, sink
+        # Layers of one kind share their plan.
+        self._kinds = [(layer.window, layer.alibi_slopes, layer.alibi_bfloat16_factor) for layer in spec.attention]
         self.windows = tuple(dict.fromkeys(layer.window for layer in spec.attention))
         self.block_bytes = kv_pool[0, 0].nbytes
         self.dtype, self.device = kv_pool.dtype, kv_pool.device
+        self._slopes = {slopes: torch.tensor(slopes, dtype=torch.float32, device=self.device).view(kv_heads, self.group)
+                        for _, slopes, _ in self._kinds if slopes is not None}
         square = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device)
         self._ahead, self._behind = square.triu(1), square.tril(-1)
 
@@ -102,27 +110,33 @@ class TorchPagedAttention:
     def plan(self, step: PackedStep) -> None:
         self._step_rows = StepRows(torch.from_numpy(step.pool_slots), torch.from_numpy(step.positions).to(torch.int64),
                                    self.layer_pools[0], self.deterministic)
-        self._plans = {window: self._plan_window(step, window) for window in self.windows}
+        contexts = {window: [self._plan_context(step, index, window) for index in range(step.num_contexts)]
+                    for window in self.windows}
+        self._plans = {kind: (contexts[kind[0]], self._plan_generation(step, *kind))
+                       for kind in dict.fromkeys(self._kinds)}
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-            rotary: RotaryTable | None) -> torch.Tensor:
+            rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
+        refuse_wrong_sink_logits(layer, self.attention[layer], sink_logits)
+        if sink_logits is not None:
+            sink_logits = sink_logits.view(self.kv_heads, self.group)
         rows = packed(query, key, value)
         if rotary is not None:
             self._step_rows.rotate(rows[:, : -self.kv_heads], rotary.cos, rotary.sin)
         self.layer_rows[layer].index_put_((self._step_rows.places,), rows[:, self.heads :])
         query, key, value = rows.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 1)
 
-        contexts, groups = self._plans[self.attention[layer].window]
+        contexts, groups = self._plans[self._kinds[layer]]
         if not contexts and len(groups) == 1:
-            return self._generate(layer, groups[0], query)
+            return self._generate(layer, groups[0], query, sink_logits)
         result = query.new_empty(len(query), self.heads * self.head_size)
         for context in contexts:
-            self._attend(layer, context, query, key, value, result)
+            self._attend(layer, context, query, key, value, result, sink_logits)
         for group in groups:
-            result[group.rows] = self._generate(layer, group, query)
+            result[group.rows] = self._generate(layer, group, query, sink_logits)
         return result
 
-    def _generate(self, layer, group, query):
+    def _generate(self, layer, group, query, sink_logits):
         """One query row per sequence: [n, heads * head_size]."""
         rows = query[group.rows]
         gathered = self.layer_pages[layer].index_select(0, group.pages)
@@ -134,9 +148,11 @@ class TorchPagedAttention:
         else:
             scores = torch.bmm(queries, key.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap)
             scores.add_(group.mask)
-        return torch.bmm(scores.softmax(-1), value).view(len(rows), -1)
+        if sink_logits is not None:
+            sink_logits = sink_logits.repeat(len(rows), 1)
+        return torch.bmm(_softmax(scores, sink_logits), value).view(len(rows), -1)
 
-    def _attend(self, layer, context, query, key, value, result):
+    def _attend(self, layer, context, query, key, value, result, sink_logits):
         """The rows of one context sequence, into `result`."""
         if context.pages is None:
             key, value = key[context.rows].transpose(0, 1), value[context.rows].transpose(0, 1)
@@ -155,16 +171,27 @@ class TorchPagedAttention:
             else:
                 scores.mul_(scale / softcap).tanh_().mul_(softcap)
             by_row = scores.view(self.kv_heads, self.group, count, -1)
+            self._add_positions(layer, tile, by_row)
             by_row[..., -count:].add_(self._ahead[:count, :count])
             if tile.behind is not None:
                 by_row[..., tile.sinks : tile.sinks + tile.behind.shape[1]].add_(tile.behind)
-            attended = torch.bmm(scores.softmax(-1), _seen(value, tile))
+            per_row = None if sink_logits is None else sink_logits.repeat_interleave(count, 1)
+            attended = torch.bmm(_softmax(scores, per_row), _seen(value, tile))
             result[tile.rows].view(split).copy_(attended.view(rows.shape).permute(2, 0, 1, 3))
 
-    def _plan_window(self, step, window):
-        """What each sequence reads under one window: (contexts, groups of generating sequences)."""
-        contexts = [self._plan_context(step, index, window) for index in range(step.num_contexts)]
+    def _add_positions(self, layer, tile, scores):
+        """Add to the scores [kv heads, group, rows, keys] of a tile what ALiBi does."""
+        _, slopes, factor = self._kinds[layer]
+        if slopes is None:
+            return
+        (query, key), count, keys = tile.first, scores.shape[2], scores.shape[3]
+        positions = torch.arange(key - tile.sinks, key - tile.sinks + keys, dtype=torch.int64, device=self.device)
+        positions[: tile.sinks] = torch.arange(tile.sinks, dtype=torch.int64, device=self.device)
+        rows = torch.arange(query, query + count, dtype=torch.int64, device=self.device)
+        scores.add_(added_by_position(positions, rows[:, None], self._slopes[slopes][:, :, None, None], factor))
 
+    def _plan_generation(self, step, window, slopes, factor):
+        """What each generating sequence reads under one window, in groups."""
         lengths = step.kv_lengths[step.num_contexts :].astype(np.int64)
         seen, num_blocks = None, -(-lengths // self.block)
         if window:
@@ -177,9 +204,9 @@ class TorchPagedAttention:
                 padded += num_blocks[order[start]] - num_blocks[order[end]]
             if end == len(order) or padded * self.block_bytes > MAX_PADDED_BYTES:
                 members = np.sort(order[start:end])
-                groups.append(self._plan_group(step, members, lengths, seen, window))
+                groups.append(self._plan_group(step, members, lengths, seen, window, slopes, factor))
                 start, padded = end, 0
-        return contexts, groups
+        return groups
 
     def _plan_context(self, step, index, window):
         begin, end = int(step.query_starts[index]), int(step.query_starts[index + 1])
@@ -202,16 +229,16 @@ class TorchPagedAttention:
         if window and first - window + 1 > self.sink:
             # A gap behind the sinks, and each row sees one key of the first less than the row before it.
             keys, behind = slice(first - window + 1 - missing, stop - missing), self._behind[: end - row, : end - row]
-            return _Tile(slice(row, end), self.sink, keys, behind)
+            return _Tile(slice(row, end), self.sink, keys, behind, (first, first - window + 1))
         behind = None
         if window and stop - window > self.sink:
             key = torch.arange(stop - window, dtype=torch.int64, device=self.device)
             query = torch.arange(first, stop, dtype=torch.int64, device=self.device)[:, None]
             outside = (key <= query - window) & (key >= self.sink)
             behind = torch.zeros(outside.shape, dtype=self.dtype, device=self.device).masked_fill_(outside, -torch.inf)
-        return _Tile(slice(row, end), 0, slice(stop), behind)
+        return _Tile(slice(row, end), 0, slice(stop), behind, (first, 0))
 
-    def _plan_group(self, step, members, lengths, seen, window):
+    def _plan_group(self, step, members, lengths, seen, window, slopes, factor):
         """seen   `blocks_seen` of all generating sequences; None without a window: each sees all its blocks"""
         lengths, indices = lengths[members, None], step.num_contexts + members
         last = (lengths - 1) // self.block
@@ -229,11 +256,16 @@ class TorchPagedAttention:
         if window:
             visible &= (key_position >= lengths - window) | (key_position < self.sink)
         mask = np.where(visible, np.float32(0), np.float32(-np.inf)).repeat(self.kv_heads, axis=0)[:, None]
+        mask = self._upload(mask)
+        if slopes is not None:
+            places = (self._upload(key_position[:, None, None]), self._upload(lengths[..., None, None] - 1))
+            added = added_by_position(*places, self._slopes[slopes][:, :, None], factor)
+            mask = mask + added.view(len(mask), self.group, -1)
 
         rows = step.query_starts[indices].astype(np.int64)
         whole = len(rows) == rows[-1] - rows[0] + 1
         return _Group(slice(int(rows[0]), int(rows[-1]) + 1) if whole else self._upload(rows),
-                      self._pages(blocks).view(-1), self._upload(mask).to(self.dtype))
+                      self._pages(blocks).view(-1), mask.to(self.dtype))
 
     def _pages(self, blocks):
         """[n, m] block ids -> page numbers of layer 0, [2, n, kv_heads, m] in one row."""
@@ -242,6 +274,14 @@ class TorchPagedAttention:
 
     def _upload(self, array):
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _softmax(scores: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the last of three dimensions. sink_logits: None, or one more score of each of the others, whose own
+    weight is left out."""
+    if sink_logits is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sink_logits[..., None].to(scores.dtype)], -1).softmax(-1)[..., :-1]
 
 
 def _seen(whole: torch.Tensor, tile: _Tile) -> torch.Tensor:

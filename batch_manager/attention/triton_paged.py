@@ -19,7 +19,14 @@ from ..triton_kernels.device_limits import device_limits
 from ..triton_kernels.paged_attention_context import paged_attention_context
 from ..triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
 from ..triton_kernels.rope_kv_append import rope_kv_append
-from .interface import ContextInputs, GenerationInputs, HeadLayout, PackedStep, RotaryTable
+from .interface import (
+    ContextInputs,
+    GenerationInputs,
+    HeadLayout,
+    PackedStep,
+    RotaryTable,
+    refuse_wrong_sink_logits,
+)
 
 NO_WORK = np.empty((0, WORK_COLUMNS), np.int32)
 UNIFORM_ROWS = 16      # of a tile when deterministic: the least a matrix instruction takes, as most rows stand alone
@@ -43,6 +50,9 @@ class TritonPagedAttention:
         self.attention, self.sink = spec.attention, sink
         self.windows = tuple(dict.fromkeys(layer.window for layer in spec.attention))
         self.layer_pools = kv_pool.unbind(1)                       # [N, 2, kv heads, B, D] each
+        tensors = {slopes: torch.tensor(slopes, dtype=torch.float32, device=kv_pool.device)
+                   for slopes in dict.fromkeys(layer.alibi_slopes for layer in spec.attention) if slopes is not None}
+        self.slopes = [tensors.get(layer.alibi_slopes) for layer in spec.attention]
         self.deterministic = deterministic
         self.uniform_rows = UNIFORM_ROWS if deterministic else None
         self.tile_rows = self.uniform_rows or context_tile_rows(spec.head_size, kv_pool.element_size())
@@ -115,8 +125,11 @@ class TritonPagedAttention:
         return decode_settings(head_size, tokens_per_block, pool.element_size(), device_limits()).places
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-            rotary: RotaryTable | None) -> torch.Tensor:
+            rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
         pool, attention = self.layer_pools[layer], self.attention[layer]
+        refuse_wrong_sink_logits(layer, attention, sink_logits)
+        more = {"softcap": attention.softcap, "alibi_slopes": self.slopes[layer],
+                "alibi_bfloat16_factor": attention.alibi_bfloat16_factor, "sink_logits": sink_logits}
         cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if self._contexts is not None:
@@ -125,11 +138,11 @@ class TritonPagedAttention:
             rope_kv_append(queries, key[rows], value[rows], pool, given.pool_slots, given.positions, cos, sin)
             paged_attention_context(queries, pool, given.block_tables, given.query_starts, given.kv_lengths, given.work,
                                     attention.scale, attention.window, slots=given.table_rows, out=result[rows],
-                                    sink=self.sink, uniform_rows=self.uniform_rows, softcap=attention.softcap)
+                                    sink=self.sink, uniform_rows=self.uniform_rows, **more)
         if self._generation is not None:
             rows, given = self._generation_rows, self._generation
             paged_attention_decode(query[rows], key[rows], value[rows], pool, given.block_tables, given.kv_lengths,
                                    *given.work[attention.window], attention.scale, attention.window,
-                                   slots=given.table_rows, out=result[rows], sink=self.sink,
-                                   softcap=attention.softcap, cos_table=cos, sin_table=sin)
+                                   slots=given.table_rows, out=result[rows], sink=self.sink, cos_table=cos,
+                                   sin_table=sin, **more)
         return result.flatten(1)

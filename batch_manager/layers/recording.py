@@ -183,8 +183,13 @@ class Recording:
         self.add(ACTIVATE, [rows, result], [width, ACTIVATIONS[kind], int(gated)])
         return result
 
-    def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int) -> Rows:
+    def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int,
+                  sink_logits: torch.Tensor | None) -> Rows:
         """how   a LayerAttention"""
+        if how.alibi_slopes is not None:
+            raise NotRecordableError("its attention adds to scores by positions (alibi_slopes)")
+        if how.has_sink_logits:
+            raise NotRecordableError("its attention has sink logits")
         tables = (0, 0, 0)
         if rotary is not None:
             tables = (self.floats(rotary.cos), self.floats(rotary.sin), rotary.cos.shape[1])
@@ -223,12 +228,13 @@ class RecordedAttention:
     def plan(self, step: Any) -> None:
         pass
 
-    def run(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any) -> Rows:
+    def run(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any,
+            sink_logits: torch.Tensor | None = None) -> Rows:
         expected = ((query, self._query_heads), (key, self._kv_heads), (value, self._kv_heads))
         if not all(isinstance(rows, Rows) and rows.heads == heads and rows.size == self._size
                    for rows, heads in expected):
             raise NotRecordableError("it attends with something else than heads of its rows")
-        return query.recording.attention(layer, query, key, value, rotary, self._layers[layer], self._sink)
+        return query.recording.attention(layer, query, key, value, rotary, self._layers[layer], self._sink, sink_logits)
 
 
 def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, attention: RecordedAttention,

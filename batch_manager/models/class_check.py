@@ -76,6 +76,10 @@ def refuse_wrong_spec(model_class: type, spec: object) -> None:
     if len(spec.attention) != spec.num_layers:
         raise ConfigError(f"{name} returned a spec with {spec.num_layers} layers and {len(spec.attention)} entries of "
                           "attention", "one for each layer", "correct the class")
+    for layer, how in enumerate(spec.attention):
+        if how.alibi_slopes is not None and len(how.alibi_slopes) != spec.num_heads:
+            raise ConfigError(f"{name} returned a spec with {spec.num_heads} heads and {len(how.alibi_slopes)} "
+                              f"alibi_slopes in layer {layer}", "one for each query head", "correct the class")
 
 
 def _fields(spec: ModelSpec) -> Iterable[tuple[str, str, bool]]:

@@ -116,10 +116,10 @@ class ModelSpec:
     head_size                entries of one attention head; hidden_size / num_heads unless the configuration says else
     vocab_size               rows of the embedding
     max_position_embeddings  positions the model was made for; with longrope those before stretching
-    attention                one LayerAttention for each layer: scale, window, softcap
+    attention                one LayerAttention for each layer: scale, window, softcap, slopes, sink logits
     norm_epsilon             of all norms
     tie_word_embeddings      the head is the embedding
-    rotary                   None: the model has learned positions
+    rotary                   None: the model has learned positions, or slopes in `attention`
     rotary_size              leading entries of each head that are rotated; None: all
     qkv_bias, out_bias       of the attention's projections
     mlp_bias                 of the feed-forward projections
@@ -156,7 +156,8 @@ class ModelSpec:
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
         rows = self.num_layers * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
         rows += self.vocab_size if self.tie_word_embeddings else 2 * self.vocab_size
-        rows += self.max_position_embeddings if self.rotary is None else 0
+        has_slopes = any(layer.alibi_slopes is not None for layer in self.attention)
+        rows += self.max_position_embeddings if self.rotary is None and not has_slopes else 0
         return rows * self.hidden_size
 
     @property

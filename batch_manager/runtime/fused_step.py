@@ -126,9 +126,11 @@ def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.dev
                     registers[result] = (read(registers) + read_other(registers)).flatten(1)
         case Attend():
             readers = [_reader(rows, widths) for rows in (step.query, step.key, step.value)]
+            more = {} if step.sink_logits is None else {"sink_logits": step.sink_logits}
 
             def launch(registers, positions, attention):
-                registers[result] = attention.run(step.layer, *(read(registers) for read in readers), step.rotary)
+                heads = (read(registers) for read in readers)
+                registers[result] = attention.run(step.layer, *heads, step.rotary, **more)
     return launch
 
 

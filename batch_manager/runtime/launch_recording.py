@@ -59,6 +59,7 @@ class Attend:
     key: Rows
     value: Rows
     rotary: Any
+    sink_logits: torch.Tensor | None
     result: Rows
 
 
@@ -136,7 +137,8 @@ class LaunchRecording:
         self.operations.append(Activation(rows, result, kind, gated))
         return result
 
-    def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int) -> Rows:
+    def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int,
+                  sink_logits: torch.Tensor | None) -> Rows:
         result = self.register(query.width)
-        self.operations.append(Attend(layer, query, key, value, rotary, result))
+        self.operations.append(Attend(layer, query, key, value, rotary, sink_logits, result))
         return result

@@ -24,9 +24,9 @@ class PaddedAttention:
         self._attention.receive(tensors)
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-            rotary: RotaryTable | None) -> torch.Tensor:
-        rows = self._rows
-        attended = self._attention.run(layer, query[rows], key[rows], value[rows], rotary)
+            rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
+        rows, more = self._rows, {} if sink_logits is None else {"sink_logits": sink_logits}
+        attended = self._attention.run(layer, query[rows], key[rows], value[rows], rotary, **more)
         return self._spread(attended)
 
     def _spread(self, packed: torch.Tensor) -> torch.Tensor:

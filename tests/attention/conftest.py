@@ -33,6 +33,9 @@ class Layout:
     sink: int = 0
     scale: float | None = None            # None: head_size ** -0.5
     softcaps: tuple | None = None         # None: no layer has one
+    slopes: tuple | None = None           # of all heads, in every layer
+    slope_factor: float | None = None
+    sink_logits: tuple | None = None      # of all heads, in every layer
 
     @property
     def num_layers(self):
@@ -42,8 +45,15 @@ class Layout:
     def attention(self):
         scale = self.head_size**-0.5 if self.scale is None else self.scale
         softcaps = (None,) * self.num_layers if self.softcaps is None else self.softcaps
-        return tuple(LayerAttention(scale=scale, window=window, softcap=softcap)
+        return tuple(LayerAttention(scale=scale, window=window, softcap=softcap, alibi_slopes=self.slopes,
+                                    alibi_bfloat16_factor=self.slope_factor,
+                                    has_sink_logits=self.sink_logits is not None)
                      for window, softcap in zip(self.windows, softcaps, strict=True))
+
+    @property
+    def more(self):
+        """What `run` is given beside the heads."""
+        return {} if self.sink_logits is None else {"sink_logits": torch.tensor(self.sink_logits)}
 
     def pool(self, num_blocks, seed=0):
         shape = (num_blocks, self.num_layers, 2, self.num_kv_heads, self.tokens_per_block, self.head_size)
@@ -107,7 +117,9 @@ def give_back(layout, step, pools, stale=-1):
 def oracle(layout, pool, layer, step, query, key, value, rotary):
     """The layer's result by the oracles; writes the pool."""
     view, attention = pool[:, layer], layout.attention[layer]
-    scale, window, softcap = attention.scale, attention.window, attention.softcap
+    more = {**layout.more, "softcap": attention.softcap, "alibi_bfloat16_factor": attention.alibi_bfloat16_factor,
+            "alibi_slopes": None if layout.slopes is None else torch.tensor(layout.slopes)}
+    scale, window = attention.scale, attention.window
     cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
     tables, lengths = torch.from_numpy(step.block_tables), torch.from_numpy(step.kv_lengths)
     split, contexts = step.num_context_tokens, step.num_contexts
@@ -116,10 +128,10 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
                              torch.from_numpy(step.pool_slots[:split]), torch.from_numpy(step.positions[:split]), cos,
                              sin)
     paged_attention_context(rotated, view, tables[:contexts], torch.from_numpy(step.query_starts[: contexts + 1]),
-                            lengths[:contexts], None, scale, window, out=result, sink=layout.sink, softcap=softcap)
+                            lengths[:contexts], None, scale, window, out=result, sink=layout.sink, **more)
     paged_attention_decode(query[split:], key[split:], value[split:], view, tables[contexts:], lengths[contexts:], None,
-                           None, scale, window, out=result[split:], sink=layout.sink, softcap=softcap, cos_table=cos,
-                           sin_table=sin)
+                           None, scale, window, out=result[split:], sink=layout.sink, cos_table=cos, sin_table=sin,
+                           **more)
     return result.flatten(1)
 
 

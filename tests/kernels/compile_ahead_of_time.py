@@ -88,23 +88,35 @@ def packed_heads(num_tokens, group, num_kv_heads, head_size):
     return packed.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
-def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None, rotation=None):
+def of_heads(heads, slopes, sink_logits):
+    """slopes   "float32" or "bfloat16", what they are multiplied in; None: there are none"""
+    given = {}
+    if slopes is not None:
+        given = {"alibi_slopes": tensor(heads, dtype=torch.float32),
+                 "alibi_bfloat16_factor": 0.125 if slopes == "bfloat16" else None}
+    return {**given, "sink_logits": tensor(heads, dtype=torch.float32)} if sink_logits else given
+
+
+def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None, rotation=None,
+           slopes=None, sink_logits=False):
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
 
     paged_attention_decode(
         *packed_heads(32, group, num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
         integers(256, 64), integers(32), integers(100, 4), integers(33), 0.1, window=window, slots=integers(32),
         sink=sink, softcap=softcap, **(tables(head_size) if rotation is None else rotation),
+        **of_heads(group * num_kv_heads, slopes, sink_logits),
     )
 
 
-def context(head_size, group, num_kv_heads=8, window=None, sink=0, uniform_rows=None, softcap=None):
+def context(head_size, group, num_kv_heads=8, window=None, sink=0, uniform_rows=None, softcap=None, slopes=None,
+            sink_logits=False):
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
 
     paged_attention_context(
         tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size), integers(256, 64),
         integers(5), integers(4), integers(32, 2), 0.1, window=window, slots=integers(4),
-        sink=sink, uniform_rows=uniform_rows, softcap=softcap,
+        sink=sink, uniform_rows=uniform_rows, softcap=softcap, **of_heads(group * num_kv_heads, slopes, sink_logits),
     )
 
 
@@ -219,6 +231,9 @@ CASES = {
     "decode D64 window sinks": lambda: decode(64, 4, window=4096, sink=4),
     "decode D128 softcap": lambda: decode(128, 2, softcap=50.0),
     "decode D256 softcap window": lambda: decode(256, 2, num_kv_heads=4, window=4096, softcap=50.0),
+    "decode D128 slopes": lambda: decode(128, 1, rotation={}, slopes="float32"),
+    "decode D64 slopes of bfloat16": lambda: decode(64, 71, num_kv_heads=1, rotation={}, slopes="bfloat16"),
+    "decode D64 sink logits window": lambda: decode(64, 8, window=128, sink_logits=True),
     "context D128": lambda: context(128, 4),
     "context D64": lambda: context(64, 3, num_kv_heads=3),
     "context D64 window": lambda: context(64, 4, window=4096),
@@ -229,6 +244,11 @@ CASES = {
     "context D128 softcap": lambda: context(128, 2, softcap=50.0),
     "context D128 softcap window": lambda: context(128, 2, window=4096, softcap=50.0),
     "context D64 softcap uniform": lambda: context(64, 4, softcap=50.0, uniform_rows=16),
+    "context D128 slopes": lambda: context(128, 1, slopes="float32"),
+    "context D64 slopes of bfloat16": lambda: context(64, 71, num_kv_heads=1, slopes="bfloat16"),
+    "context D64 sink logits window": lambda: context(64, 8, window=128, sink_logits=True),
+    "context D128 slopes sink logits uniform": lambda: context(128, 4, slopes="float32", sink_logits=True,
+                                                               uniform_rows=16),
     "linear 4096": lambda: linear(4096, 14336),
     "linear 100": lambda: linear(100, 70),
     "linear 4096 float32": lambda: linear(4096, 14336, torch.float32),

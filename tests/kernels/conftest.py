@@ -313,10 +313,14 @@ class PagedCache:
 
 @pytest.fixture
 def streaming_attention():
-    """streaming_attention(query [T, HQ, D], contents [2, HK, length, D], scale, window, sink, softcap): attention of
-    the last T tokens of a sequence under the mask of StreamingLLM, entry by entry."""
+    """streaming_attention(query [T, HQ, D], contents [2, HK, length, D], scale, window, sink, ...): attention of the
+    last T tokens of a sequence under the mask of StreamingLLM, entry by entry.
 
-    def attend(query, contents, scale, window, sink, softcap=None):
+    added         (head, key position, query position) -> what is added to the score
+    sink_logits   [HQ], of one more key each whose value is zeros
+    """
+
+    def attend(query, contents, scale, window, sink, softcap=None, added=None, sink_logits=None):
         length, group = contents.shape[2], query.shape[1] // contents.shape[1]
         out = torch.empty_like(query)
         for row, position in enumerate(range(length - len(query), length)):
@@ -326,7 +330,11 @@ def streaming_attention():
                 scores = scale * (keys @ query[row, head])
                 if softcap is not None:
                     scores = (scores / softcap).tanh() * softcap
-                out[row, head] = scores.softmax(0) @ values
+                if added is not None:
+                    scores = scores + torch.tensor([added(head, key, position) for key in seen], dtype=scores.dtype)
+                weights = scores.exp()
+                total = weights.sum() + (0 if sink_logits is None else sink_logits[head].exp())
+                out[row, head] = weights @ values / total
         return out
 
     return attend

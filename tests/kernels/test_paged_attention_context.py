@@ -19,7 +19,7 @@ def check(assert_equals_oracle, paged_cache, random, integers):
     """check(query_lengths, kv_lengths, ...): kernel against oracle, with rows of other kinds behind the context's."""
 
     def run(query_lengths, kv_lengths, group=1, num_kv_heads=1, head_size=32, tokens_per_block=B,
-            dtype=torch.float32, window=None, padded_to=0, sink=0, scale=None, softcap=None, uniform_rows=None):
+            dtype=torch.float32, window=None, padded_to=0, sink=0, scale=None, softcap=None, uniform_rows=None, **more):
         cache = paged_cache(kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype)
         if window:
             for sequence, (new, length) in enumerate(zip(query_lengths, kv_lengths)):
@@ -35,8 +35,8 @@ def check(assert_equals_oracle, paged_cache, random, integers):
         return assert_equals_oracle(
             "paged_attention_context", query, cache.pool, cache.block_table, integers(cu_seqlens), cache.kv_lengths,
             work_list, scale or head_size**-0.5, window=window, out=torch.full_like(query, torch.nan), sink=sink,
-            softcap=softcap, uniform_rows=uniform_rows,
-            roundings=2, reduction=(head_size + max(kv_lengths)) * (40 if softcap else 1), dtype=dtype,
+            softcap=softcap, uniform_rows=uniform_rows, **more,
+            roundings=2, reduction=(head_size + max(kv_lengths)) * (40 if softcap or more else 1), dtype=dtype,
         )
 
     return run
@@ -117,6 +117,61 @@ def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attenti
     expected = streaming_attention(query, cache.contents[0], 0.3, window or 1000, 0, softcap)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     assert not torch.allclose(out, run_oracle("paged_attention_context", *arguments), atol=1e-3)
+
+
+def slopes_of(heads, is_rounded, random):
+    """Falling slopes, the last of them negative; numbers of bfloat16 where that is asked for."""
+    slopes = 0.7 ** torch.arange(1, heads + 1).to(random(1).device)
+    slopes[-1] *= -1
+    return slopes.bfloat16().float() if is_rounded else slopes
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("factor", [None, 0.3])
+@pytest.mark.parametrize("window, sink", [(None, 0), (20, 3)])
+def test_the_oracle_adds_slopes_after_the_cap_and_one_sink_logit(run_oracle, streaming_attention, paged_cache, random,
+                                                                 integers, window, sink, factor, softcap):
+    cache = paged_cache([290], 2, 8, B, torch.float64)
+    query, slopes, sink_logits = random(30, 4, 8, dtype=torch.float64), slopes_of(4, factor, random), random(4)
+    out = run_oracle("paged_attention_context", query, cache.pool, cache.block_table, integers([0, 30]),
+                     cache.kv_lengths, None, 0.3, window, sink=sink, softcap=softcap, alibi_slopes=slopes,
+                     alibi_bfloat16_factor=factor, sink_logits=sink_logits)
+
+    def product(head, position):                           # of a position above 256, which is no number of bfloat16
+        return float(slopes[head].bfloat16() * torch.tensor(position).bfloat16())
+
+    def added(head, key, position):
+        if factor is None:
+            return float(slopes[head]) * (key - position)
+        return factor * (product(head, key) - product(head, position))
+
+    expected = streaming_attention(query, cache.contents[0], 0.3, window or 1000, sink, softcap, added,
+                                   sink_logits.double())
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("has_slopes, factor, has_sink_logits", [
+    (True, None, False), (False, None, True), (True, None, True), (True, 0.25, False),
+])
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.5}, {"window": 20, "sink": 5, "uniform_rows": 16}])
+def test_slopes_and_sink_logits(check, random, dtype, has_slopes, factor, has_sink_logits, more):
+    if has_slopes:
+        more = {**more, "alibi_slopes": slopes_of(6, factor, random), "alibi_bfloat16_factor": factor}
+    if has_sink_logits:
+        more = {**more, "sink_logits": 3 * random(6)}
+    check([40, 5, 1], [300, 5, 70], group=3, num_kv_heads=2, dtype=dtype, **more)
+
+
+@pytest.mark.parametrize("sink_logit", [-torch.inf, -200.0, 200.0])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sink_logits_far_from_all_scores(run_kernel, run_oracle, paged_cache, random, integers, window, sink_logit):
+    cache = paged_cache([75], 1, 32, B, torch.float32)
+    query, tile_rows = random(40, 2, 32), context_tile_rows(32, 4)
+    work_list = torch.from_numpy(context_work_list([40], [75], tile_rows)).to(query.device)
+    arguments = (query, cache.pool, cache.block_table, integers([0, 40]), integers([75]), work_list, 0.2, window)
+    without = run_oracle("paged_attention_context", *arguments)
+    got = run_kernel("paged_attention_context", *arguments, sink_logits=torch.full_like(random(2), sink_logit))
+    torch.testing.assert_close(got, without * (sink_logit < 0), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("sink", [1, 4, B, B + 1])
@@ -216,12 +271,16 @@ def test_some_work_list_has_as_many_rows_as_most_context_tiles(num_tokens, num_c
     assert num_rows == most_context_tiles(num_tokens, num_contexts, tile_rows)
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": 20}, {"window": 20, "sink": 5}])
+@pytest.mark.parametrize("settings", [{}, {"window": 20}, {"window": 20, "sink": 5}, {"window": 20, "slopes": 0.25}])
 def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, paged_cache, random, integers, dtype,
                                                                   settings):
     length, heads, head_size = 75, 6, 32                   # the heads of a group may lie in two tiles
     cache = paged_cache([length], 2, head_size, B, dtype)
     query = random(length, heads, head_size, dtype=dtype)
+    if "slopes" in settings:
+        settings = {**settings, "alibi_bfloat16_factor": settings["slopes"], "sink_logits": random(heads),
+                    "alibi_slopes": slopes_of(heads, settings["slopes"], random)}
+        del settings["slopes"]
 
     def attend(start, stop):
         work_list = torch.from_numpy(context_work_list([stop - start], [stop], 16)).to(query.device)

@@ -109,6 +109,70 @@ def test_the_oracle_caps_scores_before_the_softmax(run_oracle, streaming_attenti
     assert not torch.allclose(out[1:], run_oracle("paged_attention_decode", *arguments)[1:], atol=1e-3)
 
 
+def slopes_of(heads, is_rounded, random):
+    """Falling slopes, the last of them negative; numbers of bfloat16 where that is asked for."""
+    slopes = 0.7 ** torch.arange(1, heads + 1).to(random(1).device)
+    slopes[-1] *= -1
+    return slopes.bfloat16().float() if is_rounded else slopes
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("factor", [None, 0.3])
+@pytest.mark.parametrize("window, sink", [(None, 0), (20, 3)])
+def test_the_oracle_adds_slopes_after_the_cap_and_one_sink_logit(run_oracle, streaming_attention, paged_cache, random,
+                                                                 window, sink, factor, softcap):
+    cache = paged_cache([1, 20, 300], 2, 8, B, torch.float64)
+    query, slopes, sink_logits = random(3, 4, 8, dtype=torch.float64), slopes_of(4, factor, random), random(4)
+    out = run_oracle("paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table,
+                     cache.kv_lengths, None, None, 0.3, window, sink=sink, softcap=softcap, alibi_slopes=slopes,
+                     alibi_bfloat16_factor=factor, sink_logits=sink_logits)
+
+    def product(head, position):                           # of a position above 256, which is no number of bfloat16
+        return float(slopes[head].bfloat16() * torch.tensor(position).bfloat16())
+
+    def added(head, key, position):
+        if factor is None:
+            return float(slopes[head]) * (key - position)
+        return factor * (product(head, key) - product(head, position))
+
+    expected = torch.stack([
+        streaming_attention(query[i : i + 1], cache.contents[i], 0.3, window or 1000, sink, softcap, added,
+                            sink_logits.double())[0] for i in range(3)
+    ])
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
+@pytest.mark.parametrize("has_slopes, factor, has_sink_logits", [
+    (True, None, False), (False, None, True), (True, None, True), (True, 0.25, False),
+])
+@pytest.mark.parametrize("more", [{}, {"window": 20, "sink": 5}, {"softcap": 2.5}])
+def test_slopes_and_sink_logits(assert_equals_oracle, paged_cache, random, dtype, has_slopes, factor, has_sink_logits,
+                                more, pages_per_part, work):
+    cache = paged_cache([B - 1, 1, 300, 70], 2, 32, B, dtype)
+    query = random(4, 6, 32, dtype=dtype)
+    if has_slopes:
+        more = {**more, "alibi_slopes": slopes_of(6, factor, random), "alibi_bfloat16_factor": factor}
+    if has_sink_logits:
+        more = {**more, "sink_logits": 3 * random(6)}
+    assert_equals_oracle(
+        "paged_attention_decode", query, *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
+        *work(cache.kv_lengths, pages_per_part, more.get("window"), more.get("sink", 0)), 0.2, out=nan_like(query),
+        **more, roundings=2, reduction=4 * (32 + 300), dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
+@pytest.mark.parametrize("sink_logit", [-torch.inf, -200.0, 200.0])
+def test_sink_logits_far_from_all_scores(run_kernel, run_oracle, paged_cache, random, sink_logit, pages_per_part, work):
+    cache = paged_cache([1, 90], 1, 32, B, torch.float32)
+    arguments = (random(2, 2, 32), *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
+                 *work(cache.kv_lengths, pages_per_part), 0.2)
+    without = run_oracle("paged_attention_decode", *arguments)
+    got = run_kernel("paged_attention_decode", *arguments, sink_logits=torch.full_like(random(2), sink_logit))
+    torch.testing.assert_close(got, without * (sink_logit < 0), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("sink", [0, 1, 4, B, B + 1])
 @pytest.mark.parametrize("window", [1, B, 20, 1000])
 def test_the_oracle_attends_under_the_streaming_mask(

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from batch_manager.attention.interface import LayerAttention
 from batch_manager.errors import ConfigError, ModelLoadError
 from batch_manager.layers.mlp import GatedMlp, Mlp
 from batch_manager.layers.rotary import Rotary
@@ -109,6 +110,12 @@ def test_a_spec_that_cannot_be_names_the_class_and_the_field(changes, expectatio
                        f".*{expectation}.*; correct the class") as error:
         registered(read_spec=reads(**changes))
     assert not isinstance(error.value, ModelLoadError) and "config.json" not in parts_of(error)
+
+
+def test_slopes_for_another_number_of_heads_name_the_layer(registered):
+    layers = tuple(LayerAttention(scale=1.0, alibi_slopes=(0.5,) * count) for count in (4, 3, 4, 4))
+    with pytest.raises(ConfigError, match="a spec with 4 heads and 3 alibi_slopes in layer 1; one for each query head"):
+        registered(read_spec=reads(attention=layers))
 
 
 @pytest.mark.parametrize("fields, told", [

@@ -1,9 +1,10 @@
 """The same models through the Triton kernels, in triton's interpreter, in a process of its own.
 
-The first one a second time, with another window and with sinks, which transformers does not have.
+The first one a second time, with another window, sinks, slopes and sink logits, which transformers does not have there.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -27,19 +28,22 @@ FAMILIES = [
     ("Cohere", {"num_hidden_layers": 1, "use_qk_norm": True, "pad_token_id": None, "eos_token_id": None,
                 "bos_token_id": None, "logit_scale": 0.3}),
 ]
-WINDOW, SINK = 6, 3
+WINDOW, SINK, SLOPES, SINK_LOGITS = 6, 3, (0.5, 0.2, 0.1, 0.0), (1.0, -0.5, 0.0, 2.0)
 SCRIPT = """
-import dataclasses, importlib.util, json, sys
+import dataclasses, functools, importlib.util, json, sys, torch
 spec = importlib.util.spec_from_file_location("helpers", sys.argv[1])
 helpers = sys.modules["helpers"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(helpers)
 from batch_manager.attention.registry import make_attention
 
-first, second, window, sink = json.loads(sys.argv[2])
+first, second, window, sink, slopes, sink_logits = json.loads(sys.argv[2])
 
 def with_sinks(spec, pool):
-    return make_attention(dataclasses.replace(
-        spec, attention=tuple(dataclasses.replace(layer, window=window) for layer in spec.attention)), pool, sink)
+    layers = tuple(dataclasses.replace(layer, window=window, alibi_slopes=tuple(slopes), has_sink_logits=True)
+                   for layer in spec.attention)
+    attention = make_attention(dataclasses.replace(spec, attention=layers), pool, sink)
+    attention.run = functools.partial(attention.run, sink_logits=torch.tensor(sink_logits))
+    return attention
 
 for folder, attention_class in [(sys.argv[3], with_sinks), *((folder, make_attention) for folder in sys.argv[3:])]:
     run = helpers.Driver(helpers.load_model(folder, device="cpu", dtype="float32"), shuffled=True,
@@ -57,7 +61,7 @@ def test_the_kernels_give_the_logits_of_transformers(reference, prompts, driver)
     made = [reference(family, **options) for family, options in FAMILIES]
     first, second = prompts([20, 3])
     helpers = os.path.join(os.path.dirname(__file__), "conftest.py")
-    numbers = json.dumps([first, second, WINDOW, SINK])
+    numbers = json.dumps([first, second, WINDOW, SINK, SLOPES, SINK_LOGITS])
     done = subprocess.run(
         [sys.executable, "-m", "tests.quick_interpreter", "-c", SCRIPT, helpers, numbers,
          *(str(folder) for _, folder in made)],
@@ -66,8 +70,11 @@ def test_the_kernels_give_the_logits_of_transformers(reference, prompts, driver)
     assert done.returncode == 0, done.stderr[-2000:]
 
     def with_sinks(spec, pool):
-        return make_attention(dataclasses.replace(
-            spec, attention=tuple(dataclasses.replace(layer, window=WINDOW) for layer in spec.attention)), pool, SINK)
+        layers = tuple(dataclasses.replace(layer, window=WINDOW, alibi_slopes=SLOPES, has_sink_logits=True)
+                       for layer in spec.attention)
+        attention = make_attention(dataclasses.replace(spec, attention=layers), pool, SINK)
+        attention.run = functools.partial(attention.run, sink_logits=torch.tensor(SINK_LOGITS))
+        return attention
 
     sequences = [second, first, [*second, 5], [*first, 6], [*second, 5, 7]]
     sinks, *lines = done.stdout.splitlines()

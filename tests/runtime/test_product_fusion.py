@@ -1,6 +1,7 @@
 """Which operations share a launch: recordings made by hand, and what models of each family come down to."""
 
 import copy
+import dataclasses
 import importlib.util
 import logging
 from pathlib import Path
@@ -217,6 +218,33 @@ def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
     for count in (1, 3, 16):
         step = first_step(count, loaded.spec.vocab_size)
         step_fusion._compare(fused, loaded, attention_of(loaded), Uploads(CPU), step)
+
+
+class WithSinkLogits:
+    """What a model's layers do that have sink logits."""
+
+    def __init__(self, attention):
+        self.attention = attention
+
+    def run(self, layer, query, key, value, rotary):
+        return self.attention.run(layer, query, key, value, rotary, sink_logits=torch.linspace(-1, 2, 6) + layer)
+
+
+@torch.inference_mode()
+def test_slopes_are_the_attentions_and_sink_logits_reach_it(monkeypatch):
+    loaded = load("llama", monkeypatch)
+    expected = record_step(loaded, loaded.spec)[0]
+    layers = tuple(dataclasses.replace(layer, alibi_slopes=(0.5, 0.2, 0.1, 0.0, 0.3, 1.0), has_sink_logits=True)
+                   for layer in loaded.spec.attention)
+    spec, forward = dataclasses.replace(loaded.spec, attention=layers), type(loaded.model).forward
+    monkeypatch.setattr(type(loaded.model), "forward", lambda self, hidden, positions, attention: forward(
+        self, hidden, positions, WithSinkLogits(attention)))
+    recording, gives_logits = record_step(loaded, spec)
+    assert kinds(recording.operations) == kinds(expected.operations)
+    fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
+    monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
+    step_fusion._compare(fused, loaded, make_attention(spec, pool_of(loaded)), Uploads(CPU),
+                         first_step(3, spec.vocab_size))
 
 
 @torch.inference_mode()

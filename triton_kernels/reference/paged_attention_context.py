@@ -17,8 +17,15 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
                                                     The oracle does not need it.
             slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
             out                      [T, HQ, D]   None: allocated
+            alibi_slopes             [HQ] float32   None: positions add nothing to scores
+            sink_logits              [HQ] float32   None: there are none
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
             softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
+            alibi_slopes: f(key position) - f(query position) is added to scores after that and before the mask, with
+            f(p) = slope * p; None: nothing. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope *
+            bfloat16(p)), as Falcon has it; slopes are then numbers of bfloat16.
+            sink_logits: each row's softmax has one more score, that of its head, whose value is zeros; None: it has
+            not. They have nothing to do with `sink`.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
@@ -33,7 +40,7 @@ import torch
 
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
-    uniform_rows=None, softcap=None,
+    uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
 ):
     """Several query tokens per sequence; see the module's docstring for shapes."""
     num_heads, head_size = query.shape[1:]
@@ -61,6 +68,22 @@ def paged_attention_context(
             scores = scale * query[begin:end, head].to(wide) @ keys[head // group].T
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                scores = scores + added_by_position(position, query_position, alibi_slopes[head],
+                                                    alibi_bfloat16_factor).to(wide)
             scores = scores.masked_fill(~visible, -torch.inf)
-            out[begin:end, head] = (scores.softmax(-1) @ values[head // group]).to(out.dtype)
+            if sink_logits is not None:
+                scores = torch.cat([scores, sink_logits[head].to(wide).expand(len(scores), 1)], 1)
+            out[begin:end, head] = (scores.softmax(-1)[:, : len(position)] @ values[head // group]).to(out.dtype)
     return out
+
+
+def added_by_position(key_position, query_position, slope, bfloat16_factor):
+    """f(key position) - f(query position) in float64; all shapes broadcast."""
+    if bfloat16_factor is None:
+        return slope.double() * (key_position - query_position).double()
+
+    def product(position):
+        return (slope.bfloat16() * position.bfloat16()).double()
+
+    return bfloat16_factor * (product(key_position) - product(query_position))

@@ -21,8 +21,15 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
             slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
             out                      [S, HQ, D]   None: allocated; shares no memory with query, key or value
             cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
+            alibi_slopes             [HQ] float32   None: positions add nothing to scores
+            sink_logits              [HQ] float32   None: there are none
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
             softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
+            alibi_slopes: f(key position) - f(query position) is added to scores after that and before the mask, with
+            f(p) = slope * p; None: nothing. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope *
+            bfloat16(p)), as Falcon has it; slopes are then numbers of bfloat16.
+            sink_logits: each row's softmax has one more score, that of its head, whose value is zeros; None: it has
+            not. They have nothing to do with `sink`.
             sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
             without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
             and are not rotated again when tokens between them and the query have left the window.
@@ -35,12 +42,14 @@ Needs       a page with a visible key holds finite numbers before the place of t
 
 import torch
 
+from .paged_attention_context import added_by_position
 from .rope_kv_append import rope_kv_append
 
 
 def paged_attention_decode(
     query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
-    out=None, sink=0, softcap=None, cos_table=None, sin_table=None,
+    out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
+    sink_logits=None,
 ):
     """Append and attend from one token per sequence; see the module's docstring for shapes."""
     num_sequences, num_heads, head_size = query.shape
@@ -70,5 +79,12 @@ def paged_attention_decode(
         scores = scale * heads @ keys.transpose(1, 2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        out[sequence] = (scores.softmax(-1) @ values).reshape(num_heads, head_size).to(out.dtype)
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.view(num_kv_heads, group, 1)
+            added = added_by_position(position, newest[sequence], slopes, alibi_bfloat16_factor)
+            scores = scores + added.to(wide)
+        if sink_logits is not None:
+            scores = torch.cat([scores, sink_logits.to(wide).view(num_kv_heads, group, 1)], 2)
+        weights = scores.softmax(-1)[..., : len(position)]
+        out[sequence] = (weights @ values).reshape(num_heads, head_size).to(out.dtype)
     return out
