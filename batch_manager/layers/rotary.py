@@ -54,7 +54,7 @@ class Rotary:
     def __init__(self, context: LayerContext, parameters: RotaryParameters, size: int, max_positions: int) -> None:
         if not isinstance(parameters, RotaryParameters):
             raise ConfigError(f"Rotary was given {parameters!r} for parameters", "the RotaryParameters of a spec",
-                              "correct the model's class: a spec without them has learned positions")
+                              "correct the model's class: a spec without them does not rotate")
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"),
                              inverse_frequencies(parameters, size))
         # In place: with the positions of a long context each copy is hundreds of megabytes.

@@ -329,6 +329,13 @@ def even_share(config: Fields, name: str, whole: int, parts: int) -> int:
     return whole // parts
 
 
+def name_in_use(config: Fields, name: str, alias: str) -> str:
+    """`alias` where the file has it, else `name`: both stand for one number. Raises where they differ."""
+    if name in config and alias in config and config.values[name] != config.values[alias]:
+        raise config.fault(alias, f"not there, or what {name} is")
+    return alias if alias in config else name
+
+
 def layer_count(config: Fields, name: str = "num_hidden_layers") -> int:
     return config.count(name, maximum=MAX_LAYERS)
 
@@ -417,11 +424,11 @@ def refuse_windows(config: Fields, num_layers: int) -> None:
 
 
 def refuse_rotary(config: Fields) -> None:
-    """Raise when a family with learned positions is given others."""
+    """Raise when a family that does not rotate is given parameters of a rotation."""
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.fields(name, Fields({}, config.where))
         if rope.text("rope_type", rope.text("type", "default")) != "default":
-            raise config.fault(name, "null: this architecture has learned positions")
+            raise config.fault(name, "null: this architecture does not rotate")
 
 
 def read_rotary(config: Fields, max_positions: int, default_theta: float | None = None,

@@ -61,6 +61,7 @@ class Model(Protocol):
 # Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
 _SHIPPED = {
     "GPT2LMHeadModel": ("gpt2", "Gpt2"),
+    "BloomForCausalLM": ("bloom", "Bloom"),
     "Cohere2ForCausalLM": ("cohere2", "Cohere2"),
     "CohereForCausalLM": ("cohere", "Cohere"),
     "GPTJForCausalLM": ("gptj", "GptJ"),
@@ -92,7 +93,7 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
                 "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
                 "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj", "PhiForCausalLM": "phi",
                 "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
-                "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt"}
+                "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt", "BloomForCausalLM": "bloom"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

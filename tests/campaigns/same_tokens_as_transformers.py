@@ -115,6 +115,11 @@ def config_of_a_later_family(draw: random.Random, common: dict, wide: int, bias:
             "ffn_dim": 100, "init_std": common["initializer_range"], "enable_bias": bias,
             "do_layer_norm_before": draw.choice([True, False]), "word_embed_proj_dim": draw.choice([None, 24]),
             "layer_norm_elementwise_affine": draw.choice([True, False])},
+        "Bloom": lambda: {
+            **{name: common[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                                               "initializer_range", "tie_word_embeddings", "bos_token_id",
+                                               "eos_token_id")},
+            "seq_length": common["max_position_embeddings"], "apply_residual_connection_post_layernorm": bias},
         "GPTJ": lambda: {
             "vocab_size": common["vocab_size"], "n_embd": common["hidden_size"], "n_layer": len(kinds),
             "n_head": common["num_attention_heads"], "n_positions": common["max_position_embeddings"],

@@ -64,6 +64,7 @@ CONFIGS |= {
                  "hidden_size": 64, "intermediate_size": 100, "qk_layernorm": True},
     "opt": {"architectures": ["OPTForCausalLM"], "num_attention_heads": 4, "hidden_size": 64, "ffn_dim": 100,
             "word_embed_proj_dim": 40},
+    "bloom": {"architectures": ["BloomForCausalLM"], "num_attention_heads": 6, "hidden_size": 96},
 }
 DECODER = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512, "hidden_act": "silu",
            "rms_norm_eps": 1e-5, "tie_word_embeddings": False}

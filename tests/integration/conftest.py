@@ -69,6 +69,9 @@ def _config(family: str):
         return transformers.OPTConfig(**{name: value for name, value in COMMON.items() if name not in (
             "num_key_value_heads", "intermediate_size", "initializer_range")}, ffn_dim=96,
             do_layer_norm_before=False, init_std=0.15)
+    if family == "bloom":
+        return transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.15,
+                                        seq_length=512, bos_token_id=None, eos_token_id=None)
     if family == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
                                        initializer_range=0.15, bos_token_id=None, eos_token_id=None)
@@ -77,7 +80,7 @@ def _config(family: str):
 
 FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3", "phi3",
             "gpt-neox", "olmo2", "smollm3", "stablelm", "starcoder2",
-            "phi", "cohere", "gptj", "granite", "cohere2", "opt", "stablelm-head-norms"]
+            "phi", "cohere", "gptj", "granite", "cohere2", "opt", "stablelm-head-norms", "bloom"]
 
 
 class Reference:

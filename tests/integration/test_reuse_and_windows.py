@@ -144,6 +144,9 @@ class Streaming:
         scores = torch.einsum("qhd,khd->hqk", query, key) * how.scale
         if how.softcap is not None:
             scores = how.softcap * torch.tanh(scores / how.softcap)
+        if how.alibi_slopes is not None:
+            slopes, factor = torch.tensor(how.alibi_slopes)[:, None, None], how.alibi_bfloat16_factor
+            scores += -slopes * back if factor is None else factor * (slopes.bfloat16() * position).float()
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, value).reshape(count, -1)
 

@@ -21,7 +21,7 @@ from .random_configs import numbers_of_transformers, random_config  # noqa: E402
 
 SEEDS = range(600)
 OF_SOME = ("is_parallel", "rotates", "slides", "logit_scale", "embedding_scale", "residual_scale", "logits_divisor",
-           "embedding_size", "norms_first", "has_last_norm", "norms_have_weights")
+           "embedding_size", "norms_first", "has_last_norm", "norms_have_weights", "adds_to_normed")
 
 
 def numbers_of(spec):
@@ -32,6 +32,8 @@ def numbers_of(spec):
         "out_bias", "mlp_bias", "qk_norm", "dtype")}
     numbers["windows"] = tuple(layer.window for layer in spec.attention)
     numbers["scales"] = tuple(layer.scale for layer in spec.attention)
+    if spec.attention[0].alibi_slopes is not None:
+        numbers["slopes"] = spec.attention[0].alibi_slopes
     if spec.rotary is not None:
         numbers["rotary_size"] = spec.rotary_size
         numbers["frequencies"] = frequencies_of(spec.rotary, spec.rotary_size or spec.head_size)

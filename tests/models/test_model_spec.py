@@ -30,6 +30,7 @@ OTHERS = {
     "GPTJForCausalLM": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
     "OPTForCausalLM": {"vocab_size": 97, "hidden_size": 64, "ffn_dim": 112, "num_hidden_layers": 4,
                        "num_attention_heads": 4, "max_position_embeddings": 256},
+    "BloomForCausalLM": {"vocab_size": 97, "hidden_size": 64, "n_layer": 4, "n_head": 4},
 }
 
 
@@ -236,6 +237,14 @@ REFUSED = [
     ("OPTForCausalLM", "word_embed_proj_dim", 0),
     ("OPTForCausalLM", "do_layer_norm_before", 1),
     ("OPTForCausalLM", "rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("BloomForCausalLM", "alibi", False),
+    ("BloomForCausalLM", "n_embed", 32),
+    ("BloomForCausalLM", "num_hidden_layers", 5),
+    ("BloomForCausalLM", "n_head", 0),
+    ("BloomForCausalLM", "hidden_size", 65),
+    ("BloomForCausalLM", "sliding_window", 7),
+    ("BloomForCausalLM", "rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("BloomForCausalLM", "apply_residual_connection_post_layernorm", 1),
     ("Cohere2ForCausalLM", "head_dim", 32),
     ("Cohere2ForCausalLM", "sliding_window", None),
     ("GraniteForCausalLM", "residual_multiplier", 0),

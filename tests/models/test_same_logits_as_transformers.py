@@ -96,6 +96,11 @@ FAMILIES = {
         "OPT", {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False,
                 "activation_function": "gelu"}),
     "opt, no last norm": ("OPT", {"_remove_final_layer_norm": True}),
+    "bloom": ("Bloom", {}),
+    "bloom, heads no power of two, sums of normed rows, untied": (
+        "Bloom", {"hidden_size": 72, "n_head": 6, "apply_residual_connection_post_layernorm": True,
+                  "tie_word_embeddings": False}),
+    "bloom, more heads than the power of two and half": ("Bloom", {"hidden_size": 112, "n_head": 7}),
     "gpt2": ("GPT2", {}),
     "gpt2, untied, another inner size": ("GPT2", {"tie_word_embeddings": False, "n_inner": 80,
                                                   "activation_function": "relu"}),

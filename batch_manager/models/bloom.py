@@ -1,0 +1,134 @@
+"""BLOOM, BLOOMZ: no positions but ALiBi's slopes, a norm behind the embedding, LayerNorm, an MLP of two matrices.
+
+Source   "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model" (arXiv 2211.05100); checkpoints as
+         transformers saves BloomForCausalLM, with or without the `transformer.` prefix.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.interface import Attention, LayerAttention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import Mlp
+from ..layers.norm import LayerNorm
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .alibi_slopes import alibi_slopes
+from .model_spec import (
+    MAX_HEADS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    ModelSpec,
+    even_share,
+    layer_count,
+    name_in_use,
+    read_dtype,
+    refuse_rotary,
+    refuse_windows,
+)
+
+DEFAULT_POSITIONS = 2048       # what the models were trained with. Slopes have no end: a file may name another number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BloomSpec(ModelSpec):
+    """adds_to_normed   what attention and the MLP give is added to what they were given, not to what was normed"""
+
+    adds_to_normed: bool
+
+
+class Bloom:
+    """BloomForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = ()
+    understands = ("alibi", "apply_residual_connection_post_layernorm")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> BloomSpec:
+        num_layers = layer_count(config, name_in_use(config, "n_layer", "num_hidden_layers"))
+        refuse_windows(config, num_layers)
+        refuse_rotary(config)
+        if not config.flag("alibi", True):
+            raise config.fault("alibi", "true, or not there: this architecture has nothing else for positions")
+        # Products in slices, which leave out the biases behind attention and the MLP.
+        if config.flag("slow_but_exact", False) and config.count("pretraining_tp", 1) > 1:
+            raise config.fault("slow_but_exact", "false, where pretraining_tp is above 1")
+        num_heads = config.count(name_in_use(config, "n_head", "num_attention_heads"), maximum=MAX_HEADS)
+        width = name_in_use(config, "hidden_size", "n_embed")
+        hidden_size = config.count(width, maximum=MAX_WIDTH)
+        head_size = even_share(config, width, hidden_size, num_heads)
+        positions = next((name for name in ("seq_length", "n_positions") if name in config), "max_position_embeddings")
+        return BloomSpec(
+            architecture=architecture,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_size=head_size,
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
+            max_position_embeddings=config.count(positions, DEFAULT_POSITIONS, maximum=MAX_POSITIONS),
+            attention=(LayerAttention(scale=head_size**-0.5, alibi_slopes=alibi_slopes(num_heads)),) * num_layers,
+            norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=config.flag("tie_word_embeddings", True),
+            activation="gelu_new",
+            rotary=None,
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+            gated_mlp=False,
+            dtype=read_dtype(config),
+            adds_to_normed=config.flag("apply_residual_connection_post_layernorm", False))
+
+    def __init__(self, spec: BloomSpec, weights: Weights, context: LayerContext) -> None:
+        prefix = "transformer." if weights.has("transformer.word_embeddings.weight") else ""
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.embedding = Embedding(weights, context, f"{prefix}word_embeddings.weight", spec.vocab_size, size)
+        self.embedding_norm = LayerNorm(weights, context, f"{prefix}word_embeddings_layernorm", size, epsilon)
+        self.layers = [_Layer(spec, weights, context, f"{prefix}h.{index}", index) for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, context, f"{prefix}ln_f", size, epsilon)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Before the norm behind the embedding, which is for rows of a prompt-tuning table too."""
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        hidden = self.embedding_norm(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+class _Layer:
+    def __init__(self, spec: BloomSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        self.index, self.adds_to_normed = index, spec.adds_to_normed
+        self.heads, self.head_size = [spec.num_heads] * 3, spec.head_size
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
+        # Stored head by head, each with its query, key and value.
+        order = torch.arange(3 * size, dtype=torch.int64, device=context.device).view(spec.num_heads, 3, spec.head_size)
+        self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes, bias=True,
+                          split="columns", row_order=order.transpose(0, 1).reshape(-1))
+        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], size, [size], bias=True, split="rows")
+        self.mlp_norm = LayerNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
+                       spec.intermediate_size, spec.activation)
+
+    def __call__(self, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
+        normed = self.attention_norm(hidden)
+        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        attended = attention.run(self.index, query, key, value, None)
+        hidden = self.out.add_to(normed if self.adds_to_normed else hidden, attended)
+        normed = self.mlp_norm(hidden)
+        return self.mlp.add_to(normed if self.adds_to_normed else hidden, normed)
