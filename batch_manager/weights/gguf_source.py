@@ -156,10 +156,11 @@ def _copy(target: torch.Tensor, block: torch.Tensor, rows: torch.Tensor | None =
     Of small blocks, torch's threads take longer to meet than to copy, where others use the cores: numpy has none.
     """
     if target.device.type == "cpu" and torch.bfloat16 not in (target.dtype, block.dtype):
-        if rows is None:
-            np.copyto(target.numpy(), block.numpy(), casting="same_kind")
-        else:
-            target.numpy()[rows.numpy()] = block.numpy()
+        with np.errstate(all="ignore"):         # of numbers beyond the range of the dtype: infinite, as torch has it
+            if rows is None:
+                np.copyto(target.numpy(), block.numpy(), casting="same_kind")
+            else:
+                target.numpy()[rows.numpy()] = block.numpy()
     elif rows is None:
         target.copy_(block)
     else:

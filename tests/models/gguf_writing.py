@@ -23,10 +23,11 @@ ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3"
 
 
 def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", without: tuple[str, ...] = (),
-               **changed) -> torch.nn.Module:
+               fused: bool = False, **changed) -> torch.nn.Module:
     """Write `model`, and return a copy of it with the numbers that the file holds.
 
     kind      of matrices; all else is F32
+    fused     queries, keys and values are one tensor
     without   keys of the metadata that are left out
     changed   keys, with "__" for ".", that say other than the converter does
     """
@@ -40,7 +41,7 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", wit
         if key not in without and value is not None:
             add(writer, key if "tokenizer" in key or "general" in key else f"{architecture}.{key}", value)
     held, state = copy.deepcopy(model), model.state_dict()
-    parameters = dict(held.named_parameters())
+    parameters, fused_parts = dict(held.named_parameters()), {}
     for name, tensor in state.items():
         if name in ("lm_head.weight", "embed_out.weight") and model.config.tie_word_embeddings:
             continue
@@ -49,6 +50,12 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", wit
         forwards = changes(architecture, name, model.config)
         stored = np.ascontiguousarray(forwards(tensor).float().numpy())
         kept = kind if stored.ndim > 1 else "F32"
+        if fused and (part := re.fullmatch(r"(.*\.attn)_([qkv])(\.\w+)", stored_name)):
+            parts = fused_parts.setdefault(f"{part[1]}_qkv{part[3]}", {})
+            parts[part[2]] = stored
+            if len(parts) == 3:
+                writer.add_tensor(f"{part[1]}_qkv{part[3]}", np.concatenate([parts[kind] for kind in "qkv"]))
+            continue
         data = quantize(stored, gguf.GGMLQuantizationType[kept])
         writer.add_tensor(stored_name, data, raw_dtype=gguf.GGMLQuantizationType[kept])
         decoded = torch.from_numpy(dequantize(data, gguf.GGMLQuantizationType[kept])).reshape(stored.shape)

@@ -1,9 +1,19 @@
 """GGUF files of every architecture have the logits of transformers with the numbers that the files hold."""
 
+import gguf
+import numpy as np
 import pytest
+import torch
+import transformers.modeling_gguf_pytorch_utils
+from gguf.quants import dequantize, quantize
+
+from batch_manager.errors import ModelLoadError
+from batch_manager.weights import gguf_source
+from batch_manager.weights.checkpoint import open_checkpoint
+from batch_manager.weights.gguf_header import TENSOR_TYPES
 
 from .conftest import make_reference
-from .gguf_writing import write_gguf
+from .gguf_writing import add, write_gguf
 from .test_same_logits_as_transformers import LINEAR, LLAMA3, LONGROPE, NO_TOKENS, YARN
 
 SIZES = {"intermediate_size": 96}
@@ -58,3 +68,117 @@ def test_logits_are_those_of_transformers(case, kind, tmp_path, prompts, check_a
         pytest.skip("rows of this shape have no whole blocks")
     held = write_gguf(model, tmp_path / "model.gguf", family, kind)
     check_against(held, driver(tmp_path / "model.gguf"), prompts([1, 17, 40]), steps=6)
+
+
+WRITABLE = ("BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+
+
+def can_be_written(kind):
+    try:
+        quantize(np.zeros((1, 256), np.float32), gguf.GGMLQuantizationType[kind])
+    except NotImplementedError:
+        return False
+    return True
+
+
+def test_the_list_of_quantisations_that_can_be_written_is_whole():
+    kinds = [name for name, *_ in TENSOR_TYPES.values() if name not in ("F32", "F16") and can_be_written(name)]
+    assert sorted(kinds) == sorted(WRITABLE)
+
+
+@pytest.mark.parametrize("kind", WRITABLE)
+def test_every_quantisation_that_can_be_written(kind, tmp_path, prompts, check_against, driver):
+    held = write_gguf(make_reference("Llama", **WIDE), tmp_path / "model.gguf", "Llama", kind)
+    check_against(held, driver(tmp_path / "model.gguf"), prompts([1, 17]), steps=4)
+
+
+def blocks(kind, rows, columns, seed):
+    """Random blocks of a type, whose halves are small numbers."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return np.random.default_rng(seed).integers(0, 256, (rows, columns // block * size), np.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [name for name, *_ in TENSOR_TYPES.values()])
+def test_every_type_is_decoded_in_pieces_as_it_is_whole(kind, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_source, "BLOCK_NUMBERS", 3 * 512)
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in {"block_count": 1, "context_length": 64, "embedding_length": 512, "feed_forward_length": 512,
+                       "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5}.items():
+        add(writer, f"llama.{key}", value)
+    number = gguf.GGMLQuantizationType[kind]
+    plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8, "I16": np.int16, "I32": np.int32,
+             "I64": np.int64}.get(kind)
+    stored = {}
+    for seed, (name, rows) in enumerate({"token_embd.weight": 7, "blk.0.attn_q.weight": 512,
+                                         "blk.0.attn_v.weight": 100}.items()):
+        data = blocks(kind, rows, 512, seed)
+        if plain is not None:
+            data = np.random.default_rng(seed).normal(0, 100, (rows, 512)).astype(plain)
+        writer.add_tensor(name, data, raw_dtype=number)
+        stored[name] = data
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    if kind in ("Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64"):
+        with pytest.raises(ModelLoadError, match=f"model.gguf has tensors of type {kind}; a type that"):
+            open_checkpoint(path).weights(torch.device("cpu"), dtype)
+        return
+    weights = open_checkpoint(path).weights(torch.device("cpu"), dtype)
+    with np.errstate(all="ignore"):
+        whole = {name: torch.from_numpy(dequantize(data, number).astype(np.float32)).to(dtype)
+                 for name, data in stored.items()}
+    same_bits(weights.tensor("model.embed_tokens.weight", (7, 512)), whole["token_embd.weight"])
+    apart = whole["blk.0.attn_q.weight"].view(4, 64, 2, 512).transpose(1, 2).reshape(512, 512)
+    both = weights.stacked([("model.layers.0.self_attn.v_proj.weight", (100, 512)),
+                            ("model.layers.0.self_attn.q_proj.weight", (512, 512))])
+    same_bits(both, torch.cat([whole["blk.0.attn_v.weight"], apart]))
+    assert weights.num_bytes == (7 + 100 + 512) * 512 * dtype.itemsize
+    assert weights.num_weights == (7 + 100 + 512) * 512
+    weights.finish()
+
+
+def same_bits(found, expected):
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert torch.equal(found.nan_to_num(1e9, 1e10, -1e10), expected.nan_to_num(1e9, 1e10, -1e10))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma2", "StableLm", "GPT2", "Starcoder2"])
+def test_logits_are_those_of_transformers_own_reader(family, tmp_path, prompts, check_against, driver):
+    # It leaves some metadata unread: heads of Qwen 3, positions of GPT-2 and the scale of Gemma 2 are its defaults.
+    options = {"Llama": {"tie_word_embeddings": True}, "Gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
+               "Qwen3": {"head_dim": 128}, "GPT2": {"n_positions": 1024}}.get(family, {})
+    options = options if family == "GPT2" else {**SIZES, **options}
+    write_gguf(make_reference(family, **options), tmp_path / "model.gguf", family, "F16",
+               tokenizer__ggml__tokens=[f"t{i}" for i in range(97)], **(
+                   {} if family in ("GPT2",) else {"vocab_size": 97}))
+    check_against(read_by_transformers(tmp_path / "model.gguf"), driver(tmp_path / "model.gguf"), prompts([1, 17]),
+                  steps=4)
+
+
+def read_by_transformers(path):
+    """Its own translation of the metadata and of the tensors. (from_pretrained takes the accelerate library too.)"""
+    read = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    config = transformers.AutoConfig.for_model(**read(path)["config"], attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    missing, strange = model.load_state_dict(read(path, return_tensors=True, model_to_load=model)["tensors"],
+                                             strict=False)
+    assert not strange and set(missing) <= {"lm_head.weight"} and (not missing or config.tie_word_embeddings)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi"])
+def test_fused_projections_of_older_files(family, tmp_path, prompts, check_against, driver):
+    """Early files of Phi-2 have one tensor for queries, keys and values. No file of a Llama has."""
+    options = {"num_key_value_heads": 4, **({"intermediate_size": 256} if family == "Phi" else SIZES)}
+    held = write_gguf(make_reference(family, **options), tmp_path / "model.gguf", family, fused=True)
+    if family == "Phi":
+        check_against(held, driver(tmp_path / "model.gguf"), prompts([1, 17]), steps=4)
+    else:
+        with pytest.raises(ModelLoadError, match=r"model\.gguf holds 'blk\.0\.attn_qkv\.weight'; the tensors that"):
+            driver(tmp_path / "model.gguf")
