@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ModelLoadError, UnsupportedModelError
 from .gguf_header import GgufArray, GgufHeader, GgufTensor, read_gguf_array
 from .gguf_names import Heads
-from .json_file import MAX_COUNT, Fields, shown
+from .json_file import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields, shown
 
 MOST_LAYERS = 4096
 
@@ -293,6 +293,10 @@ def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any
 def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str], list[float]]) -> dict[str, Any]:
     """What each frequency is divided by (Llama 3.1), as the factors of a longrope that nothing stretches."""
     numbers = factors("rope_freqs.weight")
+    if len(numbers) != heads.size // 2 or not all(MIN_NUMBER <= number <= MAX_NUMBER for number in numbers):
+        raise ModelLoadError(f"{metadata.where}: rope_freqs.weight holds {shown(numbers)}",
+                             f"a positive number for each of the {heads.size // 2} frequencies",
+                             "convert the model again, with a newer tool")
     return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": numbers,
             "long_factor": numbers, "original_max_position_embeddings": metadata.need("context_length")}
 
