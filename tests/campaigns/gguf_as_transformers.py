@@ -5,8 +5,8 @@
 
 The engine, with its defaults and in float32, is given 20 chats and generates 48 tokens of each. The judge is a Llama of
 transformers: the gguf library decodes each tensor whole, and the rows of queries and keys are put back here, by their
-own rule and not by the product's. Every token must have the largest of the judge's logits for the text before it; within
-1e-4 of the largest it is a tie, counted apart. What was run is recorded in tests/CAMPAIGNS.md.
+own rule and not by the product's. Every token must have the largest of the judge's logits for the text before it. Less
+than 1e-4 below the largest it is a tie, counted apart. What was run is recorded in tests/CAMPAIGNS.md.
 """
 
 import argparse
