@@ -84,7 +84,7 @@ def statistics(records: deque) -> str:
     if not records:
         return "nothing ran yet"
     record = json.loads(records[-1])
-    return "\n".join(f"{each.name:32} {record[each.name]:>12,} {each.unit}, {each.time}" for each in STATISTICS
+    return "\n".join(f"{each.name:32} {record[each.name]:>13,} {each.unit}, {each.time}" for each in STATISTICS
                      if type(record.get(each.name)) is int and record[each.name])
 
 
@@ -119,8 +119,8 @@ def main() -> int:
     parser.add_argument("--system", metavar="TEXT", help="instructions that the conversation begins with")
     parser.add_argument("--prompt", metavar="TEXT", help="one question, answered on stdout; -: read it from stdin")
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer (512)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (0.7)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="the likeliest tokens that make up so much (0.95)")
+    parser.add_argument("--temperature", type=float, default=0.5, help="0: always the likeliest token (0.5)")
+    parser.add_argument("--top-p", type=float, default=0.9, help="only the likeliest tokens that make up so much (0.9)")
     parser.add_argument("--top-k", type=int, default=0, help="only so many of the likeliest tokens; 0: all (0)")
     parser.add_argument("--seed", type=int, help="the same answers again; without it they differ")
     parser.add_argument("--device", help="such as cpu or cuda:0")
