@@ -57,7 +57,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     checkpoint = open_checkpoint(path)
     model_class, spec = _read_spec(checkpoint)
     end_ids = read_end_ids(checkpoint, spec.vocab_size)
-    dtype = _resolve_dtype(dtype, spec, device)
+    dtype = resolve_dtype(dtype, spec, device)
     if deterministic and not getattr(model_class, "deterministic", False):
         raise ConfigError(f"deterministic was asked for with {model_class.__name__}, which does not promise it",
                           "a class with deterministic = True: nothing but layers of batch_manager.layers and "
@@ -67,14 +67,14 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     try:
         with torch.inference_mode():
             if load_format == "dummy":
-                _refuse_too_many(spec.num_weights, checkpoint, device, dtype, free_bytes)
+                refuse_too_many_weights(spec.num_weights, checkpoint, device, dtype, free_bytes)
                 weights = DummyWeights(seed, device, dtype)
                 model = model_class(spec, weights, context)
                 return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids)
             weights = checkpoint.weights(device, dtype)
             # What is allocated is both asked for by the configuration and there: where the two differ, which is refused
             # by name below, the smaller bounds it.
-            _refuse_too_many(min(spec.num_weights, weights.num_weights), checkpoint, device, dtype, free_bytes)
+            refuse_too_many_weights(min(spec.num_weights, weights.num_weights), checkpoint, device, dtype, free_bytes)
             model = model_class(spec, weights, context)
             weights.finish(model_class.harmless_tensors)
             return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids)
@@ -86,8 +86,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
             "room for all of them", "a smaller dtype, or a larger device") from fault
 
 
-def _refuse_too_many(num_weights: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
-                     free_bytes: int | None) -> None:
+def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
+                           free_bytes: int | None) -> None:
     """Raise InsufficientMemoryError where the weights alone are larger than what is free.
 
     Pages of a large allocation are taken as they are written: the allocation may well succeed, and the system then ends
@@ -135,7 +135,8 @@ def _refuse_composite(config: Fields, architecture: str) -> None:
         "save its text part as a checkpoint of its own, with AutoModelForCausalLM of transformers")
 
 
-def _resolve_dtype(dtype: torch.dtype | str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+def resolve_dtype(dtype: torch.dtype | str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """The dtype that `load_model` computes in. Raises ConfigError."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}", f"one of {', '.join(DTYPES)}", "leave it out for the checkpoint's")

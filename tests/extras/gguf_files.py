@@ -69,3 +69,24 @@ def sentence_piece_values(pieces, **more):
             "tokenizer.ggml.scores": list(scores), "tokenizer.ggml.token_type": list(kinds),
             "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
             **{f"tokenizer.ggml.{key}": value for key, value in more.items()}}
+
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def write_model(path, seed=0):
+    """A whole GGUF file: a Llama of random weights with 512 positions, a tokenizer of 303 tokens, a chat template."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.models.gguf_writing import write_gguf
+
+    values = byte_level_values("smollm", *trained_merges(pre_tokenizers.ByteLevel(add_prefix_space=False), size=300))
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(values["tokenizer.ggml.tokens"]), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3))
+    values["tokenizer.chat_template"] = CHATML
+    write_gguf(model, path, "Llama", "Q8_0", **{key.replace(".", "__"): value for key, value in values.items()})
+    return path

@@ -17,6 +17,7 @@ from batch_manager.extras.text import TextStream, chat_prompt  # noqa: E402
 from batch_manager.extras.tokenizer import encode, load_tokenizer  # noqa: E402
 from batch_manager.testing.scripted_backend import ScriptedBackend  # noqa: E402
 from tests.extras.gguf_files import (  # noqa: E402
+    CHATML,
     NORMAL,
     SPECIAL,
     TEXT,
@@ -26,12 +27,11 @@ from tests.extras.gguf_files import (  # noqa: E402
     trained_merges,
     trained_pieces,
     write,
+    write_model,
 )
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + list("\n\t\r  éßñçøΑβжשم你界こ한🙂👩‍👧²³½Ⅷ٣\u00a0\u200b\u0301'’")
 PIECES = trained_pieces()
-CHATML = ("{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 def random_texts(count, seed=0):
@@ -76,7 +76,7 @@ def smollm(tmp_path_factory):
     """A GGUF file without weights, with a chat template."""
     vocabulary, merges = trained_merges(pre_tokenizers.ByteLevel(add_prefix_space=False))
     values = byte_level_values("smollm", vocabulary, merges, user_defined=["<think>", "   "])
-    values["tokenizer.chat_template"] = CHATML
+    values["tokenizer.chat_template"] = "{{ bos_token }}" + CHATML
     return write(tmp_path_factory.mktemp("gguf") / "model.gguf", values)
 
 
@@ -172,6 +172,19 @@ def test_a_conversation_by_the_files_template(smollm):
         completion = llm.chat(talk, max_tokens=len(answer))
         assert completion.error is None and sorted(completion.text) == sorted("I am here. ")
         assert "".join(llm.stream(talk, max_tokens=len(answer))) == completion.text
+
+
+def test_texts_of_a_model_that_is_one_file(tmp_path):
+    """Random weights say random bytes: characters come whole all the same."""
+    talk = [{"role": "user", "content": "Who is Emma?"}]
+    with LLM(write_model(tmp_path / "model.gguf"), max_batch_size=2, num_threads=1) as llm:
+        assert llm.info.end_ids == (len(load_tokenizer(tmp_path / "model.gguf").get_vocab()) - 1,)
+        completion = llm.chat(talk, max_tokens=200, temperature=0, ignore_eos=True)
+        assert completion.error is None and len(completion.tokens) == 200
+        assert "".join(llm.stream(talk, max_tokens=200, temperature=0, ignore_eos=True)) == completion.text
+        assert llm.tokenizer.decode(completion.tokens) == completion.text
+        sampled = llm.generate([talk] * 4, max_tokens=100, seed=4)
+        assert [each.error for each in sampled] == [None] * 4 and len({each.text for each in sampled}) == 1
 
 
 def test_templates_by_name_and_a_file_that_changes(tmp_path):

@@ -1,0 +1,158 @@
+"""What would run of a checkpoint, and what it would take in memory, without its weights being loaded.
+
+    python -m batch_manager.tools.inspect_model FOLDER_OR_GGUF_FILE
+    batch-manager inspect FOLDER --device cuda --free-memory-bytes 80000000000      # planned for another machine
+
+What cannot run is refused with the engine's own text; the exit status is then 1. That every tensor is there, and of the
+right shape, is looked at when they are loaded. The first inspection on a CPU may compile the package's C code, as the
+first engine does. The engine is one with the defaults of GptManager in all that is no option here.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ..config import KvCacheConfig, TrtGptModelOptionalParams
+from ..errors import BatchManagerError, ConfigError, ModelLoadError
+from ..models.end_ids import read_end_ids
+from ..models.loading import read_spec, refuse_too_many_weights, resolve_dtype
+from ..models.registry import find_model
+from ..runtime.device import device_name, free_memory, resolve_device
+from ..runtime.kv_pool import block_bytes
+from ..runtime.memory_plan import plan_memory
+from ..runtime.native_backend import step_bytes
+from ..runtime.step_compilation import may_compile
+from ..triton_kernels.dispatch import use_triton
+from ..weights.checkpoint import open_checkpoint
+
+SHORTEST_CONTEXT = 512      # of the table of sequences, unless the model's is shorter
+STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "triton": "Triton's kernels"}
+
+
+def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", max_seq_len: int | None = None,
+                  free_bytes: int | None = None) -> dict[str, Any]:
+    """What `main` prints, as plain values that JSON has; sizes in bytes, lengths in tokens.
+
+    free_bytes   of the device's memory before the weights are loaded; None: what is free there now. Where it is given,
+                 the device need not be there
+
+    Raises ConfigError and its subclasses where an engine would.
+    """
+    kv = KvCacheConfig()
+    params = TrtGptModelOptionalParams(device=device, dtype=dtype, max_seq_len=max_seq_len, kv_cache_config=kv)
+    is_elsewhere = free_bytes is not None and device is not None and device.partition(":")[0] == "cuda"
+    place = torch.device("cuda") if is_elsewhere else resolve_device(device)
+    if free_bytes is None:
+        free_bytes = free_memory(place)
+
+    checkpoint = open_checkpoint(path)
+    spec = read_spec(path)
+    model_class = find_model(spec.architecture)
+    if max_seq_len is not None and max_seq_len > spec.max_position_embeddings:
+        raise ConfigError(f"max_seq_len is {max_seq_len:,}",
+                          f"the model has positions for {spec.max_position_embeddings:,} tokens",
+                          f"set it to at most {spec.max_position_embeddings:,}, or leave it out")
+    computed_in = resolve_dtype(dtype, spec, place)
+    by_kernels = is_elsewhere or use_triton(place)
+    steps = "triton" if by_kernels else "compiled" if may_compile(params, place, None) else "torch"
+
+    weights = checkpoint.weights(torch.device("cpu"), computed_in)
+    stored = weights.num_weights
+    with suppress(ModelLoadError):      # it closes the files, and says that nobody asked for their tensors
+        weights.finish()
+    refuse_too_many_weights(stored, checkpoint, place, computed_in, free_bytes)
+    # Compiled code has its own copy of the embedding where that is the head too.
+    shared = spec.vocab_size * spec.hidden_size if steps == "compiled" and spec.tie_word_embeddings else 0
+    weight_bytes = (stored + shared) * computed_in.itemsize
+    one_block = block_bytes(spec, kv.tokens_per_block, computed_in)
+    set_aside = step_bytes(spec, computed_in, params.max_num_tokens, params.max_batch_size, by_kernels)
+    longest = max_seq_len or spec.max_position_embeddings
+    plan = plan_memory(kv, block_bytes=one_block, free_bytes=max(free_bytes - weight_bytes, 0), step_bytes=set_aside,
+                       on_gpu=place.type != "cpu", max_seq_len=longest, max_num_sequences=params.max_batch_size)
+    lengths, length = [], longest
+    while length >= min(SHORTEST_CONTEXT, longest):
+        lengths.append(length)
+        length //= 2
+    windows = sorted({layer.window for layer in spec.attention if layer.window is not None})
+    return {
+        "path": str(checkpoint.path), "architecture": spec.architecture, "model_implementation": "native",
+        "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
+        "device": str(place) if is_elsewhere else device_name(place),
+        "dtype": str(computed_in).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
+        "num_layers": spec.num_layers, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
+        "head_size": spec.head_size, "attention_windows": windows,
+        "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),
+        "vocab_size": spec.vocab_size, "end_ids": list(read_end_ids(checkpoint, spec.vocab_size)),
+        "max_position_embeddings": spec.max_position_embeddings, "max_seq_len": longest,
+        "num_weights": stored, "weight_bytes": weight_bytes, "free_bytes": free_bytes, "step_bytes": set_aside,
+        "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block, "num_blocks": plan.num_blocks,
+        "pool_bytes": plan.pool_bytes, "pool_reason": plan.reason,
+        "sequences_by_context": {str(length): plan.num_blocks // -(-length // kv.tokens_per_block)
+                                 for length in lengths}}
+
+
+def described(facts: dict[str, Any]) -> str:
+    """The facts of `inspect_model` as text."""
+    windows = "no window"
+    if facts["attention_windows"]:
+        sizes = " and ".join(f"{size:,}" for size in facts["attention_windows"])
+        windows = f"windows of {sizes} tokens in {facts['layers_with_a_window']} layers"
+    ends = ", ".join(map(str, facts["end_ids"])) or "none: texts end at their length only"
+    stored_as = f", {facts['checkpoint_dtype']} by the configuration" if facts["checkpoint_dtype"] else ""
+    lines = [
+        facts["path"], "",
+        f"  architecture   {facts['architecture']}, {facts['model_implementation']}: {facts['model_class']}",
+        f"  device         {facts['device']}; steps run in {STEPS[facts['steps']]}",
+        f"  dtype          {facts['dtype']}{stored_as}",
+        f"  attention      {facts['num_layers']} layers of {facts['num_heads']} heads and {facts['num_kv_heads']} for "
+        f"keys and values, each of {facts['head_size']}; {windows}",
+        f"  vocabulary     {facts['vocab_size']:,} tokens; end ids: {ends}",
+        f"  context        {facts['max_seq_len']:,} tokens of {facts['max_position_embeddings']:,} that the model has "
+        "positions for", "",
+        f"  weights        {size(facts['weight_bytes'])}, {facts['num_weights']:,} numbers are stored",
+        f"  one step       {size(facts['step_bytes'])} at most",
+        f"  KV cache       {size(facts['pool_bytes'])}, {facts['num_blocks']:,} blocks of {facts['tokens_per_block']} "
+        f"tokens and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} a token)",
+        f"  of             {size(facts['free_bytes'])} that are free", "",
+        "  sequences that the KV cache holds at once, by their length:"]
+    lines += [f"  {int(length):>12,} tokens   {count:,}" for length, count in facts["sequences_by_context"].items()]
+    return "\n".join(lines)
+
+
+def size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what a checkpoint is and takes, or why it cannot run, and return 0 or 1."""
+    parser = argparse.ArgumentParser(prog="inspect_model", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", help="folder with config.json and *.safetensors, or .gguf file")
+    parser.add_argument("--device", help="such as cpu or cuda:0; without it a GPU where there is one")
+    parser.add_argument("--dtype", default="auto", help="in which it is to compute: float32, bfloat16, ... (auto)")
+    parser.add_argument("--max-seq-len", type=int, help="the longest prompt and answer together")
+    parser.add_argument("--free-memory-bytes", type=int, help="plan for so much; the device need not be here")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    options = parser.parse_args(argv)
+    try:
+        facts = inspect_model(options.path, device=options.device, dtype=options.dtype,
+                              max_seq_len=options.max_seq_len, free_bytes=options.free_memory_bytes)
+    except BatchManagerError as error:
+        if options.json:
+            print(json.dumps({"refused": {"fact": error.fact, "expectation": error.expectation,
+                                          "way_out": error.fix}}))
+        else:
+            parts = ("cannot run: ", error.fact), ("  expected: ", error.expectation), ("  way out:  ", error.fix)
+            print("\n".join(name + text for name, text in parts if text), file=sys.stderr)
+        return 1
+    print(json.dumps(facts) if options.json else described(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

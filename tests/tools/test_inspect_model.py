@@ -1,0 +1,113 @@
+"""inspect_model: what it says is what an engine then does, and it refuses what an engine refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from batch_manager import ConfigError, TrtGptModelOptionalParams  # noqa: E402
+from batch_manager.models.loading import load_model  # noqa: E402
+from batch_manager.runtime import layouts  # noqa: E402
+from batch_manager.runtime.native_backend import build_native_backend  # noqa: E402
+from batch_manager.tools import __main__ as dispatcher  # noqa: E402
+from batch_manager.tools.inspect_model import inspect_model, main  # noqa: E402
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    pytest.importorskip("gguf")
+    pytest.importorskip("transformers")
+    from tests.extras.gguf_files import write_model
+
+    return write_model(tmp_path_factory.mktemp("inspect") / "model.gguf")
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_it_says_what_an_engine_then_has(kind, dtype, request):
+    path = MODEL if kind == "folder" else request.getfixturevalue("gguf_file")
+    facts = inspect_model(path, device="cpu", dtype=dtype, max_seq_len=256)
+    backend = build_native_backend(path, TrtGptModelOptionalParams(device="cpu", dtype=dtype, max_seq_len=256),
+                                   layout=layouts.fused, num_slots=TrtGptModelOptionalParams().max_batch_size)
+    try:
+        info = backend.info
+        assert (facts["num_blocks"], facts["tokens_per_block"]) == (info.num_blocks, info.tokens_per_block)
+        assert (facts["vocab_size"], tuple(facts["end_ids"])) == (info.vocab_size, info.end_ids)
+        assert (facts["dtype"], facts["device"], facts["architecture"]) == (info.dtype, info.device, info.architecture)
+        assert facts["max_seq_len"] == info.max_seq_len == 256
+        assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
+    finally:
+        backend.close()
+    assert facts["block_bytes"] * facts["num_blocks"] == facts["pool_bytes"]
+    assert facts["sequences_by_context"]["256"] == facts["num_blocks"] // (256 // facts["tokens_per_block"])
+
+
+def test_bytes_of_weights_are_those_that_torch_takes(monkeypatch):
+    monkeypatch.setenv("CC", "/nonexistent")
+    facts = inspect_model(MODEL, device="cpu")
+    loaded = load_model(MODEL, device="cpu", compiled_step=facts["steps"] == "compiled")
+    assert facts["weight_bytes"] == loaded.weight_bytes
+
+
+def test_a_machine_that_is_elsewhere_is_planned_for():
+    facts = inspect_model(MODEL, device="cuda", free_bytes=10**9)
+    assert facts["dtype"] == facts["checkpoint_dtype"] == "bfloat16" and facts["steps"] == "triton"
+    assert facts["free_bytes"] == 10**9 and facts["pool_bytes"] < 9 * 10**8 < 10 * facts["pool_bytes"]
+    fewer = inspect_model(MODEL, device="cuda", free_bytes=5 * 10**8)
+    assert 0 < fewer["num_blocks"] < facts["num_blocks"]
+    assert list(facts["sequences_by_context"]) == ["2048", "1024", "512"]
+    assert facts["sequences_by_context"]["2048"] == facts["num_blocks"] // 32
+
+
+def test_the_command_prints_text_or_json(capsys):
+    assert dispatcher.main(["inspect", str(MODEL), "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert "LlamaForCausalLM, native: batch_manager.models.llama.Llama" in told and "end ids: 1\n" in told
+    assert "4,096 tokens" in told and "MiB" in told
+    assert main([str(MODEL), "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_layers"] == 4
+
+
+@pytest.mark.parametrize(("change", "options", "fact"), [
+    ({"architectures": ["UnheardOfForCausalLM"]}, [], "UnheardOfForCausalLM"),
+    ({"num_hidden_layers": "four"}, [], "num_hidden_layers"),
+    ({}, ["--free-memory-bytes", "1000000"], "do not fit"),
+    ({}, ["--free-memory-bytes", "20000000"], "the KV cache needs"),
+    ({}, ["--max-seq-len", "4096"], "max_seq_len is 4,096"),
+    ({}, ["--dtype", "float8"], "float8"),
+    (None, [], "model.safetensors"),
+])
+def test_what_an_engine_refuses_is_refused_in_three_parts(tmp_path, capsys, change, options, fact):
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **(change or {})}))
+    if change is not None:
+        (tmp_path / "model.safetensors").write_bytes((MODEL / "model.safetensors").read_bytes())
+    assert main([str(tmp_path), "--device", "cpu", *options]) == 1
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and fact in lines[0] and lines[0].startswith("cannot run: ")
+    assert [line.strip().partition(":")[0] for line in lines[1:]] == ["expected", "way out"][: len(lines) - 1]
+    assert len(lines) > 1
+    assert main([str(tmp_path), "--device", "cpu", "--json", *options]) == 1
+    refused = json.loads(capsys.readouterr().out)["refused"]
+    assert fact in refused["fact"] and [refused["expectation"], refused["way_out"]][: len(lines) - 1] == [
+        line[12:] for line in lines[1:]]
+
+
+def test_no_weights_are_loaded(monkeypatch):
+    from batch_manager.weights.safetensors_source import SafetensorsWeights
+
+    def asked(*_):
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(SafetensorsWeights, "stacked", asked)
+    assert inspect_model(MODEL, device="cpu")["num_weights"] > 3_000_000
+
+
+def test_a_file_that_is_not_there_is_a_config_error():
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        inspect_model("/nowhere/a.gguf")
