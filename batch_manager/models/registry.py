@@ -64,6 +64,7 @@ _SHIPPED = {
     "BloomForCausalLM": ("bloom", "Bloom"),
     "Cohere2ForCausalLM": ("cohere2", "Cohere2"),
     "CohereForCausalLM": ("cohere", "Cohere"),
+    "FalconForCausalLM": ("falcon", "Falcon"),
     "GPTJForCausalLM": ("gptj", "GptJ"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma3"),
@@ -93,7 +94,8 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
                 "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
                 "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj", "PhiForCausalLM": "phi",
                 "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
-                "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt", "BloomForCausalLM": "bloom"}
+                "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt", "BloomForCausalLM": "bloom",
+                "FalconForCausalLM": "falcon"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

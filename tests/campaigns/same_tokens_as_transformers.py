@@ -120,6 +120,13 @@ def config_of_a_later_family(draw: random.Random, common: dict, wide: int, bias:
                                                "initializer_range", "tie_word_embeddings", "bos_token_id",
                                                "eos_token_id")},
             "seq_length": common["max_position_embeddings"], "apply_residual_connection_post_layernorm": bias},
+        "Falcon": lambda: {
+            **{name: value for name, value in common.items() if name not in (
+                "num_key_value_heads", "intermediate_size")},
+            **draw.choice([{"new_decoder_architecture": True, "num_kv_heads": common["num_key_value_heads"],
+                            "num_ln_in_parallel_attn": draw.choice([1, 2])},
+                           {"parallel_attn": bias}, {"multi_query": False, "parallel_attn": bias}]),
+            "alibi": draw.choice([True, False]), "bias": bias, "ffn_hidden_size": draw.choice([None, 100])},
         "GPTJ": lambda: {
             "vocab_size": common["vocab_size"], "n_embd": common["hidden_size"], "n_layer": len(kinds),
             "n_head": common["num_attention_heads"], "n_positions": common["max_position_embeddings"],
@@ -154,7 +161,9 @@ def run_seed(seed: int) -> Counter:
     draw, counts = random.Random(seed), Counter(models=1)
     torch.manual_seed(seed)
     config = random_config(draw)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # Falcon's eager attention has ALiBi in the mask and once more in the scores.
+    attention = "sdpa" if config.model_type == "falcon" else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, max_shard_size=draw.choice(["20KB", "1GB"]))
         prompts = {i: [draw.randrange(config.vocab_size) for _ in range(draw.choice(

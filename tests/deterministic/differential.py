@@ -65,6 +65,8 @@ CONFIGS |= {
     "opt": {"architectures": ["OPTForCausalLM"], "num_attention_heads": 4, "hidden_size": 64, "ffn_dim": 100,
             "word_embed_proj_dim": 40},
     "bloom": {"architectures": ["BloomForCausalLM"], "num_attention_heads": 6, "hidden_size": 96},
+    "falcon": {"architectures": ["FalconForCausalLM"], "num_attention_heads": 6, "hidden_size": 96, "alibi": True,
+               "new_decoder_architecture": True, "num_kv_heads": 2},
 }
 DECODER = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512, "hidden_act": "silu",
            "rms_norm_eps": 1e-5, "tie_word_embeddings": False}

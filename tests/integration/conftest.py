@@ -69,6 +69,12 @@ def _config(family: str):
         return transformers.OPTConfig(**{name: value for name, value in COMMON.items() if name not in (
             "num_key_value_heads", "intermediate_size", "initializer_range")}, ffn_dim=96,
             do_layer_norm_before=False, init_std=0.15)
+    if family.startswith("falcon"):
+        options = {name: value for name, value in COMMON.items() if name not in (
+            "num_key_value_heads", "intermediate_size")}
+        if family == "falcon-slopes":
+            return transformers.FalconConfig(**options, alibi=True, multi_query=False, bias=True)
+        return transformers.FalconConfig(**options, new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=96)
     if family == "bloom":
         return transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.15,
                                         seq_length=512, bos_token_id=None, eos_token_id=None)
@@ -80,7 +86,8 @@ def _config(family: str):
 
 FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3", "phi3",
             "gpt-neox", "olmo2", "smollm3", "stablelm", "starcoder2",
-            "phi", "cohere", "gptj", "granite", "cohere2", "opt", "stablelm-head-norms", "bloom"]
+            "phi", "cohere", "gptj", "granite", "cohere2", "opt", "stablelm-head-norms", "bloom", "falcon",
+            "falcon-slopes"]
 
 
 class Reference:
@@ -89,7 +96,9 @@ class Reference:
     def __init__(self, family: str, folder) -> None:
         torch.manual_seed(sum(map(ord, family)))
         config = _config(family)
-        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        # Falcon's eager attention has ALiBi in the mask and once more in the scores.
+        attention = "sdpa" if family.startswith("falcon") else "eager"
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         self.model.save_pretrained(folder)
         self.folder, self.vocab_size = folder, VOCAB
         assert json.loads((folder / "config.json").read_text())["architectures"]

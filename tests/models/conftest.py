@@ -26,7 +26,9 @@ def make_reference(family: str, **options):
 
     base = TINY_GPT2 if family in ("GPT2", "GPTJ") else TINY_BLOOM if family == "Bloom" else TINY
     config_name = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
-    config = getattr(transformers, config_name)(**{**base, **options}, attn_implementation="eager")
+    # Falcon's eager attention has ALiBi in the mask and once more in the scores; sdpa, transformers' choice, once.
+    attention = "sdpa" if family == "Falcon" else "eager"
+    config = getattr(transformers, config_name)(**{**base, **options}, attn_implementation=attention)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config).eval()
     with torch.no_grad():

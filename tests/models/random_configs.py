@@ -16,7 +16,8 @@ FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForC
             "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
             "PhiForCausalLM": "phi", "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj",
             "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
-            "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt", "BloomForCausalLM": "bloom"}
+            "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt", "BloomForCausalLM": "bloom",
+            "FalconForCausalLM": "falcon"}
 WITH_TABLES = ("gemma3_text", "olmo3")                 # for full and for sliding layers
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
@@ -62,12 +63,16 @@ OPTIONAL: dict[str, tuple] = {
     "_remove_final_layer_norm": (True, False), "word_embed_proj_dim": (32, 48, None),
     "layer_norm_elementwise_affine": (True, False), "apply_residual_connection_post_layernorm": (True, False),
     "n_embed": (32, 64), "seq_length": (64, 100), "slow_but_exact": (True, False), "alibi": (True, False),
+    "num_kv_heads": (1, 2, 4, 3), "new_decoder_architecture": (True, False), "multi_query": (True, False),
+    "parallel_attn": (True, False), "num_ln_in_parallel_attn": (1, 2), "bias": (True, False),
+    "ffn_hidden_size": (48, None), "activation": (*ACTIVATIONS, "tanh"),
 }
 # transformers takes these for granted where a configuration leaves them out; here they are asked for by name.
 REQUIRED = {
     "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "opt": {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 112},
     "bloom": {"vocab_size": 97, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "falcon": {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
     "gptj": {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3",
                     "gpt_neox", "smollm3", "stablelm", "starcoder2", "phi", "cohere",
@@ -88,7 +93,7 @@ def random_config(random: Random) -> dict[str, Any]:
     for name in random.sample(list(OPTIONAL), random.choice((1, 2, 3, 4, 6))):
         if OPTIONAL[name]:
             config[name] = random.choice(OPTIONAL[name])
-    if model_type not in ("gpt2", "gptj", "opt", "bloom") and random.random() < 0.25:
+    if model_type not in ("gpt2", "gptj", "opt", "bloom", "falcon") and random.random() < 0.25:
         count = config["num_hidden_layers"] if random.random() < 0.9 else random.choice(LAYERS)
         kinds = random.choice((["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"]))
         config["layer_types"] = [random.choice(kinds) for _ in range(count)]
@@ -108,8 +113,8 @@ def numbers_of_transformers(config: dict[str, Any]) -> dict[str, Any] | None:
     except Exception:
         return None
     return {"architecture": type(model).__name__,
-            **{"gpt2": _of_gpt2, "gptj": _of_gptj, "opt": _of_opt, "bloom": _of_bloom}.get(model_type, _of_decoder)(
-                read, model)}
+            **{"gpt2": _of_gpt2, "gptj": _of_gptj, "opt": _of_opt, "bloom": _of_bloom, "falcon": _of_falcon}.get(
+                model_type, _of_decoder)(read, model)}
 
 
 def _of_gpt2(read: Any, model: torch.nn.Module) -> dict[str, Any]:
@@ -174,6 +179,28 @@ def _of_bloom(read: Any, model: torch.nn.Module) -> dict[str, Any]:
         "dtype": _dtype(read), "scales": (attention.head_dim**-0.5,) * len(layers),
         "slopes": tuple(_get_alibi_slopes(attention.num_heads, torch.device("cpu")).tolist()),
         "adds_to_normed": first.apply_residual_connection_post_layernorm}
+
+
+def _of_falcon(read: Any, model: torch.nn.Module) -> dict[str, Any]:
+    base = model.transformer
+    first, layers = base.h[0], base.h
+    attention = first.self_attention
+    numbers = {
+        "num_layers": len(layers), "num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads,
+        "head_size": attention.head_dim, "hidden_size": base.word_embeddings.weight.shape[1],
+        "intermediate_size": first.mlp.dense_h_to_4h.weight.shape[0], "windows": (None,) * len(layers),
+        "vocab_size": base.word_embeddings.weight.shape[0], "norm_epsilon": base.ln_f.eps,
+        "mlp_bias": first.mlp.dense_4h_to_h.bias is not None, "qk_norm": False,
+        "max_position_embeddings": _positions(read),
+        "tie_word_embeddings": read.tie_word_embeddings, "activation": ACTIVATIONS.get(read.activation),
+        "qkv_bias": attention.query_key_value.bias is not None, "out_bias": attention.dense.bias is not None,
+        "dtype": _dtype(read), "scales": (attention.head_dim**-0.5,) * len(layers),
+        "is_parallel": not hasattr(first, "post_attention_layernorm"), "has_own_norms": hasattr(first, "ln_mlp")}
+    if base.use_alibi:
+        slopes = _get_alibi_slopes(attention.num_heads, torch.device("cpu")).bfloat16()
+        return {**numbers, "slopes": tuple(slopes.tolist())}
+    frequencies, amplitude = _frequencies(read, attention.head_dim)
+    return {**numbers, "frequencies": frequencies, "amplitude": amplitude}
 
 
 def _scales_of_gpt2(layers: torch.nn.ModuleList) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from .random_configs import numbers_of_transformers, random_config  # noqa: E402
 
 SEEDS = range(600)
 OF_SOME = ("is_parallel", "rotates", "slides", "logit_scale", "embedding_scale", "residual_scale", "logits_divisor",
-           "embedding_size", "norms_first", "has_last_norm", "norms_have_weights", "adds_to_normed")
+           "embedding_size", "norms_first", "has_last_norm", "norms_have_weights", "adds_to_normed", "has_own_norms")
 
 
 def numbers_of(spec):

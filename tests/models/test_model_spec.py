@@ -31,6 +31,7 @@ OTHERS = {
     "OPTForCausalLM": {"vocab_size": 97, "hidden_size": 64, "ffn_dim": 112, "num_hidden_layers": 4,
                        "num_attention_heads": 4, "max_position_embeddings": 256},
     "BloomForCausalLM": {"vocab_size": 97, "hidden_size": 64, "n_layer": 4, "n_head": 4},
+    "FalconForCausalLM": {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
 
 
@@ -161,6 +162,25 @@ def test_null_means_not_given(spec_of):
     assert (spec.head_size, spec.num_kv_heads, spec.norm_epsilon) == (16, 4, 1e-6)
 
 
+@pytest.mark.parametrize("fields, named", [
+    ({"new_decoder_architecture": True, "num_kv_heads": 3}, "num_kv_heads is 3; a divisor"),
+    ({"multi_query": False, "num_kv_heads": 2}, "num_kv_heads is 2; num_attention_heads, 4"),
+    ({"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn is False"),
+    ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3; 1 or 2"),
+    ({"alibi": True, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+])
+def test_falcon_refuses_what_its_three_layouts_do_not_have(fields, named, spec_of):
+    with pytest.raises(ModelLoadError, match=named):
+        spec_of("FalconForCausalLM", **fields)
+
+
+def test_slopes_of_falcon_are_numbers_of_bfloat16(spec_of):
+    spec = spec_of("FalconForCausalLM", alibi=True, num_attention_heads=8)
+    slopes = torch.tensor(spec.attention[0].alibi_slopes)
+    assert torch.equal(slopes.bfloat16().float(), slopes) and spec.rotary is None
+    assert spec.attention[0].alibi_bfloat16_factor == spec.attention[0].scale == 8**-0.5
+
+
 REFUSED = [
     ("LlamaForCausalLM", "quantization_config", {"quant_method": "gptq"}),
     ("LlamaForCausalLM", "auto_map", {"AutoModelForCausalLM": "modeling_x.X"}),
@@ -237,6 +257,16 @@ REFUSED = [
     ("OPTForCausalLM", "word_embed_proj_dim", 0),
     ("OPTForCausalLM", "do_layer_norm_before", 1),
     ("OPTForCausalLM", "rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("FalconForCausalLM", "num_hidden_layers", "absent"),
+    ("FalconForCausalLM", "n_embed", 32),
+    ("FalconForCausalLM", "head_dim", 16),
+    ("FalconForCausalLM", "num_ln_in_parallel_attn", 2),
+    ("FalconForCausalLM", "ffn_hidden_size", 0),
+    ("FalconForCausalLM", "activation", "tanh"),
+    ("FalconForCausalLM", "alibi", "yes"),
+    ("FalconForCausalLM", "apply_residual_connection_post_layernorm", True),
+    ("FalconForCausalLM", "rope_scaling", {"type": "dynamic", "factor": 2.0}),
+    ("FalconForCausalLM", "rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
     ("BloomForCausalLM", "alibi", False),
     ("BloomForCausalLM", "n_embed", 32),
     ("BloomForCausalLM", "num_hidden_layers", 5),

@@ -101,6 +101,20 @@ FAMILIES = {
         "Bloom", {"hidden_size": 72, "n_head": 6, "apply_residual_connection_post_layernorm": True,
                   "tie_word_embeddings": False}),
     "bloom, more heads than the power of two and half": ("Bloom", {"hidden_size": 112, "n_head": 7}),
+    "falcon, one key head": ("Falcon", {"num_key_value_heads": None}),
+    "falcon, new, groups of key heads": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, new, one norm, untied, biases, yarn": (
+        "Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True,
+                   "tie_word_embeddings": False, "rope_parameters": YARN}),
+    "falcon, one after the other, slopes": (
+        "Falcon", {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}),
+    "falcon, slopes, heads no power of two": (
+        "Falcon", {"multi_query": False, "alibi": True, "num_attention_heads": 6, "hidden_size": 72,
+                   "ffn_hidden_size": 80, "activation": "relu"}),
+    "falcon, slopes, one key head": ("Falcon", {"alibi": True}),
+    "falcon, new, slopes, groups of key heads": (
+        "Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True, "num_attention_heads": 6,
+                   "hidden_size": 72}),
     "gpt2": ("GPT2", {}),
     "gpt2, untied, another inner size": ("GPT2", {"tie_word_embeddings": False, "n_inner": 80,
                                                   "activation_function": "relu"}),
@@ -114,6 +128,15 @@ def test_a_packed_batch_has_the_logits_of_transformers(case, chunk, reference, d
     model, folder = reference(family, **options)
     run = driver(folder, shuffled=chunk is not None)
     check_against(model, run, prompts([1, 5, 16, 17, 40]), chunk=chunk)
+
+
+@pytest.mark.parametrize("chunk", [None, 128], ids=["whole", "chunks"])
+@pytest.mark.parametrize("family", ["Falcon", "Bloom"])
+def test_slopes_at_positions_that_are_no_numbers_of_bfloat16(family, chunk, reference, driver, prompts, check_against):
+    options = {"alibi": True, "multi_query": False, "num_attention_heads": 6, "hidden_size": 72,
+               "max_position_embeddings": 700} if family == "Falcon" else {"hidden_size": 72, "n_head": 6}
+    model, folder = reference(family, **options)
+    check_against(model, driver(folder, shuffled=True), prompts([530, 257]), steps=6, chunk=chunk)
 
 
 @pytest.mark.parametrize("tokens_per_block", [16, 32, 64])

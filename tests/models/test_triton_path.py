@@ -28,6 +28,7 @@ FAMILIES = [
     ("Cohere", {"num_hidden_layers": 1, "use_qk_norm": True, "pad_token_id": None, "eos_token_id": None,
                 "bos_token_id": None, "logit_scale": 0.3}),
     ("Bloom", {"n_layer": 1, "n_head": 6, "hidden_size": 96}),
+    ("Falcon", {"num_hidden_layers": 1, "multi_query": False, "alibi": True}),
 ]
 WINDOW, SINK, SLOPES, SINK_LOGITS = 6, 3, (0.5, 0.2, 0.1, 0.0), (1.0, -0.5, 0.0, 2.0)
 SCRIPT = """

@@ -1,0 +1,167 @@
+"""Falcon, Falcon-RW, Falcon 2: rotary positions or ALiBi, attention and an MLP of two matrices side by side or one
+after the other, one key head, some, or one for each query head.
+
+Source   "The Falcon Series of Open Language Models" (arXiv 2311.16867); checkpoints as transformers saves
+         FalconForCausalLM, with or without the `transformer.` prefix.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.interface import Attention, LayerAttention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.linear import Linear
+from ..layers.mlp import Mlp
+from ..layers.norm import LayerNorm
+from ..layers.rotary import Rotary
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .alibi_slopes import alibi_slopes
+from .model_spec import (
+    MAX_HEADS,
+    MAX_WIDTH,
+    ModelSpec,
+    even_share,
+    layer_count,
+    name_in_use,
+    read_decoder_spec,
+    refuse_rotary,
+    refuse_windows,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FalconSpec(ModelSpec):
+    """is_parallel      the MLP stands beside attention, not behind it
+    has_own_norms    beside each other, each of them has a norm of its own
+    """
+
+    is_parallel: bool
+    has_own_norms: bool
+
+
+class Falcon:
+    """FalconForCausalLM."""
+
+    deterministic = True
+    harmless_tensors = (r"(transformer\.)?h\.\d+\.self_attention\.(maybe_rotary|rotary|rotary_emb)\.inv_freq",
+                        r"(transformer\.)?rotary_emb\.inv_freq")
+    understands = ("alibi", "parallel_attn", "multi_query", "new_decoder_architecture")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> FalconSpec:
+        num_layers = layer_count(config)
+        refuse_windows(config, num_layers)
+        num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
+        width = name_in_use(config, "hidden_size", "n_embed")
+        hidden_size = config.count(width, maximum=MAX_WIDTH)
+        even_share(config, width, hidden_size, num_heads)
+        if "head_dim" in config:
+            raise config.fault("head_dim", "not there: heads have hidden_size / num_attention_heads entries")
+        if config.flag("apply_residual_connection_post_layernorm", False):
+            raise config.fault("apply_residual_connection_post_layernorm", "false, or not there")
+        is_parallel, has_own_norms = _read_norms(config)
+        bias, has_slopes = config.flag("bias", False), config.flag("alibi", False)
+        own = {**config.values, "hidden_size": hidden_size, "num_key_value_heads": _read_kv_heads(config, num_heads),
+               "intermediate_size": config.count("ffn_hidden_size", 4 * hidden_size, maximum=MAX_WIDTH)}
+        spec = read_decoder_spec(
+            Fields(own, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+            mlp_bias=bias, gated_mlp=False, tie_word_embeddings=True, activation="activation",
+            default_activation="gelu", norm_epsilon="layer_norm_epsilon", default_norm_epsilon=1e-5,
+            default_theta=10000.0, max_positions=2048, spec_class=FalconSpec, is_parallel=is_parallel,
+            has_own_norms=has_own_norms)
+        if not has_slopes:
+            return spec
+        refuse_rotary(config)
+        # The products of slopes and positions are rounded to bfloat16 as the models were trained, whatever the dtype of
+        # the weights, and added to scores before those are scaled.
+        slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.bfloat16, device="cpu").tolist()
+        scale = spec.attention[0].scale
+        attention = LayerAttention(scale=scale, alibi_slopes=tuple(slopes), alibi_bfloat16_factor=scale)
+        return dataclasses.replace(spec, rotary=None, attention=(attention,) * num_layers)
+
+    def __init__(self, spec: FalconSpec, weights: Weights, context: LayerContext) -> None:
+        prefix, size = "transformer." if weights.has("transformer.word_embeddings.weight") else "", spec.hidden_size
+        self.embedding = Embedding(weights, context, f"{prefix}word_embeddings.weight", spec.vocab_size, size)
+        self.layers = [_Layer(spec, weights, context, f"{prefix}h.{index}", index) for index in range(spec.num_layers)]
+        self.norm = LayerNorm(weights, context, f"{prefix}ln_f", size, spec.norm_epsilon)
+        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, size,
+                         tied_to=self.embedding if spec.tie_word_embeddings else None)
+        self.rotary = None
+        if spec.rotary is not None:
+            self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, self.rotary, attention)
+        return self.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+def _read_kv_heads(config: Fields, num_heads: int) -> int:
+    num_kv_heads = config.count("num_kv_heads", num_heads, maximum=MAX_HEADS)
+    if config.flag("new_decoder_architecture", False):
+        if num_heads % num_kv_heads:
+            raise config.fault("num_kv_heads", f"a divisor of num_attention_heads, {num_heads}")
+        return num_kv_heads
+    if config.flag("multi_query", True):
+        return 1
+    if num_kv_heads != num_heads:
+        raise config.fault("num_kv_heads", f"num_attention_heads, {num_heads}, where there is neither "
+                                           "new_decoder_architecture nor multi_query")
+    return num_heads
+
+
+def _read_norms(config: Fields) -> tuple[bool, bool]:
+    """(is_parallel, has_own_norms) of a FalconSpec."""
+    is_new, is_parallel = config.flag("new_decoder_architecture", False), config.flag("parallel_attn", True)
+    num_norms = config.count("num_ln_in_parallel_attn", 2 if is_new else 1)
+    if is_new and not is_parallel:
+        raise config.fault("parallel_attn", "true, or not there, beside new_decoder_architecture")
+    if is_parallel and num_norms not in ((1, 2) if is_new else (1,)):
+        raise config.fault("num_ln_in_parallel_attn", "1 or 2" if is_new else "1 without new_decoder_architecture")
+    return is_parallel, is_parallel and num_norms == 2
+
+
+class _Layer:
+    def __init__(self, spec: FalconSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        self.index, self.head_size, self.is_parallel = index, spec.head_size, spec.is_parallel
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        size = spec.hidden_size
+
+        def norm(part: str) -> LayerNorm:
+            return LayerNorm(weights, context, f"{name}.{part}", size, spec.norm_epsilon)
+
+        self.attention_norm = norm("ln_attn" if spec.has_own_norms else "input_layernorm")
+        self.mlp_norm = None                               # the MLP is given what attention is given
+        if spec.has_own_norms or not spec.is_parallel:
+            self.mlp_norm = norm("ln_mlp" if spec.has_own_norms else "post_attention_layernorm")
+        # Stored by key heads, each one's query heads before it and its value behind it, however many those are.
+        order = torch.arange(sum(spec.qkv_sizes), dtype=torch.int64, device=context.device)
+        order = order.view(spec.num_kv_heads, -1, spec.head_size)
+        parts = (order[:, :-2], order[:, -2], order[:, -1])
+        self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes,
+                          bias=spec.qkv_bias, split="columns", row_order=torch.cat([part.flatten() for part in parts]))
+        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], size, [size], bias=spec.out_bias,
+                          split="rows")
+        self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
+                       spec.intermediate_size, spec.activation, bias=spec.mlp_bias)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary | None, attention: Attention) -> torch.Tensor:
+        normed = self.attention_norm(hidden)
+        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        attended = attention.run(self.index, query, key, value, rotary)
+        if self.is_parallel:
+            beside = normed if self.mlp_norm is None else self.mlp_norm(hidden)       # before the sum overwrites them
+            return self.mlp.add_to(self.out.add_to(hidden, attended), beside)
+        hidden = self.out.add_to(hidden, attended)
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
