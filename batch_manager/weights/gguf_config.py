@@ -149,6 +149,8 @@ def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
     queries = metadata.count("attention.head_count")
     size = metadata.get("attention.key_length", width // queries)
     heads = Heads(queries, metadata.count("attention.head_count_kv", queries), size)
+    if queries % heads.keys:
+        raise metadata.fault("attention.head_count_kv", f"a divisor of attention.head_count, {queries}")
     epsilon = "attention.layer_norm_epsilon" if family.is_layer_norm else "attention.layer_norm_rms_epsilon"
     values = {
         "architectures": [family.name], "model_type": family.model_type, "num_hidden_layers": layers,
@@ -223,6 +225,9 @@ def _head_size(metadata: Metadata, family: Family, width: int, heads: Heads) -> 
         raise metadata.fault("attention.value_length", f"{heads.size}, as queries and keys have")
     if given is None and width % heads.queries:
         raise metadata.fault("embedding_length", f"a multiple of the number of attention heads, {heads.queries}")
+    if family.rotates and heads.size % 2:
+        raise metadata.fault("attention.key_length" if given else "embedding_length",
+                             f"an even number of entries in a head, which has {heads.size}")
     if family.head_dim:
         return {"head_dim": heads.size}
     if heads.size * heads.queries != width:

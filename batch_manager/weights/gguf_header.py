@@ -51,7 +51,7 @@ _TEXT, _ARRAY, _BOOL = 8, 9, 7
 _LENGTH, _SHORT_LENGTH = struct.Struct("<Q"), struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class GgufArray:
     """An array of the metadata, left in the file.
 
@@ -64,6 +64,9 @@ class GgufArray:
     count: int
     begin: int
     end: int
+
+    def __repr__(self) -> str:
+        return f"an array of {self.count:,} {self.kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +89,13 @@ class GgufTensor:
 class GgufHeader:
     """What a GGUF file says.
 
+    identity   of the file that was read: another one in its place has another
     metadata   key -> bool, int, float, str or GgufArray
     tensors    name -> GgufTensor
     """
 
     file: CheckpointFile
+    identity: tuple[int, ...]
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor] = field(default_factory=dict)
@@ -115,13 +120,13 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
     if not isinstance(array, GgufArray):
         raise ModelLoadError(f"{where} is {'missing' if array is None else shown(array)}", "an array")
     try:
-        with header.file.real_path.open("rb") as file:
+        with open_again(header) as file:
             file.seek(array.begin)
             data = file.read(array.end - array.begin)
     except OSError as fault:
         raise ModelLoadError(f"{header.file} cannot be read ({fault.strerror})") from None
     if len(data) != array.end - array.begin:
-        raise _changed(header.file)
+        raise changed(header.file)
     if array.kind != "text":
         layout = next(layout for name, layout in _VALUE_TYPES.values() if name == array.kind)
         numbers = np.frombuffer(data, layout)
@@ -131,7 +136,7 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
         start = place + _LENGTH.size
         place = start + (_LENGTH.unpack_from(data, place)[0] if start <= len(data) else len(data))
         if place > len(data):
-            raise _changed(header.file)
+            raise changed(header.file)
         try:
             texts.append(data[start:place].decode())
         except UnicodeDecodeError:
@@ -144,7 +149,21 @@ def incomplete(file: CheckpointFile, reason: str) -> ModelLoadError:
                           "copy or download the file again")
 
 
-def _changed(file: CheckpointFile) -> ModelLoadError:
+def open_again(header: GgufHeader) -> BinaryIO:
+    """The file whose header was read. Raises OSError, and ModelLoadError where it is another one by now."""
+    file = header.file.real_path.open("rb", buffering=0)
+    if _identity(file) != header.identity:
+        file.close()
+        raise changed(header.file)
+    return file
+
+
+def _identity(file: BinaryIO) -> tuple[int, ...]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def changed(file: CheckpointFile) -> ModelLoadError:
     return ModelLoadError(f"{file} has changed since its header was read", "the same file",
                           "load it again, and replace no file while it is loaded")
 
@@ -178,7 +197,7 @@ class _Reader:
         start = -(-self._place // alignment) * alignment
         tensors = {name: self._placed(name, start, alignment, *said) for name, said in stated.items()}
         self._refuse_overlap(tensors)
-        return GgufHeader(self.where, version, metadata, tensors)
+        return GgufHeader(self.where, _identity(self._file), version, metadata, tensors)
 
     def _version(self) -> int:
         magic = bytes(self._take(4, "its first four bytes"))
@@ -342,4 +361,4 @@ class _Reader:
                                  f"a header of at most {MAX_HEADER_BYTES:,} bytes")
         self._data += self._file.read(max(end - len(self._data), _READ_BYTES))
         if end > len(self._data):
-            raise _changed(self.where)
+            raise changed(self.where)

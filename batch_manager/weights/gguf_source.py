@@ -3,7 +3,8 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from ..errors import ModelLoadError
 from ..loading_thread import check_interruption
 from .folder import CheckpointFile
-from .gguf_header import GgufHeader, GgufTensor
+from .gguf_header import GgufHeader, GgufTensor, changed, open_again
 from .gguf_names import Place
 from .json_file import shown
 from .source import Shape
@@ -29,8 +30,8 @@ def numbers_of(headers: Sequence[GgufHeader], name: str) -> list[float]:
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
         raise ModelLoadError(f"{header.file}: {shown(name)} has shape {list(tensor.shape)} and type {tensor.kind}",
                              f"one dimension of at most {MAX_FACTORS:,} numbers in F32")
-    with contextlib.closing(_Files(headers)) as files:
-        return np.frombuffer(files.read(name, 0, tensor.end - tensor.begin), "<f4").tolist()
+    with _Files(headers).reading(name) as read:
+        return np.frombuffer(read(0, tensor.end - tensor.begin), "<f4").tolist()
 
 
 class GgufWeights:
@@ -87,8 +88,7 @@ class GgufWeights:
         self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Close the files. Raises when a tensor was not asked for. (No converter writes what is `harmless`.)"""
-        self._files.close()
+        """Raises when a tensor was not asked for. (No converter writes what is `harmless`.)"""
         left = sorted(self._places.keys() - self._used)
         if left:
             more = f" and {len(left) - 1} more tensors" if left[1:] else ""
@@ -115,33 +115,44 @@ class GgufWeights:
 
     def _fill(self, target: torch.Tensor, place: Place) -> None:
         """Write the tensor into `target`, which has its shape."""
-        stored = self._tensors[place.tensor]
-        rows = place.rows or range(math.prod(stored.shape[:-1]))
-        columns, make = stored.shape[-1], self._makers[stored.kind]
-        if len(stored.shape) == 1 and (place.rows is not None or place.order is not None):
-            # The rows of a bias are its numbers: it is made whole, and is as small as one row of the matrix.
-            whole = self._made(make, place, 0, 1, stored).view(-1)
-            whole = whole[place.rows.start : place.rows.stop] if place.rows is not None else whole
-            target.copy_(whole if place.order is None else whole[place.order()])
-            return
-        goes_to = None if place.order is None else _inverse(place.order())
-        target = target.view(-1, columns) if not place.transposed else target
-        step = max(1, BLOCK_NUMBERS // columns)
-        for begin in range(rows.start, rows.stop, step):
-            check_interruption()
-            block = self._made(make, place, begin, min(step, rows.stop - begin), stored)
-            first = begin - rows.start
-            if place.transposed:
-                _copy(target[:, first : first + len(block)], block.t())
-            elif goes_to is None:
-                _copy(target[first : first + len(block)], block)
-            else:
-                _copy(target, block, goes_to[first : first + len(block)])
+        with self._files.reading(place.tensor) as read:
+            stored = self._tensors[place.tensor]
+            make = self._makers[stored.kind]
 
-    def _made(self, make: "Maker", place: Place, begin: int, count: int, stored: GgufTensor) -> torch.Tensor:
-        """Rows of a tensor of the file, [count, columns]."""
-        block = make(self._files.read(place.tensor, begin * stored.row_bytes, count * stored.row_bytes), count)
-        return block + place.offset if place.offset else block
+            def rows(begin: int, count: int) -> torch.Tensor:
+                """[count, columns]"""
+                block = make(read(begin * stored.row_bytes, count * stored.row_bytes), count)
+                return block + place.offset if place.offset else block
+
+            if len(stored.shape) == 1:
+                _fill_row(target, place, rows(0, 1)[0])
+            else:
+                _fill_rows(target, place, rows, stored)
+
+
+def _fill_row(target: torch.Tensor, place: Place, row: torch.Tensor) -> None:
+    """Of a bias or a norm, which is made whole: its rows are its numbers."""
+    row = row if place.rows is None else row[place.rows.start : place.rows.stop]
+    _copy(target, row if place.order is None else row[place.order()])
+
+
+def _fill_rows(target: torch.Tensor, place: Place, rows_of: Callable[[int, int], torch.Tensor],
+               stored: GgufTensor) -> None:
+    columns = stored.shape[-1]
+    rows = place.rows or range(math.prod(stored.shape[:-1]))
+    goes_to = None if place.order is None else _inverse(place.order())
+    target = target if place.transposed else target.view(-1, columns)
+    step = max(1, BLOCK_NUMBERS // columns)
+    for begin in range(rows.start, rows.stop, step):
+        check_interruption()
+        block = rows_of(begin, min(step, rows.stop - begin))
+        first = begin - rows.start
+        if place.transposed:
+            _copy(target[:, first : first + len(block)], block.t())
+        elif goes_to is None:
+            _copy(target[first : first + len(block)], block)
+        else:
+            _copy(target, block, goes_to[first : first + len(block)])
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
@@ -199,43 +210,35 @@ def _maker(kind: str, file: CheckpointFile) -> Maker:
 
 
 class _Files:
-    """The open files of one model.
+    """The files of one model.
 
     They are read, not mapped: a file that shrinks while it is mapped ends the process, and pages of a map count as the
-    process's memory.
+    process's memory. Each is open for as long as one tensor is read.
     """
 
     def __init__(self, headers: Sequence[GgufHeader]) -> None:
-        self._places: dict[str, tuple[GgufHeader, BinaryIO]] = {}
-        self._open: list[BinaryIO] = []
-        for header in headers:
-            try:
-                file = header.file.real_path.open("rb", buffering=0)
-            except OSError as fault:
-                self.close()
-                raise ModelLoadError(f"{header.file} cannot be read ({fault.strerror})") from None
-            self._open.append(file)
-            self._places.update(dict.fromkeys(header.tensors, (header, file)))
+        self._headers = {name: header for header in headers for name in header.tensors}
 
     def of(self, name: str) -> CheckpointFile:
-        return self._places[name][0].file
+        return self._headers[name].file
 
-    def read(self, name: str, offset: int, num_bytes: int) -> bytearray:
-        """Bytes of a tensor."""
-        header, file = self._places[name]
-        data, place = bytearray(num_bytes), header.tensors[name].begin + offset
-        view, done = memoryview(data), 0
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[Callable[[int, int], bytearray]]:
+        """(offset, bytes) -> so many bytes of the tensor. Raises ModelLoadError where the file has changed."""
+        header = self._headers[name]
         try:
-            while done < num_bytes:
-                count = os.preadv(file.fileno(), [view[done:]], place + done)
-                if not count:
-                    raise ModelLoadError(f"{header.file} has become shorter while {shown(name)} was read",
-                                         "the same file", "load it again, and replace no file while it is loaded")
-                done += count
+            with open_again(header) as file:
+                yield partial(_read, header, file, header.tensors[name].begin)
         except OSError as fault:
             raise ModelLoadError(f"{header.file} cannot be read ({fault.strerror})") from None
-        return data
 
-    def close(self) -> None:
-        for file in self._open:
-            file.close()
+
+def _read(header: GgufHeader, file: BinaryIO, begin: int, offset: int, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    view, done = memoryview(data), 0
+    while done < num_bytes:
+        count = os.preadv(file.fileno(), [view[done:]], begin + offset + done)
+        if not count:
+            raise changed(header.file)
+        done += count
+    return data

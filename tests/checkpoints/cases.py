@@ -4,6 +4,7 @@
 cut-17                the 17th of all truncations
 large-FILE-TEXT       megabytes of JSON in the place of the config, the header or the index
 honest-FAMILY         nothing is wrong with it
+gguf-17               the GGUF file that seed 17 draws
 """
 
 from bisect import bisect_right
@@ -14,11 +15,12 @@ from random import Random
 from .damage_bytes import LARGE_TEXTS, damage_bytes, stand_in
 from .damage_structure import damage_config, damage_header, damage_index
 from .entries import Bytes, Entry
+from .gguf_cases import FILE, damaged
 from .honest import CONFIG, FAMILIES, INDEX, SINGLE, Draft, TensorFile, honest
 
 MEGABYTES = 4.2
 DTYPES = ("F32", "F16", "BF16")
-CUT = "cut-"
+CUT, GGUF = "cut-", "gguf-"
 
 
 STRUCTURAL = {"config": damage_config, "header": damage_header, "index": damage_index}
@@ -32,6 +34,8 @@ def honest_files(*base) -> dict[str, Entry]:
 
 def case(key: str) -> dict[str, Entry]:
     kind, _, rest = key.partition("-")
+    if kind == "gguf":
+        return {FILE: Bytes(damaged(int(rest)))}
     if kind == "honest":
         return honest_files(rest, "BF16", False, True, True)
     if kind == "large":

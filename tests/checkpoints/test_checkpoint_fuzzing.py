@@ -7,12 +7,18 @@ import sys
 
 import pytest
 
-from .cases import CUT, case, cuts_of, num_cuts
+from batch_manager.weights.folder import CheckpointFile
+from batch_manager.weights.gguf_header import read_gguf_header
+
+from .cases import CUT, GGUF, case, cuts_of, num_cuts
 from .damage_bytes import LARGE_TEXTS
 from .entries import Bytes, Place
+from .gguf_cases import ARCHITECTURES, FILE, KINDS, honest
+from .gguf_rules import wrong
 from .honest import FAMILIES
 from .replay import command
 from .rules import Good, judge
+from .trial import outcome_of
 from .watch import audited
 
 SEEDS = range(12_000)
@@ -83,3 +89,31 @@ def test_a_key_always_means_the_same_files(tmp_path):
     last = case(f"{CUT}{num_cuts() - 1}")
     Place(tmp_path / "m").become(last)
     assert {path.name for path in (tmp_path / "m").iterdir()} == set(last)
+
+
+def test_damaged_gguf_files_are_read_rightly_or_refused(bench):
+    counts = try_all(bench, [f"{GGUF}{seed}" for seed in range(2000)])
+    assert counts.ends["good"] > 200 and counts.ends["bad"] > 1000
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gguf_files_that_nothing_is_wrong_with(architecture, kind, tmp_path):
+    for untied in (False, True):
+        data = honest(architecture, kind, untied).to_bytes()
+        (tmp_path / FILE).write_bytes(data)
+        assert wrong(data, [data], outcome_of(tmp_path / FILE)) == ("good", [])
+
+
+def test_a_gguf_file_cut_off_anywhere_is_refused(tmp_path):
+    data = honest("llama", "Q8_0", False).to_bytes()
+    header = read_gguf_header(CheckpointFile(tmp_path / FILE, place(tmp_path, data)))
+    end = max(tensor.end for tensor in header.tensors.values())
+    for length in [*range(min(tensor.begin for tensor in header.tensors.values())), end - 1]:
+        place(tmp_path, data[:length])
+        assert wrong(data[:length], [], outcome_of(tmp_path / FILE)) == ("bad", [])
+
+
+def place(folder, data):
+    (folder / FILE).write_bytes(data)
+    return folder / FILE

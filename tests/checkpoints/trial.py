@@ -16,9 +16,11 @@ from batch_manager.models import loading, registry
 from batch_manager.models.model_spec import ModelSpec
 from batch_manager.weights.checkpoint import open_checkpoint
 
-from .cases import case
+from . import gguf_rules
+from .cases import GGUF, case
 from .config_rules import expected_tensors
 from .entries import Bytes, Entry, Place
+from .gguf_cases import ARCHITECTURES, FILE, KINDS, honest
 from .rules import Bad, Good, judge
 from .watch import Resources, Stopwatch, audited, differences, forget_peak
 
@@ -28,7 +30,9 @@ LARGE = 2**19                         # bytes; larger ones are allowed memory of
 SMALL_POSITIONS = 4096                # tables of positions are the model's memory, not the reader's
 PORTION = 50
 SECONDS_TO_LEAVE = 5.0
-WARMING = ("cut-5", *map(str, range(20)))
+HONEST_GGUF = frozenset(honest(architecture, kind, untied).to_bytes() for architecture in ARCHITECTURES
+                        for kind in KINDS for untied in (False, True))
+WARMING = ("cut-5", *map(str, range(20)), *(f"gguf-{seed}" for seed in range(60)))
 
 
 @dataclass(slots=True)
@@ -88,23 +92,35 @@ class Bench:
         self.place.become(files)
         forget_peak()
         before = Resources.now()
-        outcome = outcome_of(self.place.path)
+        outcome = outcome_of(self._path(key))
         text = str(outcome) if isinstance(outcome, Exception) else ""
         del outcome
         return [f"{found}; {text}" for found in differences(before, Resources.now(), num_bytes(files))]
 
     def _try(self, key: str, whole: bool, files: Mapping[str, Entry] | None = None) -> tuple[str, list[str]]:
         files = case(key) if files is None else files
+        path = self._path(key)
         with audited(self.place.path) as deeds:
             watch = Stopwatch()
-            outcome = outcome_of(self.place.path)
+            outcome = outcome_of(path)
             slow = watch.too_long()
+        if path.name == FILE:
+            return self._of_gguf(path, outcome, [*deeds, *slow])
         verdict = judge(files)
         wrong = [*deeds, *slow, *compare(self.place.path, verdict, outcome)]
         if whole:
             wrong += whole_way(self.place.path, outcome)
         return ("undecided" if verdict is None else type(verdict).__name__.lower()), wrong
 
+    def _path(self, key: str) -> Path:
+        return self.place.path / FILE if key.startswith(GGUF) else self.place.path
+
+    @staticmethod
+    def _of_gguf(path: Path, outcome: Any, seen: list[str]) -> tuple[str, list[str]]:
+        end, wrong = gguf_rules.wrong(path.read_bytes(), HONEST_GGUF, outcome)
+        if isinstance(outcome, ModelLoadError):
+            wrong += compare_refusal(path, None, outcome)
+        return end, [*seen, *wrong]
 
 
 def num_bytes(files: Mapping[str, Entry]) -> int:
