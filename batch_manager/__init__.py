@@ -100,6 +100,7 @@ _PUBLIC = {
     "STATISTICS": "stats.statistics_table",
     "Statistic": "stats.statistics_table",
     "Trace": "stats.trace",
+    "TraceFile": "stats.trace",
     "IterationTrace": "stats.trace",
     "read_trace": "stats.trace",
     "write_trace": "stats.trace",
@@ -160,7 +161,7 @@ if TYPE_CHECKING:
     from .scheduling.simple import SimpleScheduler
     from .seams import BackendInfo, Clock, MemoryUsage, ModelBackend, PendingStep
     from .stats.statistics_table import STATISTICS, Statistic
-    from .stats.trace import IterationTrace, Trace, read_trace, write_trace
+    from .stats.trace import IterationTrace, Trace, TraceFile, read_trace, write_trace
     from .weights.json_file import Fields
     from .weights.source import Weights
 

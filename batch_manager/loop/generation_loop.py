@@ -19,6 +19,7 @@ from ..responses.deliveries import Deliveries
 from ..scheduling.contract import check_plan, plain_plan
 from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
 from ..scheduling.starvation import StarvationCheck
+from ..scheduling.waiting import waiting_reasons
 from ..seams import Clock, ModelBackend
 from ..stats.iteration_stats import StaticBatchStats
 from ..stats.trace import IterationTrace
@@ -31,6 +32,7 @@ from .callbacks import GuardedCallbacks
 from .finals import Finals
 from .intake import Intake
 from .iteration_record import IterationRecord, Totals
+from .phase_times import PhaseTimes
 from .reporter import Reporter
 from .static_batch import HeldFinals, StaticBatch
 
@@ -83,6 +85,7 @@ class GenerationLoop:
         self.reporter = Reporter(callbacks=callbacks, backend=backend, clock=clock,
                                  max_requests=limits.max_num_sequences, trace=trace,
                                  timings=intake.timings)
+        self._phase_times = PhaseTimes(self, clock) if self.reporter.wants_trace else None
         self._in_scheduler = callbacks.guard.raising("schedule_request", passing=SchedulerContractError)
 
     def step(self, *, accept_new: bool) -> bool:
@@ -160,6 +163,9 @@ class GenerationLoop:
             self._resources.admit(admitted)
             self.deliveries.admit(admitted)
         record.had_refusals = bool(self.unanswered.refusals)
+        if self.intake.came_late:            # it must not run; a duplicate of it is told so while it is alive
+            self.finals.answer_refusals()
+            self._expire()
         record.active_requests = len(self.active.in_order)
         return record
 
@@ -188,6 +194,9 @@ class GenerationLoop:
         num_scheduled = len(plan.context_requests) + len(plan.generation_requests)
         if num_scheduled < len(active):
             self._starvation.look(self.scheduler, plan, active, blocked)
+            if self.reporter.wants_trace:
+                record.waiting = waiting_reasons(plan, active, blocked, self.kv, self.limits,
+                                                 is_static=self._static_batch is not None)
         if not (num_scheduled or self.window):
             raise SchedulerContractError(
                 self.scheduler, f"{len(active)} requests are active, none is scheduled and nothing is in flight")
@@ -319,7 +328,7 @@ class GenerationLoop:
             if record.kv_cache is None:    # nothing was launched
                 record.kv_cache = self.kv.usage()
             if self.reporter.wants_trace and record.active_requests:
-                self.reporter.trace(record)
+                self.reporter.trace(record, self._phase_times.take(), len(self.intake))
             self._send_record(record)
             if self._flush_stats_when_idle and record.active_requests and self.is_empty:
                 self.window.drop_all()    # what it still computes is for nobody

@@ -47,6 +47,7 @@ class Intake:
     arrived         ids accepted since `take_arrived` was called
     timings         of the accepted requests
     num_prompt_tokens   of the accepted requests
+    came_late       by its arrival_time, a request was accepted after its deadline; False after `expired` was called
     num_warnings    accepted requests that were changed on the way in (an output length cut to what fits)
     """
 
@@ -67,6 +68,7 @@ class Intake:
         self._queued_tokens = 0
         self._bytes_of: dict[int, int] = {}
         self._bytes_in_flight = 0
+        self.came_late = False
         self._deadlines: dict[int, tuple[float, float]] = {}     # when it passes, and deadline_s as the request has it
         self.arrived: list[int] = []
         self.is_terminating = False
@@ -212,13 +214,14 @@ class Intake:
         self.num_prompt_tokens += admitted.request.prompt_len
         self._bytes_of[request_id] = admitted.num_bytes
         self._bytes_in_flight += admitted.num_bytes
-        arrived_at = self._clock.monotonic()
+        arrived_at = now = self._clock.monotonic()
         if admitted.arrival_time is not None:
             arrived_at = min(admitted.arrival_time, arrived_at)
         self.timings.accept(admitted, arrived_at)
         if admitted.response.deadline_s is not None:
             deadline_s = admitted.response.deadline_s
             self._deadlines[request_id] = arrived_at + deadline_s, deadline_s
+            self.came_late |= admitted.arrival_time is not None and arrived_at + deadline_s <= now
         for warning in admitted.warnings:
             self.num_warnings += 1
             self._warning_log.log(logging.WARNING, "%s (%d so far)", warning, self.num_warnings)
@@ -273,6 +276,7 @@ class Intake:
 
     def expired(self) -> dict[int, str]:
         """The ids whose deadline has passed, and the error for each that has no token by then. Each is named once."""
+        self.came_late = False
         if not self._deadlines:
             return {}
         now = self._clock.monotonic()

@@ -26,6 +26,7 @@ class IterationRecord:
     had_refusals       items were refused
     figures            name of a statistic -> value, of what requests hold besides KV cache blocks
     arrived, finished  ids of the requests that were accepted, and of those that ended after they ran
+    waiting            reason -> ids of the active requests that are in no step, where traces are wanted
     """
 
     number: int
@@ -41,6 +42,7 @@ class IterationRecord:
     figures: dict[str, int] = field(default_factory=dict)
     arrived: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
+    waiting: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

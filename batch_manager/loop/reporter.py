@@ -1,6 +1,6 @@
 """Reports an iteration: statistics for the callback, a trace for pictures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import index
 
 from ..seams import Clock, MemoryUsage, ModelBackend
@@ -32,12 +32,15 @@ class Reporter:
         self._in_trace, self._in_memory_usage, self._in_figures = map(
             callbacks.guard.containing, ("trace", "memory_usage", "figures"))
 
-    def trace(self, record: IterationRecord) -> None:
+    def trace(self, record: IterationRecord, phases_us: Mapping[str, int], queued_requests: int) -> None:
         """Only where `wants_trace`."""
         plan = record.plan
+        kv_cache = record.kv_cache
         trace = IterationTrace(
-            record.number, tuple(record.chunks), tuple(r.request_id for r in plan.generation_requests),
-            tuple(r.request_id for r in plan.paused_requests), record.finished, record.arrived)
+            record.number, tuple(record.chunks), tuple([r.request_id for r in plan.generation_requests]),
+            tuple([r.request_id for r in plan.paused_requests]), record.finished, record.arrived,
+            record.started_at, phases_us, record.waiting, queued_requests, kv_cache.live_blocks,
+            kv_cache.cached_blocks, kv_cache.free_blocks)
         with self._in_trace:
             self._trace(trace)
 

@@ -1,10 +1,16 @@
 """What every iteration did to whom: for pictures, simulations and bug reports. Ids and counts, no tokens."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
-from typing import IO
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import IO, Self
 
 import orjson
+
+FORMAT, VERSION = "batch_manager trace", 1
+BUFFER_BYTES = 1 << 20
+_HEADER = orjson.dumps({"format": FORMAT, "version": VERSION}, option=orjson.OPT_APPEND_NEWLINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +21,15 @@ class IterationTrace:
     generation   request ids
     paused, finished   request ids
     arrived      request ids accepted at the start of the iteration, whether they ran in it or wait
+    started_at_s   when the iteration began, in seconds of the engine's clock
+    phases_us    phase -> microseconds. `fetch`: admit requests; `schedule`: make and check the plan; `claim`: take its
+                 blocks; `start`: launch the step; `read`: wait for the oldest step in flight; `advance`: append its
+                 tokens; `respond`: send responses; `poll`: poll stop signals. A phase that did not run is not there
+    waiting      reason -> ids of the active requests that were in no step; the reasons are those of
+                 batch_manager/scheduling/waiting.py
+    queued_requests   accepted requests that wait for a place among the active ones
+    live_blocks, cached_blocks, free_blocks   of the KV cache, after the step was launched: held by sequences, held by
+                 none but reusable, and empty
     """
 
     iteration: int
@@ -23,6 +38,13 @@ class IterationTrace:
     paused: tuple[int, ...]
     finished: tuple[int, ...]
     arrived: tuple[int, ...] = ()
+    started_at_s: float = 0.0
+    phases_us: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    queued_requests: int = 0
+    live_blocks: int = 0
+    cached_blocks: int = 0
+    free_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -35,25 +57,77 @@ class Trace:
         self.iterations.append(iteration)
 
 
+class TraceFile:
+    """Writes a trace to a file while the engine runs: `Parts(trace=TraceFile("trace.jsonl"))`.
+
+    path                    of the file, which is written anew: one line of JSON for the format and its version, then
+                            one an iteration
+    seconds_between_flushes   after a crash of the process, the iterations since the last flush are missing
+
+    One thread at a time calls it. Raises OSError where the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, seconds_between_flushes: float = 1.0) -> None:
+        self._file = open(path, "wb", buffering=BUFFER_BYTES)
+        self._file.write(_HEADER)
+        self._seconds = seconds_between_flushes
+        self._flush_at = time.monotonic() + seconds_between_flushes
+
+    def __call__(self, iteration: IterationTrace) -> None:
+        self._file.write(orjson.dumps(iteration, option=orjson.OPT_APPEND_NEWLINE))
+        now = time.monotonic()
+        if now >= self._flush_at:
+            self._flush_at = now + self._seconds
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write the rest and close the file. Does nothing the second time."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def write_trace(iterations: Iterable[IterationTrace], file: IO[bytes]) -> None:
-    """One line of JSON an iteration."""
+    """Write what a TraceFile would."""
+    file.write(_HEADER)
     for iteration in iterations:
-        file.write(orjson.dumps(asdict(iteration), option=orjson.OPT_APPEND_NEWLINE))
+        file.write(orjson.dumps(iteration, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def read_trace(file: IO[bytes]) -> Iterator[IterationTrace]:
-    """The iterations that `write_trace` wrote.
+    """The iterations of a trace. The last line may be cut off, as a crash leaves it: it is left out.
 
     Raises ValueError, which names the line, for anything else.
     """
-    for number, line in enumerate(file, 1):
+    _check_header(file.readline())
+    for number, line in enumerate(file, 2):
         if not line.strip():
             continue
         try:
             yield _iteration(orjson.loads(line))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if not line.endswith(b"\n") and isinstance(error, orjson.JSONDecodeError):
+                return
             raise ValueError(f"line {number} is no iteration of a trace; expected one JSON object with "
                              f"{', '.join(f.name for f in fields(IterationTrace))}") from error
+
+
+def _check_header(line: bytes) -> None:
+    try:
+        header = orjson.loads(line)
+        is_trace, version = header["format"] == FORMAT, header["version"]
+    except (TypeError, KeyError, ValueError):
+        is_trace, version = False, None
+    if not is_trace:
+        raise ValueError(f"line 1 is not the header of a trace; expected {_HEADER.decode().strip()}; a TraceFile "
+                         "writes one")
+    if version != VERSION:
+        raise ValueError(f"line 1: the trace is of version {version!r}; expected {VERSION}; read it with the "
+                         "batch_manager that wrote it")
 
 
 def _iteration(record: dict) -> IterationTrace:
@@ -64,4 +138,11 @@ def _iteration(record: dict) -> IterationTrace:
         paused=tuple(int(request_id) for request_id in record["paused"]),
         finished=tuple(int(request_id) for request_id in record["finished"]),
         arrived=tuple(int(request_id) for request_id in record.get("arrived", ())),
+        started_at_s=float(record.get("started_at_s", 0.0)),
+        phases_us={str(phase): int(time) for phase, time in record.get("phases_us", {}).items()},
+        waiting={str(reason): tuple(map(int, ids)) for reason, ids in record.get("waiting", {}).items()},
+        queued_requests=int(record.get("queued_requests", 0)),
+        live_blocks=int(record.get("live_blocks", 0)),
+        cached_blocks=int(record.get("cached_blocks", 0)),
+        free_blocks=int(record.get("free_blocks", 0)),
     )

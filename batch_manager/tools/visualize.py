@@ -5,7 +5,7 @@
     python -m batch_manager.tools.visualize --trace trace.jsonl
 
 The demonstration runs the real scheduler and the real KV cache accounting over a scripted model: no weights, no torch.
-A trace file is what `batch_manager.stats.trace.write_trace` wrote.
+A trace file is what a `batch_manager.TraceFile` wrote.
 """
 
 import argparse

@@ -47,6 +47,16 @@ def test_queue_time_counts_from_the_arrival_in_the_server(make_world, new_reques
     assert metrics_of(world, 1).queue_s == 7.5
 
 
+def test_a_request_whose_deadline_has_passed_when_it_is_fetched_never_runs(make_world, new_request):
+    world = make_world()
+    world.client.pending = [new_request(1, [1], 1, deadline_s=2.0, arrival_time=world.clock.now - 2.0),
+                            new_request(1, [1], 1), new_request(2, [1], 1)]
+    world.run()
+    late, duplicate = sorted(final.error for final in world.client.finals(1))
+    assert late.startswith("[DEADLINE]") and duplicate.startswith("[DUPLICATE_REQUEST_ID]")
+    assert world.client.final(2).error == ""
+
+
 def test_a_deadline_counts_from_the_arrival(make_world, new_request):
     world = make_world()
     world.client.pending = [new_request(1, [1], 9, deadline_s=8.0, arrival_time=world.clock.now - 7.5, **ASKS)]

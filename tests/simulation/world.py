@@ -23,6 +23,7 @@ from batch_manager.kv.block_pool import OutOfBlocksError
 from batch_manager.names import ContextChunkingPolicy, ErrorCode, SchedulerPolicy
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutput
+from batch_manager.scheduling.waiting import REASONS
 from batch_manager.stats.trace import IterationTrace
 from batch_manager.worker import run_worker
 
@@ -109,6 +110,7 @@ class World:
         self._doomed: dict[int, int | None] = {}                 # who has to end with one, once this step was read
         self._steps_read: set[int] = set()
         self._requests: dict[int, LlmRequest] = {}             # active ones by id
+        self._planned: set[int] = set()                        # those of them when the last plan was made
         self._failed_now: list[LlmRequest] = []
         self._slots_freed: set[int] = set()
         self._work = 0                                           # steps of all that was accepted so far
@@ -478,6 +480,7 @@ class World:
         for fault in invariants.plan_faults(self, active, inflight, plan):
             self.check(False, fault)
         self._requests = {request.request_id: request for request in active}
+        self._planned = {*self._requests}
         self.markers.plan(active, inflight, plan)
         for request, behind in zip(active, active[1:]):
             if behind.priority < request.priority:
@@ -490,6 +493,14 @@ class World:
             self.check(False, fault)
 
     def _note_trace(self, iteration: IterationTrace) -> None:
+        """Each active request has one place in a trace: in the step, paused, or among those that wait."""
+        ran = [*(chunk[0] for chunk in iteration.context), *iteration.generation, *iteration.paused]
+        waiting = [request_id for ids in iteration.waiting.values() for request_id in ids]
+        self.check(len(ran + waiting) == len({*ran, *waiting}) and iteration.waiting.keys() <= {*REASONS},
+                   f"iteration {iteration.iteration} of the trace names a request twice, or an unknown reason")
+        if ran:
+            self.check({*ran, *waiting} == self._planned,
+                       f"iteration {iteration.iteration} of the trace does not name each active request")
         if self._kept_trace is not None:
             self._kept_trace.append(iteration)
 

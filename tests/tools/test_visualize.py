@@ -147,21 +147,40 @@ def test_a_trace_file_is_one_line_of_json_an_iteration_and_reads_back_the_same()
     file = BytesIO()
     write_trace(trace, file)
     lines = file.getvalue().splitlines()
-    assert len(lines) == len(trace)
-    assert json.loads(lines[0]) == {"iteration": 0, "context": [[1, 0, 8]], "generation": [], "paused": [],
-                                    "finished": [], "arrived": [1]}
+    assert len(lines) == 1 + len(trace)
+    assert json.loads(lines[0]) == {"format": "batch_manager trace", "version": 1}
+    first = json.loads(lines[1])
+    assert {name: first[name] for name in ("iteration", "context", "generation", "paused", "finished", "arrived",
+                                           "waiting", "live_blocks", "cached_blocks", "free_blocks")} == {
+        "iteration": 0, "context": [[1, 0, 8]], "generation": [], "paused": [], "finished": [], "arrived": [1],
+        "waiting": {}, "live_blocks": 1, "cached_blocks": 0, "free_blocks": 3}
     file.seek(0)
     assert list(read_trace(file)) == trace
 
 
-@pytest.mark.parametrize("line", [b"[]", b"{}", b"not json", b'{"iteration": 1, "context": [[1]]}'])
+@pytest.mark.parametrize("line", [b"[]", b"{}", b"not json\n", b'{"iteration": 1, "context": [[1]]}'])
 def test_a_line_that_is_no_iteration_is_named(line):
     file = BytesIO()
     write_trace([record(0)], file)
     file.write(line)
     file.seek(0)
-    with pytest.raises(ValueError, match="line 2 is no iteration"):
+    with pytest.raises(ValueError, match="line 3 is no iteration"):
         list(read_trace(file))
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out():
+    file = BytesIO()
+    write_trace([record(0), record(1)], file)
+    for length in range(len(file.getvalue()) - 2, file.getvalue().rindex(b"\n", 0, -1), -1):
+        assert [each.iteration for each in read_trace(BytesIO(file.getvalue()[:length]))] == [0]
+
+
+@pytest.mark.parametrize("header, told", [
+    (b"", "line 1 is not the header"), (b"{}\n", "line 1 is not the header"), (b"[1]\n", "line 1 is not the header"),
+    (b'{"format":"batch_manager trace","version":2}\n', "of version 2; expected 1")])
+def test_what_is_no_trace_of_this_version_is_told_so(header, told):
+    with pytest.raises(ValueError, match=told):
+        list(read_trace(BytesIO(header)))
 
 
 def test_a_request_arrives_in_the_iteration_that_accepted_it_and_a_refused_one_never_does():

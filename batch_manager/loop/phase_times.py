@@ -1,0 +1,40 @@
+"""How long each phase of an iteration took: for traces."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from ..seams import Clock
+
+# Methods of the loop that are timed, and what a trace calls them.
+PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "start", "_finish": "read",
+          "_advance": "advance", "_respond": "respond", "_poll_stops": "poll"}
+
+
+class PhaseTimes:
+    """Times the phases of a loop's iterations. Where nothing is traced there is no such object and no cost."""
+
+    def __init__(self, loop: object, clock: Clock) -> None:
+        """Mutates `loop`: its methods that are phases are wrapped."""
+        self._now = clock.monotonic
+        self._microseconds: dict[str, int] = {}
+        for method, phase in PHASES.items():
+            setattr(loop, method, self._timed(getattr(loop, method), phase))
+
+    def take(self) -> dict[str, int]:
+        """Phase -> microseconds, of the phases that ended since the last call."""
+        taken, self._microseconds = self._microseconds, {}
+        return taken
+
+    def _timed(self, method: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        now = self._now
+
+        @wraps(method)
+        def timed(*arguments: Any) -> Any:
+            started_at = now()
+            try:
+                return method(*arguments)
+            finally:
+                self._microseconds[phase] = round(1e6 * (now() - started_at))
+
+        return timed

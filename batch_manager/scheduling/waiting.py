@@ -1,0 +1,113 @@
+"""Why an active request is not in a step: for traces.
+
+A scheduler gives no reasons, and may be one of the user's. The reason stated here is the first obstacle that stands
+between a request and a plan that was made without it.
+"""
+
+from collections.abc import Collection
+
+from ..config import Limits
+from ..kv.kv_cache_manager import KvCacheManager
+from ..names import SchedulerPolicy
+from ..requests.llm_request import LlmRequest
+from .duplicates import DuplicateDelay
+from .interfaces import GENERATING, RequestList, SchedulerOutput
+
+IN_FLIGHT = "step in flight"             # an earlier step of the request has not been read yet
+BATCH_SIZE = "max_batch_size"            # the step has as many sequences as it may have
+BATCH_RUNS = "static batch"              # the batch that runs has not ended (TrtGptModelType.V1)
+PREFIX = "prefix being computed"         # another request computes a block that this one will share
+BLOCKS = "KV cache blocks"               # too few are free, or set aside for requests that have started
+TOKENS = "max_num_tokens"                # too few tokens of the step are left
+BEAM_WIDTH = "beam width"                # the step's generating requests have another one
+ORDER = "order"                          # none of these: it stands after a waiting request, or the scheduler chose so
+REASONS = (IN_FLIGHT, BATCH_SIZE, BATCH_RUNS, PREFIX, BLOCKS, TOKENS, BEAM_WIDTH, ORDER)
+
+MOST_EXAMINED = 16    # requests an iteration; the others wait for them to go first
+
+
+def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flight_ids: Collection[int],
+                    kv_cache_manager: KvCacheManager, limits: Limits, *,
+                    is_static: bool = False) -> dict[str, tuple[int, ...]]:
+    """Reason -> ids of the active requests that wait for it, in order. Paused requests of the plan are not among them.
+
+    plan        before anything of it is carried out
+    is_static   requests run in static batches
+    """
+    running = {*plan.context_requests, *plan.generation_requests}
+    named = running.union(plan.paused_requests)
+    waiting = [request for request in active_requests if request not in named]
+    reasons: dict[str, list[int]] = {}
+    ready = []
+    for request in waiting:
+        if request.request_id in in_flight_ids:
+            reasons.setdefault(IN_FLIGHT, []).append(request.request_id)
+        else:
+            ready.append(request)
+    if ready:
+        reason_of = _Obstacles(plan, active_requests, kv_cache_manager, limits, is_static=is_static).first
+        for place, request in enumerate(ready):
+            reason = reason_of(request) if place < MOST_EXAMINED else ORDER
+            reasons.setdefault(reason, []).append(request.request_id)
+    return {reason: tuple(ids) for reason, ids in reasons.items()}
+
+
+class _Obstacles:
+    """What a plan leaves to requests that it does not name."""
+
+    def __init__(self, plan: SchedulerOutput, active_requests: RequestList, kv_cache_manager: KvCacheManager,
+                 limits: Limits, *, is_static: bool) -> None:
+        contexts, generation = plan.context_requests, plan.generation_requests
+        self._limits, self._kv, self._is_static = limits, kv_cache_manager, is_static
+        self._delay = DuplicateDelay(kv_cache_manager, active_requests)
+        for request in contexts:
+            self._delay.holds_back(request)             # takes note of what the step will compute
+        self._is_full = len(contexts) + len(generation) >= limits.max_batch_size
+        self._generates = bool(generation)
+        self._beam_width = generation[0].beam_width if generation else None
+        sizes = plan.chunk_sizes
+        if sizes is None:
+            sizes = [request.remaining_context for request in contexts]
+        self._tokens_left = limits.max_num_tokens - sum(sizes) - sum(
+            request.beam_width + request.draft_len for request in generation)
+
+        self._to_completion = limits.scheduler_policy is SchedulerPolicy.GUARANTEED_NO_EVICT
+        ledger = self._ledger = kv_cache_manager.start_scheduling()
+        for request in plan.paused_requests:
+            ledger.refund(request)
+        if self._to_completion:
+            ledger.spend(ledger.blocks_to_completion_of_started())
+            for request in contexts:
+                if not kv_cache_manager.owns(request):
+                    ledger.spend(ledger.blocks_to_completion(request), request)
+        else:
+            ledger.spend(ledger.blocks_for_next_step_of_generating(generation))
+            for request in contexts:
+                ledger.spend(ledger.blocks_for_next_step(request), request)
+
+    def first(self, request: LlmRequest) -> str:
+        if self._is_static and self._generates and request.is_context:
+            return BATCH_RUNS
+        if self._is_full:
+            return BATCH_SIZE
+        if self._delay.holds_back(request):
+            return PREFIX
+        if not self._ledger.fits(self._blocks(request)):
+            return BLOCKS
+        if self._least_tokens(request) > self._tokens_left:
+            return TOKENS
+        if request.state in GENERATING and self._beam_width not in (None, request.beam_width):
+            return BEAM_WIDTH
+        return ORDER
+
+    def _blocks(self, request: LlmRequest) -> int:
+        if not self._to_completion:
+            return self._ledger.blocks_for_next_step(request)
+        return 0 if self._kv.owns(request) else self._ledger.blocks_to_completion(request)
+
+    def _least_tokens(self, request: LlmRequest) -> int:
+        """Tokens that a step must have left for the request."""
+        if request.state in GENERATING:
+            return request.beam_width + request.draft_len
+        remaining = max(request.remaining_context - self._kv.reusable_tokens(request), 1)
+        return min(remaining, self._limits.tokens_per_block) if self._limits.enable_chunked_context else remaining

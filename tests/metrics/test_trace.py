@@ -1,0 +1,129 @@
+"""What a trace says of each iteration, and the file it is written to."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batch_manager import KvCacheConfig, SchedulerPolicy, Trace, TraceFile, TrtGptModelType, read_trace
+from batch_manager.loop.phase_times import PHASES
+from batch_manager.scheduling import waiting
+
+
+@pytest.fixture
+def traced(make_world):
+    """traced(**as make_world) -> (world, the iterations of its trace)"""
+    def make(**options):
+        trace = Trace()
+        return make_world(parts={"trace": trace.append}, **options), trace.iterations
+
+    return make
+
+
+def prompt(tokens):
+    return list(range(1, 1 + tokens))
+
+
+def test_a_full_batch(traced, new_request):
+    world, iterations = traced(max_batch_size=2, max_num_sequences=8)
+    world.client.pending = [new_request(i, prompt(3), 2) for i in (1, 2, 3, 4)]
+    world.run()
+    assert [each.waiting for each in iterations] == [{waiting.BATCH_SIZE: (3, 4)}] * 2 + [{}] * 2
+
+
+def test_the_tokens_of_a_step(traced, new_request):
+    world, iterations = traced(max_batch_size=8, max_num_tokens=32)
+    world.client.pending = [new_request(1, prompt(20), 1), new_request(2, prompt(16), 1), new_request(3, prompt(4), 1)]
+    world.run()
+    assert iterations[0].waiting == {waiting.TOKENS: (2,), waiting.ORDER: (3,)}
+
+
+@pytest.mark.parametrize("policy", SchedulerPolicy)
+def test_blocks(policy, traced, new_request):
+    world, iterations = traced(policy=policy, backend={"num_blocks": 4, "tokens_per_block": 8, "max_seq_len": 32})
+    world.client.pending = [new_request(1, prompt(20), 10), new_request(2, [7] * 20, 2)]
+    world.run()
+    assert iterations[0].waiting == {waiting.BLOCKS: (2,)}
+    assert (iterations[0].live_blocks, iterations[0].free_blocks) == (3, 1)
+
+
+def test_a_prefix_that_another_request_computes(traced, new_request):
+    world, iterations = traced(backend={"num_blocks": 16, "tokens_per_block": 8},
+                               kv_cache_config=KvCacheConfig(tokens_per_block=8, enable_block_reuse=True))
+    world.client.pending = [new_request(1, prompt(20), 2), new_request(2, [*prompt(17), 40], 2)]
+    world.run()
+    assert iterations[0].waiting == {waiting.PREFIX: (2,)} and iterations[1].context == ((2, 16, 2),)
+
+
+def test_a_static_batch(traced, new_request):
+    world, iterations = traced(model_type=TrtGptModelType.V1)
+    world.client.pending = [new_request(1, prompt(3), 3)]
+    world.step()
+    world.client.pending = [new_request(2, prompt(3), 1)]
+    world.run()
+    assert iterations[1].waiting == {waiting.BATCH_RUNS: (2,)}
+
+
+def test_a_step_in_flight(traced, new_request):
+    world, iterations = traced(enable_trt_overlap=True)
+    world.client.pending = [new_request(i, prompt(3), 4) for i in (1, 2)]
+    world.run()
+    assert any(waiting.IN_FLIGHT in each.waiting for each in iterations)
+
+
+def test_of_many_that_wait_the_first_are_examined(traced, new_request):
+    world, iterations = traced(max_batch_size=2, max_num_sequences=64)
+    world.client.pending = [new_request(i, prompt(3), 1) for i in range(1, 30)]
+    world.run()
+    assert {reason: len(ids) for reason, ids in iterations[0].waiting.items()} == {
+        waiting.BATCH_SIZE: waiting.MOST_EXAMINED, waiting.ORDER: 29 - 2 - waiting.MOST_EXAMINED}
+
+
+def test_times_of_the_phases(traced, new_request):
+    world, iterations = traced()
+    launch = world.loop.backend.start
+    world.loop.backend.start = lambda *given: (setattr(world.clock, "now", world.clock.now + 0.25), launch(*given))[1]
+    world.client.pending = [new_request(1, prompt(3), 2)]
+    before = world.clock.now
+    world.run()
+    assert [each.phases_us for each in iterations] == [
+        dict.fromkeys(PHASES.values(), 0) | {"start": 250_000}] * 2
+    assert [each.started_at_s - before for each in iterations] == [0.0, 0.25]
+
+
+def test_without_a_trace_nothing_is_timed(make_world):
+    loop = make_world().loop
+    assert not {*vars(loop)} & {*PHASES} and loop._phase_times is None
+
+
+def test_a_file_holds_what_was_flushed_before_a_crash(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    script = f"""
+import os
+from batch_manager import IterationTrace, TraceFile
+trace = TraceFile({str(path)!r}, seconds_between_flushes=0.0)
+for number in range(3):
+    trace(IterationTrace(number, ((1, 0, 5),), (2, 2**64 - 1), (), (), waiting={{"order": (4,)}}))
+trace._seconds, trace._flush_at = 60.0, float("inf")
+trace(IterationTrace(3, (), (), (), ()))
+os._exit(1)
+"""
+    subprocess.run([sys.executable, "-c", script], timeout=60, cwd=Path(__file__).parents[2])
+    with path.open("rb") as file:
+        read = list(read_trace(file))
+    assert [each.iteration for each in read] == [0, 1, 2] and read[0].waiting == {"order": (4,)}
+    assert read[0].generation == (2, 2**64 - 1)
+
+
+def test_a_trace_file_of_a_running_engine(tmp_path, make_manager, new_client, new_request):
+    client, path = new_client(), tmp_path / "trace.jsonl"
+    client.pending = [new_request(i, prompt(5), 4) for i in range(1, 6)]
+    with TraceFile(path) as trace:
+        manager = make_manager(client, parts={"trace": trace})
+        client.wait_for_finals(1, 2, 3, 4, 5)
+        assert manager.shutdown()
+    with path.open("rb") as file:
+        read = list(read_trace(file))
+    assert sorted(i for each in read for i in each.finished) == [1, 2, 3, 4, 5]
+    assert sum(each.iteration for each in read) == sum(range(len(read)))
