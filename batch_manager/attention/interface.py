@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -146,13 +146,12 @@ class LayerAttention:
                 raise ConfigError(f"LayerAttention.{name} is {value!r}", expectation, "correct the model's class")
 
 
-def refuse_wrong_sink_logits(layer: int, how: LayerAttention, sink_logits: object) -> None:
-    """Raise ConfigError unless `run` was given sink logits where the layer has them, and only there."""
-    if how.has_sink_logits != (sink_logits is not None):
-        given = "no" if sink_logits is None else "a tensor of"
-        raise ConfigError(f"attention of layer {layer} was given {given} sink_logits",
-                          f"what LayerAttention.has_sink_logits says, which is {how.has_sink_logits}",
-                          "correct the model's class")
+def refuse_wrong_sink_logits(layer: int, how: LayerAttention, sink_logits: object) -> NoReturn:
+    """Raise ConfigError: `run` was given sink logits where the layer has none, or none where it has some."""
+    given = "no" if sink_logits is None else "a tensor of"
+    raise ConfigError(f"attention of layer {layer} was given {given} sink_logits",
+                      f"what LayerAttention.has_sink_logits says, which is {how.has_sink_logits}",
+                      "correct the model's class")
 
 
 def _is_finite(value: object) -> bool:

@@ -117,7 +117,8 @@ class TorchPagedAttention:
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
-        refuse_wrong_sink_logits(layer, self.attention[layer], sink_logits)
+        if self.attention[layer].has_sink_logits != (sink_logits is not None):
+            refuse_wrong_sink_logits(layer, self.attention[layer], sink_logits)
         if sink_logits is not None:
             sink_logits = sink_logits.view(self.kv_heads, self.group)
         rows = packed(query, key, value)

@@ -127,7 +127,8 @@ class TritonPagedAttention:
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
         pool, attention = self.layer_pools[layer], self.attention[layer]
-        refuse_wrong_sink_logits(layer, attention, sink_logits)
+        if attention.has_sink_logits != (sink_logits is not None):
+            refuse_wrong_sink_logits(layer, attention, sink_logits)
         more = {"softcap": attention.softcap, "alibi_slopes": self.slopes[layer],
                 "alibi_bfloat16_factor": attention.alibi_bfloat16_factor, "sink_logits": sink_logits}
         cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
