@@ -21,6 +21,7 @@ from get_smollm2 import smollm2_path
 from batch_manager import STATISTICS, BatchManagerError, FinishReason, KvCacheConfig
 from batch_manager.extras.llm import LLM, Completion
 from batch_manager.extras.text import chat_prompt
+from batch_manager.extras.tokenizer import encode
 
 HELP = """/regenerate   answer the last question again, with another seed
 /reset        begin a new conversation
@@ -32,13 +33,13 @@ Ctrl-C stops an answer; at the prompt it leaves, and so does Ctrl-D"""
 class Conversation:
     """Messages so far. A question that gets no answer, because the engine refused it, is none of them."""
 
-    def __init__(self, llm: LLM, system: str | None, sampling: dict) -> None:
-        self.llm, self.sampling = llm, sampling
+    def __init__(self, llm: LLM, model: str | Path, system: str | None, sampling: dict) -> None:
+        self.llm, self.model, self.sampling = llm, model, sampling
         self.beginning = [{"role": "system", "content": system}] if system else []
         self.reset()
 
     def reset(self) -> None:
-        self.messages = self.beginning
+        self.messages, self.said = self.beginning, []
 
     def ask(self, text: str) -> Completion:
         return self._answer([*self.messages, {"role": "user", "content": text}])
@@ -53,7 +54,8 @@ class Conversation:
 
     def _answer(self, messages: list[dict]) -> Completion:
         """Print the answer as it comes. Ctrl-C ends it, and what was said so far stays said."""
-        pieces = self.llm.stream(messages, **self.sampling)
+        text, ids = self._prompt(messages)
+        pieces = self.llm.stream(ids, **self.sampling)
         try:
             for piece in pieces:
                 print(piece, end="", flush=True)
@@ -61,8 +63,17 @@ class Conversation:
             pieces.cancel()
             print(" [stopped]", end="")
         print()
-        self.messages = [*messages, {"role": "assistant", "content": pieces.completion.text}]
-        return pieces.completion
+        done = pieces.completion
+        self.messages = [*messages, {"role": "assistant", "content": done.text}]
+        self.said.append((text + done.text, ids + done.tokens))
+        return done
+
+    def _prompt(self, messages: list[dict]) -> tuple[str, list[int]]:
+        """The text of a prompt and its tokens. What was said before keeps the tokens that it was said in: others may
+        make the same text, and would not be found in the cache."""
+        text = chat_prompt(self.model, messages)
+        said, ids = next(((said, ids) for said, ids in reversed(self.said) if text.startswith(said)), ("", []))
+        return text, ids + encode(self.llm.tokenizer, text[len(said):], add_special_tokens=False)
 
 
 def figures(done: Completion) -> str:
@@ -142,7 +153,7 @@ def main() -> int:
         return 1
     sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
     with llm:
-        conversation = Conversation(llm, options.system, sampling)
+        conversation = Conversation(llm, model, options.system, sampling)
         if options.prompt is not None:
             text = sys.stdin.read() if options.prompt == "-" else options.prompt
             try:
