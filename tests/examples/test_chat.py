@@ -172,6 +172,16 @@ def test_a_reader_that_goes_ends_it_quietly(model):
     process.stderr.close()
 
 
+@pytest.mark.parametrize(("library", "extra"), [("tokenizers", "text"), ("jinja2", "text"), ("gguf", "gguf")])
+def test_a_library_that_is_missing_is_named_with_its_extra(gguf_file, library, extra):
+    without = ("import runpy, sys; sys.path.insert(0, sys.argv[1]); sys.modules[sys.argv.pop(2)] = None; "
+               "runpy.run_path(f'{sys.argv.pop(1)}/chat.py', run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", without, REPOSITORY / "examples", library, gguf_file], text=True,
+                          env=environment(), capture_output=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("chat: ") and f'pip install "batch-manager[{extra}]"' in done.stderr
+
+
 def test_without_a_model_or_a_template_it_says_what_to_do(tmp_path):
     for arguments, told in (([], "there is no model yet; get one: python "), ([AUSTEN], "has no chat template"),
                             ([tmp_path / "a.gguf"], "a.gguf")):

@@ -1,10 +1,13 @@
 """Tokenizers out of GGUF files: the ids of the originals for random texts, and a refusal of what is not known."""
 
+import asyncio
+import json
 import random
 
 import pytest
 
-from batch_manager import ConfigError, Parts
+from batch_manager import ConfigError, Parts, TrtGptModelOptionalParams
+from batch_manager.aio import AsyncEngine
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("gguf")
@@ -185,6 +188,28 @@ def test_texts_of_a_model_that_is_one_file(tmp_path):
         assert llm.tokenizer.decode(completion.tokens) == completion.text
         sampled = llm.generate([talk] * 4, max_tokens=100, seed=4)
         assert [each.error for each in sampled] == [None] * 4 and len({each.text for each in sampled}) == 1
+
+
+def test_the_openai_service_of_a_model_that_is_one_file(tmp_path):
+    pytest.importorskip("llguidance")
+    from batch_manager.extras.openai import OpenAIService
+
+    path = write_model(tmp_path / "model.gguf")
+    schema = {"type": "object", "additionalProperties": False, "required": ["age"],
+              "properties": {"age": {"type": "integer", "minimum": 10, "maximum": 99}}}
+
+    async def ask():
+        async with await AsyncEngine.start(path, takes_all=True, optional_params=TrtGptModelOptionalParams(
+                max_batch_size=2, num_threads=1)) as engine:
+            service = OpenAIService(engine, path)
+            answer = await service.accept(json.dumps({
+                "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 60, "seed": 1, "response_format": {
+                    "type": "json_schema", "json_schema": {"name": "who", "schema": schema}}}).encode(), True)
+            return json.loads(await answer.whole())
+
+    said = asyncio.run(ask())
+    assert said["model"] == "model.gguf" and said["choices"][0]["finish_reason"] == "stop"
+    assert 10 <= json.loads(said["choices"][0]["message"]["content"])["age"] <= 99
 
 
 def test_templates_by_name_and_a_file_that_changes(tmp_path):
