@@ -382,19 +382,41 @@ def _olmo2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str
 
 
 def _cohere(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    return {**_with_attention_bias(metadata, heads, values), "logit_scale": metadata.need("logit_scale")}
+    return {**_with_attention_bias(metadata, heads, values), "logit_scale": metadata.need("logit_scale"),
+            "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight")}
 
 
 def _cohere2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    return {**_cohere(metadata, heads, values), "sliding_window": metadata.need("attention.sliding_window"),
-            "layer_types": _slides(metadata, 4)}
+    return {**_with_attention_bias(metadata, heads, values), "logit_scale": metadata.need("logit_scale"),
+            "sliding_window": metadata.need("attention.sliding_window"), "layer_types": _slides(metadata, 4)}
 
 
 def _stablelm(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
     # As in llama.cpp: what the file holds decides, and the key, which always says true, does not.
     metadata.get("use_parallel_residual")
     return {"use_qkv_bias": _has_biases(metadata, "attn_q"),
+            "qk_layernorm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
             "use_parallel_residual": not metadata.has_tensor("blk.0.ffn_norm.weight")}
+
+
+def _falcon(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    """As llama.cpp computes it: attention and MLP side by side, rotary positions."""
+    if metadata.get("tensor_data_layout", "jploski") != "jploski":
+        raise metadata.fault("tensor_data_layout", "'jploski', or not there")
+    has_own_norms = metadata.has_tensor("blk.0.attn_norm_2.weight")
+    is_new = has_own_norms or heads.keys > 1
+    return {"ffn_hidden_size": values.pop("intermediate_size"), "num_kv_heads": values.pop("num_key_value_heads"),
+            "bias": _has_biases(metadata, "attn_qkv"), "alibi": False, "parallel_attn": True,
+            "new_decoder_architecture": is_new, "multi_query": not is_new,
+            "num_ln_in_parallel_attn": 2 if has_own_norms else 1}
+
+
+def _bloom(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    if heads.keys != heads.queries:
+        raise metadata.fault("attention.head_count_kv", f"{heads.queries}, the attention heads, or not there")
+    if values.pop("intermediate_size") != 4 * values["hidden_size"]:
+        raise metadata.fault("feed_forward_length", f"{4 * values['hidden_size']:,}, four times embedding_length")
+    return {}
 
 
 def _phi3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
@@ -436,6 +458,10 @@ FAMILIES = {
     "phi3": Family("Phi3ForCausalLM", "phi3", _phi3, partial="partial_rotary_factor"),
     "gpt2": Family("GPT2LMHeadModel", "gpt2", _gpt2, norm="layer_norm_epsilon", is_layer_norm=True, head_dim=False,
                    rotates=False),
+    "falcon": Family("FalconForCausalLM", "falcon", _falcon, norm="layer_norm_epsilon", is_layer_norm=True,
+                     head_dim=False),
+    "bloom": Family("BloomForCausalLM", "bloom", _bloom, norm="layer_norm_epsilon", is_layer_norm=True, head_dim=False,
+                    rotates=False),
     "gptneox": Family("GPTNeoXForCausalLM", "gpt_neox", _gpt_neox, norm="layer_norm_eps", is_layer_norm=True,
                       head_dim=False, partial="rotary_pct"),
 }

@@ -33,6 +33,7 @@ class Place:
 
     tensor       its name in the GGUF file
     rows         the rows of that tensor that it is; None: all
+    is_one_row   it has one dimension less than they: it is the one row
     order        () -> [rows] int64, the row of the GGUF tensor that each of its rows is; None: the same. Made when the
                  tensor is read, whose shape is known to be right by then
     transposed   the GGUF tensor has its columns as rows
@@ -41,6 +42,7 @@ class Place:
 
     tensor: str
     rows: range | None = None
+    is_one_row: bool = False
     order: Callable[[], torch.Tensor] | None = None
     transposed: bool = False
     offset: float = 0.0
@@ -65,6 +67,8 @@ _GPT2 = {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_
          "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _GPT_NEOX = {**_NORMS, "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense",
              "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_FALCON = {"attn_norm": "input_layernorm", "attn_qkv": "self_attention.query_key_value",
+           "attn_output": "self_attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -74,10 +78,12 @@ def halves_apart(heads: int, size: int) -> torch.Tensor:
     return rows.view(heads, size // 2, 2).transpose(1, 2).reshape(-1)
 
 
-def parts_by_head(heads: Heads) -> torch.Tensor:
-    """The order of GPT-NeoX's fused projection, head by head: the file has all queries, all keys, all values."""
-    rows = torch.arange(3 * heads.queries * heads.size, dtype=torch.int64, device="cpu")
-    return rows.view(3, heads.queries, heads.size).transpose(0, 1).reshape(-1)
+def parts_by_key_head(heads: Heads) -> torch.Tensor:
+    """The order of a fused projection that has, for each key head, its queries, its key and its value: the file has all
+    queries, all keys, all values."""
+    rows = torch.arange((heads.queries + 2 * heads.keys) * heads.size, dtype=torch.int64, device="cpu")
+    queries, keys, values = rows.view(-1, heads.size).split([heads.queries, heads.keys, heads.keys])
+    return torch.cat([part.reshape(heads.keys, -1) for part in (queries, keys, values)], 1).reshape(-1)
 
 
 Order = Callable[[], torch.Tensor] | None
@@ -89,8 +95,8 @@ def _llama_rows(name: str, heads: Heads) -> Order:
     return partial(halves_apart, heads.queries if name == "attn_q" else heads.keys, heads.size)
 
 
-def _gpt_neox_rows(name: str, heads: Heads) -> Order:
-    return partial(parts_by_head, heads) if name == "attn_qkv" else None
+def _fused_rows(name: str, heads: Heads) -> Order:
+    return partial(parts_by_key_head, heads) if name == "attn_qkv" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,8 @@ class Names:
     rows        (name in the block, heads) -> the order of a tensor's rows; None: as they are
     offset      of the numbers of norms
     transposed  the matrices in a block that are stored the other way round
+    by_head     the matrices in a block whose rows are tensors of their own, one for each head
+    two_norms   what else is called otherwise where a block has two norms beside each other
     ignored     tensors that the configuration was made from
     """
 
@@ -112,6 +120,8 @@ class Names:
     rows: Callable[[str, Heads], Order] = lambda name, heads: None
     offset: float = 0.0
     transposed: frozenset[str] = frozenset()
+    by_head: frozenset[str] = frozenset()
+    two_norms: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
 
 
@@ -126,16 +136,24 @@ NAMES = {
     "gemma2": Names(_GEMMA2, offset=-1.0),
     "gemma3": Names({**_GEMMA2, **_QK_NORMS}, offset=-1.0),
     "olmo2": Names(_OLMO2),
-    "command-r": Names(_COHERE),
+    "command-r": Names({**_COHERE, **_QK_NORMS}),
     "cohere2": Names(_COHERE),
-    "stablelm": Names(_LLAMA),
+    "stablelm": Names({**_LLAMA, "attn_q_norm": "self_attn.q_layernorm.norms",
+                       "attn_k_norm": "self_attn.k_layernorm.norms"}, by_head=frozenset(_QK_NORMS)),
     "starcoder2": Names(_STARCODER2),
     "phi2": Names(_PHI2, outside={**_OUTSIDE, "output_norm": "model.final_layernorm"}),
     "phi3": Names(_PHI3, ignored=frozenset({"rope_factors_short.weight", "rope_factors_long.weight"})),
     "gpt2": Names(_GPT2, layers="transformer.h", outside={
         "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
         "output": "lm_head"}, transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"})),
-    "gptneox": Names(_GPT_NEOX, layers="gpt_neox.layers", rows=_gpt_neox_rows, outside={
+    "falcon": Names(_FALCON, layers="transformer.h", rows=_fused_rows, two_norms={
+        "attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}, outside={
+            "token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f", "output": "lm_head"}),
+    "bloom": Names({**_FALCON, "ffn_norm": "post_attention_layernorm"}, layers="transformer.h", rows=_fused_rows,
+                   outside={"token_embd": "transformer.word_embeddings", "output": "lm_head",
+                            "token_embd_norm": "transformer.word_embeddings_layernorm",
+                            "output_norm": "transformer.ln_f"}),
+    "gptneox": Names(_GPT_NEOX, layers="gpt_neox.layers", rows=_fused_rows, outside={
         "token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"}),
 }
 _IN_A_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
@@ -147,13 +165,14 @@ def places(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
     """Hugging Face's name -> its place, for every tensor of the file. Raises ModelLoadError for one that `architecture`
     has not."""
     names, found = NAMES[architecture], {}
+    layer = {**names.layer, **(names.two_norms if "blk.0.attn_norm_2.weight" in tensors else {})}
     for tensor in tensors:
         if tensor in names.ignored:
             continue
         inside, outside = _IN_A_BLOCK.fullmatch(tensor), _OUTSIDE_BLOCKS.fullmatch(tensor)
-        if inside and inside[2] in names.layer:
+        if inside and inside[2] in layer:
             _, name, kind = inside.groups()
-            counterpart, prefix = names.layer[name], f"{names.layers}.{inside[1]}"
+            counterpart, prefix = layer[name], f"{names.layers}.{inside[1]}"
         elif outside and outside[1] in names.outside:
             name, kind = outside.groups()
             counterpart, prefix = names.outside[name], ""
@@ -161,6 +180,10 @@ def places(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
             raise ModelLoadError(f"{file} holds {shown(tensor)}",
                                  f"the tensors that llama.cpp's converter writes for {architecture}",
                                  "such a variant of the architecture is not supported: use another model")
+        if name in names.by_head:
+            found.update({f"{prefix}.{counterpart}.{row}.{kind}": Place(tensor, range(row, row + 1), is_one_row=True)
+                          for row in range(tensors[tensor].shape[0])})
+            continue
         if name == "attn_qkv" and counterpart.endswith(".qkv"):
             found.update(_taken_apart(tensor, kind, f"{prefix}.{counterpart.removesuffix('.qkv')}", heads))
             continue

@@ -108,6 +108,8 @@ class GgufWeights:
         found = stored.shape[::-1] if place.transposed else stored.shape
         if place.rows is not None:
             found = (len(place.rows), *found[1:]) if place.rows.stop <= found[0] else ()
+        if place.is_one_row:
+            found = found[1:]
         if found != tuple(shape):
             raise ModelLoadError(f"{self._file_of(name)}: {place.tensor!r} has shape {list(stored.shape)}",
                                  f"{list(shape)} for {name!r}, as the metadata asks for",

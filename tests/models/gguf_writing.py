@@ -19,7 +19,7 @@ ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3"
                  "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi": "phi2", "Phi3": "phi3", "GPT2": "gpt2",
                  "Starcoder2": "starcoder2", "Olmo2": "olmo2", "Olmo3": "olmo2", "StableLm": "stablelm",
                  "Cohere": "command-r", "Cohere2": "cohere2", "GPTNeoX": "gptneox", "Granite": "granite",
-                 "SmolLM3": "smollm3"}
+                 "SmolLM3": "smollm3", "Falcon": "falcon", "Bloom": "bloom"}
 
 
 def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", without: tuple[str, ...] = (),
@@ -41,12 +41,21 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", wit
         if key not in without and value is not None:
             add(writer, key if "tokenizer" in key or "general" in key else f"{architecture}.{key}", value)
     held, state = copy.deepcopy(model), model.state_dict()
-    parameters, fused_parts = dict(held.named_parameters()), {}
+    parameters, fused_parts, stacked = dict(held.named_parameters()), {}, {}
+    config = model.config
     for name, tensor in state.items():
         if name in ("lm_head.weight", "embed_out.weight") and model.config.tie_word_embeddings:
             continue
         stem, _, suffix = name.rpartition(".")
+        stem = stem.removeprefix("transformer.") if architecture == "bloom" else stem
         stored_name = f"{names.get_name(stem)}.{suffix}"
+        if one := re.fullmatch(r"(.*)\.([qk])_layernorm\.norms\.(\d+)\.weight", name):     # one tensor of all heads
+            of_heads = stacked.setdefault(stem.rpartition(".")[0], [])
+            of_heads.append(tensor.numpy())
+            if len(of_heads) == (config.num_attention_heads if one[2] == "q" else config.num_key_value_heads):
+                block = re.search(r"layers\.(\d+)", name)[1]
+                writer.add_tensor(f"blk.{block}.attn_{one[2]}_norm.weight", np.stack(of_heads))
+            continue
         forwards = changes(architecture, name, model.config)
         stored = np.ascontiguousarray(forwards(tensor).float().numpy())
         kept = kind if stored.ndim > 1 else "F32"
@@ -101,7 +110,16 @@ def changes(architecture: str, name: str, config) -> Callable[[torch.Tensor], to
         return plus_one
     if architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
         return lambda tensor: tensor.t()
-    if architecture == "gptneox" and "query_key_value" in name:
+    if architecture == "falcon" and "query_key_value" in name:
+        keys = config.num_kv_heads if config.new_decoder_architecture else 1
+        size = config.hidden_size // config.num_attention_heads
+
+        def by_kind_of_falcon(tensor):
+            groups = tensor.reshape(keys, config.num_attention_heads // keys + 2, size, *tensor.shape[1:])
+            return torch.cat([groups[:, :-2].reshape(-1, *tensor.shape[1:]), groups[:, -2].reshape(
+                -1, *tensor.shape[1:]), groups[:, -1].reshape(-1, *tensor.shape[1:])])
+        return by_kind_of_falcon
+    if architecture in ("gptneox", "bloom") and "query_key_value" in name:
         def by_kind(tensor):
             parts = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])
             return torch.cat([parts[:, part].reshape(-1, *tensor.shape[1:]) for part in range(3)])
@@ -114,10 +132,12 @@ def metadata_of(config, architecture: str) -> dict:
     rope = getattr(config, "rope_parameters", None) or {}
     full = rope.get("full_attention", rope)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    inner = next((size for name in ("ffn_hidden_size", "intermediate_size", "n_inner")
+                  if (size := getattr(config, name, None))), 4 * config.hidden_size)
     found = {
         "general.type": "model", "general.quantization_version": 2, "tokenizer.ggml.eos_token_id": 2,
-        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "context_length": getattr(config, "max_position_embeddings", 256),
         "embedding_length": config.hidden_size, "feed_forward_length": inner, "attention.head_count": heads,
         "attention.head_count_kv": None if architecture == "gptneox" else getattr(config, "num_key_value_heads", None),
         "rope.freq_base": full.get("rope_theta"),
@@ -139,6 +159,9 @@ def metadata_of(config, architecture: str) -> dict:
         found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * head_size)
     if architecture in ("stablelm", "gptneox"):
         found["use_parallel_residual"] = True if architecture == "stablelm" else config.use_parallel_residual
+    if architecture == "falcon":
+        found |= {"tensor_data_layout": "jploski",
+                  "attention.head_count_kv": config.num_kv_heads if config.new_decoder_architecture else 1}
     if architecture == "phi3":
         found |= {"rope.scaling.original_context_length": getattr(config, "original_max_position_embeddings", 4096),
                   "attention.sliding_window": config.sliding_window or 0}

@@ -49,6 +49,13 @@ CASES = {
     "stablelm": ("StableLm", {}),
     "stablelm, side by side, biases": ("StableLm", {"use_parallel_residual": True, "use_qkv_bias": True,
                                                     "partial_rotary_factor": 0.5}),
+    "stablelm, norms of heads": ("StableLm", {"qk_layernorm": True}),
+    "command-r, norms of heads": ("Cohere", {**NO_TOKENS, "logit_scale": 0.3, "use_qk_norm": True}),
+    "falcon, one key head": ("Falcon", {"num_key_value_heads": None, "ffn_hidden_size": 96}),
+    "falcon, two norms": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96}),
+    "falcon, one norm, untied": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 4,
+                                            "num_ln_in_parallel_attn": 1, "tie_word_embeddings": False}),
+    "bloom": ("Bloom", {}),
     "command-r": ("Cohere", {**NO_TOKENS, "logit_scale": 0.3}),
     "cohere 2": ("Cohere2", {**NO_TOKENS, "logit_scale": 0.5, "sliding_window": 9, "num_hidden_layers": 5}),
     "gpt-neox": ("GPTNeoX", {"rope_parameters": NEOX_ROPE}),
@@ -63,7 +70,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, kind, tmp_path, prompts, check_against, driver):
     family, options = CASES[case]
-    model = make_reference(family, **{**SIZES, **options} if family != "GPT2" else options)
+    model = make_reference(family, **({**SIZES, **options} if family not in ("GPT2", "Bloom") else options))
     if kind == "Q8_0" and any(parameter.shape[-1] % 32 for parameter in model.parameters() if parameter.dim() > 1):
         pytest.skip("rows of this shape have no whole blocks")
     held = write_gguf(model, tmp_path / "model.gguf", family, kind)
