@@ -300,3 +300,69 @@ def test_a_header_of_many_tensors_is_read_in_a_moment(tmp_path):
     with pytest.raises(ModelLoadError, match="holds 'x0'"):
         load_model(path, device="cpu")
     assert time.thread_time() - began < 2
+
+
+def of(architecture, *keys, tensors=(), **numbers):
+    """The spec of a file that has just its embedding."""
+    def read(tmp_path):
+        draft = model(architecture, [Entry(f"{architecture}.{name}", kind, value) for name, kind, value in keys],
+                      **numbers)
+        draft.entries.append(Entry(f"{architecture}.attention.layer_norm_epsilon", FLOAT32, 1e-5))
+        draft.tensors = [tensor("token_embd.weight", 10, 32), *tensors]
+        return read_spec(write(tmp_path, draft))
+    return read
+
+
+WINDOW = ("attention.sliding_window", UINT32, 16)
+HEAD = {"attention.key_length": 16, "attention.value_length": 16}
+PHI3 = (("rope.scaling.original_context_length", UINT32, 32), WINDOW)
+YARN = (("rope.scaling.type", TEXT, "yarn"), ("rope.scaling.factor", FLOAT32, 4.0),
+        ("rope.scaling.original_context_length", UINT32, 16))
+
+
+@pytest.mark.parametrize("read, expected", [
+    (of("gemma2", WINDOW, **HEAD), {"scale": 16**-0.5, "windows": [16, None], "logits_softcap": 30.0, "softcap": 50.0}),
+    (of("gemma2", WINDOW, **HEAD, block_count=46), {"scale": 8**-0.5, "windows": [16, None] * 23}),
+    (of("gemma3", WINDOW, **HEAD, block_count=7), {"scale": 16**-0.5, "windows": [16] * 5 + [None, 16],
+                                                   "logits_softcap": None}),
+    (of("gemma3", WINDOW, **HEAD, block_count=62), {"scale": 8**-0.5}),
+    (of("gemma3", WINDOW, ("attention.sliding_window_pattern", UINT32, 2)), {"windows": [16, None]}),
+    (of("gemma3", WINDOW, ("attention.sliding_window_pattern", ARRAY, (BOOL, [False, True]))), {"windows": [None, 16]}),
+    (of("cohere2", WINDOW, ("logit_scale", FLOAT32, 0.5), block_count=5), {"windows": [16, 16, 16, None, 16],
+                                                                           "logit_scale": 0.5}),
+    (of("phi3", *PHI3), {"windows": [16, 16], "max_position_embeddings": 64}),
+    (of("phi3", PHI3[0], ("attention.sliding_window", UINT32, 0)), {"windows": [None, None]}),
+    (of("phi3", *PHI3, tensors=[tensor(f"rope_factors_{which}.weight", 4, kind=F32) for which in ("short", "long")]),
+     "long_factor is .*; a list of numbers"),
+    (of("phi3", *PHI3, tensors=[tensor("rope_factors_long.weight", 4)]),
+     r"holds rope_factors_long\.weight; rope_factors_short\.weight and rope_factors_long\.weight"),
+    (of("phi3", PHI3[0]), r"phi3\.attention\.sliding_window is missing"),
+    (of("qwen2", *YARN), {"max_position_embeddings": 64}),
+    (of("olmo2"), {"architecture": "Olmo2ForCausalLM", "windows": [None, None]}),
+    (of("olmo2", WINDOW, block_count=4), {"architecture": "Olmo3ForCausalLM", "windows": [16, 16, 16, None]}),
+    (of("granite", ("logit_scale", FLOAT32, 4.0)), {"scale": 8**-0.5, "logits_divisor": 4.0, "residual_scale": 1.0}),
+    (of("granite", ("logit_scale", FLOAT32, 4.0), ("rope.scaling.finetuned", BOOL, False)),
+     r"granite\.rope\.scaling\.finetuned is False; true"),
+    (of("granite"), r"granite\.logit_scale is missing"),
+    (of("command-r"), r"command-r\.logit_scale is missing"),
+    (of("gptneox", ("rope.dimension_count", UINT32, 4), ("use_parallel_residual", BOOL, False),
+        **{"attention.head_count_kv": None}), {"rotary_size": 4, "is_parallel": False}),
+    (of("gptneox", **{"attention.head_count_kv": None}), r"gptneox\.use_parallel_residual is missing"),
+    (of("gptneox", ("use_parallel_residual", BOOL, True)), r"gptneox\.attention\.head_count_kv is 2; 4, the attention"),
+    (of("stablelm", ("rope.dimension_count", UINT32, 6)), {"rotary_size": 6, "is_parallel": True}),
+    (of("stablelm", ("rope.dimension_count", UINT32, 10)), r"stablelm\.rope\.dimension_count is 10; at most the head"),
+    (of("stablelm", **HEAD), r"stablelm\.attention\.key_length is 16; 8, embedding_length"),
+    (of("falcon", ("tensor_data_layout", TEXT, "other")), r"falcon\.tensor_data_layout is 'other'; 'jploski'"),
+    (of("falcon", ("tensor_data_layout", TEXT, "jploski")), {"num_kv_heads": 2, "has_own_norms": False}),
+    (of("bloom", **{"attention.head_count_kv": 4}), r"bloom\.feed_forward_length is 48; 128, four times"),
+    (of("smollm3", block_count=5), {"rotates": (True, True, True, False, True)}),
+], ids=lambda value: "" if callable(value) else str(value)[:40])
+def test_what_an_architectures_own_keys_become(tmp_path, read, expected):
+    if isinstance(expected, str):
+        with pytest.raises(ModelLoadError, match=expected):
+            read(tmp_path)
+        return
+    spec = read(tmp_path)
+    first = spec.attention[0]
+    own = {"scale": first.scale, "softcap": first.softcap, "windows": [layer.window for layer in spec.attention]}
+    assert {name: own[name] if name in own else getattr(spec, name) for name in expected} == expected
