@@ -87,7 +87,7 @@ def figures(done: Completion) -> str:
     if done.cached_tokens is not None:
         parts.append(f"{done.cached_tokens} of {done.prompt_tokens} tokens of the conversation were in the cache")
     if done.finish_reason is FinishReason.LENGTH:
-        parts.append("cut at --max-tokens")
+        parts.append("cut off by length")
     return f"[{', '.join(parts)}]"
 
 
@@ -145,7 +145,7 @@ def main() -> int:
         return 1
     records: deque = deque(maxlen=1)
     try:
-        chat_prompt(model, [{"role": "user", "content": ""}])      # before the weights are read: is there a template?
+        chat_prompt(model, [{"role": "user", "content": "Hello"}])    # is there a template? The weights take longer
         llm = LLM(model, return_stats=records.append, max_batch_size=1, device=options.device, dtype=options.dtype,
                   kv_cache_config=KvCacheConfig(enable_block_reuse=not options.no_block_reuse))
     except BatchManagerError as error:

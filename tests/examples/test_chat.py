@@ -113,7 +113,7 @@ def test_turns_find_what_was_computed_and_ctrl_c_stops_an_answer_only(terminal, 
         tokens, _, cached, prompt = map(int, match.groups()[1:])
         assert tokens == 40 and before - 1 <= cached < prompt, "the turns before are found, but for the last token"
         before = prompt + tokens
-        chat.until(", cut at --max-tokens\\]\n> ")
+        chat.until(", cut off by length\\]\n> ")
     chat.type("/regenerate\n")
     match = chat.until(rf"/regenerate\n((?:.|\n)*?){FIGURES}")
     assert match[1] != answers[-1] and int(match[4]) == int(match[5]) - 1, "all of the prompt but its last token"
