@@ -160,7 +160,7 @@ def test_one_question_in_a_pipe_prints_the_answer_and_nothing_else(kind, request
         return done.stdout
 
     said = answer("Who is Emma?")
-    assert len(said) > 10 and said.endswith("\n") and answer("-", "Who is Emma?") == said
+    assert len(said) > 1 and said.endswith("\n") and answer("-", "Who is Emma?") == said
 
 
 def test_a_reader_that_goes_ends_it_quietly(model):

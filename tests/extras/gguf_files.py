@@ -1,18 +1,21 @@
 """GGUF files with made-up vocabularies, written with ggml's own library."""
 
 import json
+import lzma
 from pathlib import Path
 
 import gguf
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-TEXT = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+AUSTEN = Path(__file__).resolve().parents[2] / "examples" / "data" / "austen.txt.xz"
+with lzma.open(AUSTEN, "rt", encoding="utf-8") as _file:
+    TEXT = _file.read(60_000)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
 
 
 def trained_merges(pre_tokenizer, normalizer=None, size=700):
-    """(vocabulary, merges) of byte-level BPE, trained on the README; special tokens are not in it."""
+    """(vocabulary, merges) of byte-level BPE, trained on TEXT; special tokens are not in it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
