@@ -280,17 +280,17 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any],
               factors: Callable[[str], list[float]]) -> dict[str, Any]:
     """Phi-3's scaling, whose factors are two tensors."""
-    original = metadata.need("rope.scaling.original_context_length")
+    longest = metadata.count("context_length")
     names = ["rope_factors_short.weight", "rope_factors_long.weight"]
     there = [name for name in names if metadata.has_tensor(name)]
     if scaling.get("rope_type", "longrope") != "longrope":
         raise metadata.fault("rope.scaling.type", "none or longrope")
-    if not there and not scaling:
+    if not there and not scaling and metadata.count("rope.scaling.original_context_length", longest) >= longest:
         return {}
     if len(there) != 2:
         raise ModelLoadError(f"{metadata.where} holds {', '.join(there) or 'no factors'}", " and ".join(names),
                              "check that the file is complete")
-    values["original_max_position_embeddings"] = original
+    values["original_max_position_embeddings"] = metadata.need("rope.scaling.original_context_length")
     return {"rope_type": "longrope", "attention_factor": metadata.get("rope.scaling.attn_factor", 1.0),
             "short_factor": factors(names[0]), "long_factor": factors(names[1])}
 
@@ -420,7 +420,15 @@ def _bloom(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str
 
 
 def _phi3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": metadata.need("attention.sliding_window") or None}
+    window = metadata.get("attention.sliding_window")
+    if window is None:
+        # The first files do not say it. These four models are known by their shapes, to llama.cpp too.
+        layers, longest = values["num_hidden_layers"], values["max_position_embeddings"]
+        windows = {(32, 4096): 2047, (40, 4096): 2047, (40, 131072): 131072}
+        if heads.keys == 32:
+            windows[32, 131072] = 262144
+        window = windows.get((layers, longest)) or metadata.need("attention.sliding_window")
+    return {"sliding_window": window or None}
 
 
 def _gpt2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:

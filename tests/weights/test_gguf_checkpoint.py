@@ -315,7 +315,8 @@ def of(architecture, *keys, tensors=(), **numbers):
 
 WINDOW = ("attention.sliding_window", UINT32, 16)
 HEAD = {"attention.key_length": 16, "attention.value_length": 16}
-PHI3 = (("rope.scaling.original_context_length", UINT32, 32), WINDOW)
+PHI3 = (("rope.scaling.original_context_length", UINT32, 64), WINDOW)
+STRETCHED = (("rope.scaling.original_context_length", UINT32, 32), WINDOW)
 YARN = (("rope.scaling.type", TEXT, "yarn"), ("rope.scaling.factor", FLOAT32, 4.0),
         ("rope.scaling.original_context_length", UINT32, 16))
 
@@ -332,11 +333,14 @@ YARN = (("rope.scaling.type", TEXT, "yarn"), ("rope.scaling.factor", FLOAT32, 4.
                                                                            "logit_scale": 0.5}),
     (of("phi3", *PHI3), {"windows": [16, 16], "max_position_embeddings": 64}),
     (of("phi3", PHI3[0], ("attention.sliding_window", UINT32, 0)), {"windows": [None, None]}),
-    (of("phi3", *PHI3, tensors=[tensor(f"rope_factors_{which}.weight", 4, kind=F32) for which in ("short", "long")]),
+    (of("phi3", *STRETCHED, tensors=[tensor(f"rope_factors_{which}.weight", 4) for which in ("short", "long")]),
      "long_factor is .*; a list of numbers"),
-    (of("phi3", *PHI3, tensors=[tensor("rope_factors_long.weight", 4)]),
+    (of("phi3", *STRETCHED, tensors=[tensor("rope_factors_long.weight", 4)]),
      r"holds rope_factors_long\.weight; rope_factors_short\.weight and rope_factors_long\.weight"),
-    (of("phi3", PHI3[0]), r"phi3\.attention\.sliding_window is missing"),
+    (of("phi3", *STRETCHED), r"holds no factors; rope_factors_short\.weight and rope_factors_long"),
+    (of("phi3"), r"phi3\.attention\.sliding_window is missing"),
+    (of("phi3", block_count=32, context_length=4096), {"windows": [2047] * 32}),
+    (of("phi3", block_count=32, context_length=131072), r"phi3\.attention\.sliding_window is missing"),
     (of("qwen2", *YARN), {"max_position_embeddings": 64}),
     (of("olmo2"), {"architecture": "Olmo2ForCausalLM", "windows": [None, None]}),
     (of("olmo2", WINDOW, block_count=4), {"architecture": "Olmo3ForCausalLM", "windows": [16, 16, 16, None]}),
