@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("benchmark", "serve a workload and say how fast that was"),
     "workload": ("workload", "write a workload for bench"),
     "host-bench": ("host_benchmark", "time the host's work in an iteration, around a scripted model"),
+    "trace": ("trace", "say from a trace where the time of a request went; write it for Perfetto or as CSV"),
     "draw": ("visualize", "draw who ran in which iteration, as text and as SVG"),
 }
 INTERRUPTED = 130

@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from ..errors import BatchManagerError
 from ..gpt_manager import GptManager
 from ..names import SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
+from ..stats.trace import TraceFile
 from .workload import FIRST_ORDINARY_TOKEN, at_least
 
 POLICIES = {"guaranteed_no_evict": SchedulerPolicy.GUARANTEED_NO_EVICT,
@@ -240,7 +241,10 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
         kv_tokens = int(options.kv_gib * 2**30) // bytes_per_token
 
     client, meter = Client(), ProcessMeter()
-    with GptManager(
+    trace = contextlib.nullcontext() if options.trace is None else TraceFile(options.trace)
+    if options.trace is not None:
+        parts = replace(parts, trace=trace)
+    with trace, GptManager(
         options.model,
         TrtGptModelType[options.type],
         max_beam_width=1,
@@ -423,6 +427,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--busy-neighbours", type=at_least(0), default=0,
         help="other processes that compute all the time while the workload is served (0)")
     add("--warm-up", type=at_least(0), default=1, help="full batches before the clock starts (1)")
+    add("--trace", type=Path, metavar="FILE",
+        help="write a trace here, the warm-up's requests too; `batch-manager trace` reads it")
     add("--stats-csv", type=Path, help="write the manager's statistics here, a row an iteration")
     add("--variant", default="", help="a label for the result")
     options = parser.parse_args(argv)

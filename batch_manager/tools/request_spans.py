@@ -1,0 +1,108 @@
+"""From a trace to what each request did when: spans of time that add up to its life."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ..scheduling.waiting import IN_FLIGHT
+from ..stats.trace import IterationTrace
+
+CONTEXT, GENERATION, PAUSED, QUEUED, WAITING = "context", "generation", "paused", "queued", "waiting"
+
+
+@dataclass(slots=True)
+class Span:
+    """Successive iterations in which a request did the same.
+
+    kind        CONTEXT, GENERATION, PAUSED, QUEUED (accepted, and no place among the active requests) or WAITING
+    reason      of WAITING, as batch_manager/scheduling/waiting.py has it
+    begin_s, end_s   seconds of the engine's clock: from the beginning of its first iteration to that of the next span
+    iterations  how many
+    tokens      computed of a context
+    first       position of the first of them
+    running     ids of the requests that were in the steps meanwhile
+    """
+
+    kind: str
+    reason: str
+    begin_s: float
+    end_s: float
+    iterations: int = 1
+    tokens: int = 0
+    first: int = 0
+    running: set[int] = field(default_factory=set)
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(slots=True)
+class Life:
+    """One request, from the iteration that accepted it to the one that ended it.
+
+    spans            one after the other, without gaps
+    first_iteration, last_iteration
+    has_ended        False: the trace ends before
+    """
+
+    request_id: int
+    first_iteration: int
+    last_iteration: int
+    spans: list[Span] = field(default_factory=list)
+    has_ended: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.spans[-1].end_s - self.spans[0].begin_s if self.spans else 0.0
+
+
+def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
+    """The requests of a trace, each when it has ended; those that have not come last. An id may come again.
+
+    A request that a step in flight works on goes on with what it did. What was computed in an iteration is counted
+    until the next one begins, in the last one until its phases have ended.
+    """
+    alive: dict[int, Life] = {}
+    last: IterationTrace | None = None
+    for iteration in iterations:
+        if last is not None:
+            yield from _note(last, iteration.started_at_s, alive)
+        last = iteration
+    if last is not None:
+        yield from _note(last, last.started_at_s + 1e-6 * sum(last.phases_us.values()), alive)
+    yield from alive.values()
+
+
+def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> Iterator[Life]:
+    """What an iteration did, which lasted until `end_s`. Mutates `alive`; yields those whose lives it ended."""
+    number, begin_s = iteration.iteration, iteration.started_at_s
+    did: dict[int, tuple[str, str, int, int]] = {i: (QUEUED, "", 0, 0) for i in iteration.arrived}
+    for reason, ids in iteration.waiting.items():
+        if reason != IN_FLIGHT:
+            did |= dict.fromkeys(ids, (WAITING, reason, 0, 0))
+    did |= {request_id: (CONTEXT, "", start, tokens) for request_id, start, tokens in iteration.context}
+    did |= dict.fromkeys(iteration.generation, (GENERATION, "", 0, 0)) | dict.fromkeys(iteration.paused,
+                                                                                      (PAUSED, "", 0, 0))
+    running = {request_id for request_id, _, _ in iteration.context} | {*iteration.generation}
+    for request_id in did:
+        if request_id not in alive:
+            alive[request_id] = Life(request_id, number, number)
+    for request_id, life in alive.items():
+        life.last_iteration = number
+        last = life.spans[-1] if life.spans else None
+        kind, reason, first, tokens = did.get(request_id) or (
+            (QUEUED, "", 0, 0) if last is None else (last.kind, last.reason, last.first + last.tokens, 0))
+        if last is None or (kind, reason) != (last.kind, last.reason) or (
+                kind == CONTEXT and tokens and first < last.first + last.tokens):
+            last = Span(kind, reason, begin_s, end_s, 0, 0, first)
+            life.spans.append(last)
+        last.end_s = end_s
+        last.iterations += 1
+        last.tokens += tokens
+        if kind in (QUEUED, WAITING):
+            last.running |= running
+    for request_id in iteration.finished:
+        if request_id in alive:
+            life = alive.pop(request_id)
+            life.has_ended = True
+            yield life

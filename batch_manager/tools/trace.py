@@ -1,0 +1,203 @@
+"""What a trace says: where the time of one request went, and the trace in the formats of other viewers.
+
+    batch-manager trace why 17 trace.jsonl            # where the time of request 17 went, in sentences
+    batch-manager trace slowest trace.jsonl           # the requests that took longest, with what held them up
+    batch-manager trace perfetto trace.jsonl out.json # for https://ui.perfetto.dev and chrome://tracing
+    batch-manager trace csv trace.jsonl out.csv       # a row for each span of each request
+
+A trace is what a `batch_manager.TraceFile` wrote: `Parts(trace=TraceFile("trace.jsonl"))`.
+Exit status: 0; 1: there is no such request; 2: the arguments or the file are wrong.
+"""
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from ..scheduling import waiting
+from ..stats.trace import IterationTrace, read_trace
+from .request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, Life, Span, lives
+
+SENTENCES = {
+    waiting.BATCH_SIZE: "waited: the steps had max_batch_size sequences",
+    waiting.BATCH_RUNS: "waited: the static batch before it had not ended",
+    waiting.PREFIX: "waited: another request computed a prefix that it shares",
+    waiting.BLOCKS: "waited: too few KV cache blocks were free",
+    waiting.TOKENS: "waited: too few tokens of the steps were left (max_num_tokens)",
+    waiting.BEAM_WIDTH: "waited: the steps had requests of another beam width",
+    waiting.ORDER: "waited: after other requests that waited",
+    QUEUED: "queued: max_num_sequences requests were active",
+    PAUSED: "paused: its blocks went to requests before it",
+}
+MOST_NAMED = 5
+
+
+def why(life: Life) -> list[str]:
+    """Where the time of a request went, in lines whose times add up to its life."""
+    ended = "to its end" if life.has_ended else "to the end of the trace, where it is still alive"
+    lines = [f"request {life.request_id}: {_time(life.seconds)} from its arrival in iteration {life.first_iteration} "
+             f"{ended} in iteration {life.last_iteration}"]
+    groups: dict[str, list[Span]] = defaultdict(list)
+    for span in life.spans:
+        groups[span.reason if span.kind == WAITING else span.kind].append(span)
+    for key, spans in sorted(groups.items(), key=lambda pair: -sum(span.seconds for span in pair[1])):
+        lines.append(f"  {_time(sum(span.seconds for span in spans)):>10}  {_sentence(key, spans)}")
+    return lines
+
+
+def _sentence(key: str, spans: list[Span]) -> str:
+    iterations, times = sum(span.iterations for span in spans), len(spans)
+    if key == CONTEXT:
+        computed, again = sum(span.tokens for span in spans), sum(span.tokens for span in spans[1:])
+        found = f", of which {spans[0].first:,} were found in the cache" if spans[0].first else ""
+        repeated = f"; {again:,} of them again, after it was paused" if again else ""
+        return (f"computed its prompt: {computed + spans[0].first:,} tokens{found}, in "
+                f"{_count(iterations, 'iteration')}{repeated}")
+    if key == GENERATION:
+        step = statistics.median(span.seconds / span.iterations for span in spans)
+        return f"generated: {_count(iterations, 'iteration')} of {_time(step)} each"
+    others = sorted(set().union(*(span.running for span in spans)))
+    named = ", ".join(map(str, others[:MOST_NAMED])) + (f" and {len(others) - MOST_NAMED} more" if
+                                                         others[MOST_NAMED:] else "")
+    beside = f"; meanwhile ran {named}" if others else ""
+    return f"{SENTENCES.get(key, f'waited: {key}')}; {_count(iterations, 'iteration')}, {_count(times, 'time')}{beside}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3f} ms"
+
+
+def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
+    """The trace in Chrome's JSON format: a track for the phases of the worker, one for each request, and counters.
+
+    Times are microseconds since the first iteration.
+    """
+    origin: list[float] = []
+    tracks: dict[int, int] = {}
+
+    def microseconds(seconds: float) -> float:
+        return round(1e6 * (seconds - origin[0]), 3)
+
+    def engine_events() -> Iterator[dict]:
+        yield {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "engine"}}
+        yield {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "worker"}}
+        yield {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "requests"}}
+
+    def events_of(iteration: IterationTrace) -> Iterator[dict]:
+        start = microseconds(iteration.started_at_s)
+        for phase, duration in iteration.phases_us.items():
+            yield {"ph": "X", "pid": 0, "tid": 0, "name": phase, "ts": start, "dur": duration,
+                   "args": {"iteration": iteration.iteration}}
+            start += duration
+        at = microseconds(iteration.started_at_s)
+        blocks = {"live": iteration.live_blocks, "cached": iteration.cached_blocks, "free": iteration.free_blocks}
+        tokens = {"context": sum(size for _, _, size in iteration.context), "generation": len(iteration.generation)}
+        yield {"ph": "C", "pid": 0, "name": "KV cache blocks", "ts": at, "args": blocks}
+        yield {"ph": "C", "pid": 0, "name": "tokens of the step", "ts": at, "args": tokens}
+        yield {"ph": "C", "pid": 0, "name": "queued requests", "ts": at, "args": {"queued": iteration.queued_requests}}
+
+    def events_of_life(life: Life) -> Iterator[dict]:
+        if life.request_id not in tracks:
+            tracks[life.request_id] = len(tracks) + 1
+            yield {"ph": "M", "pid": 1, "tid": tracks[life.request_id], "name": "thread_name",
+                   "args": {"name": f"request {life.request_id}"}}
+        for span in life.spans:
+            arguments = {"iterations": span.iterations} | ({"tokens": span.tokens} if span.kind == CONTEXT else {})
+            yield {"ph": "X", "pid": 1, "tid": tracks[life.request_id], "ts": microseconds(span.begin_s),
+                   "dur": round(1e6 * span.seconds, 3), "args": arguments,
+                   "name": f"{span.kind}: {span.reason}" if span.reason else span.kind}
+
+    def write(events: Iterable[dict]) -> None:
+        nonlocal separator
+        for event in events:
+            file.write(separator + json.dumps(event, separators=(",", ":")))
+            separator = ",\n"
+
+    def noted() -> Iterator[IterationTrace]:
+        for iteration in iterations:
+            if not origin:
+                origin.append(iteration.started_at_s)
+            write(events_of(iteration))
+            yield iteration
+
+    separator = ""
+    file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+    write(engine_events())
+    for life in lives(noted()):
+        write(events_of_life(life))
+    file.write("\n]}\n")
+
+
+def write_csv(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
+    """A row for each span of each request, requests in the order in which they ended."""
+    writer = csv.writer(file)
+    writer.writerow(["request_id", "kind", "reason", "begin_s", "end_s", "iterations", "first_position", "tokens"])
+    for life in lives(iterations):
+        for span in life.spans:
+            writer.writerow([life.request_id, span.kind, span.reason, f"{span.begin_s:.6f}", f"{span.end_s:.6f}",
+                             span.iterations, span.first, span.tokens])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    first, _, rest = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(prog="batch-manager trace", description=first, epilog=rest,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked = commands.add_parser("why", help="where the time of one request went")
+    asked.add_argument("request_id", type=int)
+    slowest = commands.add_parser("slowest", help="the requests that took longest")
+    slowest.add_argument("--count", type=int, default=5, help="how many (%(default)s)")
+    perfetto = commands.add_parser("perfetto", help="write JSON for Perfetto and chrome://tracing")
+    table = commands.add_parser("csv", help="write a table of spans")
+    for command in (asked, slowest, perfetto, table):
+        command.add_argument("trace", type=Path, metavar="TRACE", help="what a TraceFile wrote")
+    for command in (perfetto, table):
+        command.add_argument("out", type=Path, metavar="OUT", help="the file to write")
+    options = parser.parse_args(argv)
+    try:
+        with options.trace.open("rb") as file:
+            return _run(options, read_trace(file))
+    except BrokenPipeError:                                  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, ValueError) as error:
+        told = error if isinstance(error, OSError) else f"{options.trace}: {error}"
+        print(f"batch-manager trace: {told}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace, iterations: Iterator[IterationTrace]) -> int:
+    if options.command == "why":
+        found = [life for life in lives(iterations) if life.request_id == options.request_id]
+        for life in found:
+            print("\n".join(why(life)))
+        if not found:
+            print(f"batch-manager trace: {options.trace} has no request {options.request_id}", file=sys.stderr)
+        return 0 if found else 1
+    if options.command == "slowest":
+        for life in sorted(lives(iterations), key=lambda life: -life.seconds)[:max(options.count, 0)]:
+            print("\n".join(why(life)))
+        return 0
+    part = options.out.with_name(f"{options.out.name}.part")
+    try:
+        with part.open("w", encoding="utf-8", newline="") as file:
+            (write_perfetto if options.command == "perfetto" else write_csv)(iterations, file)
+        part.replace(options.out)
+    except BaseException:
+        part.unlink(missing_ok=True)                         # nothing half written stays
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,169 @@
+"""`batch-manager trace`: where the time of a request went, and traces in the formats of other viewers."""
+
+import csv
+import json
+import random
+from io import StringIO
+
+import pytest
+
+from batch_manager import IterationTrace, SchedulerPolicy, Trace
+from batch_manager.scheduling import waiting
+from batch_manager.stats.trace import write_trace
+from batch_manager.tools.request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, lives
+from batch_manager.tools.trace import main, why, write_csv, write_perfetto
+
+STEP_S = 0.01
+
+
+@pytest.fixture
+def traced(make_world):
+    """traced(requests, **as make_world) -> the iterations of a run in which each step takes STEP_S."""
+    def run(requests, **options):
+        trace = Trace()
+        world = make_world(parts={"trace": trace.append}, **options)
+        launch = world.loop.backend.start
+
+        def start(*given):
+            world.clock.now += STEP_S
+            return launch(*given)
+
+        world.loop.backend.start = start
+        world.client.pending = requests
+        world.run()
+        return trace.iterations
+
+    return run
+
+
+def kinds(life):
+    return [(span.kind, span.reason, span.iterations) for span in life.spans]
+
+
+def test_a_life_in_spans(traced, new_request):
+    requests = [new_request(i, [i] * 20, 8) for i in (1, 2, 3)]
+    found = {life.request_id: life for life in lives(traced(
+        requests, max_batch_size=1, max_num_sequences=3, policy=SchedulerPolicy.GUARANTEED_NO_EVICT))}
+    assert kinds(found[1]) == [(CONTEXT, "", 1), (GENERATION, "", 7)]
+    assert kinds(found[2]) == [(WAITING, waiting.BATCH_SIZE, 8), (CONTEXT, "", 1), (GENERATION, "", 7)]
+    assert kinds(found[3]) == [(WAITING, waiting.BATCH_SIZE, 16), (CONTEXT, "", 1), (GENERATION, "", 7)]
+    assert [round(life.seconds / STEP_S) for life in found.values()] == [8, 16, 24]
+    assert found[3].spans[0].running == {1, 2} and all(life.has_ended for life in found.values())
+
+
+def test_the_queue_and_an_id_that_comes_again():
+    iterations = [
+        IterationTrace(0, ((7, 0, 4),), (), (), (), (7, 8), 1.0, {"start": 5}, queued_requests=1),
+        IterationTrace(1, (), (7,), (), (7,), (), 2.0, {"start": 5}, queued_requests=1),
+        IterationTrace(2, ((8, 0, 4),), (), (), (8,), (7,), 4.0, {"start": 5}),
+        IterationTrace(3, ((7, 0, 4),), (), (), (7,), (), 8.0, {"start": 500_000, "poll": 250_000})]
+    assert [(life.request_id, kinds(life), life.seconds) for life in lives(iterations)] == [
+        (7, [(CONTEXT, "", 1), (GENERATION, "", 1)], 3.0), (8, [(QUEUED, "", 2), (CONTEXT, "", 1)], 7.0),
+        (7, [(QUEUED, "", 1), (CONTEXT, "", 1)], 4.75)]
+
+
+def test_a_pause_and_what_is_computed_again(traced, new_request):
+    iterations = traced([new_request(1, [1] * 6, 20), new_request(2, [2] * 6, 20)],
+                        backend={"num_blocks": 5, "tokens_per_block": 8, "max_seq_len": 32})
+    life = next(life for life in lives(iterations) if life.request_id == 2)
+    assert PAUSED in {span.kind for span in life.spans} and any(each.paused == (2,) for each in iterations)
+    computed = [span.tokens for span in life.spans if span.kind == CONTEXT]
+    assert computed[0] == 6 and len(computed) > 1
+    told = "\n".join(why(life))
+    assert f"; {sum(computed[1:]):,} of them again, after it was paused" in told
+    assert "too few KV cache blocks were free" in told and "meanwhile ran 1" in told
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_spans_leave_no_gap_and_times_add_up(seed, traced, new_request):
+    draw = random.Random(seed)
+    prompts = {i: draw.randint(1, 40) for i in range(1, 30)}
+    requests = [new_request(i, [draw.randrange(1, 90) for _ in range(length)], draw.randint(1, 12))
+                for i, length in prompts.items()]
+    iterations = traced(requests, policy=draw.choice(list(SchedulerPolicy)), max_batch_size=draw.randint(1, 6),
+                        max_num_tokens=64, enable_trt_overlap=draw.random() < 0.4, enable_chunked_context=True,
+                        backend={"num_blocks": draw.randint(7, 20), "tokens_per_block": 8, "max_seq_len": 56})
+    found = list(lives(iterations))
+    assert sorted(life.request_id for life in found) == [*range(1, 30)] and all(life.has_ended for life in found)
+    for life in found:
+        assert all(one.end_s == other.begin_s for one, other in zip(life.spans, life.spans[1:]))
+        assert sum(span.iterations for span in life.spans) == life.last_iteration - life.first_iteration + 1
+        first = next(span for span in life.spans if span.kind == CONTEXT)
+        assert first.first == 0 and first.tokens <= prompts[life.request_id] <= sum(
+            span.tokens for span in life.spans if span.kind == CONTEXT)
+        times = [float(line.split()[0]) * (1 if line.split()[1] == "s" else 1e-3) for line in why(life)[1:]]
+        assert sum(times) == pytest.approx(life.seconds, abs=1e-5)
+    assert sum(each.iteration in range(life.first_iteration, life.last_iteration + 1)
+               for each in iterations for life in found) == sum(
+                   span.iterations for life in found for span in life.spans)
+
+
+def test_a_trace_that_ends_before_its_requests_do(traced, new_request):
+    iterations = traced([new_request(1, [1] * 5, 6)])[:3]
+    (life,) = lives(iterations)
+    assert not life.has_ended and "still alive" in why(life)[0]
+    assert list(lives([])) == []
+
+
+def test_perfetto(traced, new_request):
+    iterations = traced([new_request(i, [i] * 12, 4) for i in range(1, 6)] + [new_request(2**64 - 1, [1], 2)],
+                        max_batch_size=2, max_num_sequences=8)
+    file = StringIO()
+    write_perfetto(iterations, file)
+    events = json.loads(file.getvalue())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    names = {event["tid"]: event["args"]["name"] for event in events
+             if event["ph"] == "M" and event["pid"] == 1 and event["name"] == "thread_name"}
+    assert sorted(names.values()) == sorted([*(f"request {i}" for i in range(1, 6)), f"request {2**64 - 1}"])
+    assert all(0 < tid < 2**31 for tid in names)
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
+    by_track = {tid: [event for event in spans if event["pid"] == 1 and event["tid"] == tid] for tid in names}
+    for track in by_track.values():
+        assert all(one["ts"] + one["dur"] == pytest.approx(other["ts"]) for one, other in zip(track, track[1:]))
+    launches = [event["dur"] for event in spans if event["name"] == "start" and event["pid"] == 0]
+    assert launches == [round(1e6 * STEP_S)] * len(iterations)
+    blocks = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "KV cache blocks"]
+    assert len(blocks) == len(iterations) and len({sum(each.values()) for each in blocks}) == 1
+
+
+def test_csv(traced, new_request):
+    file = StringIO(newline="")
+    write_csv(traced([new_request(1, [1] * 12, 3)]), file)
+    rows = list(csv.DictReader(StringIO(file.getvalue())))
+    assert [(row["request_id"], row["kind"], row["iterations"], row["tokens"]) for row in rows] == [
+        ("1", "context", "1", "12"), ("1", "generation", "2", "0")]
+
+
+@pytest.fixture
+def file_of(tmp_path, traced, new_request):
+    path = tmp_path / "trace.jsonl"
+    with path.open("wb") as file:
+        write_trace(traced([new_request(i, [i] * 12, i) for i in (1, 2, 3)]), file)
+    return path
+
+
+def test_the_command(file_of, tmp_path, capsys):
+    assert main(["why", "3", str(file_of)]) == 0
+    assert capsys.readouterr().out.startswith("request 3: ")
+    assert main(["slowest", str(file_of), "--count", "2"]) == 0
+    told = capsys.readouterr().out
+    assert told.index("request 3: ") < told.index("request 2: ") and "request 1: " not in told
+    assert main(["why", "9", str(file_of)]) == 1
+    assert "has no request 9" in capsys.readouterr().err
+    assert main(["perfetto", str(file_of), str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("content, told", [
+    (b"", "line 1 is not the header"), (b'{"format":"batch_manager trace","version":1}\n{"iteration":0}\n', "line 2"),
+    (None, "No such file")])
+def test_a_file_that_is_no_trace(content, told, tmp_path, capsys):
+    path, out = tmp_path / "trace.jsonl", tmp_path / "out"
+    if content is not None:
+        path.write_bytes(content)
+    for command in (["slowest", str(path)], ["csv", str(path), str(out)], ["perfetto", str(path), str(out)]):
+        assert main(command) == 2
+        shown = capsys.readouterr().err
+        assert told in shown and str(path) in shown and "Traceback" not in shown
+    assert sorted(each.name for each in tmp_path.iterdir()) == (["trace.jsonl"] if content is not None else [])
