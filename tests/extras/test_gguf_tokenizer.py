@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from batch_manager import ConfigError, Parts, TrtGptModelOptionalParams
+from batch_manager import ConfigError, InvalidRequestError, Parts, TrtGptModelOptionalParams
 from batch_manager.aio import AsyncEngine
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -278,3 +278,26 @@ def test_what_is_not_known_or_broken_is_refused_by_name(tmp_path, values, messag
 def test_an_architecture_whose_tokenizer_does_more_is_refused(tmp_path, architecture):
     with pytest.raises(ConfigError, match=f"general.architecture is '{architecture}'"):
         load_tokenizer(write(tmp_path / "a.gguf", SENTENCES, architecture))
+
+
+def test_damaged_files_are_refused_or_make_a_tokenizer(tmp_path):
+    draw, path, outcomes = random.Random(0), tmp_path / "a.gguf", []
+    whole = [write(path, {**values, "tokenizer.chat_template": CHATML}).read_bytes() for values in (BYTES, SENTENCES)]
+    for _ in range(250):
+        data = bytearray(draw.choice(whole))
+        for _ in range(draw.choice((1, 1, 2, 8))):
+            at, how = draw.randrange(len(data)), draw.random()
+            if how < 0.6:
+                data[at] = draw.randrange(256)
+            elif how < 0.8:
+                del data[at : at + draw.randrange(1, 20)]
+            else:
+                data[at:at] = draw.randbytes(draw.randrange(1, 10))
+        path.write_bytes(data)
+        for read in (load_tokenizer, lambda path: chat_prompt(path, [{"role": "user", "content": "Hello"}])):
+            try:
+                read(path)
+                outcomes.append(True)
+            except (ConfigError, InvalidRequestError):
+                outcomes.append(False)
+    assert 20 < sum(outcomes) < len(outcomes) - 20
