@@ -15,6 +15,7 @@ from .seams import BackendInfo
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
+MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_POSITION = 2**31 - 1      # what a step computes with; no model has so many
 MAX_THREADS = 1024            # on some thousands OpenMP ends the process when one of them cannot be started
@@ -119,6 +120,9 @@ class TrtGptModelOptionalParams:
     cpu_compile                 on a CPU, run a step as one call of C code, compiled once for this processor and kept in
                                 $XDG_CACHE_HOME or ~/.cache; None: where there is a C compiler ($CC, cc, gcc or clang)
                                 and model and options allow it; True: refuse what does not; False: use torch
+    model_implementation        "native": a model class of this package, or one of register_model; "transformers": the
+                                class of transformers (extra hf), for model types that were proven to run in the engine;
+                                "auto": the first where there is one, else the second
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -149,6 +153,7 @@ class TrtGptModelOptionalParams:
     idle_poll_interval_s: float = 0.0048
     hang_warning_s: float = 30.0
     cpu_compile: bool | None = None
+    model_implementation: str = "auto"
 
     def __new__(cls, *args: Any, **options: Any) -> "TrtGptModelOptionalParams":
         for name in options:                            # before __init__ names the first one it does not know
@@ -185,7 +190,8 @@ class TrtGptModelOptionalParams:
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None',
                               "leave it None for a GPU where there is one")
-        for name, allowed in (("dtype", DTYPES), ("load_format", LOAD_FORMATS)):
+        for name, allowed in (("dtype", DTYPES), ("load_format", LOAD_FORMATS),
+                              ("model_implementation", MODEL_IMPLEMENTATIONS)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
                 raise ConfigError(f"{name} is {value!r}", f"one of {', '.join(allowed)}", '"auto" is the default')

@@ -27,6 +27,7 @@ class BackendInfo:
     copies_blocks         carries out `handover.BlockCopy`; block reuse and beams need it
     architecture          of the model, for people to read
     end_ids               tokens that end a text, as the checkpoint says. A request has those of its own tensor `end_id`
+    model_implementation  whose class computes: "native", "transformers", or "" where a backend does not say
 
     Raises ConfigError for a number that cannot be one.
     """
@@ -47,6 +48,7 @@ class BackendInfo:
     copies_blocks: bool = False
     architecture: str = ""
     end_ids: tuple[int, ...] = ()
+    model_implementation: str = ""
 
     def __post_init__(self) -> None:
         for lowest, names in ((1, ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots")),

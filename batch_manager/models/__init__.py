@@ -3,7 +3,7 @@
 Owns     a family's configuration, tensor names and order of operations; `loading` loads a checkpoint
 Not      where keys and values live, which tokens run, what is drawn from the logits
 Yours    a new family is one file with a class like Llama's, and a line in registry.py; from outside, register_model
-         and public names of batch_manager alone
+         and public names of batch_manager alone. Families that transformers implements run without one: transformers/
 """
 
 from .loading import LoadedModel, load_model, read_spec

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import DTYPES, LOAD_FORMATS
+from ..config import DTYPES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS
 from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
 from ..layers.context import LayerContext
 from ..weights.checkpoint import Checkpoint, open_checkpoint
@@ -13,6 +13,7 @@ from ..weights.json_file import Fields, shown
 from ..weights.source import DummyWeights
 from .class_check import refuse_wrong_spec
 from .end_ids import read_end_ids
+from .implementation import NATIVE, choose_implementation, load_transformers_class
 from .model_spec import ModelSpec, check_spec, refuse_unknown_numerics, refuse_unread_names
 from .registry import Model, find_model, is_shipped, known_architectures, model_type_of
 
@@ -22,6 +23,7 @@ class LoadedModel:
     """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed.
 
     end_ids   tokens that end a text, as the checkpoint says
+    implementation   "native" or "transformers"
     """
 
     spec: ModelSpec
@@ -31,16 +33,20 @@ class LoadedModel:
     dtype: torch.dtype
     deterministic: bool = False
     end_ids: tuple[int, ...] = ()
+    implementation: str = NATIVE
 
 
-def read_spec(path: str | os.PathLike) -> ModelSpec:
-    """The spec of the checkpoint at `path`, from its config.json or its metadata alone."""
-    return _read_spec(open_checkpoint(path))[1]
+def read_spec(path: str | os.PathLike, model_implementation: str = "auto") -> ModelSpec:
+    """The spec of the checkpoint at `path`, from its config.json or its metadata alone.
+
+    model_implementation   as of `load_model`
+    """
+    return class_and_spec(open_checkpoint(path), model_implementation)[1]
 
 
 def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
                load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
-               free_bytes: int | None = None) -> LoadedModel:
+               free_bytes: int | None = None, model_implementation: str = "auto") -> LoadedModel:
     """Load the checkpoint at `path`.
 
     dtype         a torch dtype or its name; "auto": the checkpoint's on a GPU, float32 on a CPU
@@ -48,14 +54,19 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     deterministic   a row's bits come from that row alone; ConfigError where the model's class does not promise it
     compiled_step   for a CPU: matrices as the compiled step takes them, see triton_kernels/cpu/native
     free_bytes    of the device's memory; weights that take more are refused before any is allocated. None: tried anyhow
+    model_implementation   "native": a class of this package, or a registered one; "transformers": transformers' own
+                  class, with the engine's attention; "auto": the first where there is one
     Raises ModelLoadError naming file and field, UnsupportedModelError, or InsufficientMemoryError.
     """
     device = torch.device(device)
+    if model_implementation not in MODEL_IMPLEMENTATIONS:
+        raise ConfigError(f"model_implementation is {model_implementation!r}",
+                          f"one of {', '.join(MODEL_IMPLEMENTATIONS)}", "leave it out for auto")
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format is {load_format!r}", f"one of {', '.join(LOAD_FORMATS)}",
                           "leave it out for files")
     checkpoint = open_checkpoint(path)
-    model_class, spec = _read_spec(checkpoint)
+    model_class, spec, implementation = class_and_spec(checkpoint, model_implementation)
     end_ids = read_end_ids(checkpoint, spec.vocab_size)
     dtype = resolve_dtype(dtype, spec, device)
     if deterministic and not getattr(model_class, "deterministic", False):
@@ -70,14 +81,15 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                 refuse_too_many_weights(spec.num_weights, checkpoint, device, dtype, free_bytes)
                 weights = DummyWeights(seed, device, dtype)
                 model = model_class(spec, weights, context)
-                return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids)
+                return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids,
+                                   implementation)
             weights = checkpoint.weights(device, dtype)
             # What is allocated is both asked for by the configuration and there: where the two differ, which is refused
             # by name below, the smaller bounds it.
             refuse_too_many_weights(min(spec.num_weights, weights.num_weights), checkpoint, device, dtype, free_bytes)
             model = model_class(spec, weights, context)
-            weights.finish(model_class.harmless_tensors)
-            return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids)
+            weights.finish(model.harmless_tensors)
+            return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids, implementation)
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
             raise
@@ -100,21 +112,33 @@ def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: to
             f"{num_bytes:,} bytes", f"{free_bytes:,} bytes are free", "take a smaller dtype or a larger device")
 
 
-def _read_spec(checkpoint: Checkpoint) -> tuple[type[Model], ModelSpec]:
+def class_and_spec(checkpoint: Checkpoint, model_implementation: str = "auto") -> tuple[type[Model], ModelSpec, str]:
+    """(the class that runs a checkpoint, its spec, "native" or "transformers"). Raises as `load_model`."""
     config = checkpoint.config()
     names = config.texts("architectures")
     if len(names) != 1:
         raise config.fault("architectures", "a list with one name")
-    _refuse_composite(config, names[0])
-    model_class = find_model(names[0], named_by=f"{config.where}: architectures: ")
-    expected = model_type_of(names[0])
+    implementation = choose_implementation(config, names[0], model_implementation)
+    if implementation == NATIVE:
+        return *_read_native_spec(config, names[0]), implementation
+    model_class = load_transformers_class()
+    spec = model_class.read_spec(config, names[0])
+    refuse_wrong_spec(model_class, spec)
+    check_spec(config, spec, model_class.__name__, is_shipped=True)
+    return model_class, spec, implementation
+
+
+def _read_native_spec(config: Fields, name: str) -> tuple[type[Model], ModelSpec]:
+    _refuse_composite(config, name)
+    model_class = find_model(name, named_by=f"{config.where}: architectures: ")
+    expected = model_type_of(name)
     if expected is not None and config.text("model_type", expected) != expected:
-        raise config.fault("model_type", f"{expected!r}, as architectures is {shown(names)}",
+        raise config.fault("model_type", f"{expected!r}, as architectures is {shown([name])}",
                            "correct the one of the two that is wrong")
     understood = getattr(model_class, "understands", ())
-    shipped = is_shipped(names[0], model_class)
+    shipped = is_shipped(name, model_class)
     refuse_unknown_numerics(config, understood, is_shipped=shipped)
-    spec = model_class.read_spec(config, names[0])
+    spec = model_class.read_spec(config, name)
     refuse_wrong_spec(model_class, spec)
     if not shipped:
         refuse_unread_names(config, understood)

@@ -101,7 +101,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     try:
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
                             deterministic=params.deterministic, compiled_step=compiles,
-                            free_bytes=free_memory(device))
+                            free_bytes=free_memory(device), model_implementation=params.model_implementation)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -140,7 +140,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         on_gpu=not on_cpu,
         max_seq_len=max_seq_len,
         max_num_sequences=None if params.max_num_sequences == -1 else num_slots * max_beam_width)
-    log.info("weights of %s bytes on %s; %s", f"{loaded.weight_bytes:,}", device_name(device), plan.reason)
+    log.info("%s model %s, weights of %s bytes on %s; %s", loaded.implementation, spec.architecture,
+             f"{loaded.weight_bytes:,}", device_name(device), plan.reason)
 
     refuse_too_many_slots(num_slots, free_memory(torch.device("cpu")))
 
@@ -244,7 +245,7 @@ class NativeBackend:
             device=device_name(device), dtype=str(loaded.dtype).removeprefix("torch."),
             attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
             host_blocks=len(host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True,
-            architecture=spec.architecture, end_ids=loaded.end_ids)
+            architecture=spec.architecture, end_ids=loaded.end_ids, model_implementation=loaded.implementation)
         self._device = device
         self._pinned_bytes = sum(block.nbytes for block in host_pool)
         self._host_bytes = 0

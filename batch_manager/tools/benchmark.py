@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
-from ..config import BLOCK_SIZES, LOAD_FORMATS, KvCacheConfig, Parts, TrtGptModelOptionalParams
+from ..config import BLOCK_SIZES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS, KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ..errors import BatchManagerError
 from ..gpt_manager import GptManager
 from ..names import SchedulerPolicy, TrtGptModelType
@@ -234,7 +234,7 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
     if parts.backend is None:
         from ..models import read_spec
 
-        spec = read_spec(options.model)
+        spec = read_spec(options.model, options.model_implementation)
         vocab_size, max_seq_len = min(vocab_size, spec.vocab_size), spec.max_position_embeddings
         bytes_per_token = (2 * spec.num_layers * spec.num_kv_heads * spec.head_size
                            * (2 if options.dtype == "bfloat16" else 4))
@@ -262,7 +262,8 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
             dtype=options.dtype,
             load_format=options.load_format,
             num_threads=options.threads,
-            cpu_compile=options.cpu_compile),
+            cpu_compile=options.cpu_compile,
+            model_implementation=options.model_implementation),
         exclude_input_in_output=True,
         parts=parts,
     ) as manager:
@@ -311,6 +312,7 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
         "scheduler": options.policy,
         "chunked_context": options.chunked_context,
         "cpu_compile": options.cpu_compile,
+        "model_implementation": options.model_implementation,
         "busy_neighbours": options.busy_neighbours,
     }
 
@@ -424,6 +426,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="a response for every token; without, only e2e is known of the latencies (on; V1 sends one response)")
     add("--cpu-compile", action=argparse.BooleanOptionalAction, default=None,
         help="steps on a CPU in compiled code, or not (where that can be)")
+    add("--model-implementation", choices=MODEL_IMPLEMENTATIONS, default="auto",
+        help="whose class computes the model (auto)")
     add("--busy-neighbours", type=at_least(0), default=0,
         help="other processes that compute all the time while the workload is served (0)")
     add("--warm-up", type=at_least(0), default=1, help="full batches before the clock starts (1)")

@@ -20,8 +20,8 @@ import torch
 from ..config import KvCacheConfig, TrtGptModelOptionalParams
 from ..errors import BatchManagerError, ConfigError, ModelLoadError
 from ..models.end_ids import read_end_ids
-from ..models.loading import read_spec, refuse_too_many_weights, resolve_dtype
-from ..models.registry import find_model
+from ..models.implementation import NATIVE
+from ..models.loading import class_and_spec, refuse_too_many_weights, resolve_dtype
 from ..runtime.device import device_name, free_memory, resolve_device
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory
@@ -51,15 +51,15 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         free_bytes = free_memory(place)
 
     checkpoint = open_checkpoint(path)
-    spec = read_spec(path)
-    model_class = find_model(spec.architecture)
+    model_class, spec, implementation = class_and_spec(checkpoint)
     if max_seq_len is not None and max_seq_len > spec.max_position_embeddings:
         raise ConfigError(f"max_seq_len is {max_seq_len:,}",
                           f"the model has positions for {spec.max_position_embeddings:,} tokens",
                           f"set it to at most {spec.max_position_embeddings:,}, or leave it out")
     computed_in = resolve_dtype(dtype, spec, place)
     by_kernels = is_elsewhere or use_triton(place)
-    steps = "triton" if by_kernels else "compiled" if may_compile(params, place, None) else "torch"
+    compiles = implementation == NATIVE and not by_kernels and may_compile(params, place, None)
+    steps = "triton" if by_kernels else "compiled" if compiles else "torch"
 
     weights = checkpoint.weights(torch.device("cpu"), computed_in)
     stored = weights.num_weights
@@ -80,7 +80,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         length //= 2
     windows = sorted({layer.window for layer in spec.attention if layer.window is not None})
     return {
-        "path": str(checkpoint.path), "architecture": spec.architecture, "model_implementation": "native",
+        "path": str(checkpoint.path), "architecture": spec.architecture, "model_implementation": implementation,
         "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
         "device": str(place) if is_elsewhere else device_name(place),
         "dtype": str(computed_in).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,

@@ -54,7 +54,12 @@ class SafetensorsWeights:
         return name in self._tensors
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        return self.stacked([(name, shape)])
+        if shape:
+            return self.stacked([(name, shape)])
+        self._check(name, shape)                       # a single number
+        self._used.add(name)
+        self.num_bytes += self.dtype.itemsize
+        return self._read(name).to(device=self.device, dtype=self.dtype, copy=True)
 
     def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
         check_interruption()

@@ -24,7 +24,8 @@ class Weights(Protocol):
         ...
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        """The tensor, contiguous. Raises ModelLoadError when it is missing or has another shape."""
+        """The tensor, contiguous; a single number has the shape (). Raises ModelLoadError when it is missing or has
+        another shape."""
         ...
 
     def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
@@ -54,7 +55,7 @@ class DummyWeights:
         return True
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        return self.stacked([(name, shape)])
+        return self.stacked([(name, shape)]) if shape else self.stacked([(name, (1,))])[0]
 
     def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
         check_interruption()

@@ -64,6 +64,7 @@ OPTIONS = {
                              (0, 0.0, -1, -5e-324, LONGEST_WAIT_S + 1, inf, nan, "1", True, None)),
     "hang_warning_s": ((0, 0.0, 30, LONGEST_WAIT_S), (-5e-324, -1, LONGEST_WAIT_S + 1, inf, nan, "1", True, None)),
     "cpu_compile": OPEN_FLAG,
+    "model_implementation": (("auto", "native", "transformers"), ("", "hf", "Native", None, 5, ["auto"])),
 }
 
 PART_OPTIONS = {

@@ -131,7 +131,7 @@ def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | Base
     """What the loader reads, without the layers that it would put the tensors into."""
     try:
         opened = open_checkpoint(folder)
-        _, spec = loading._read_spec(opened)
+        _, spec, _ = loading.class_and_spec(opened)
         weights = opened.weights(torch.device("cpu"), torch.float32)
         numbers = {name: getattr(spec, name) for name in ModelSpec.__slots__}
         tensors = {name: weights.tensor(name, shape)

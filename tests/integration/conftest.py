@@ -81,6 +81,17 @@ def _config(family: str):
     if family == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
                                        initializer_range=0.15, bos_token_id=None, eos_token_id=None)
+    # These have no class in this package.
+    if family == "mixtral-window":
+        return transformers.MixtralConfig(**COMMON, num_local_experts=8, sliding_window=48)
+    if family == "exaone4":
+        return transformers.Exaone4Config(**COMMON, sliding_window=40, layer_types=["sliding_attention",
+                                                                                    "full_attention"])
+    if family == "helium":
+        return transformers.HeliumConfig(**COMMON, head_dim=16)
+    if family == "gpt-bigcode":
+        return transformers.GPTBigCodeConfig(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
+                                             initializer_range=0.15, bos_token_id=None, eos_token_id=None)
     raise KeyError(family)
 
 

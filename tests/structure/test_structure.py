@@ -84,6 +84,7 @@ OUTSIDE: dict[str, set[str]] = {
     "triton_kernels": {"torch", "triton", "numpy"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),
     "weights": {"numpy", "torch", "safetensors", "gguf"},
+    "models": {"numpy", "torch", "transformers"},
     "build": {"numpy", "torch"},
     "testing": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers", "rich", "prometheus_client"},
@@ -357,6 +358,21 @@ def test_triton_is_imported_by_kernel_files_alone():
              and (source.floor != "triton_kernels" or "/reference/" in source.where
                   or source.path.name in ("__init__.py", "dispatch.py"))]
     assert not wrong, report(wrong)
+
+
+def test_transformers_is_imported_by_the_models_that_need_it_alone():
+    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in CORE
+             for imported in source.imports() if root_of(imported.module) == "transformers"
+             and not source.where.startswith("batch_manager/models/transformers/")]
+    assert not wrong, report(wrong)
+
+
+def test_loading_imports_no_transformers():
+    code = ("import sys\nimport batch_manager.models.loading, batch_manager.runtime.native_backend\n"
+            "print(*sorted({'transformers', 'tokenizers'} & set(sys.modules)))")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
 
 
 @pytest.mark.parametrize("modules", [

@@ -1,0 +1,148 @@
+"""How each layer of a model attends, found out by a forward on the meta device, which computes nothing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ...attention.interface import LayerAttention
+from ...errors import ConfigError, ModelLoadError, UnsupportedModelError
+from ...weights.json_file import shown
+from .attention_function import SINK_LOGITS, MaskDescription, in_step, said, unknown_keyword
+from .installed import first_words
+
+NUM_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveredLayer:
+    """One call of attention in a forward.
+
+    module   the name of the module that called
+    sizes    (query heads, key heads, entries of a head)
+    said     what it said of its scores, as attention_function.said
+    """
+
+    module: str
+    sizes: tuple[int, int, int]
+    said: tuple[Any, ...]
+    attention: LayerAttention
+
+
+class _Discovery:
+    """A step in which each call of attention is looked at."""
+
+    def __init__(self, model: Any, max_positions: int) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._max_positions = max_positions
+        self._windows: dict[int, tuple[Any, int | None]] = {}
+        self.layers: list[DiscoveredLayer] = []
+
+    def attend(self, module, query, key, value, mask, keywords):
+        name = self._names.get(id(module), type(module).__name__)
+        if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == 1
+                and query.shape[2] == key.shape[2] == value.shape[2] == NUM_TOKENS):
+            raise _unsupported(f"{name} attends to other tokens than those of the step", "decoders of one text")
+        sizes = query.shape[1], key.shape[1], query.shape[3]
+        if not (key.shape == value.shape and key.shape[3] == query.shape[3]):
+            raise _unsupported(f"queries, keys and values of {name} are {query.shape[3]}, {key.shape[3]} and "
+                               f"{value.shape[3]} wide, in {key.shape[1]} and {value.shape[1]} heads", "equal widths")
+        if sizes[0] % sizes[1]:
+            raise _unsupported(f"{name} has {sizes[0]} query heads and {sizes[1]} key heads", "a multiple")
+        if name in (layer.module for layer in self.layers):
+            raise _unsupported(f"{name} attends twice in one forward", "once")
+        self.layers.append(DiscoveredLayer(name, sizes, said(keywords), self._read(name, sizes, mask, keywords)))
+        return query.new_empty(1, NUM_TOKENS, query.shape[1], value.shape[3])
+
+    def _read(self, name, sizes, mask, keywords):
+        strange = unknown_keyword(keywords)
+        if strange is not None:
+            raise _unsupported(f"{name} attends with {strange}", "a scale, a window, a softcap and sink logits alone")
+        sinks = keywords.get(SINK_LOGITS)
+        if sinks is not None and tuple(sinks.shape) != sizes[:1]:
+            raise _unsupported(f"sink logits of {name} have shape {list(sinks.shape)}", "one for each query head")
+        if not isinstance(mask, MaskDescription):
+            raise _unsupported(f"{name} attends with {'no mask' if mask is None else 'a mask of its own'}",
+                               "a mask that transformers makes from a function")
+        from .mask_reading import read_window
+
+        if id(mask) not in self._windows:
+            self._windows[id(mask)] = mask, read_window(mask.sees, self._max_positions, name)
+        window = self._windows[id(mask)][1]
+        scale, spoken, softcap = said(keywords)
+        if spoken is not None and spoken != window and not (window is None and spoken >= self._max_positions):
+            raise _unsupported(f"{name} says that its window is {shown(spoken)}, and its mask has {window}",
+                               "the same of both")
+        try:
+            return LayerAttention(scale=sizes[2] ** -0.5 if scale is None else scale, window=window, softcap=softcap,
+                                  has_sink_logits=sinks is not None)
+        except ConfigError as error:
+            raise _unsupported(f"{name}: {error.fact}", error.expectation) from None
+
+
+class _WithoutValues(TorchFunctionMode):
+    """What a forward asks of values, which are not there: nothing is chosen, no condition holds.
+
+    Experts that nobody chose compute nothing, and tables that depend on positions stay as they are. A model that goes
+    another way with values is found out as it is loaded.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = args[0] if args else None
+        if isinstance(given, torch.Tensor) and given.device.type == "meta":
+            if function in (torch.nonzero, torch.Tensor.nonzero, torch.argwhere):
+                return torch.empty((0, given.dim()), dtype=torch.int64, device="meta")
+            if function in (torch.all, torch.Tensor.all) and len(args) == 1 and not kwargs:
+                return torch.ones((), dtype=torch.bool, device="cpu")       # "are all tokens of one sequence": they are
+            if function is torch.where and len(args) == 1:
+                return tuple(torch.empty(0, dtype=torch.int64, device="meta") for _ in range(given.dim()))
+            if function in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__,
+                            torch.Tensor.__float__):
+                return {torch.Tensor.__bool__: False, torch.Tensor.__float__: 0.0}.get(function, 0)
+            if function is torch.Tensor.tolist and given.dim() == 1:
+                return [0] * len(given)
+        return function(*args, **kwargs)
+
+
+def discover(model: Any, base: Any, hidden_size: int, max_positions: int, where: str) -> tuple[DiscoveredLayer, ...]:
+    """How the layers of a model on the meta device attend, in the order in which they do.
+
+    base   what of it gives hidden states
+    Raises UnsupportedModelError for a model that the engine does not run, ModelLoadError; both name `where`
+    """
+    discovery = _Discovery(model, max_positions)
+    hidden = torch.empty(1, NUM_TOKENS, hidden_size, dtype=torch.float32, device="meta")
+    try:
+        with torch.device("meta"), _WithoutValues(), torch.inference_mode(), in_step(discovery):
+            result = base(inputs_embeds=hidden, use_cache=False)
+        last = result[0]
+    except ModelLoadError as error:
+        raise type(error)(f"{where}: {error.fact}", error.expectation, error.fix) from None
+    except Exception as fault:
+        raise UnsupportedModelError(f"{where}: a forward without values of {type(model).__name__} raised "
+                                    f"{first_words(fault)}", "a decoder that attends through transformers' interface",
+                                    "use a model of another type") from None
+    if last.shape != hidden.shape:
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} makes hidden states {list(last.shape)} of "
+                                    f"{list(hidden.shape)}", "states of the size of embeddings",
+                                    "use a model of another type")
+    layers = discovery.layers
+    if not layers:
+        raise UnsupportedModelError(f"{where}: no layer of {type(model).__name__} calls transformers' attention "
+                                    "interface", "a decoder whose layers all do", "use a model of another type")
+    if len(layers) != model.config.num_hidden_layers:
+        raise UnsupportedModelError(f"{where}: {len(layers)} of {model.config.num_hidden_layers} layers attend",
+                                    "attention in each layer: others, as recurrent ones, keep what is not in the KV "
+                                    "cache", "use a model of another type")
+    if len({layer.sizes for layer in layers}) > 1:
+        different = next(layer for layer in layers if layer.sizes != layers[0].sizes)
+        raise UnsupportedModelError(f"{where}: heads of {layers[0].module} are {layers[0].sizes} and those of "
+                                    f"{different.module} {different.sizes}", "the same in all layers",
+                                    "use a model of another type")
+    return tuple(layers)
+
+
+def _unsupported(fact: str, expectation: str) -> UnsupportedModelError:
+    return UnsupportedModelError(fact, expectation, "use a model of another type")

@@ -1,0 +1,53 @@
+"""What a mask lets queries see, read off the function that the mask would be made from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedModelError
+
+MOST_READ = 2**20                 # keys of one row that are looked at
+
+
+def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int | None:
+    """The window of a causal mask, in tokens with the query itself; None: a query sees all before it.
+
+    max_positions   of the model; rows up to the last of them are looked at
+    layer           in words, for the message
+    Raises UnsupportedModelError for any other mask.
+    """
+    last = min(max_positions, MOST_READ) - 1
+    try:
+        row = _row(sees, last)
+        window = int(row[: last + 1].sum())
+        if not window:
+            raise _unsupported(layer, f"the query at {last:,} sees nothing")
+        queries = {0, 1, 2, 7, last // 3, last // 2, last - 1, *(window * times + by for times in (1, 2, 3)
+                                                                for by in (-1, 0, 1))}
+        for query in sorted(query for query in queries if 0 <= query <= last) + [last]:
+            first = max(query - window + 1, 0)
+            row = _row(sees, query)
+            if bool(row[:first].any()) or not bool(row[first : query + 1].all()) or bool(row[query + 1 :].any()):
+                raise _unsupported(layer, f"the query at {query:,} does not see the {window:,} tokens up to itself")
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise _unsupported(layer, f"it cannot be read: {type(error).__name__}") from None
+    return None if window > last else window
+
+
+def _row(sees: Callable[..., Any], query: int) -> torch.Tensor:
+    """Whether the query sees each of the keys up to the second one behind it."""
+    keys = torch.arange(query + 3, dtype=torch.int64, device="cpu")
+    zero = torch.zeros_like(keys)
+    seen = sees(zero, zero, zero + query, keys)
+    if not isinstance(seen, torch.Tensor) or seen.shape != keys.shape or seen.device.type != "cpu":
+        raise TypeError
+    return seen
+
+
+def _unsupported(layer: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"the mask of {layer} is not causal with one window: {reason}",
+                                 "layers in which a token sees all before it, or the last so many",
+                                 "use a model without that mask")

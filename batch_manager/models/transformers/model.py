@@ -1,0 +1,200 @@
+"""The class that runs a model of transformers in the engine."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...attention.interface import Attention
+from ...errors import UnsupportedModelError
+from ...layers.context import LayerContext
+from ...weights.json_file import Fields, shown
+from ...weights.source import Weights
+from ..model_spec import ModelSpec, read_dtype
+from .attention_function import DISCOVERING, RUNNING, RunningStep, in_step, register
+from .configuration import make_configuration, most_positions, refuse_untried_kinds
+from .discovery import DiscoveredLayer, discover
+from .installed import first_words, transformers
+from .load_check import refuse_other_results
+from .parameters import fill
+from .skeleton import make_skeleton
+
+ANY_POSITIONS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersSpec(ModelSpec):
+    """What is known of a model of transformers before its parameters are there.
+
+    where           the file that says so
+    configuration   transformers' own
+    layers          how each layer attends, in order
+    parameters      numbers in all its parameters
+    """
+
+    where: str
+    configuration: Any
+    layers: tuple[DiscoveredLayer, ...]
+    parameters: int
+
+    @property
+    def num_weights(self) -> int:
+        return self.parameters
+
+
+class TransformersModel:
+    """A decoder of transformers whose model type is on the list: its layers, the engine's attention and KV cache.
+
+    Each layer calls attention where it would call transformers' own; nothing else of it is replaced. As it is loaded,
+    the model computes a prompt through the engine's attention and through transformers', and is refused where the two
+    differ. Rows of a prompt-tuning table are what transformers takes as `inputs_embeds`.
+
+    Raises   ModelLoadError, and UnsupportedModelError for what the engine's attention does not do
+    """
+
+    harmless_tensors: tuple[str, ...] = (r".*\.inv_freq",)
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> TransformersSpec:
+        register(transformers())
+        configuration = make_configuration(config, config.text("model_type"))
+        refuse_untried_kinds(configuration, config.where)
+        positions = most_positions(configuration, config.where)
+        # Experts one by one: without values nobody chooses one, and products of all of them are not made on "meta".
+        model = make_skeleton(configuration, architecture, config.where, DISCOVERING, experts="eager")
+        layers = discover(model, _base_of(model, config.where), configuration.hidden_size, positions or ANY_POSITIONS,
+                          config.where)
+        if positions is None:
+            raise config.missing("max_position_embeddings", "the number of positions that the model can run",
+                                 "add it to the file")
+        _check_embeddings(model, configuration, positions, config.where)
+        heads, kv_heads, head_size = layers[0].sizes
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return TransformersSpec(
+            architecture=architecture, num_layers=len(layers), num_heads=heads, num_kv_heads=kv_heads,
+            head_size=head_size, hidden_size=configuration.hidden_size, intermediate_size=_widest(model),
+            vocab_size=configuration.vocab_size, max_position_embeddings=positions,
+            attention=tuple(layer.attention for layer in layers), norm_epsilon=1e-5,
+            tie_word_embeddings=bool(model.all_tied_weights_keys), activation="transformers", rotary=None,
+            dtype=read_dtype(config), where=config.where, configuration=configuration, layers=layers,
+            parameters=parameters)
+
+    def __init__(self, spec: TransformersSpec, weights: Weights, context: LayerContext) -> None:
+        configuration = copy.deepcopy(spec.configuration)
+        model = make_skeleton(configuration, spec.architecture, spec.where, RUNNING)
+        fill(model, weights, context.device, context.dtype, spec.where)
+        self.harmless_tensors = (*self.harmless_tensors, *(
+            f".*(?:{pattern}).*" for pattern in model._keys_to_ignore_on_load_unexpected or ()))
+        modules = dict(model.named_modules())
+        self._layers = {id(modules[layer.module]): (index, layer.said) for index, layer in enumerate(spec.layers)}
+        self._base = _base_of(model, spec.where)
+        self._embedding = model.get_input_embeddings()
+        self._behind = _BehindHidden(model, self._base)
+        refuse_other_results(self, model, spec, context)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._embedding(token_ids[None])[0]
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        with in_step(RunningStep(self._layers, attention)):
+            return self._base(inputs_embeds=hidden.unsqueeze(0), position_ids=positions.unsqueeze(0),
+                              use_cache=False)[0][0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._behind(hidden)
+
+
+class _BehindHidden:
+    """What the forward of a model does to hidden states: that forward, with the hidden states in the base's place."""
+
+    def __init__(self, model: Any, base: Any) -> None:
+        self._given = _Given()
+        self._model = copy.copy(model)
+        names = [name for name, module in model._modules.items() if module is not None
+                 and (module is base or base in module.modules())]
+        self._model.__dict__["_modules"] = {**model._modules, **dict.fromkeys(names, self._given)}
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[r, hidden size] -> [r, vocab]"""
+        return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+
+
+class _Given(torch.nn.Module):
+    """In the place of a base model, or of a decoder in one: its hidden states are what it was given."""
+
+    @property
+    def decoder(self) -> "_Given":
+        return self
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> "_GivenOutput":
+        return _GivenOutput(inputs_embeds)
+
+
+class _GivenOutput:
+    """The output of a base model, of which only hidden states are there."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _base_of(model: Any, where: str) -> Any:
+    """What of a model gives hidden states."""
+    base = model.base_model
+    if base is model:                              # its prefix is that of a model of which it is a part
+        base = getattr(model, "model", model)
+    if base is model or not isinstance(base, torch.nn.Module):
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} has no part that gives hidden states",
+                                    "a model with a head", "use a model of another type")
+    return base
+
+
+def _check_embeddings(model: Any, configuration: Any, positions: int, where: str) -> None:
+    """Raise where tables are smaller than the configuration says, or logits are not one for each token."""
+    tokens = model.get_input_embeddings()
+    sizes = tuple(getattr(getattr(tokens, "weight", None), "shape", ()))
+    if sizes != (configuration.vocab_size, configuration.hidden_size):
+        raise UnsupportedModelError(f"{where}: the embedding of {type(model).__name__} is {shown(sizes)}",
+                                    f"{configuration.vocab_size:,} rows of {configuration.hidden_size}",
+                                    "use a model of another type")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module is not tokens and module.num_embeddings < positions and (
+                "pos" in name.lower() or "wpe" in name):
+            raise UnsupportedModelError(f"{where}: {name} has {module.num_embeddings:,} rows",
+                                        f"one for each of {positions:,} positions", "use a model of another type")
+    hidden = torch.empty(1, configuration.hidden_size, dtype=torch.float32, device="meta")
+    try:
+        with torch.inference_mode():
+            logits = _BehindHidden(model, _base_of(model, where))(hidden)
+    except Exception as fault:
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} makes no logits of hidden states alone "
+                                    f"({first_words(fault)})", "a forward of hidden states and a head",
+                                    "use a model of another type") from None
+    if logits.shape != (1, configuration.vocab_size):
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} makes logits {list(logits.shape)} of one token",
+                                    f"{configuration.vocab_size:,}, its vocab_size", "use a model of another type")
+
+
+def _widest(model: Any) -> int:
+    """The most numbers that a layer makes of a token between two maps, for the estimate of a step's memory."""
+    head = model.get_output_embeddings()
+    widths = [max(module.weight.shape) for module in model.modules() if module is not head
+              and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() == 2
+              and not isinstance(module, torch.nn.Embedding)]
+    experts = [parameter.shape[-2] * max(1, _experts_of_a_token(model)) for parameter in model.parameters()
+               if parameter.dim() == 3]
+    return max([1, *widths, *experts])
+
+
+def _experts_of_a_token(model: Any) -> int:
+    for name in ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token"):
+        count = getattr(model.config, name, None)
+        if type(count) is int and 0 < count < 1024:
+            return count
+    return 8

@@ -1,0 +1,146 @@
+"""A model's parameters and buffers: from the checkpoint, and computed again where no file has them."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError, UnsupportedModelError
+from ...weights.source import Weights
+from .installed import checkpoint_names, first_words
+
+
+def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype, where: str) -> None:
+    """Give a model on the meta device its parameters and buffers.
+
+    Files hold what transformers saves: tensors of experts one by one, where the model has them in one.
+    Raises ModelLoadError.
+    """
+    _refuse_other_dtypes(model, dtype, where)
+    _compute_buffers(model, device, where)
+    tied = dict(model.all_tied_weights_keys)
+    stored = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    for name, tensor in _from_files(model, stored, tied, weights, where):
+        _set(model, name, tensor.to(stored[name].dtype) if not stored[name].is_floating_point() else tensor)
+    for name, source in tied.items():
+        _set(model, name, model.get_parameter_or_buffer(source))
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            if tensor.device.type == "meta"]
+    if left:
+        raise UnsupportedModelError(f"{where}: nothing gives {left[0]} and {len(left) - 1} more tensors a value",
+                                    "a tensor of the checkpoint for each parameter", "use a model of another type")
+
+
+def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str], weights: Weights, where: str,
+                ) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the model, tensor) of every parameter and persistent buffer."""
+    mapping, loading = checkpoint_names()
+    try:
+        # Names and shapes in files. Of tensors on the meta device: nothing is copied.
+        in_files = loading.revert_weight_conversion(model, stored)
+        conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)
+    except Exception as fault:
+        raise UnsupportedModelError(f"{where}: transformers does not say how the files of {type(model).__name__} are "
+                                    f"named ({first_words(fault)})", "a model that it saves",
+                                    "use a model of another type") from None
+    renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    targets: dict[str, list[str]] = {}
+    for name, source in tied.items():
+        targets.setdefault(source, []).append(name)
+
+    groups: dict[str, list[tuple[str, str]]] = {}
+    given: set[str] = set()
+    for name in sorted(in_files, key=loading.dot_natural_key):
+        if name in stored and weights.has(name):              # as the model has it
+            continue
+        renamed, pattern = loading.rename_source_key(name, renamings, converters)
+        if pattern is not None and not weights.has(renamed):
+            groups.setdefault(renamed, []).append((name, pattern))
+        elif pattern is None and renamed in stored and not weights.has(renamed):
+            given.add(renamed)
+            yield renamed, _taken(weights, name, renamed, stored[renamed].shape, targets)
+    for renamed, parts in groups.items():
+        converter = deepcopy(by_pattern[parts[0][1]])
+        for name, pattern in parts:
+            converter.add_tensor(renamed, name, pattern, weights.tensor(name, in_files[name].shape))
+        try:
+            made = converter.convert(renamed, model=model, config=model.config)
+        except Exception as fault:
+            raise UnsupportedModelError(f"{where}: {renamed} cannot be made of {parts[0][0]} and others "
+                                        f"({first_words(fault)})", "tensors as transformers saves them",
+                                        "save the model again with the newest transformers") from None
+        for name, tensor in made.items():
+            tensor = tensor[0] if isinstance(tensor, list) else tensor
+            if name not in stored or tensor.shape != stored[name].shape:
+                raise UnsupportedModelError(f"{where}: {name} made of {parts[0][0]} and others has shape "
+                                            f"{list(tensor.shape)}", "a tensor of the model, in its shape",
+                                            "save the model again with the newest transformers")
+            given.add(name)
+            yield name, tensor
+    for name in sorted(stored.keys() - given):
+        yield name, _taken(weights, name, name, stored[name].shape, targets)
+
+
+def _taken(weights: Weights, name: str, own_name: str, shape: torch.Size, targets: dict[str, list[str]],
+           ) -> torch.Tensor:
+    """The tensor that a file calls `name`, or by the name of a parameter that is tied to it."""
+    others = targets.get(own_name, [])
+    if not weights.has(name):
+        name = next((other for other in others if weights.has(other)), name)
+    tensor = weights.tensor(name, shape)
+    for other in others:
+        if other != name:
+            weights.tied(other, name)
+    return tensor
+
+
+def _set(model: Any, name: str, tensor: torch.Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    if last in module._buffers:
+        module._buffers[last] = tensor
+    else:
+        parameter = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, False)
+        module._parameters[last] = parameter
+
+
+def _compute_buffers(model: Any, device: torch.device, where: str) -> None:
+    """Let transformers compute the tables that no file has. Parameters are on the meta device and stay there."""
+    tables = list(model.named_non_persistent_buffers(remove_duplicate=False))
+    for name, buffer in tables:
+        _set(model, name, torch.full_like(buffer, _unset(buffer.dtype), device=device))
+    try:
+        with torch.device(device):
+            model.initialize_weights()
+    except Exception as fault:
+        raise UnsupportedModelError(f"{where}: transformers cannot compute the tables of {type(model).__name__} "
+                                    f"({first_words(fault)})", "a model that it loads", "use a model of another type"
+                                    ) from None
+    for name, _ in tables:
+        buffer = model.get_buffer(name)
+        is_unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+        if buffer.dtype != torch.bool and bool(is_unset.any()):
+            raise UnsupportedModelError(f"{where}: transformers does not compute {name} of {type(model).__name__}",
+                                        "a value for every table that no file has", "use a model of another type")
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    """What a table holds before it is computed, and not afterwards. Truth values have none to spare."""
+    if dtype.is_floating_point:
+        return torch.nan
+    return False if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _refuse_other_dtypes(model: Any, dtype: torch.dtype, where: str) -> None:
+    """Raise for a model some of whose parameters stay in float32 where the others are not."""
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    names = [name for name in model.state_dict() if any(part in name for part in kept)]
+    if dtype != torch.float32 and names:
+        raise ConfigError(f"{where}: {type(model).__name__} keeps {names[0]} in float32, and dtype is "
+                          f"{str(dtype).removeprefix('torch.')}", "float32 for all of a model run through transformers",
+                          'set dtype="float32"')

@@ -1,0 +1,341 @@
+"""Models that transformers implements, through the engine's attention: logits, refusals, hostile files."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from batch_manager.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from batch_manager.models import load_model, read_spec, register_model
+from batch_manager.models.llama import Llama
+from batch_manager.models.transformers import attention_function, installed, load_check
+from batch_manager.models.transformers.model import TransformersModel
+from batch_manager.models.transformers.proven_types import PROVEN, REFUSED
+from tests.models.conftest import Driver, expected_logits, random_prompts
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# Class, and what of its configuration matters here: windows that prompts cross, experts, one key head, scaled logits.
+TYPES = [
+    ("Llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}),
+    ("Gemma2", {"sliding_window": 8, "head_dim": 16, "final_logit_softcapping": 6.0, "attn_logit_softcapping": 4.0}),
+    ("Gemma3", {"sliding_window": 8, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_hidden_layers": 4}),
+    ("Mixtral", {"num_local_experts": 8, "sliding_window": 8}),
+    ("Qwen3Moe", EXPERTS),
+    ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "use_sliding_window": True, "sliding_window": 8,
+                  "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    ("Phimoe", {"num_local_experts": 8, "sliding_window": 8}),
+    ("GraniteMoe", {"num_local_experts": 8, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+    ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    ("GPTBigCode", {"n_positions": 256}),
+    ("Nemotron", {}),
+    ("Helium", {"head_dim": 16}),
+    ("Olmo3", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    ("Cohere2", {"sliding_window": 8, "logit_scale": 1.0}),
+    ("Ernie4_5", {"head_dim": 16}),
+    ("Exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
+    ("Glm", {"head_dim": 16}),
+    ("Glm4", {"head_dim": 16}),
+    ("Arcee", {}),
+    ("Apertus", {}),
+    ("GptOss", {"num_local_experts": 8, "head_dim": 16, "sliding_window": 8, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0}}),
+]
+NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+@pytest.mark.parametrize(("family", "options"), TYPES, ids=[family for family, _ in TYPES])
+def test_logits_are_those_of_transformers(reference, check_against, family, options):
+    """Three prompts packed, in chunks and whole, longer than every window, and generation."""
+    model, folder = reference(family, **options, **NO_IDS)
+    loaded = load_model(folder, device="cpu", model_implementation="transformers")
+    assert loaded.implementation == "transformers" and not loaded.deterministic
+    scale = expected_logits(model, random_prompts([40]), 20).abs().max().item()
+    check_against(model, Driver(loaded, shuffled=True), random_prompts([50, 23, 37]), chunk=16, tolerance=2e-5 * scale)
+    check_against(model, Driver(loaded), random_prompts([1, 9]), steps=3, tolerance=2e-5 * scale)
+
+
+NATIVE = [("Llama", {}), ("Mistral", {"sliding_window": 8}), ("Qwen2", {}), ("Qwen3", {"head_dim": 16}), ("GPT2", {}),
+          ("Gemma2", {"sliding_window": 8, "head_dim": 16}), ("Gemma3", {"sliding_window": 8, "head_dim": 16}),
+          ("Phi3", {"sliding_window": 8, "original_max_position_embeddings": 64, "rope_parameters": {
+              "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5] * 4, "long_factor": [4.0] * 8,
+              "original_max_position_embeddings": 64}}),
+          ("Granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+          ("StableLm", {}), ("Starcoder2", {"sliding_window": 8}), ("SmolLM3", {})]
+
+
+@pytest.mark.parametrize(("family", "options"), NATIVE, ids=[family for family, _ in NATIVE])
+def test_a_family_of_this_package_computes_the_same_either_way(reference, family, options):
+    _, folder = reference(family, **options, **NO_IDS)
+    native, other = (load_model(folder, device="cpu", model_implementation=how) for how in ("native", "transformers"))
+    assert (native.implementation, other.implementation) == ("native", "transformers")
+    assert load_model(folder, device="cpu").implementation == "native"
+    assert [(layer.window, layer.softcap) for layer in other.spec.attention] == [
+        (layer.window, layer.softcap) for layer in native.spec.attention]
+    assert [layer.scale for layer in other.spec.attention] == pytest.approx([a.scale for a in native.spec.attention])
+    for name in ("num_layers", "num_heads", "num_kv_heads", "head_size", "hidden_size", "vocab_size", "architecture",
+                 "max_position_embeddings", "tie_word_embeddings"):
+        assert getattr(native.spec, name) == getattr(other.spec, name), name
+    prompts = random_prompts([30, 19])
+    expected, found = (Driver(one).generate(prompts, 6, chunk=16) for one in (native, other))
+    assert found[0] == expected[0]
+    assert (found[1] - expected[1]).abs().max() < 2e-5 * expected[1].abs().max()
+
+
+# ---------------------------------------------------------------------- which implementation
+
+
+@pytest.fixture(scope="module")
+def mixtral(reference):
+    return reference("Mixtral", num_local_experts=8, **NO_IDS)[1]
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """edited(folder, **fields): a copy of a checkpoint with other fields in its config.json; None takes one out."""
+    def edit(folder, **fields):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        values = {**json.loads((copy / "config.json").read_text()), **fields}
+        (copy / "config.json").write_text(json.dumps({name: value for name, value in values.items()
+                                                      if value is not None}))
+        return copy
+
+    return edit
+
+
+def refused(folder, *words, how="auto", error=ModelLoadError):
+    with pytest.raises(error) as refusal:
+        load_model(folder, device="cpu", model_implementation=how)
+    for word in words:
+        assert word in str(refusal.value), refusal.value
+    assert refusal.value.expectation
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    from tests.models.conftest import make_reference
+
+    made = {}
+
+    def get(family, **options):
+        key = repr((family, sorted(options.items())))
+        if key not in made:
+            model, folder = make_reference(family, **options), tmp_path_factory.mktemp(family.lower())
+            model.save_pretrained(folder)
+            made[key] = model, folder
+        return made[key]
+
+    return get
+
+
+def test_auto_takes_transformers_where_there_is_no_class_of_this_package(mixtral):
+    assert load_model(mixtral, device="cpu").implementation == "transformers"
+    assert read_spec(mixtral).architecture == "MixtralForCausalLM"
+    refused(mixtral, "MixtralForCausalLM", "LlamaForCausalLM", how="native", error=UnsupportedModelError)
+
+
+def test_a_registered_class_counts_as_native(mixtral, monkeypatch):
+    from batch_manager.models import registry
+
+    monkeypatch.setattr(registry, "_models", dict(registry._models))
+    register_model("MixtralForCausalLM", Llama)
+    refused(mixtral, "num_local_experts")                 # it is the registered class that reads the file
+
+
+def test_a_type_that_is_not_on_the_list_is_refused_with_both_lists(mixtral, edited):
+    folder = edited(mixtral, model_type="unheard_of", architectures=["UnheardOfForCausalLM"])
+    refused(folder, "unheard_of", "UnheardOfForCausalLM", "LlamaForCausalLM", "mixtral", error=UnsupportedModelError)
+    refused(folder, "unheard_of", "mixtral", how="transformers", error=UnsupportedModelError)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bart", "bert", "falcon_mamba", "llama4_text", "deepseek_v3",
+                                        "codegen", "qwen3_next"])
+def test_what_does_not_run_is_refused_with_its_reason(mixtral, edited, model_type):
+    folder = edited(mixtral, model_type=model_type, architectures=["OtherForCausalLM"])
+    refused(folder, model_type, REFUSED[model_type], error=UnsupportedModelError)
+
+
+def test_the_classes_of_this_package_are_on_the_list_too():
+    from batch_manager.models.registry import _MODEL_TYPES
+
+    types = set(_MODEL_TYPES.values())
+    assert types <= PROVEN.keys() | REFUSED.keys()
+    # Their attention does not ask transformers' interface: slopes, and a mask that is added.
+    assert types - PROVEN.keys() <= {"gptj", "bloom", "falcon", "mpt"}
+    assert not PROVEN.keys() & REFUSED.keys()
+
+
+def test_without_transformers_the_extra_is_named(mixtral, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refused(mixtral, 'pip install "batch-manager[hf]"', error=ConfigError)
+
+
+def test_an_old_version_is_refused(monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    with pytest.raises(ConfigError, match="4.57.0"):
+        installed.transformers()
+
+
+def test_a_kind_of_layer_that_was_not_tried_is_refused(edited, reference):
+    _, folder = reference("Olmo3", sliding_window=8, layer_types=["sliding_attention", "full_attention",
+                                                                  "sliding_attention"], **NO_IDS)
+    assert "layer_types: sliding_attention" in PROVEN["olmo3"]
+    folder = edited(folder, layer_types=["chunked_attention", "full_attention", "full_attention"])
+    refused(folder, "layer_types: chunked_attention", "layer_types: full_attention", how="transformers",
+            error=UnsupportedModelError)
+
+
+# ---------------------------------------------------------------------- files that say too much
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"auto_map": {"AutoModelForCausalLM": "evil.Evil"}}, ["auto_map"]),
+    ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
+    ({"is_encoder_decoder": True}, ["is_encoder_decoder"]),
+    ({"per_layer_config": {"0": {"hidden_size": 3}}}, ["per_layer_config"]),
+    ({"architectures": ["MixtralForSequenceClassification"]}, ["MixtralForSequenceClassification"]),
+    ({"num_hidden_layers": 10**6}, ["num_hidden_layers", "512"]),
+    ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+    ({"hidden_size": 2**24}, ["hidden_size"]),
+    ({"vocab_size": 2**40}, ["vocab_size"]),
+    ({"num_local_experts": 2**40}, ["num_local_experts"]),
+    ({"num_local_experts": 2**24, "intermediate_size": 2**24}, ["config.json"]),
+    ({"some_list": [[1, 2**70]]}, ["some_list"]),
+    ({"hidden_size": "64"}, ["hidden_size"]),
+    ({"hidden_size": 63}, ["config.json"]),
+    ({"hidden_act": "os.system"}, ["config.json"]),
+    ({"rope_parameters": {"rope_type": "../evil"}}, ["config.json"]),
+    ({"rope_parameters": [1]}, ["config.json"]),
+    ({"max_position_embeddings": 2**24 + 1}, ["max_position_embeddings"]),
+    ({"max_position_embeddings": -1}, ["max_position_embeddings"]),
+    ({"num_key_value_heads": 3}, ["config.json"]),
+    ({"num_experts_per_tok": 9}, ["config.json"]),
+    ({"dtype": "float8"}, ["dtype"]),
+    ({"intermediate_size": 64}, ["experts", "shape"]),
+    ({"num_hidden_layers": 2}, ["model.layers.2"]),
+    ({"num_hidden_layers": 4}, ["model.layers.3"]),
+    ({"tie_word_embeddings": True}, ["lm_head"]),
+])
+def test_a_bad_configuration_is_refused_by_name(mixtral, edited, fields, words):
+    folder = edited(mixtral, **fields)
+    refused(folder, *words, str(folder))
+
+
+def test_fields_that_choose_other_code_change_nothing(mixtral, edited):
+    """Kernels from a hub, remote code, other ways to compute, a table of labels."""
+    folder = edited(mixtral, attn_implementation="kernels-community/flash-attn", _attn_implementation="evil/evil",
+                    experts_implementation="evil/evil", num_labels=2**24, output_attentions=True, return_dict=False,
+                    torchscript=True, use_cache=True, _name_or_path="evil/evil", output_router_logits=True)
+    plain, other = (Driver(load_model(one, device="cpu")).prefill(random_prompts([20])) for one in (mixtral, folder))
+    assert torch.equal(plain, other)
+
+
+def test_a_tensor_too_many_is_refused(mixtral, edited):
+    from safetensors.torch import load_file, save_file
+
+    folder = edited(mixtral)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.layers.0.extra.weight": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
+    refused(folder, "model.layers.0.extra.weight")
+    tensors.pop("model.layers.1.block_sparse_moe.experts.3.w1.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refused(folder, "model.layers.1.block_sparse_moe.experts.3.w1.weight")
+
+
+def test_seeded_weights_need_config_json_alone(mixtral, tmp_path):
+    shutil.copy(mixtral / "config.json", tmp_path)
+    loaded = load_model(tmp_path, device="cpu", load_format="dummy", seed=3)
+    again = load_model(tmp_path, device="cpu", load_format="dummy", seed=3)
+    rows = [Driver(one).prefill(random_prompts([20])) for one in (loaded, again)]
+    assert torch.equal(*rows) and rows[0].isfinite().all()
+
+
+def test_deterministic_is_refused(mixtral):
+    with pytest.raises(ConfigError, match="deterministic"):
+        load_model(mixtral, device="cpu", deterministic=True)
+
+
+# ---------------------------------------------------------------------- the comparison at load
+
+
+@pytest.fixture(scope="module")
+def mistral(reference):
+    return reference("Mistral", sliding_window=8, **NO_IDS)[1]
+
+
+def break_the_window(monkeypatch):
+    from batch_manager.models.transformers import discovery
+
+    monkeypatch.setattr(discovery._Discovery, "_read", lambda *given: discovery.LayerAttention(scale=0.25))
+
+
+def break_the_scale(monkeypatch):
+    from batch_manager.models.transformers import discovery
+
+    monkeypatch.setattr(discovery._Discovery, "_read",
+                        lambda *given: discovery.LayerAttention(scale=0.2500001 * 1.02, window=8))
+
+
+def break_the_positions(monkeypatch):
+    forward = TransformersModel.forward
+    monkeypatch.setattr(TransformersModel, "forward", lambda self, hidden, positions, attention: forward(
+        self, hidden, torch.arange(len(positions), dtype=torch.int64, device="cpu"), attention))
+
+
+def break_the_layers(monkeypatch):
+    """Two layers share their keys."""
+    attend = attention_function.RunningStep.attend
+
+    def other(self, module, *given):
+        self._layers = {name: (min(layer, 1), said) for name, (layer, said) in self._layers.items()}
+        return attend(self, module, *given)
+
+    monkeypatch.setattr(attention_function.RunningStep, "attend", other)
+
+
+def break_the_tables(monkeypatch):
+    from batch_manager.models.transformers import parameters
+
+    monkeypatch.setattr(parameters, "_compute_buffers", lambda *given: None)
+
+
+@pytest.mark.parametrize("break_it", [break_the_window, break_the_scale, break_the_positions, break_the_layers,
+                                      break_the_tables])
+def test_a_model_that_computes_something_else_is_refused_as_it_is_loaded(mistral, monkeypatch, break_it):
+    break_it(monkeypatch)
+    refused(mistral, "config.json", how="transformers", error=UnsupportedModelError)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_passes_the_comparison_and_a_lost_window_does_not(mistral, monkeypatch, dtype):
+    loaded = load_model(mistral, device="cpu", dtype=dtype, model_implementation="transformers")
+    assert loaded.dtype == getattr(torch, dtype)
+    break_the_window(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match="through the engine's attention"):
+        load_model(mistral, device="cpu", dtype=dtype, model_implementation="transformers")
+
+
+def test_what_a_layer_says_later_must_be_what_it_said(mistral):
+    loaded = load_model(mistral, device="cpu", model_implementation="transformers")
+    driver = Driver(loaded)
+    driver.prefill(random_prompts([20]))
+    loaded.model._base.layers[1].self_attn.scaling *= 2
+    with pytest.raises(Exception, match="layer 1 attends with"):
+        driver.prefill(random_prompts([20]))
+
+
+def test_the_comparison_crosses_small_windows(mistral, monkeypatch):
+    """Without the engine's attention's window being right a prompt longer than it would not be equal."""
+    lengths = []
+    own = load_check._own
+    monkeypatch.setattr(load_check, "_own", lambda model, context, prompts: lengths.extend(map(len, prompts)) or own(
+        model, context, prompts))
+    load_model(mistral, device="cpu", model_implementation="transformers")
+    assert max(lengths) > 8 + 16
