@@ -53,10 +53,7 @@ class GgufFields(Fields):
 
 
 class Metadata:
-    """The metadata of one architecture's file, read key by key.
-
-    keys   what was asked for, by the field that it was asked for
-    """
+    """The metadata of one architecture's file, read key by key. Names here are keys without the architecture."""
 
     def __init__(self, header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> None:
         self.header, self.tensors = header, tensors
@@ -116,7 +113,7 @@ class Family:
     name, model_type   in Hugging Face's config.json
     norm               field of the norms' epsilon
     is_layer_norm      they subtract the mean
-    own                (metadata, heads, fields so far) -> more fields; the field -> key pairs that errors use
+    own                (metadata, heads, fields so far) -> more fields. It may take some of those so far out
     head_dim           the class takes a head size of its own
     partial            field of the part of a head that is rotated; "": whole heads are
     rotates            it has rotary positions, whose fields are read here

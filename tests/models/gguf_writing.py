@@ -26,7 +26,7 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", wit
                fused: bool = False, **changed) -> torch.nn.Module:
     """Write `model`, and return a copy of it with the numbers that the file holds.
 
-    kind      of matrices; all else is F32
+    kind      of matrices; norms and biases are F32
     fused     queries, keys and values are one tensor
     without   keys of the metadata that are left out
     changed   keys, with "__" for ".", that say other than the converter does
@@ -58,7 +58,7 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", wit
             continue
         forwards = changes(architecture, name, model.config)
         stored = np.ascontiguousarray(forwards(tensor).float().numpy())
-        kept = kind if stored.ndim > 1 else "F32"
+        kept = kind if stored.ndim > 1 and "norm" not in stored_name else "F32"
         if fused and (part := re.fullmatch(r"(.*\.attn)_([qkv])(\.\w+)", stored_name)):
             parts = fused_parts.setdefault(f"{part[1]}_qkv{part[3]}", {})
             parts[part[2]] = stored
