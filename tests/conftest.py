@@ -58,6 +58,7 @@ LONGEST_FILES = (
     "contract/test_process_level.py",
     "interleaving/test_plants.py",
     "runtime/test_random_schedules.py",
+    "models/test_gguf.py",
     "checkpoints/test_checkpoint_fuzzing.py",
     "decoding/test_distributions.py",
     "compiled/test_sanitizers.py",
