@@ -35,7 +35,7 @@ STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "tr
 
 
 def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", max_seq_len: int | None = None,
-                  free_bytes: int | None = None) -> dict[str, Any]:
+                  model_implementation: str = "auto", free_bytes: int | None = None) -> dict[str, Any]:
     """What `main` prints, as plain values that JSON has; sizes in bytes, lengths in tokens.
 
     free_bytes   of the device's memory before the weights are loaded; None: what is free there now. Where it is given,
@@ -44,14 +44,15 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     Raises ConfigError and its subclasses where an engine would.
     """
     kv = KvCacheConfig()
-    params = TrtGptModelOptionalParams(device=device, dtype=dtype, max_seq_len=max_seq_len, kv_cache_config=kv)
+    params = TrtGptModelOptionalParams(device=device, dtype=dtype, max_seq_len=max_seq_len, kv_cache_config=kv,
+                                       model_implementation=model_implementation)
     is_elsewhere = free_bytes is not None and device is not None and device.partition(":")[0] == "cuda"
     place = torch.device("cuda") if is_elsewhere else resolve_device(device)
     if free_bytes is None:
         free_bytes = free_memory(place)
 
     checkpoint = open_checkpoint(path)
-    model_class, spec, implementation = class_and_spec(checkpoint)
+    model_class, spec, implementation = class_and_spec(checkpoint, model_implementation)
     if max_seq_len is not None and max_seq_len > spec.max_position_embeddings:
         raise ConfigError(f"max_seq_len is {max_seq_len:,}",
                           f"the model has positions for {spec.max_position_embeddings:,} tokens",
@@ -103,11 +104,12 @@ def described(facts: dict[str, Any]) -> str:
         sizes = " and ".join(f"{size:,}" for size in facts["attention_windows"])
         windows = f"windows of {sizes} tokens in {facts['layers_with_a_window']} layers"
     ends = ", ".join(map(str, facts["end_ids"])) or "none: texts end at their length only"
+    what = "steps run" if facts["model_implementation"] == NATIVE else "layers are transformers' own, attention runs"
     stored_as = f", {facts['checkpoint_dtype']} by the configuration" if facts["checkpoint_dtype"] else ""
     lines = [
         facts["path"], "",
         f"  architecture   {facts['architecture']}, {facts['model_implementation']}: {facts['model_class']}",
-        f"  device         {facts['device']}; steps run in {STEPS[facts['steps']]}",
+        f"  device         {facts['device']}; {what} in {STEPS[facts['steps']]}",
         f"  dtype          {facts['dtype']}{stored_as}",
         f"  attention      {facts['num_layers']} layers of {facts['num_heads']} heads and {facts['num_kv_heads']} for "
         f"keys and values, each of {facts['head_size']}; {windows}",
@@ -136,12 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="such as cpu or cuda:0; without it a GPU where there is one")
     parser.add_argument("--dtype", default="auto", help="in which it is to compute: float32, bfloat16, ... (auto)")
     parser.add_argument("--max-seq-len", type=int, help="the longest prompt and answer together")
+    parser.add_argument("--model-implementation", default="auto", help="native, transformers, or auto (auto)")
     parser.add_argument("--free-memory-bytes", type=int, help="plan for so much; the device need not be here")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     options = parser.parse_args(argv)
     try:
         facts = inspect_model(options.path, device=options.device, dtype=options.dtype,
-                              max_seq_len=options.max_seq_len, free_bytes=options.free_memory_bytes)
+                              max_seq_len=options.max_seq_len, model_implementation=options.model_implementation,
+                              free_bytes=options.free_memory_bytes)
     except BatchManagerError as error:
         if options.json:
             print(json.dumps({"refused": {"fact": error.fact, "expectation": error.expectation,

@@ -46,6 +46,25 @@ def test_it_says_what_an_engine_then_has(kind, dtype, request):
     assert facts["sequences_by_context"]["256"] == facts["num_blocks"] // (256 // facts["tokens_per_block"])
 
 
+@pytest.mark.parametrize(("family", "wanted", "says"), [
+    ("Helium", "auto", "transformers"), ("Llama", "transformers", "transformers"), ("Llama", "native", "native")])
+def test_it_says_whose_class_computes(tmp_path, family, wanted, says):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=97, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
+    facts = inspect_model(tmp_path, device="cpu", model_implementation=wanted)
+    params = TrtGptModelOptionalParams(device="cpu", model_implementation=wanted)
+    backend = build_native_backend(tmp_path, params, layout=layouts.fused, num_slots=params.max_batch_size)
+    try:
+        assert facts["model_implementation"] == backend.info.model_implementation == says
+        assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
+        assert facts["num_blocks"] == backend.info.num_blocks and facts["end_ids"] == list(backend.info.end_ids)
+    finally:
+        backend.close()
+
+
 def test_bytes_of_weights_are_those_that_torch_takes(monkeypatch):
     monkeypatch.setenv("CC", "/nonexistent")
     facts = inspect_model(MODEL, device="cpu")
