@@ -126,7 +126,8 @@ def config_of_a_later_family(draw: random.Random, common: dict, wide: int, bias:
             **draw.choice([{"new_decoder_architecture": True, "num_kv_heads": common["num_key_value_heads"],
                             "num_ln_in_parallel_attn": draw.choice([1, 2])},
                            {"parallel_attn": bias}, {"multi_query": False, "parallel_attn": bias}]),
-            "alibi": draw.choice([True, False]), "bias": bias, "ffn_hidden_size": draw.choice([None, 100])},
+            **draw.choice([{"alibi": True, "rope_parameters": theta}, {"alibi": False}]), "bias": bias,
+            "ffn_hidden_size": draw.choice([None, 100])},
         "GPTJ": lambda: {
             "vocab_size": common["vocab_size"], "n_embd": common["hidden_size"], "n_layer": len(kinds),
             "n_head": common["num_attention_heads"], "n_positions": common["max_position_embeddings"],
