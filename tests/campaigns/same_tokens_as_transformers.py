@@ -210,12 +210,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--only", nargs="+", default=(), help="model types, as falcon; seeds of others are passed over")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     total, seed, started = Counter(), options.first_seed, time.monotonic()
     while time.monotonic() - started < options.seconds:
-        total += run_seed(seed)
+        if not options.only or random_config(random.Random(seed)).model_type in options.only:
+            total += run_seed(seed)
         seed += 1
     print(f"seeds {options.first_seed}..{seed - 1}, {time.monotonic() - started:.0f} s: " +
           ", ".join(f"{total[name]:,} {name}" for name in ("models", "requests", "tokens", "pauses", "ties", "wrong")))
