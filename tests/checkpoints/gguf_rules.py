@@ -147,7 +147,7 @@ def _wrong_numbers(file: File, spec: Any) -> list[str]:
     }
     found = [f"{name} is {getattr(spec, name)!r}, should be {value!r}" for name, value in expected.items()
              if getattr(spec, name) != value]
-    theta = says(f"{architecture}.rope.freq_base", 10000.0)
+    theta = float(says(f"{architecture}.rope.freq_base", 10000.0))
     if spec.rotary is not None and spec.rotary.theta != theta:
         found.append(f"theta is {spec.rotary.theta}, should be {theta}")
     return found
