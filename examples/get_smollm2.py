@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -101,4 +102,5 @@ def digest_of(path: Path) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))    # so that what is half-made goes then too
     raise SystemExit(main())

@@ -159,8 +159,8 @@ def test_one_question_in_a_pipe_prints_the_answer_and_nothing_else(kind, request
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
-    said = answer("Who is Emma?")
-    assert len(said) > 1 and said.endswith("\n") and answer("-", "Who is Emma?") == said
+    said = answer("-", "Who is Emma?")
+    assert len(said) > 1 and said.endswith("\n") and (kind == "gguf_file" or answer("Who is Emma?") == said)
 
 
 def test_a_reader_that_goes_ends_it_quietly(model):

