@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..config import KvCacheConfig, TrtGptModelOptionalParams
-from ..errors import BatchManagerError, ConfigError, ModelLoadError
+from ..errors import BatchManagerError, ConfigError, ModelLoadError, printable
 from ..models.end_ids import read_end_ids
 from ..models.implementation import NATIVE
 from ..models.loading import class_and_spec, refuse_too_many_weights, resolve_dtype
@@ -63,7 +63,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     steps = "triton" if by_kernels else "compiled" if compiles else "torch"
 
     weights = checkpoint.weights(torch.device("cpu"), computed_in)
-    stored = weights.num_weights
+    stored, stored_types = weights.num_weights, dict(weights.stored_types.most_common())
     with suppress(ModelLoadError):      # it closes the files, and says that nobody asked for their tensors
         weights.finish()
     refuse_too_many_weights(stored, checkpoint, place, computed_in, free_bytes)
@@ -90,7 +90,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),
         "vocab_size": spec.vocab_size, "end_ids": list(read_end_ids(checkpoint, spec.vocab_size)),
         "max_position_embeddings": spec.max_position_embeddings, "max_seq_len": longest,
-        "num_weights": stored, "weight_bytes": weight_bytes, "free_bytes": free_bytes, "step_bytes": set_aside,
+        "num_weights": stored, "stored_types": stored_types,
+        "weight_bytes": weight_bytes, "free_bytes": free_bytes, "step_bytes": set_aside,
         "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block, "num_blocks": plan.num_blocks,
         "pool_bytes": plan.pool_bytes, "pool_reason": plan.reason,
         "sequences_by_context": {str(length): plan.num_blocks // -(-length // kv.tokens_per_block)
@@ -105,12 +106,12 @@ def described(facts: dict[str, Any]) -> str:
         windows = f"windows of {sizes} tokens in {facts['layers_with_a_window']} layers"
     ends = ", ".join(map(str, facts["end_ids"])) or "none: texts end at their length only"
     what = "steps run" if facts["model_implementation"] == NATIVE else "layers are transformers' own, attention runs"
-    stored_as = f", {facts['checkpoint_dtype']} by the configuration" if facts["checkpoint_dtype"] else ""
+    stored_as = ", ".join(f"{count:,} of {printable(kind)}" for kind, count in facts["stored_types"].items())
     lines = [
         facts["path"], "",
         f"  architecture   {facts['architecture']}, {facts['model_implementation']}: {facts['model_class']}",
         f"  device         {facts['device']}; {what} in {STEPS[facts['steps']]}",
-        f"  dtype          {facts['dtype']}{stored_as}",
+        f"  dtype          {facts['dtype']}; tensors are stored as {stored_as}",
         f"  attention      {facts['num_layers']} layers of {facts['num_heads']} heads and {facts['num_kv_heads']} for "
         f"keys and values, each of {facts['head_size']}; {windows}",
         f"  vocabulary     {facts['vocab_size']:,} tokens; end ids: {ends}",

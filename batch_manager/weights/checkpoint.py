@@ -1,7 +1,7 @@
 """A checkpoint, whatever files it is made of: its configuration and its tensors."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -21,9 +21,11 @@ class StoredWeights(Weights, Protocol):
     """Tensors that files hold.
 
     num_weights   numbers in all tensors that the files say they hold
+    stored_types  type, as the files spell it, such as "BF16" or "Q4_K" -> how many tensors are stored in it
     """
 
     num_weights: int
+    stored_types: Mapping[str, int]
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
         """Close the files. Raises ModelLoadError when a tensor was not asked for and its name matches no pattern of

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO
@@ -58,6 +59,10 @@ class GgufWeights:
     def num_weights(self) -> int:
         """Numbers in all tensors that the files say they hold."""
         return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+
+    @property
+    def stored_types(self) -> Counter[str]:
+        return Counter(tensor.kind for tensor in self._tensors.values())
 
     def has(self, name: str) -> bool:
         return name in self._places

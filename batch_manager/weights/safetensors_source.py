@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,10 @@ class SafetensorsWeights:
     def num_weights(self) -> int:
         """Numbers in all tensors that the files say they hold."""
         return sum(math.prod(tensor.stored.shape) for tensor in self._tensors.values())
+
+    @property
+    def stored_types(self) -> Counter[str]:
+        return Counter(tensor.stored.dtype for tensor in self._tensors.values())
 
     def has(self, name: str) -> bool:
         return name in self._tensors

@@ -43,6 +43,7 @@ def test_it_says_what_an_engine_then_has(kind, dtype, request):
     finally:
         backend.close()
     assert facts["block_bytes"] * facts["num_blocks"] == facts["pool_bytes"]
+    assert facts["stored_types"] == ({"BF16": 38} if kind == "folder" else {"Q8_0": 16, "F32": 5})
     assert facts["sequences_by_context"]["256"] == facts["num_blocks"] // (256 // facts["tokens_per_block"])
 
 
