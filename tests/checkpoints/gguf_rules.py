@@ -111,6 +111,14 @@ def read(data: bytes) -> File:
     return File(metadata, tensors)
 
 
+def verdict(data: bytes) -> str:
+    """What the bytes are, whatever the numbers in them say."""
+    try:
+        return f"a GGUF file of {len(read(data).tensors)} tensors"
+    except Broken:
+        return "no GGUF file"
+
+
 def wrong(data: bytes, honest: Collection[bytes], outcome: Any) -> tuple[str, list[str]]:
     """How the file ended ("good", "bad") and what is wrong with the outcome: a spec and tensors, or an exception.
 

@@ -7,6 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from . import gguf_rules
 from .cases import case
 from .rules import judge
 from .trial import Bench, num_bytes, outcome_of, whole_way
@@ -29,9 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     counts = bench.run([options.key])
     wrong = counts.failed[0][1] if counts.failed else []
     wrong += [found for found in bench.resources(options.key) if found not in wrong]
-    outcome = outcome_of(options.folder)
-    wrong += [found for found in whole_way(options.folder, outcome) if found not in wrong]
-    verdict = judge(files)
+    path = bench.path_of(options.key)
+    outcome = outcome_of(path)
+    wrong += [found for found in whole_way(path, outcome) if found not in wrong]
+    verdict = judge(files) if path == options.folder else gguf_rules.verdict(path.read_bytes())
     print(f"{options.folder}: {', '.join(sorted(files))}; {num_bytes(files):,} bytes")
     print(f"the rules say: {verdict!r:.300}")
     print(f"the product says: {outcome!r:.600}")

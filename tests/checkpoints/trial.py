@@ -76,7 +76,8 @@ class Bench:
         for key in keys:
             files = case(key)
             self.place.become(files)
-            whole = key.isdigit() and int(key) % WHOLE_EVERY == 0
+            seed = key.removeprefix(GGUF)
+            whole = seed.isdigit() and int(seed) % WHOLE_EVERY == 0
             end, wrong[key] = self._try(key, whole, files)
             large += [key] if num_bytes(files) > LARGE else []
             counts.ends[end] += 1
@@ -92,35 +93,37 @@ class Bench:
         self.place.become(files)
         forget_peak()
         before = Resources.now()
-        outcome = outcome_of(self._path(key))
+        outcome = outcome_of(self.path_of(key))
         text = str(outcome) if isinstance(outcome, Exception) else ""
         del outcome
         return [f"{found}; {text}" for found in differences(before, Resources.now(), num_bytes(files))]
 
     def _try(self, key: str, whole: bool, files: Mapping[str, Entry] | None = None) -> tuple[str, list[str]]:
         files = case(key) if files is None else files
-        path = self._path(key)
+        path = self.path_of(key)
         with audited(self.place.path) as deeds:
             watch = Stopwatch()
             outcome = outcome_of(path)
             slow = watch.too_long()
         if path.name == FILE:
-            return self._of_gguf(path, outcome, [*deeds, *slow])
+            end, wrong = self._of_gguf(path, outcome)
+            return end, [*deeds, *slow, *wrong, *(whole_way(path, outcome) if whole else [])]
         verdict = judge(files)
         wrong = [*deeds, *slow, *compare(self.place.path, verdict, outcome)]
         if whole:
             wrong += whole_way(self.place.path, outcome)
         return ("undecided" if verdict is None else type(verdict).__name__.lower()), wrong
 
-    def _path(self, key: str) -> Path:
+    def path_of(self, key: str) -> Path:
+        """What is passed as the model."""
         return self.place.path / FILE if key.startswith(GGUF) else self.place.path
 
     @staticmethod
-    def _of_gguf(path: Path, outcome: Any, seen: list[str]) -> tuple[str, list[str]]:
+    def _of_gguf(path: Path, outcome: Any) -> tuple[str, list[str]]:
         end, wrong = gguf_rules.wrong(path.read_bytes(), HONEST_GGUF, outcome)
         if isinstance(outcome, ModelLoadError):
             wrong += compare_refusal(path, None, outcome)
-        return end, [*seen, *wrong]
+        return end, wrong
 
 
 def num_bytes(files: Mapping[str, Entry]) -> int:
