@@ -1,6 +1,7 @@
 """Models that transformers implements, through the engine's attention: logits, refusals, hostile files."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -235,6 +236,44 @@ def test_fields_that_choose_other_code_change_nothing(mixtral, edited):
                     torchscript=True, use_cache=True, _name_or_path="evil/evil", output_router_logits=True)
     plain, other = (Driver(load_model(one, device="cpu")).prefill(random_prompts([20])) for one in (mixtral, folder))
     assert torch.equal(plain, other)
+
+
+NASTY = (None, 0, -1, 1, 7, 2**20, 2**24, 2**63, 1e-30, -0.5, 1e30, True, False, "", "../x", [], [[]], {}, "silu",
+         ["sliding_attention"] * 3, {"rope_type": "yarn"}, {"rope_type": "longrope", "short_factor": [1]},
+         {"full_attention": {"rope_type": "default"}})
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "Cohere2"])
+def test_whatever_a_field_says_a_model_is_refused_or_loaded(reference, tmp_path, family):
+    """Any other exception, and a test that takes long or much memory, is a fault."""
+    draw = random.Random(family)
+    values = json.loads((reference(family, num_local_experts=8, **NO_IDS)[1] / "config.json").read_text())
+    names, ends = sorted(values.keys() - {"architectures", "model_type"}), set()
+    for _ in range(40):
+        changed = {draw.choice(names): draw.choice(NASTY) for _ in range(draw.randrange(1, 3))}
+        (tmp_path / "config.json").write_text(json.dumps({**values, **changed}))
+        try:
+            load_model(tmp_path, device="cpu", load_format="dummy", free_bytes=2**28,
+                       model_implementation="transformers")
+            ends.add("loaded")
+        except ConfigError as error:
+            assert error.fact and error.expectation, changed
+            ends.add("refused")
+    assert ends == {"loaded", "refused"}
+
+
+@pytest.mark.parametrize("set_it", [lambda: torch.set_default_dtype(torch.float64),
+                                    lambda: torch.set_default_dtype(torch.bfloat16),
+                                    lambda: torch.set_default_device("meta")], ids=["float64", "bfloat16", "meta"])
+def test_defaults_of_the_host_change_nothing(mixtral, set_it):
+    expected = Driver(load_model(mixtral, device="cpu")).prefill(random_prompts([20]))
+    set_it()
+    try:
+        loaded = load_model(mixtral, device="cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.equal(Driver(loaded).prefill(random_prompts([20])), expected)
 
 
 def test_a_tensor_too_many_is_refused(mixtral, edited):
