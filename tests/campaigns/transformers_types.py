@@ -12,7 +12,7 @@ the same with each switch of the configuration turned over, with a window where 
 layers, and with scaled rotary frequencies: each must be equal, or be refused as it is loaded.
 
 --write   puts the result into batch_manager/models/transformers/proven_types.py and transformers_types.json beside this
-          file; without it, a table is printed
+          file, where those of other types stay if they were made with the same versions; without it, a table is printed
 """
 
 import argparse
@@ -61,6 +61,7 @@ SIZES = [
      r"dim_model)$", 64),
     (r"experts_per_tok|top_k|topk$|moe_k|num_selected_experts|moe_topk|experts_top_k", 2),
     (r"n_group|topk_group|num_expert_group|expert_group", 1),
+    (r"^n_shared_experts$", 1),
     (r"(n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts|num_routed_experts|zero_expert_num)$",
      8),
     (r"first_k_dense|num_dense_layers|moe_layer_start|first_dense", 1),
@@ -103,7 +104,8 @@ def shrunk(config_class, num_layers: int) -> dict:
         if name.endswith("_token_id") or name in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"):
             values[name] = None if type(value) is not int else min(max(value, 0), 1)
             continue
-        if value is None and name in ("num_key_value_heads", "num_kv_heads", "n_routed_experts", "head_dim"):
+        if value is None and name in ("num_key_value_heads", "num_kv_heads", "n_routed_experts", "head_dim",
+                                      "num_experts_per_tok", "n_group", "topk_group", "n_shared_experts"):
             value = 2
         if isinstance(value, dict) and name == "rope_parameters":
             values[name] = with_few_positions(value)
@@ -319,6 +321,10 @@ def write(results: list[dict]) -> None:
     import transformers
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
+    before = json.loads(TABLE_FILE.read_text())
+    if before["versions"] == versions:
+        results = sorted(({result["type"]: result for result in [*before["types"], *results]}).values(),
+                         key=lambda result: result["type"])
     TABLE_FILE.write_text(json.dumps({"versions": versions, "tolerance": TOLERANCE, "types": results}, indent=1) + "\n")
     proven, refused = {}, {}
     for result in results:

@@ -29,6 +29,7 @@ PROVEN: dict[str, tuple[str, ...]] = {
     ),
     "ctrl": (),
     "cwm": ("layer_types: full_attention", "layer_types: sliding_attention"),
+    "dots1": ("layer_types: full_attention", "layer_types: sliding_attention"),
     "ernie4_5": (),
     "ernie4_5_moe": (),
     "exaone4": ("layer_types: full_attention", "layer_types: sliding_attention"),
@@ -166,8 +167,6 @@ REFUSED: dict[str, str] = {
         "model.layers.0.self_attn attends twice in one forward",
     "doge":
         "a forward without values of DogeForCausalLM raised AttributeError: 'MaskDescription' object has...",
-    "dots1":
-        "it was not tried: TypeError: unsupported operand type(s) for *: 'int' and 'NoneType' (modeling_...",
     "dots3_note":
         "it joins a text model with another one",
     "dots3_note_text":
