@@ -13,6 +13,7 @@ import torch
 from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 from batch_manager.errors import ModelLoadError
 from batch_manager.models import loading, registry
+from batch_manager.models.end_ids import read_end_ids
 from batch_manager.models.model_spec import ModelSpec
 from batch_manager.weights.checkpoint import open_checkpoint
 
@@ -135,6 +136,8 @@ def outcome_of(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]] | Base
     try:
         opened = open_checkpoint(folder)
         _, spec, _ = loading.class_and_spec(opened)
+        if folder.name == FILE:
+            read_end_ids(opened, spec.vocab_size)
         weights = opened.weights(torch.device("cpu"), torch.float32)
         numbers = {name: getattr(spec, name) for name in ModelSpec.__slots__}
         tensors = {name: weights.tensor(name, shape)
