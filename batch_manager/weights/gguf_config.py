@@ -156,6 +156,7 @@ def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
         "max_position_embeddings": metadata.need("context_length"),
         "vocab_size": _vocab_size(metadata), family.norm: metadata.need(epsilon),
         "tie_word_embeddings": not metadata.has_tensor("output.weight"), "torch_dtype": _dtype(metadata),
+        "pad_token_id": None,                  # transformers, given none, takes the family's, whatever the vocabulary
     }
     keys = {"num_hidden_layers": "block_count", "hidden_size": "embedding_length",
             "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",

@@ -8,11 +8,12 @@ import transformers.modeling_gguf_pytorch_utils
 from gguf.quants import dequantize, quantize
 
 from batch_manager.errors import ModelLoadError
+from batch_manager.models import load_model
 from batch_manager.weights import gguf_source
 from batch_manager.weights.checkpoint import open_checkpoint
 from batch_manager.weights.gguf_header import TENSOR_TYPES
 
-from .conftest import make_reference
+from .conftest import Driver, make_reference
 from .gguf_writing import add, write_gguf
 from .test_same_logits_as_transformers import LINEAR, LLAMA3, LONGROPE, NO_TOKENS, YARN
 
@@ -175,6 +176,15 @@ def read_by_transformers(path):
     assert not strange and set(missing) <= {"lm_head.weight"} and (not missing or config.tie_word_embeddings)
     model.tie_weights()
     return model
+
+
+@pytest.mark.parametrize("case", ["llama, frequency factors", "gemma 3", "phi 3, longrope", "gpt2", "gpt-neox"])
+def test_layers_of_transformers_run_the_same_file(case, tmp_path, prompts, check_against):
+    family, options = CASES[case]
+    held = write_gguf(make_reference(family, **({**SIZES, **options} if family != "GPT2" else options)),
+                      tmp_path / "model.gguf", family)
+    loaded = load_model(tmp_path / "model.gguf", device="cpu", dtype="float32", model_implementation="transformers")
+    check_against(held, Driver(loaded), prompts([1, 17]), steps=4)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Phi"])
