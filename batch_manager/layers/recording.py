@@ -186,16 +186,18 @@ class Recording:
     def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int,
                   sink_logits: torch.Tensor | None) -> Rows:
         """how   a LayerAttention"""
-        if how.alibi_slopes is not None:
-            raise NotRecordableError("its attention adds to scores by positions (alibi_slopes)")
-        if how.has_sink_logits:
-            raise NotRecordableError("its attention has sink logits")
+        if how.has_sink_logits != (sink_logits is not None):
+            raise NotRecordableError("its attention is given sink logits in other layers than LayerAttention says")
+        slopes = 0 if how.alibi_slopes is None else self.floats(torch.tensor(how.alibi_slopes, dtype=torch.float32,
+                                                                             device="cpu"))
         tables = (0, 0, 0)
         if rotary is not None:
             tables = (self.floats(rotary.cos), self.floats(rotary.sin), rotary.cos.shape[1])
         self.add(ROTATE_AND_KEEP, [query, key, value], [layer, *tables])
         result = self.register(query.width)
-        self.add(ATTEND, [query, result], [layer, _bits(how.scale), _bits(how.softcap or 0.0), how.window or 0, sink])
+        self.add(ATTEND, [query, result], [layer, _bits(how.scale), _bits(how.softcap or 0.0), how.window or 0, sink,
+                                      slopes, _bits(how.alibi_bfloat16_factor or 0.0),
+                                      self.floats(sink_logits) if how.has_sink_logits else 0])
         return result
 
 

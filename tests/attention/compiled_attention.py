@@ -23,12 +23,12 @@ class CompiledAttention:
     def plan(self, step):
         self.step = step
 
-    def run(self, layer, query, key, value, rotary):
+    def run(self, layer, query, key, value, rotary, sink_logits=None):
         layout, rows = self.layout, torch.cat([query, key, value], 1).flatten(1)
         heads = [layout.num_heads, layout.num_kv_heads, layout.num_kv_heads]
         recording = Recording(rows.dtype, strides=[rows.shape[1]])
         parts = Rows(recording, 0, 0, rows.shape[1]).view(ANY_ROWS, -1, layout.head_size).split_with_sizes(heads, 1)
         attention = RecordedAttention((*heads[:2], layout.head_size), layout.attention, self.sink)
-        recording.result = attention.run(layer, *parts, rotary).register
+        recording.result = attention.run(layer, *parts, rotary, sink_logits).register
         compiled = CompiledStep(recording, self.pool, layout.num_heads, head=None, threads=2)
         return compiled.run(rows, self.step)[:, : layout.num_heads * layout.head_size]

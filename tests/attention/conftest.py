@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batch_manager.attention.interface import LayerAttention, PackedStep
+from batch_manager.attention.torch_fixed_tiles import FixedTileAttention
 from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.triton_kernels.reference.paged_attention_context import paged_attention_context
 from batch_manager.triton_kernels.reference.paged_attention_decode import paged_attention_decode
@@ -133,6 +134,13 @@ def oracle(layout, pool, layer, step, query, key, value, rotary):
                            None, scale, window, out=result[split:], sink=layout.sink, cos_table=cos, sin_table=sin,
                            **more)
     return result.flatten(1)
+
+
+@pytest.fixture(params=[TorchPagedAttention, FixedTileAttention, CompiledAttention],
+                ids=["torch", "fixed tiles", "compiled"])
+def implementation(request):
+    """Each attention of a CPU."""
+    return request.param
 
 
 @pytest.fixture(params=[TorchPagedAttention, CompiledAttention], ids=["torch", "compiled"])

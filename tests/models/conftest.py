@@ -8,7 +8,7 @@ import torch
 
 from batch_manager.attention.interface import PackedStep
 from batch_manager.attention.torch_paged import TorchPagedAttention
-from batch_manager.layers.recording import NotRecordableError, RecordedAttention, record
+from batch_manager.layers.recording import RecordedAttention, record
 from batch_manager.models import load_model
 from batch_manager.runtime.compiled_step import CompiledStep
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
@@ -34,7 +34,8 @@ def make_reference(family: str, **options):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+                is_added_to_one = family.startswith("Gemma")
+                parameter.normal_(0.0 if name.endswith("bias") or is_added_to_one else 1.0, 0.2)
             else:
                 fan_in = parameter.shape[0 if family == "GPT2" and ".h." in name else 1]
                 parameter.normal_(0.0, 1.5 / fan_in**0.5)
@@ -77,14 +78,9 @@ class Driver:
         self.attention = self.attention_class(spec, self.pool)
         if self.compiled:
             recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink=0)
-            try:
-                with torch.inference_mode():
-                    recording = record(self.loaded.model.forward, spec.hidden_size, self.loaded.dtype, recorded)
-                self.step = CompiledStep(recording, self.pool, spec.num_heads, head=None, threads=2)
-            except NotRecordableError as refusal:              # then the step runs in torch, as an engine's does
-                assert "alibi_slopes" in str(refusal)
-                self.compiled = False
-            assert self.compiled == (spec.attention[0].alibi_slopes is None)
+            with torch.inference_mode():
+                recording = record(self.loaded.model.forward, spec.hidden_size, self.loaded.dtype, recorded)
+            self.step = CompiledStep(recording, self.pool, spec.num_heads, head=None, threads=2)
         order = np.random.default_rng(0).permutation(self.num_blocks) if self.shuffled else range(self.num_blocks)
         self.free = [int(block) for block in order]
 

@@ -16,10 +16,29 @@ typedef struct {
     int type;
 } Cache;
 
+/* slopes         [query_heads] or NULL: slope * (key position - query position) is added to scores (ALiBi)
+   factor         0, or what is added is factor * (f(key position) - f(query position)), f(p) = bfloat16(slope *
+                  bfloat16(p))
+   sink_logits    [query_heads] or NULL: the score of one more key, whose value is zeros */
 typedef struct {
     float scale, softcap;             /* softcap 0: none */
     int64_t window, sinks;            /* window 0: none */
+    const float *slopes;
+    float factor;
+    const float *sink_logits;
 } Scores;
+
+INLINE floats to_bfloat16(floats x) {
+    words bits = (words)x;
+    return (floats)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
+}
+
+/* What ALiBi adds to the scores of the keys at these positions for queries at these. */
+INLINE floats alibi(const Scores *how, integers key, integers query, floats slope) {
+    if (how->factor == 0) return slope * __builtin_convertvector(key - query, floats);
+    floats of_key = to_bfloat16(slope * to_bfloat16(__builtin_convertvector(key, floats)));
+    return (of_key - to_bfloat16(slope * to_bfloat16(__builtin_convertvector(query, floats)))) * how->factor;
+}
 
 INLINE int64_t page_bytes(const Cache *c) { return c->block_tokens * c->head_size * bytes_of(c->type); }
 
@@ -130,6 +149,7 @@ INLINE void add_values(const char *values, int rows, int64_t size, int64_t token
 
    blocks     of the sequence; entries that no row sees are not read
    queries    [rows][head_size], packed
+   slopes     [rows], of the query head of each row; read where Scores has slopes
    first_key, end_key   of the keys, those that are looked at; first_key begins a block
    next_keys  the page of keys that this thread is likely to read after these */
 typedef struct {
@@ -137,6 +157,7 @@ typedef struct {
     const int32_t *blocks;
     const char *queries;
     const int64_t *position;
+    const float *slopes;
     int rows;
     int64_t first_key, end_key;
     const char *next_keys;
@@ -215,8 +236,10 @@ INLINE void attend(const Cache *c, const Scores *how, const Look *look, Found *f
             for (int64_t t = 0; t < whole; t += LANES) {
                 floats s = *(floats *)(scores[row] + t) * how->scale;
                 if (how->softcap != 0) s = hyperbolic_tangent(s / how->softcap) * how->softcap;
+                integers key = FIRST_INTEGERS + (int32_t)(start + t);
+                if (how->slopes)
+                    s += alibi(how, key, all_integers((int32_t)position[row]), all(look->slopes[row]));
                 if (!page.is_whole) {
-                    integers key = FIRST_INTEGERS + (int32_t)(start + t);
                     integers sees = key <= (int32_t)position[row];
                     if (how->window)
                         sees &= (key > (int32_t)(position[row] - how->window)) | (key < (int32_t)how->sinks);

@@ -154,14 +154,15 @@ static void add_page_by_vectors(AttentionTiles *a, int rows, int64_t size, int64
 }
 
 /* Scores of one page of sixteen queries to weights; their maximum and total, and what was summed so far, go along. */
-static void weigh_page(AttentionTiles *a, const Scores *how, int group, integers position, int64_t start,
+static void weigh_page(AttentionTiles *a, const Scores *how, int group, integers position, floats slope, int64_t start,
                        int64_t tokens, int is_whole, int64_t size, floats *maximum, floats *total) {
     floats most = *maximum;
     for (int64_t t = 0; t < tokens; t++) {
         floats *at = (floats *)(a->scores[t] + group * TILE_ROWS), s = *at * how->scale;
         if (how->softcap != 0) s = hyperbolic_tangent(s / how->softcap) * how->softcap;
+        int32_t key = (int32_t)(start + t);
+        if (how->slopes) s += alibi(how, all_integers(key), position, slope);
         if (!is_whole) {
-            int32_t key = (int32_t)(start + t);
             integers sees = all_integers(key) <= position;
             if (how->window && key >= how->sinks) sees &= all_integers(key) > position - (int32_t)how->window;
             s = (floats)(((integers)s & sees) | ((integers)all(-INFINITY) & ~sees));
@@ -208,10 +209,11 @@ static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look,
     int rows = look->rows, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
     int64_t size = c->head_size, width = size * 2, first = position[0], last = position[0];
     integers positions[QUERY_GROUPS];
-    floats maximum[QUERY_GROUPS], total[QUERY_GROUPS];
+    floats maximum[QUERY_GROUPS], total[QUERY_GROUPS], slopes[QUERY_GROUPS];
     for (int row = 0; row < groups * TILE_ROWS; row++) {
         int64_t at = position[row < rows ? row : 0];
         positions[row / TILE_ROWS][row % TILE_ROWS] = (int32_t)at;
+        slopes[row / TILE_ROWS][row % TILE_ROWS] = how->slopes ? look->slopes[row < rows ? row : 0] : 0;
         first = at < first ? at : first;
         last = at > last ? at : last;
         memset(a->sums[row], 0, sizeof(float) * (size_t)size);
@@ -243,7 +245,7 @@ static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look,
 #endif
         score_page_by_vectors(a, page.keys, groups, size, tokens, page.values);
         for (int group = 0; group < groups; group++)
-            weigh_page(a, how, group, positions[group], start, tokens, page.is_whole, size, maximum + group,
+            weigh_page(a, how, group, positions[group], slopes[group], start, tokens, page.is_whole, size, maximum + group,
                        total + group);
         pair_values(a, page.values, size, page.tokens, page.soon);
 #if defined(HAS_TILES)

@@ -169,7 +169,7 @@ static void rotate_and_keep_rows(const Step *s, const int64_t *n, int64_t first,
 }
 
 static void attend_item(const Job *job, const int64_t *n, const Item *item, const Item *next, int type) {
-    /* query[1..3], to[4..6], layer 7, scale 8, softcap 9, window 10, sinks 11 */
+    /* query[1..3], to[4..6], layer 7, scale 8, softcap 9, window 10, sinks 11, slopes 12, factor 13, sink logits 14 */
     const Step *s = job->step;
     const Cache *c = s->cache;
     Place query = place_at(s, n + 1), to = place_at(s, n + 4);
@@ -177,9 +177,12 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
     int64_t tokens_a_part = job->blocks_a_part * c->block_tokens;
     char queries[MOST_QUERY_ROWS * MOST_HEAD_SIZE * 4] __attribute__((aligned(64)));
     int64_t position[MOST_QUERY_ROWS];
+    float slopes[MOST_QUERY_ROWS];
     Found here, *found = item->parts > 1 ? job->shares + item->share + item->part : &here;
-    Scores how = {as_float(n[8]), as_float(n[9]), n[10], n[11]};
-    Look look = {n[7], item->head, s->block_tables + item->sequence * s->table_stride, queries, position, 0, 0, INT64_MAX,
+    Scores how = {as_float(n[8]), as_float(n[9]), n[10], n[11], POINTER(const float *, n[12]), as_float(n[13]),
+                  POINTER(const float *, n[14])};
+    Look look = {n[7], item->head, s->block_tables + item->sequence * s->table_stride, queries, position, slopes, 0, 0,
+                 INT64_MAX,
                  page_of(c, s->block_tables[next->sequence * s->table_stride
                                             + next->part * job->blocks_a_part], n[7], 0, next->head)};
     if (item->parts > 1) {
@@ -193,6 +196,7 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
                 int64_t query_head = item->head * group + at + g;
                 memcpy(queries + count * width, row_at(query, row, type) + query_head * width, width);
                 position[count] = s->positions[row];
+                if (how.slopes) slopes[count] = how.slopes[query_head];
             }
         look.rows = (int)count;
 #if defined(HAS_ATTENTION_TILES)
@@ -213,10 +217,16 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
             for (int64_t g = 0; g < heads; g++, count++) {
                 char *y = row_at(to, row, type) + (item->head * group + at + g) * width;
                 const float *from = found->sums[count];
-                float total = found->total[count];
+                float total = found->total[count], shrink = 1;
+                if (how.sink_logits) {
+                    float logit = how.sink_logits[item->head * group + at + g], most = found->maximum[count];
+                    float top = logit > most ? logit : most;
+                    shrink = exponential(all(most - top))[0];
+                    total = total * shrink + exponential(all(logit - top))[0];
+                }
                 int64_t i = 0;
-                for (; i + LANES <= size; i += LANES) store(y, i, *(const floats *)(from + i) / total, type);
-                for (; i < size; i++) store_one(y, i, from[i] / total, type);
+                for (; i + LANES <= size; i += LANES) store(y, i, *(const floats *)(from + i) * shrink / total, type);
+                for (; i < size; i++) store_one(y, i, from[i] * shrink / total, type);
             }
     }
 }
