@@ -117,6 +117,8 @@ def shrunk(config_class, num_layers: int) -> dict:
                 break
     if "qk_rope_head_dim" in values and "head_dim" in values:
         values["head_dim"] = values["qk_rope_head_dim"]
+    if "kv_lora_rank" in values and "num_key_value_heads" in values:         # each head has keys of its own
+        values["num_key_value_heads"] = values["num_attention_heads"]
     for name in ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "moe_layers"):
         if isinstance(getattr(full, name, None), list) and name in {f.name for f in dataclasses.fields(config_class)}:
             values[name] = None

@@ -41,6 +41,11 @@ TYPES = [
     ("Glm4", {"head_dim": 16}),
     ("Arcee", {}),
     ("Apertus", {}),
+    ("DeepseekV3", {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                    "v_head_dim": 12, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+                    "first_k_dense_replace": 1, "moe_intermediate_size": 48, "num_key_value_heads": 4,
+                    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+                                        "mscale_all_dim": 0.7, "original_max_position_embeddings": 32}}),
     ("GptOss", {"num_local_experts": 8, "head_dim": 16, "sliding_window": 8, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0}}),
 ]
@@ -152,7 +157,7 @@ def test_a_type_that_is_not_on_the_list_is_refused_with_both_lists(mixtral, edit
     refused(folder, "unheard_of", "mixtral", how="transformers", error=UnsupportedModelError)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "bart", "bert", "falcon_mamba", "llama4_text", "deepseek_v3",
+@pytest.mark.parametrize("model_type", ["mamba", "bart", "bert", "falcon_mamba", "llama4_text", "mimo_v2_flash",
                                         "codegen", "qwen3_next"])
 def test_what_does_not_run_is_refused_with_its_reason(mixtral, edited, model_type):
     folder = edited(mixtral, model_type=model_type, architectures=["OtherForCausalLM"])

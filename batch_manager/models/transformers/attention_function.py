@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from ...attention.interface import Attention
 from ...errors import InternalError
@@ -106,9 +107,13 @@ class RunningStep:
             raise InternalError(f"layer {layer} attends with {said(keywords)}"
                                 + ("" if mask is None else " and a mask of its own"),
                                 f"{expected}, as when the model was loaded", "report it with the model's type")
+        width = value.shape[3]
+        if width < key.shape[3]:                 # of DeepSeek's relatives: the KV cache has heads of one width
+            value = functional.pad(value, (0, key.shape[3] - width))
         # One tensor of which all three are views, tokens first: what attention takes without a copy of its own.
         rows = torch.cat([query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)], dim=1)
         query, key, value = rows.split_with_sizes([query.shape[1], key.shape[1], value.shape[1]], 1)
         sinks = keywords.get(SINK_LOGITS)
         more = () if sinks is None else (sinks.float().contiguous(),)
-        return self._attention.run(layer, query, key, value, None, *more).view(1, len(rows), query.shape[1], -1)
+        result = self._attention.run(layer, query, key, value, None, *more).view(1, len(rows), query.shape[1], -1)
+        return result[..., :width]

@@ -45,9 +45,10 @@ class _Discovery:
                 and query.shape[2] == key.shape[2] == value.shape[2] == NUM_TOKENS):
             raise _unsupported(f"{name} attends to other tokens than those of the step", "decoders of one text")
         sizes = query.shape[1], key.shape[1], query.shape[3]
-        if not (key.shape == value.shape and key.shape[3] == query.shape[3]):
+        if not (key.shape[1] == value.shape[1] and key.shape[3] == query.shape[3] >= value.shape[3]):
             raise _unsupported(f"queries, keys and values of {name} are {query.shape[3]}, {key.shape[3]} and "
-                               f"{value.shape[3]} wide, in {key.shape[1]} and {value.shape[1]} heads", "equal widths")
+                               f"{value.shape[3]} wide, in {key.shape[1]} and {value.shape[1]} heads",
+                               "queries and keys of one width, and values no wider")
         if sizes[0] % sizes[1]:
             raise _unsupported(f"{name} has {sizes[0]} query heads and {sizes[1]} key heads", "a multiple")
         if name in (layer.module for layer in self.layers):

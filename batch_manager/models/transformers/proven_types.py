@@ -11,6 +11,7 @@ PROVEN: dict[str, tuple[str, ...]] = {
     "apertus": (),
     "arcee": (),
     "aria_text": (),
+    "axk1": ("mlp_layer_types: dense", "mlp_layer_types: sparse"),
     "beam": (
         "layer_types: full_attention",
         "layer_types: sliding_attention",
@@ -29,6 +30,8 @@ PROVEN: dict[str, tuple[str, ...]] = {
     ),
     "ctrl": (),
     "cwm": ("layer_types: full_attention", "layer_types: sliding_attention"),
+    "deepseek_v2": (),
+    "deepseek_v3": (),
     "dots1": ("layer_types: full_attention", "layer_types: sliding_attention"),
     "ernie4_5": (),
     "ernie4_5_moe": (),
@@ -47,6 +50,7 @@ PROVEN: dict[str, tuple[str, ...]] = {
     "glm": (),
     "glm4": (),
     "glm4_moe": (),
+    "glm4_moe_lite": ("mlp_layer_types: dense", "mlp_layer_types: sparse"),
     "gpt-sw3": (),
     "gpt2": (),
     "gpt_bigcode": (),
@@ -74,12 +78,14 @@ PROVEN: dict[str, tuple[str, ...]] = {
     ),
     "lfm2": ("layer_types: full_attention",),
     "llama": (),
+    "longcat_flash": (),
     "mellum": (
         "layer_types: full_attention",
         "layer_types: sliding_attention",
         "mlp_layer_types: dense",
         "mlp_layer_types: sparse",
     ),
+    "minicpm3": (),
     "minimax_m2": (),
     "minimax_m3_vl_text": (
         "layer_types: full_attention",
@@ -113,16 +119,15 @@ PROVEN: dict[str, tuple[str, ...]] = {
     "stablelm": (),
     "starcoder2": (),
     "vaultgemma": ("layer_types: full_attention", "layer_types: sliding_attention"),
+    "youtu": (),
 }
 
 # Type -> the reason, as a message gives it.
 REFUSED: dict[str, str] = {
-    "axk1":
-        "queries, keys and values of model.layers.0.self_attn are 16, 16 and 8 wide, in 4 and 4 heads",
     "axk2":
         "a forward without values of AXK2ForCausalLM raised TypeError: 'MaskDescription' object is not s...",
     "bailing_hybrid":
-        "queries, keys and values of model.layers.5.self_attn are 16, 16 and 8 wide, in 4 and 4 heads",
+        "1 of 6 layers attend",
     "bamba":
         "transformers does not take it as a configuration of type 'bamba' (StrictDataclassFieldValidatio...",
     "bart":
@@ -155,10 +160,6 @@ REFUSED: dict[str, str] = {
         "the mask of data2vec_text.encoder.layer.0.attention.self is not causal with one window: the que...",
     "dbrx":
         "it joins a text model with another one",
-    "deepseek_v2":
-        "queries, keys and values of model.layers.0.self_attn are 16, 16 and 8 wide, in 4 and 4 heads",
-    "deepseek_v3":
-        "queries, keys and values of model.layers.0.self_attn are 16, 16 and 8 wide, in 4 and 4 heads",
     "deepseek_v32":
         "a forward without values of DeepseekV32ForCausalLM raised TypeError: 'MaskDescription' object i...",
     "deepseek_v4":
@@ -205,8 +206,6 @@ REFUSED: dict[str, str] = {
         "it was not tried: AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute an...",
     "git":
         "it joins a text model with another one",
-    "glm4_moe_lite":
-        "queries, keys and values of model.layers.0.self_attn are 16, 16 and 8 wide, in 4 and 4 heads",
     "glm_moe_dsa":
         "a forward without values of GlmMoeDsaForCausalLM raised TypeError: 'MaskDescription' object is ...",
     "got_ocr2":
@@ -232,7 +231,7 @@ REFUSED: dict[str, str] = {
     "jetmoe":
         "a forward without values of JetMoeForCausalLM raised RuntimeError: split_with_sizes expects spl...",
     "kimi_linear":
-        "queries, keys and values of model.layers.4.self_attn are 16, 16 and 8 wide, in 4 and 4 heads",
+        "1 of 6 layers attend",
     "lfm2_moe":
         "it was not tried: TypeError: 'NoneType' object is not subscriptable (modeling_lfm2_moe.py:472)",
     "lfm3":
@@ -241,8 +240,6 @@ REFUSED: dict[str, str] = {
         "it joins a text model with another one",
     "llama4_text":
         "the mask of model.layers.0.self_attn is not causal with one window: it cannot be read: RuntimeE...",
-    "longcat_flash":
-        "queries, keys and values of model.layers.0.self_attn.0 are 16, 16 and 8 wide, in 4 and 4 heads",
     "mamba":
         "no layer of MambaForCausalLM calls transformers' attention interface",
     "mamba2":
@@ -254,9 +251,7 @@ REFUSED: dict[str, str] = {
     "megatron-bert":
         "a forward without values of MegatronBertForCausalLM raised TypeError: unsupported operand type(...",
     "mimo_v2_flash":
-        "queries, keys and values of model.layers.0.self_attn are 16, 16 and 8 wide, in 2 and 2 heads",
-    "minicpm3":
-        "queries, keys and values of model.layers.0.self_attn are 16, 16 and 8 wide, in 4 and 4 heads",
+        "heads of model.layers.0.self_attn are (4, 2, 16) and those of model.layers.1.self_attn (4, 4, 16)",
     "minimax":
         "2 of 4 layers attend",
     "mllama":
@@ -335,8 +330,6 @@ REFUSED: dict[str, str] = {
         "no layer of xLSTMForCausalLM calls transformers' attention interface",
     "xmod":
         "a forward without values of XmodForCausalLM raised ValueError: Input language unknown. Please c...",
-    "youtu":
-        "queries, keys and values of model.layers.0.self_attn are 16, 16 and 8 wide, in 4 and 4 heads",
     "zamba":
         "it was not tried: ValueError: There is an issue with your definition of `tie_weights_keys` for ...",
     "zamba2":
