@@ -1,6 +1,7 @@
 """Token embeddings and the head that maps hidden states back to tokens."""
 
 from functools import partial
+from math import frexp
 
 import torch
 from torch.nn import functional
@@ -10,7 +11,7 @@ from ..triton_kernels.cpu.native.matrix import PackedMatrix
 from ..weights.source import Weights
 from .context import LayerContext
 from .recording import LookedUp, NotRecordableError, Positions, Rows
-from .weight_form import make_weight_form
+from .weight_form import is_compiled, make_weight_form
 
 
 class Embedding:
@@ -53,12 +54,16 @@ class Head:
         context.refuse(f"Head {name}", "split")
         biases = weights.tensor(f"{name.removesuffix('.weight')}.bias", (rows,)) if bias else None
         if tied_to is None:
-            form = make_weight_form(weights.tensor(name, (rows, size)), biases, context)
+            weight = weights.tensor(name, (rows, size))
         else:
             weights.tied(name, tied_to.name)
-            form = make_weight_form(tied_to.weight, biases, context)
-            if not form.shares_weight:
-                weights.count_copy(tied_to.weight.nbytes)
+            weight = tied_to.weight
+        # The compiled step has its own copy of the matrix, and a power of two changes no digit of it.
+        if scale is not None and is_compiled(weight, context) and frexp(scale)[0] == 0.5:
+            weight, biases, scale = weight * scale, None if biases is None else biases * scale, None
+        form = make_weight_form(weight, biases, context)
+        if tied_to is not None and not form.shares_weight:
+            weights.count_copy(tied_to.weight.nbytes)
         self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap
         self._matrix, self._rows, self._scale = form.matrix, rows, scale
         if isinstance(form.matrix, PackedMatrix):    # its sums are float32 before they are rounded: they need not be

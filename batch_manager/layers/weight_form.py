@@ -47,13 +47,18 @@ class PlainMatrix:
     bias: torch.Tensor | None
 
 
+def is_compiled(weight: torch.Tensor, context: LayerContext) -> bool:
+    """Whether the compiled step multiplies with a matrix of this dtype, and so with a copy of it."""
+    return context.compiled_step and not context.deterministic and weight.dtype in COMPILED_TYPES
+
+
 def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: LayerContext) -> WeightForm:
     """The form that the device multiplies fastest with, among those that keep what `context` asks for."""
     context.refuse("a matrix", "weight_form")
     on_triton = dispatch.use_triton(context.device)
     if context.deterministic:
         return _row_by_row(weight if on_triton else _packed(weight), bias)     # the kernel takes it plain
-    if context.compiled_step and weight.dtype in COMPILED_TYPES:
+    if is_compiled(weight, context):
         return _in_panels(PackedMatrix(weight, bias))
     packed = weight if on_triton else _packed(weight)
     return _plain(weight, bias) if packed is weight else _in_one_dnn(packed, bias)
