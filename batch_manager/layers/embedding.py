@@ -68,8 +68,8 @@ class Head:
         self._matrix, self._rows, self._scale = form.matrix, rows, scale
         if isinstance(form.matrix, PackedMatrix):    # its sums are float32 before they are rounded: they need not be
             self._multiply_arguments = (torch.float32,)
-        # In pieces, as a vector loop's tail rounds otherwise, and so small that torch's threads do not get in the way of
-        # those of the compiled step.
+        # In pieces: a vector loop's tail rounds otherwise, and torch's threads would get in the way of those of the
+        # compiled step.
         in_pieces = context.device.type == "cpu" and (context.deterministic or context.compiled_step)
         self._tanh = partial(elementwise, torch.tanh) if in_pieces else torch.tanh
 
