@@ -143,10 +143,21 @@ def main() -> int:
         print(f"chat: there is no model yet; get one: python {Path(__file__).with_name('get_smollm2.py')}, or name a "
               "folder or .gguf file", file=sys.stderr)
         return 1
+    if sys.stdin is None:                                         # closed, as `<&-` and some services do
+        sys.stdin = open(os.devnull)
+    sys.stdin.reconfigure(errors="replace")                       # a diff may have bytes that are no text
+    question = options.prompt
+    if question == "-":
+        question = sys.stdin.read().removesuffix("\n").removesuffix("\r")
+    if question is not None and not question.strip():
+        print("chat: the prompt is empty; a question is expected; pass it behind --prompt, or to stdin with --prompt -",
+              file=sys.stderr)
+        return 1
     records: deque = deque(maxlen=1)
     try:
         chat_prompt(model, [{"role": "user", "content": "Hello"}])    # is there a template? The weights take longer
         llm = LLM(model, return_stats=records.append, max_batch_size=1, device=options.device, dtype=options.dtype,
+                  enable_chunked_context=True, max_num_tokens=512,    # Ctrl-C waits for a step, not for a long prompt
                   kv_cache_config=KvCacheConfig(enable_block_reuse=not options.no_block_reuse))
     except BatchManagerError as error:
         print(f"chat: {error}", file=sys.stderr)
@@ -154,10 +165,9 @@ def main() -> int:
     sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
     with llm:
         conversation = Conversation(llm, model, options.system, sampling)
-        if options.prompt is not None:
-            text = sys.stdin.read() if options.prompt == "-" else options.prompt
+        if question is not None:
             try:
-                for piece in llm.stream([*conversation.messages, {"role": "user", "content": text}], **sampling):
+                for piece in llm.stream([*conversation.messages, {"role": "user", "content": question}], **sampling):
                     print(piece, end="", flush=True)
                 print(flush=True)
             except BatchManagerError as error:
@@ -174,7 +184,9 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         raise SystemExit(main())
-    except BrokenPipeError:                                        # whoever read the answer has gone
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):                 # that one: whoever read the answer has gone
+            print(f"chat: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except KeyboardInterrupt:

@@ -252,6 +252,10 @@ class _Metadata:
 
     def __init__(self, header: GgufHeader) -> None:
         self.header, self.values, self.where = header, header.metadata, str(header.file)
+        number = self.values.get("split.no")
+        if type(number) is int and number > 0:
+            raise ConfigError(f"{self.where} is shard {number + 1} of a model", "the first one, which has the metadata",
+                              "pass the file whose name ends in -00001-of-... beside it")
 
     def fault(self, key: str, expected: str, found: str | None = None) -> ConfigError:
         if found is None:

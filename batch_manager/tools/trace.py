@@ -164,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (perfetto, table):
         command.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     options = parser.parse_args(argv)
+    if options.command == "slowest" and options.count < 1:
+        slowest.error(f"--count is {options.count}; expected 1 or more")
     try:
         with options.trace.open("rb") as file:
             return _run(options, read_trace(file))
@@ -185,14 +187,22 @@ def _run(options: argparse.Namespace, iterations: Iterator[IterationTrace]) -> i
             print(f"batch-manager trace: {options.trace} has no request {options.request_id}", file=sys.stderr)
         return 0 if found else 1
     if options.command == "slowest":
-        for life in sorted(lives(iterations), key=lambda life: -life.seconds)[:max(options.count, 0)]:
+        for life in sorted(lives(iterations), key=lambda life: -life.seconds)[:options.count]:
             print("\n".join(why(life)))
         return 0
-    part = options.out.with_name(f"{options.out.name}.part")
+    write = write_perfetto if options.command == "perfetto" else write_csv
+    if options.out.exists() and not options.out.is_file():   # a pipe, /dev/stdout: nothing else can stand in its place
+        with options.out.open("w", encoding="utf-8", newline="") as file:
+            write(iterations, file)
+        return 0
+    out = Path(os.path.realpath(options.out))                # what a link points at is written, not the link
+    part = out.with_name(f"{out.name}.part")
+    if any(path.exists() and path.samefile(options.trace) for path in (out, part)):
+        raise ValueError(f"writing {options.out} would overwrite the trace itself; expected another file; name one")
     try:
         with part.open("w", encoding="utf-8", newline="") as file:
-            (write_perfetto if options.command == "perfetto" else write_csv)(iterations, file)
-        part.replace(options.out)
+            write(iterations, file)
+        part.replace(out)
     except BaseException:
         part.unlink(missing_ok=True)                         # nothing half written stays
         raise

@@ -163,6 +163,43 @@ def test_one_question_in_a_pipe_prints_the_answer_and_nothing_else(kind, request
     assert len(said) > 1 and said.endswith("\n") and (kind == "gguf_file" or answer("Who is Emma?") == said)
 
 
+def test_what_stdin_may_hold(model):
+    """A line end behind the prompt is none of it, bytes that are no text are replaced, and no question is no crash."""
+    def answer(stdin, *arguments, closed=False, **more):
+        return subprocess.run([*CHAT, model, "--max-tokens", "20", "--temperature", "0", *arguments], timeout=120,
+                              **{"input": stdin} if not closed else {"preexec_fn": lambda: os.close(0)},
+                              env=environment(PYTHONIOENCODING="utf-8:strict", **more), capture_output=True)
+
+    said = [answer(stdin, "--prompt", "-") for stdin in (b"Who is Emma?", b"Who is Emma?\n", b"Who is Emma?\r\n")]
+    assert {(done.returncode, done.stdout, done.stderr) for done in said} == {(0, said[0].stdout, b"")}
+    for arguments in (("--prompt", "-"), ()):
+        done = answer(b"Who\xff is Emma?\n", *arguments)
+        assert (done.returncode, done.stderr) == (0, b"") and len(done.stdout) > 1
+    for done in (answer(b"\n", "--prompt", "-"), answer(b"", "--prompt", ""),
+                 answer(b"", "--prompt", "-", closed=True)):
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert done.stderr.startswith(b"chat: the prompt is empty; ") and done.stderr.count(b"\n") == 1
+    assert answer(b"", closed=True).returncode == 0
+
+
+def test_a_full_disk_is_told_in_one_line(model):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*CHAT, model, "--prompt", "Hello", "--max-tokens", "4"], env=environment(), stdout=full,
+                              stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1 and re.fullmatch("chat: .*No space left on device\n", done.stderr)
+
+
+def test_a_long_prompt_is_computed_in_steps(model):
+    """Ctrl-C waits for the step that runs."""
+    questions = "Who is Emma? " * 150 + "\n/stats\n"
+    done = subprocess.run([*CHAT, model, "--max-tokens", "2"], env=environment(), input=questions, text=True,
+                          capture_output=True, timeout=120)
+    iterations = re.search(r"Iteration Counter +(\d+)", done.stdout)
+    tokens = re.search(r"of (\d+) tokens of the conversation", done.stdout)
+    assert done.returncode == 0 and int(tokens[1]) > 512
+    assert int(iterations[1]) >= int(tokens[1]) // 512 + 1
+
+
 def test_a_reader_that_goes_ends_it_quietly(model):
     process = subprocess.Popen([*CHAT, model, "--prompt", "Tell me all", "--max-tokens", "1900"], env=environment(),
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)

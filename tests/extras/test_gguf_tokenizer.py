@@ -280,6 +280,13 @@ def test_an_architecture_whose_tokenizer_does_more_is_refused(tmp_path, architec
         load_tokenizer(write(tmp_path / "a.gguf", SENTENCES, architecture))
 
 
+def test_a_shard_that_is_not_the_first_is_named(tmp_path):
+    path = write(tmp_path / "model-00002-of-00004.gguf", {"split.no": 1, "split.count": 4})
+    for load in (load_tokenizer, LLM, lambda path: chat_prompt(path, [{"role": "user", "content": "Hello"}])):
+        with pytest.raises(ConfigError, match="00002-of-00004.gguf is shard 2 of a model; the first one"):
+            load(path)
+
+
 def test_damaged_files_are_refused_or_make_a_tokenizer(tmp_path):
     draw, path, outcomes = random.Random(0), tmp_path / "a.gguf", []
     whole = [write(path, {**values, "tokenizer.chat_template": CHATML}).read_bytes() for values in (BYTES, SENTENCES)]

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import random
+import threading
 from io import StringIO
 
 import pytest
@@ -153,6 +155,39 @@ def test_the_command(file_of, tmp_path, capsys):
     assert "has no request 9" in capsys.readouterr().err
     assert main(["perfetto", str(file_of), str(tmp_path / "out.json")]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("command", ["csv", "perfetto"])
+def test_the_trace_itself_is_never_overwritten(command, file_of, tmp_path, capsys):
+    content = file_of.read_bytes()
+    (tmp_path / "link").symlink_to(file_of)
+    (tmp_path / "out.part").hardlink_to(file_of)
+    for out in (file_of, tmp_path / "link", tmp_path / "out"):
+        assert main([command, str(file_of), str(out)]) == 2
+        assert "would overwrite the trace itself" in capsys.readouterr().err
+        assert file_of.read_bytes() == content and (tmp_path / "out.part").samefile(file_of)
+
+
+def test_links_and_pipes_stay_what_they_are(file_of, tmp_path, capsys):
+    target, link, pipe, read = tmp_path / "target", tmp_path / "link", tmp_path / "pipe", []
+    target.write_text("old")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert main(["csv", str(file_of), str(link)]) == 0
+    assert link.is_symlink() and target.read_text().startswith("request_id,")
+    assert main(["csv", str(file_of), str(pipe)]) == 0 and pipe.is_fifo()
+    reader.join(10)
+    assert [text.splitlines() for text in read] == [target.read_text().splitlines()]
+    assert main(["csv", str(file_of), str(tmp_path)]) == 2 and str(tmp_path) in capsys.readouterr().err
+
+
+def test_slowest_none_is_refused(file_of, capsys):
+    for count in ("0", "-1"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["slowest", str(file_of), "--count", count])
+        assert f"--count is {count}; expected 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content, told", [
