@@ -13,7 +13,7 @@ from ..weights.json_file import Fields, shown
 from ..weights.source import DummyWeights
 from .class_check import refuse_wrong_spec
 from .end_ids import read_end_ids
-from .implementation import NATIVE, choose_implementation, load_transformers_class
+from .implementation import NATIVE, TRANSFORMERS, choose_implementation, load_transformers_class
 from .model_spec import ModelSpec, check_spec, refuse_unknown_numerics, refuse_unread_names
 from .registry import Model, find_model, is_shipped, known_architectures, model_type_of
 
@@ -69,6 +69,9 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     model_class, spec, implementation = class_and_spec(checkpoint, model_implementation)
     end_ids = read_end_ids(checkpoint, spec.vocab_size)
     dtype = resolve_dtype(dtype, spec, device)
+    if deterministic and implementation == TRANSFORMERS:
+        raise ConfigError(f"deterministic was asked for, and layers of transformers compute {spec.architecture}",
+                          "a model class of this package", "leave deterministic out")
     if deterministic and not getattr(model_class, "deterministic", False):
         raise ConfigError(f"deterministic was asked for with {model_class.__name__}, which does not promise it",
                           "a class with deterministic = True: nothing but layers of batch_manager.layers and "

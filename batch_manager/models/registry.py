@@ -140,3 +140,8 @@ def is_shipped(architecture: str, model_class: type[Model]) -> bool:
 def model_type_of(architecture: str) -> str | None:
     """What transformers calls the family of a shipped architecture; None for any other."""
     return _MODEL_TYPES.get(architecture)
+
+
+def has_own_class(model_type: str) -> bool:
+    """Whether a shipped architecture is what transformers makes of this model type."""
+    return model_type in _MODEL_TYPES.values()

@@ -13,7 +13,7 @@ from batch_manager.models.llama import Llama
 from batch_manager.models.transformers import attention_function, installed, load_check
 from batch_manager.models.transformers.model import TransformersModel
 from batch_manager.models.transformers.proven_types import PROVEN, REFUSED
-from tests.models.conftest import Driver, expected_logits, random_prompts
+from tests.models.conftest import TINY, Driver, expected_logits, random_prompts
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 # Class, and what of its configuration matters here: windows that prompts cross, experts, one key head, scaled logits.
@@ -149,6 +149,52 @@ def test_a_registered_class_counts_as_native(mixtral, monkeypatch):
     monkeypatch.setattr(registry, "_models", dict(registry._models))
     register_model("MixtralForCausalLM", Llama)
     refused(mixtral, "num_local_experts")                 # it is the registered class that reads the file
+
+
+@pytest.mark.parametrize("model_type", ["internlm3", "iquestcoder"])
+def test_a_type_that_shares_another_familys_class_is_run_through_transformers(check_against, tmp_path, model_type):
+    """transformers makes a LlamaForCausalLM of it."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[model_type](**TINY, **NO_IDS, initializer_range=0.3)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32,
+                                                          attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    loaded = load_model(tmp_path, device="cpu")
+    assert loaded.implementation == "transformers"
+    check_against(model, Driver(loaded), random_prompts([20, 9]))
+    refused(tmp_path, "model_type", model_type, "'llama'", how="native")
+
+
+def test_a_type_of_another_class_of_this_package_is_still_a_mistake(reference, edited):
+    _, folder = reference("Llama", **NO_IDS)
+    refused(edited(folder, model_type="mistral"), "model_type is 'mistral'", "'llama'")
+
+
+def test_a_family_of_this_package_that_transformers_cannot_run_is_named_with_its_way_out(reference):
+    """It is not said to be unknown: without the option it runs."""
+    _, folder = reference("Bloom", **NO_IDS)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load_model(folder, device="cpu", model_implementation="transformers")
+    assert "not known" not in str(refusal.value) and "'bloom' is not run through transformers" in str(refusal.value)
+    assert "leave model_implementation out: another class runs BloomForCausalLM" in str(refusal.value)
+
+
+def test_embeddings_of_another_width_than_hidden_states_are_named(reference):
+    _, folder = reference("OPT", ffn_dim=96, word_embed_proj_dim=32, **NO_IDS)
+    assert load_model(folder, device="cpu").implementation == "native"
+    refused(folder, "the embedding of OPTForCausalLM is", "32]", "leave model_implementation out", how="transformers",
+            error=UnsupportedModelError)
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_field_that_the_class_declares_with_an_underscore_is_read(reference, check_against, has_weights):
+    model, folder = reference("OPT", ffn_dim=96, word_embed_proj_dim=64, _remove_final_layer_norm=True,
+                              layer_norm_elementwise_affine=has_weights, **NO_IDS)
+    loaded = load_model(folder, device="cpu", model_implementation="transformers")
+    check_against(model, Driver(loaded), random_prompts([20, 9]))
 
 
 def test_a_type_that_is_not_on_the_list_is_refused_with_both_lists(mixtral, edited):
@@ -302,7 +348,7 @@ def test_seeded_weights_need_config_json_alone(mixtral, tmp_path):
 
 
 def test_deterministic_is_refused(mixtral):
-    with pytest.raises(ConfigError, match="deterministic"):
+    with pytest.raises(ConfigError, match="layers of transformers compute MixtralForCausalLM.*leave deterministic out"):
         load_model(mixtral, device="cpu", deterministic=True)
 
 

@@ -1,5 +1,6 @@
 """From a config.json that may say anything to a configuration object of transformers."""
 
+import inspect
 from typing import Any
 
 from ...errors import ModelLoadError, UnsupportedModelError
@@ -39,9 +40,11 @@ def make_configuration(config: Fields, model_type: str) -> Any:
                                         "not there: it is not run through transformers",
                                         "save the model without it, with the newest transformers")
     _refuse_large_numbers(config.values, config.where)
-    values = {name: value for name, value in config.values.items()
-              if name not in _LEFT_OUT and name not in _REFUSED and not name.startswith("_")}
     configuration_class = transformers().CONFIG_MAPPING[model_type]
+    # Names with an underscore are how transformers runs a model, but for those that the class declares, as OPT's.
+    declared = inspect.signature(configuration_class).parameters
+    values = {name: value for name, value in config.values.items()
+              if name not in _LEFT_OUT and name not in _REFUSED and (name in declared or not name.startswith("_"))}
     for name, most in _SIZES:
         own_name = configuration_class.attribute_map.get(name, name)
         for given in {name, own_name} & values.keys():

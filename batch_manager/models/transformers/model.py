@@ -63,6 +63,7 @@ class TransformersModel:
         positions = most_positions(configuration, config.where)
         # Experts one by one: without values nobody chooses one, and products of all of them are not made on "meta".
         model = make_skeleton(configuration, architecture, config.where, DISCOVERING, experts="eager")
+        _check_tokens(model, configuration, config.where)
         layers = discover(model, _base_of(model, config.where), configuration.hidden_size, positions or ANY_POSITIONS,
                           config.where)
         if positions is None:
@@ -155,14 +156,19 @@ def _base_of(model: Any, where: str) -> Any:
     return base
 
 
-def _check_embeddings(model: Any, configuration: Any, positions: int, where: str) -> None:
-    """Raise where tables are smaller than the configuration says, or logits are not one for each token."""
+def _check_tokens(model: Any, configuration: Any, where: str) -> None:
+    """Raise where an embedding is no hidden state, as in OPT-350m."""
     tokens = model.get_input_embeddings()
     sizes = tuple(getattr(getattr(tokens, "weight", None), "shape", ()))
     if sizes != (configuration.vocab_size, configuration.hidden_size):
-        raise UnsupportedModelError(f"{where}: the embedding of {type(model).__name__} is {shown(sizes)}",
-                                    f"{configuration.vocab_size:,} rows of {configuration.hidden_size}",
-                                    "use a model of another type")
+        raise UnsupportedModelError(f"{where}: the embedding of {type(model).__name__} is {shown(list(sizes))}",
+                                    f"{configuration.vocab_size:,} rows of {configuration.hidden_size}, as hidden_size "
+                                    "is", "leave model_implementation out, or use a model of another type")
+
+
+def _check_embeddings(model: Any, configuration: Any, positions: int, where: str) -> None:
+    """Raise where tables have fewer positions than the configuration says, or logits are not one for each token."""
+    tokens = model.get_input_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module is not tokens and module.num_embeddings < positions and (
                 "pos" in name.lower() or "wpe" in name):
