@@ -25,13 +25,7 @@ def resolve_device(name: str | None) -> torch.device:
     """ "cuda", "cuda:1" or "cpu"; None: a GPU where there is one. Raises ConfigError."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None',
-                          "leave it out for a GPU where there is one")
+    device = named_device(name)
     if device.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -42,6 +36,18 @@ def resolve_device(name: str | None) -> torch.device:
         raise ConfigError(f"device is {name!r} and torch finds {count} GPUs", "a device that is there",
                           'use device="cpu", or install a driver and a build of torch that see the GPU')
     return torch.device("cuda", index)
+
+
+def named_device(name: str) -> torch.device:
+    """The device of a name, whether it is there or not. Raises ConfigError for a name that none has."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None',
+                          "leave it out for a GPU where there is one")
+    return device
 
 
 def free_memory(device: torch.device) -> int:

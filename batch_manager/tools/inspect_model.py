@@ -10,6 +10,7 @@ first engine does. The engine is one with the defaults of GptManager in all that
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from ..errors import BatchManagerError, ConfigError, ModelLoadError, printable
 from ..models.end_ids import read_end_ids
 from ..models.implementation import NATIVE
 from ..models.loading import class_and_spec, refuse_too_many_weights, resolve_dtype
-from ..runtime.device import device_name, free_memory, resolve_device
+from ..runtime.device import device_name, free_memory, named_device, resolve_device
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory
 from ..runtime.native_backend import step_bytes
@@ -46,7 +47,10 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     kv = KvCacheConfig()
     params = TrtGptModelOptionalParams(device=device, dtype=dtype, max_seq_len=max_seq_len, kv_cache_config=kv,
                                        model_implementation=model_implementation)
-    is_elsewhere = free_bytes is not None and device is not None and device.partition(":")[0] == "cuda"
+    if free_bytes is not None and free_bytes < 1:
+        raise ConfigError(f"the free memory to plan for is {free_bytes:,} bytes", "1 byte or more",
+                          "say how much the device has, or leave it out for what is free here now")
+    is_elsewhere = free_bytes is not None and device is not None and named_device(device).type == "cuda"
     place = torch.device("cuda") if is_elsewhere else resolve_device(device)
     if free_bytes is None:
         free_bytes = free_memory(place)
@@ -83,7 +87,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     return {
         "path": str(checkpoint.path), "architecture": spec.architecture, "model_implementation": implementation,
         "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
-        "device": str(place) if is_elsewhere else device_name(place),
+        "device": device if is_elsewhere else device_name(place),
         "dtype": str(computed_in).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
         "num_layers": spec.num_layers, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size, "attention_windows": windows,
@@ -133,7 +137,7 @@ def size(num_bytes: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what a checkpoint is and takes, or why it cannot run, and return 0 or 1."""
-    parser = argparse.ArgumentParser(prog="inspect_model", description=__doc__,
+    parser = argparse.ArgumentParser(prog="batch-manager inspect", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="folder with config.json and *.safetensors, or .gguf file")
     parser.add_argument("--device", help="such as cpu or cuda:0; without it a GPU where there is one")
@@ -155,7 +159,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             parts = ("cannot run: ", error.fact), ("  expected: ", error.expectation), ("  way out:  ", error.fix)
             print("\n".join(name + text for name, text in parts if text), file=sys.stderr)
         return 1
-    print(json.dumps(facts) if options.json else described(facts))
+    try:
+        print(json.dumps(facts) if options.json else described(facts), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):               # the reader, `head` say, has seen enough
+            return 0
+        print(f"batch-manager inspect: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

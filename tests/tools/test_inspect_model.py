@@ -1,6 +1,9 @@
 """inspect_model: what it says is what an engine then does, and it refuses what an engine refuses."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,27 @@ def test_a_machine_that_is_elsewhere_is_planned_for():
     assert 0 < fewer["num_blocks"] < facts["num_blocks"]
     assert list(facts["sequences_by_context"]) == ["2048", "1024", "512"]
     assert facts["sequences_by_context"]["2048"] == facts["num_blocks"] // 32
+
+
+def test_the_device_that_is_elsewhere_has_a_name_that_devices_have():
+    assert inspect_model(MODEL, device="cuda:7", free_bytes=10**9)["device"] == "cuda:7"
+    for name in ("cuda:", "cuda:abc", "cuda:-1", "cuda:1:2", "tpu"):
+        with pytest.raises(ConfigError, match=f"device is '{name}'"):
+            inspect_model(MODEL, device=name, free_bytes=10**9)
+    for free_bytes in (0, -1):
+        with pytest.raises(ConfigError, match=f"the free memory to plan for is {free_bytes} bytes"):
+            inspect_model(MODEL, free_bytes=free_bytes)
+
+
+def test_a_reader_that_goes_and_a_full_disk_are_no_crash():
+    command = [sys.executable, "-m", "batch_manager.tools", "inspect", MODEL, "--device", "cpu"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe, open("/dev/full", "w") as full:
+        for out, status, told in ((pipe, 0, ""),
+                                  (full, 1, "batch-manager inspect: [Errno 28] No space left on device\n")):
+            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+            assert (done.returncode, done.stderr) == (status, told)
 
 
 def test_the_command_prints_text_or_json(capsys):
