@@ -257,7 +257,9 @@ class GenerationLoop:
         outcome = advance(flight.step.batch, output, flight.requests, flight.void, self.deliveries, self._resources,
                           may_have_ended=self.window.depth > 1)
         if self.timings.asking:
-            self.timings.note_tokens(flight.requests, flight.void)
+            # The id of a request that ended while the step ran may belong to another request by now.
+            active = [request for request in flight.requests if self.active.get(request.request_id) is request]
+            self.timings.note_tokens(active, flight.void)
         record.generated_tokens = outcome.generated_tokens
         self.window.num_discarded_tokens += outcome.discarded_tokens
         return outcome
@@ -275,14 +277,11 @@ class GenerationLoop:
         for first in range(0, len(to_send), RESPONSES_AT_ONCE):
             self.callbacks.send(self.deliveries.new_tokens(to_send[first:first + RESPONSES_AT_ONCE]))
         self._expire()
-        if self.finals.held:
-            self.finals.send_held()
 
     def _expire(self) -> None:
-        """End what has passed its deadline: with its tokens where it has some, with an error where it has none."""
+        """End the requests whose deadline has passed: with their tokens, or with an error if they have none. Then send
+        the held finals that no running request holds back any more."""
         expired = self.intake.expired()
-        if not expired:
-            return
         for admitted in self.intake.withdraw(expired.keys()):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
         for request in [self.active.get(request_id) for request_id in sorted(expired) if request_id in self.active]:
@@ -290,6 +289,8 @@ class GenerationLoop:
                 self.finals.end(request, FinishReason.TIMED_OUT)
             else:
                 self.finals.fail(request, ErrorCode.DEADLINE, expired[request.request_id])
+        if self.finals.held:
+            self.finals.send_held()
 
     def _answer_all_active(self, error: SchedulerContractError) -> Outcome:
         """A scheduler that broke a rule has no plan to go on with. Steps in flight are dropped."""

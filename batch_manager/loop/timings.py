@@ -1,7 +1,7 @@
 """When requests arrived, started and got their tokens: for statistics, and for requests that ask."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ..handover import ScheduledBatch
@@ -67,12 +67,12 @@ class Timings:
             return max(now - arrived_at, 0.0)
         return 0.0
 
-    def note_tokens(self, requests: Sequence[LlmRequest], passed_over: Collection[LlmRequest]) -> None:
-        """A step of these requests was read. Only where somebody is `asking`."""
+    def note_tokens(self, requests: Iterable[LlmRequest], passed_over: Collection[LlmRequest]) -> None:
+        """A step of these active requests was read. Call it only if a request is `asking`."""
         now = _ns(self._clock.monotonic())
         for request in requests:
             metrics = self.asking.get(request.request_id)
-            # What is behind its context drew a token.
+            # A request whose whole context is computed got a token.
             if metrics is not None and request.context_read == request.prompt_len and request not in passed_over:
                 self.asking[request.request_id] = replace(
                     metrics, first_token_time_ns=metrics.first_token_time_ns or now, last_token_time_ns=now)

@@ -16,7 +16,10 @@ ASKS = {"return_perf_metrics": True}
 
 
 def metrics_of(world, request_id):
-    final = world.client.final(request_id)
+    return metrics_of_final(world.client.final(request_id))
+
+
+def metrics_of_final(final):
     assert final.names[-len(PERF_TENSORS):] == list(PERF_TENSORS) and len(final.names) == 7 + len(PERF_TENSORS)
     assert all(final.tensors[name].shape == (1,) and final.tensors[name].dtype == "int64" for name in PERF_TENSORS)
     return PerfMetrics(**{name: int(final.tensors[name][0]) for name in PERF_TENSORS})
@@ -55,6 +58,41 @@ def test_a_request_whose_deadline_has_passed_when_it_is_fetched_never_runs(make_
     late, duplicate = sorted(final.error for final in world.client.finals(1))
     assert late.startswith("[DEADLINE]") and duplicate.startswith("[DUPLICATE_REQUEST_ID]")
     assert world.client.final(2).error == ""
+
+
+def test_the_metrics_of_a_request_are_its_own_when_a_step_of_an_earlier_one_with_its_id_is_in_flight(
+        make_world, new_request):
+    world = make_world(enable_trt_overlap=True, max_batch_size=1)
+    world.client.pending = [new_request(1, [1, 2], 12, **ASKS)]
+    world.step(4)
+    world.client.stops = {1}
+    world.step()                                    # it ends while its step runs
+    world.client.stops = set()
+    world.client.pending = [new_request(1, [9] * 3, 4, **ASKS)]
+    for _ in range(20):
+        world.clock.now += 1.0
+        world.step()
+    first, metrics = world.client.finals(1)[0], metrics_of_final(world.client.finals(1)[1])
+    assert first.finish_reason == FinishReason.CANCELLED
+    moments = [metrics.arrival_time_ns, metrics.first_scheduled_time_ns, metrics.first_token_time_ns,
+               metrics.last_token_time_ns]
+    assert moments == sorted(moments) and metrics.first_token_time_ns > metrics.first_scheduled_time_ns
+
+
+def test_held_finals_of_a_static_batch_are_sent_when_its_last_member_expires_while_requests_are_fetched(
+        make_world, new_request):
+    world = make_world(model_type=TrtGptModelType.V1, max_batch_size=2, max_num_sequences=4)
+    world.client.pending = [new_request(1, [1], 1), new_request(2, [1], 9, deadline_s=5.0)]
+    world.step(2)
+    world.clock.now += 6.0
+    world.client.pending = [new_request(3, [1], 2, deadline_s=1.0, arrival_time=world.clock.now - 2.0),
+                            new_request(4, [1], 2)]
+    world.step()
+    assert world.client.final(1).finish_reason == FinishReason.LENGTH
+    assert world.client.final(2).finish_reason == FinishReason.TIMED_OUT
+    assert world.client.final(3).error.startswith("[DEADLINE]")
+    world.run()
+    assert world.client.final(4).error == "" and world.client.final(4).finish_reason == FinishReason.LENGTH
 
 
 def test_a_deadline_counts_from_the_arrival(make_world, new_request):
