@@ -12,7 +12,7 @@ from .._version import __version__
 # command -> (module here with `main(argv) -> exit status`, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("watch", "show in the terminal what a running engine does"),
-    "inspect": ("inspect_model", "say what would run of a checkpoint, and what it takes in memory"),
+    "inspect": ("inspect", "say what would run of a checkpoint, and what it takes in memory"),
     "bench": ("benchmark", "serve a workload and say how fast that was"),
     "workload": ("workload", "write a workload for bench"),
     "host-bench": ("host_benchmark", "time the host's work in an iteration, around a scripted model"),

@@ -1,6 +1,6 @@
 """What would run of a checkpoint, and what it would take in memory, without its weights being loaded.
 
-    python -m batch_manager.tools.inspect_model FOLDER_OR_GGUF_FILE
+    python -m batch_manager.tools.inspect FOLDER_OR_GGUF_FILE
     batch-manager inspect FOLDER --device cuda --free-memory-bytes 80000000000      # planned for another machine
 
 What cannot run is refused with the engine's own text; the exit status is then 1. That every tensor is there, and of the

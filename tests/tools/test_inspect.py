@@ -15,7 +15,7 @@ from batch_manager.models.loading import load_model  # noqa: E402
 from batch_manager.runtime import layouts  # noqa: E402
 from batch_manager.runtime.native_backend import build_native_backend  # noqa: E402
 from batch_manager.tools import __main__ as dispatcher  # noqa: E402
-from batch_manager.tools.inspect_model import inspect_model, main  # noqa: E402
+from batch_manager.tools.inspect import inspect_model, main  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 
