@@ -1,5 +1,7 @@
 """What a trace says of each iteration, and the file it is written to."""
 
+import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +129,43 @@ def test_a_trace_file_of_a_running_engine(tmp_path, make_manager, new_client, ne
         read = list(read_trace(file))
     assert sorted(i for each in read for i in each.finished) == [1, 2, 3, 4, 5]
     assert sum(each.iteration for each in read) == sum(range(len(read)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_trace_and_the_statistics_agree_iteration_by_iteration(seed, make_world, new_request):
+    chooser = random.Random(seed)
+    trace = Trace()
+    is_static = seed % 4 == 3
+    world = make_world(
+        parts={"trace": trace.append}, policy=chooser.choice([*SchedulerPolicy]),
+        model_type=TrtGptModelType.V1 if is_static else TrtGptModelType.InflightFusedBatching,
+        backend={"num_blocks": 8, "tokens_per_block": 8, "max_seq_len": 40, "is_asynchronous": seed % 2 == 1},
+        kv_cache_config=KvCacheConfig(tokens_per_block=8, enable_block_reuse=not is_static and seed % 3 == 0),
+        max_batch_size=3, max_num_sequences=5, enable_trt_overlap=not is_static and seed % 5 == 2)
+    launch = world.loop.backend.start
+    world.loop.backend.start = lambda *given: (setattr(world.clock, "now", world.clock.now + 0.25), launch(*given))[1]
+    for request_id in range(1, 40):
+        world.client.pending.append(new_request(request_id, [1] * chooser.randint(1, 20), chooser.randint(1, 12)))
+        if chooser.random() < 0.5:
+            world.client.stops = {chooser.randint(1, request_id)}
+        world.step(chooser.randint(1, 3))
+    world.run()
+
+    records = {record["Iteration Counter"]: record for record in map(json.loads, world.client.stats)}
+    assert {each.iteration for each in trace.iterations} <= records.keys() and len(trace.iterations) > 50
+    for each in trace.iterations:
+        record = records[each.iteration]
+        told = {"Generation Requests": len(each.generation), "Context Requests": len(each.context),
+                "Total Context Tokens": sum(tokens for _, _, tokens in each.context),
+                "Paused Requests": len(each.paused)}
+        if is_static:    # these describe the whole batch
+            told = {}
+        told |= {"New Requests": len(each.arrived), "Queued Requests": each.queued_requests,
+                 "Used KV cache blocks": each.live_blocks, "Cached KV cache blocks": each.cached_blocks,
+                 "Free KV cache blocks": each.cached_blocks + each.free_blocks}
+        assert {name: record[name] for name in told} == told
+        in_iteration = {*each.generation, *each.paused, *(request_id for request_id, _, _ in each.context),
+                        *(request_id for ids in each.waiting.values() for request_id in ids)}
+        assert not in_iteration or is_static or len(in_iteration) == record["Active Request Count"]
+        assert sum(each.phases_us.values()) == record["Iteration Latency Microseconds"]
+    assert any(each.paused or each.waiting for each in trace.iterations)
