@@ -114,7 +114,7 @@ def open_files() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_outlives_its_test():
-    """No thread of ours, no thread that would keep the interpreter alive, no file."""
+    """T12: no thread of ours, no thread that would keep the interpreter alive, no file."""
     threads, files = set(threading.enumerate()), open_files()
     yield
     deadline = time.monotonic() + 5

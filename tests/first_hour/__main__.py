@@ -1,4 +1,4 @@
-"""Everything for the first hour on a GPU, in calls of at most ten minutes on a machine that has nothing of ours.
+"""T11: everything for the first hour on a GPU, in calls of at most ten minutes on a machine that has nothing of ours.
 
     python -m tests.first_hour --prepare .wheels        where a registry is at hand: download what is missing there
     python -m tests.first_hour --wheels .wheels --call 1 --out FOLDER --commit COMMIT          there; then 2, then 3

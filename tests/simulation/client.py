@@ -89,8 +89,8 @@ class Client:
             world = self.world
             world.record(Other(world.clock.now))
             world.check(not world.get_is_over, "I26: get was called after shutdown had been asked for")
-            world.check(max_num_requests == world.expected_room(), "C3: get was asked for another number than there is "
-                        f"room for, {max_num_requests}")
+            world.check(max_num_requests == world.expected_room(),
+                        f"I32: get was asked for {max_num_requests}, and there is room for {world.expected_room()}")
             fault = self.faults.draw(Place.GET)
             if fault is not None:
                 return self._faulty_get(fault, max_num_requests)
@@ -290,19 +290,19 @@ class Client:
         has_metrics = final and handed is not None and handed.metrics
         more = TOP_TENSORS if top else ()
         self.world.check(names == RESPONSE_TENSORS + more + (PERF_TENSORS if has_metrics else ()),
-                         f"C4: a response has the tensors {names}")
+                         f"I33: a response has the tensors {names}")
         output_ids, lengths, _, _, log_probs, cum_log_probs, reason = arrays[:7]
         if has_metrics:
             self._check_metrics(handed, PerfMetrics.of(tensors), now, lengths.any() and log_probs.shape[2])
         asked = handed is not None and handed.log_probs
         if not asked:
-            self.world.check(not log_probs.any() and not cum_log_probs.any(), "C4: log-probabilities nobody asked for")
+            self.world.check(not log_probs.any() and not cum_log_probs.any(), "I33: log-probabilities nobody asked for")
         if handed is not None and handed.beam_width > 1:
             beams = self._read_beams(handed, output_ids, lengths, log_probs, cum_log_probs, reason)
             return Sent(now, request_id, final, error, beams[0][0], beams[0][1], beams=beams), arrays
         row = output_ids[0, 0].tolist()
         self.world.check(output_ids.shape == (1, 1, lengths[0, 0]) and log_probs.shape[:2] == (1, 1),
-                         "C4: a response has other shapes than it says")
+                         "I33: a response has other shapes than it says")
         if top:
             self._check_top(handed, row[len(row) - log_probs.shape[2]:], log_probs[0, 0], *arrays[7:9])
         return Sent(now, request_id, final, error, row, int(reason[0, 0]),
@@ -313,10 +313,10 @@ class Client:
                    metrics.last_token_time_ns, int(now * 1e9) + 1]
         came = [moment for moment in moments if moment]
         self.world.check(came == sorted(came) or "clock.backward" in self.swarm.faults,
-                         f"C4: times of a request that do not follow one another: {moments}")
+                         f"I33: times of a request that do not follow one another: {moments}")
         self.world.check(abs(metrics.arrival_time_ns / 1e9 - (handed.time - handed.waited_s)) < 1e-6 or (
-            not handed.waited_s and metrics.arrival_time_ns / 1e9 > handed.time), "C4: a wrong arrival time")
-        self.world.check(not has_tokens or bool(metrics.first_token_time_ns), "C4: tokens without a first one")
+            not handed.waited_s and metrics.arrival_time_ns / 1e9 > handed.time), "I33: a wrong arrival time")
+        self.world.check(not has_tokens or bool(metrics.first_token_time_ns), "I33: tokens without a first one")
 
     def _check_top(self, handed: Handed, tokens: list[int], log_probs, ids, values) -> None:
         """The scripted model's likeliest tokens are those after the one that it samples, each less likely by one."""
@@ -326,18 +326,18 @@ class Client:
         expected = np.where(known, (np.array(tokens, int)[:, None] + ranks) % vocab, 0)
         fit = (ids.shape == values.shape == (1, 1, len(tokens), len(ranks)) and (ids[0, 0] == expected).all()
                and (values[0, 0] == np.where(known, log_probs[:, None] - ranks, -np.inf)).all())
-        self.world.check(fit, "C4: the likeliest tokens are not those of the tokens that they came with")
+        self.world.check(fit, "I33: the likeliest tokens are not those of the tokens that they came with")
 
     def _read_beams(self, handed: Handed, output_ids, lengths, log_probs, cum_log_probs, reason) -> list[list]:
         width, longest, start = handed.beam_width, int(lengths.max()), 0 if handed.excludes else len(handed.prompt)
         fit = (output_ids.shape == (1, width, longest) and log_probs.shape == (1, width, longest - start)
                and lengths.shape == cum_log_probs.shape == reason.shape == (1, width))
-        self.world.check(fit, "C4: a response with beams has other shapes than it says")
+        self.world.check(fit, "I33: a response with beams has other shapes than it says")
         beams, pad = [], max(handed.end_id, 0)
         for beam, length in enumerate(lengths[0].tolist()):
             row, probs = output_ids[0, beam].tolist(), log_probs[0, beam].tolist()
             self.world.check(set(row[length:]) <= {pad} and not any(probs[length - start:]),
-                             "C4: there is something behind the end of a beam")
+                             "I33: there is something behind the end of a beam")
             asked = (float(cum_log_probs[0, beam]), probs[:length - start]) if handed.log_probs else (None, None)
             beams.append([row[:length], int(reason[0, beam]), *asked])
         return beams

@@ -45,6 +45,7 @@ def test_the_menu_has_what_it_says():
 
 @pytest.mark.parametrize("seed", [1, 14, 29])
 def test_a_seed_is_one_run_state_by_state(seed):
+    """I30"""
     first, second = simulate(seed), simulate(seed)
     assert first.digests == second.digests and len(first.digests) > 40
     assert (first.hits, first.markers) == (second.hits, second.markers)

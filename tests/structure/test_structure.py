@@ -1,4 +1,4 @@
-"""The shape of the package, kept by reading its source: floors, and who may name what."""
+"""T13: the shape of the package, kept by reading its source: floors, and who may name what."""
 
 import ast
 import re
