@@ -8,7 +8,7 @@ from ..requests.llm_request import LlmRequest
 class ActiveRequests:
     """Active requests by id and in order, each with a slot.
 
-    Order: by priority, larger first; inside one priority by arrival. A paused request keeps its place.
+    Order: by priority, larger first; inside one priority by arrival. A paused request keeps its position.
     Slots are the smallest free numbers, so that tables indexed by slot stay as small as the number of requests.
 
     in_order   the requests in that order; only this class changes it
@@ -33,12 +33,12 @@ class ActiveRequests:
         return self._by_id.get(request_id)
 
     def add(self, request: LlmRequest) -> None:
-        """Take a request in behind all of at least its priority, and give it a slot."""
+        """Insert a request after all of at least its priority, and give it a slot."""
         assert request.request_id not in self._by_id
-        place = len(self.in_order)
-        while place and self.in_order[place - 1].priority < request.priority:
-            place -= 1
-        self.in_order.insert(place, request)
+        index = len(self.in_order)
+        while index and self.in_order[index - 1].priority < request.priority:
+            index -= 1
+        self.in_order.insert(index, request)
         self._by_id[request.request_id] = request
         if self._free_slots:
             request.seq_slot = self._free_slots.pop()
@@ -47,13 +47,13 @@ class ActiveRequests:
             self._num_slots += 1
 
     def remove(self, request: LlmRequest) -> None:
-        """Let a request go; its id and its slot are free at once."""
+        """Remove a request. Its id and its slot are free at once."""
         del self._by_id[request.request_id]
         self.in_order.remove(request)
         self._free_slots.append(request.seq_slot)
 
     def clear(self) -> None:
-        """Let everybody go, in whatever state this is."""
+        """Remove all requests, whatever state this object is in."""
         self._by_id.clear()
         self.in_order.clear()
         self._free_slots = list(range(self._num_slots))

@@ -1,4 +1,4 @@
-"""Give every sequence of a step what it yielded."""
+"""Apply the output of a step to its requests."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 @dataclass(slots=True)
 class Outcome:
-    """What each request is to be sent, in batch order.
+    """What becomes of the requests of a step, in batch order.
 
     to_send             streaming requests with new tokens that go on
     ended               requests that came to their natural end, and why
@@ -32,12 +32,12 @@ class Outcome:
 
 def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest], void: Collection[LlmRequest],
             deliveries: Deliveries, resources: Resources, *, may_have_ended: bool = True) -> Outcome:
-    """Append tokens, note what of the contexts was read, keep what was asked for, let beams go on with
-    their parents' blocks, and publish what others may use.
+    """Append the tokens, record how much of each context was read, keep the values that requests asked for, reorder
+    beams with their blocks, and publish the blocks that others may use.
 
-    requests   of the batch, in its order, as they were when it was launched: one that has ended since is passed over,
-               whatever request has its slot now
-    void       those of them whose rows are passed over as well
+    requests   of the batch at its launch, in batch order. One that has ended since is skipped, whichever request has
+               its slot now
+    void       those of them whose rows are skipped as well
     may_have_ended   False where the step was launched in this iteration: none has ended since
     Mutates the requests of the batch. A sequence named in `output.failures` is left as it was.
     """
@@ -46,14 +46,14 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
     if batch.context:
         _read_contexts(batch, output, requests, void, deliveries, resources)
     listeners, tokens, starts = deliveries.listeners, output.tokens.tolist(), output.row_starts
-    drawing = _requests_of_rows(batch, output, requests)
+    sampled = _requests_of_rows(batch, output, requests)
     if starts is None and batch.generation.num_drafts is None and not (
             deliveries.asking or failures or void or output.finish.any()
-            or may_have_ended and [request for request in drawing if request.state is COMPLETE]):
+            or may_have_ended and [request for request in sampled if request.state is COMPLETE]):
         # The common case: one token each, and only a length may end any of them. It takes half as long for 256 rows.
-        outcome.ended = [(request, FinishReason.LENGTH) for request in add_a_token_to_each(drawing, tokens)]
+        outcome.ended = [(request, FinishReason.LENGTH) for request in add_a_token_to_each(sampled, tokens)]
         if listeners:
-            outcome.to_send = [request for request in drawing
+            outcome.to_send = [request for request in sampled
                                if request.request_id in listeners and request.state is not COMPLETE]
         outcome.generated_tokens = len(tokens)
         return outcome
@@ -63,8 +63,8 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
                           if request.state is not COMPLETE and request not in void
                           and request.seq_slot in failures]
     failed = {request for request, _ in outcome.failed}
-    starts = range(len(drawing) + 1) if starts is None else starts.tolist()
-    for row, (request, finish) in enumerate(zip(drawing, output.finish.tolist(), strict=True)):
+    starts = range(len(sampled) + 1) if starts is None else starts.tolist()
+    for row, (request, finish) in enumerate(zip(sampled, output.finish.tolist(), strict=True)):
         start, stop = starts[row], starts[row + 1]
         if request.state is COMPLETE or request in void:
             outcome.discarded_tokens += stop - start
@@ -90,17 +90,17 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
         elif streams:
             outcome.to_send.append(request)
     if batch.generation.num_drafts is not None:
-        _reject_drafts(batch, starts, drawing, outcome, void, resources)
+        _reject_drafts(batch, starts, sampled, outcome, void, resources)
     return outcome
 
 
-def _reject_drafts(batch: ScheduledBatch, starts: Sequence[int], drawing: Sequence[LlmRequest], outcome: Outcome,
+def _reject_drafts(batch: ScheduledBatch, starts: Sequence[int], sampled: Sequence[LlmRequest], outcome: Outcome,
                    void: Collection[LlmRequest], resources: Resources) -> None:
-    """Give back the room of drafts that were not accepted, of the requests that go on."""
+    """Release the room of drafts that were not accepted, of the requests that go on."""
     drafts = dict(zip(batch.generation.slots.tolist(), batch.generation.num_drafts.tolist()))
     over = {request for request, _ in (*outcome.ended, *outcome.failed)}
     rejected: dict[LlmRequest, int] = {}
-    for row, request in enumerate(drawing):
+    for row, request in enumerate(sampled):
         if request.state is COMPLETE or request in over or request in void or request.seq_slot not in drafts:
             continue
         request.propose(())
@@ -112,7 +112,8 @@ def _reject_drafts(batch: ScheduledBatch, starts: Sequence[int], drawing: Sequen
 
 def _advance_beams(request: LlmRequest, output: StepOutput, row: slice, outcome: Outcome, deliveries: Deliveries,
                    resources: Resources) -> FinishReason | None:
-    """Let the beams of a request go on, or replace them by the results of its search. Why it has ended, or None."""
+    """Extend the beams of a request, or replace them by the results of its search. Returns why the request has ended;
+    None: it goes on."""
     slot = request.seq_slot
     hypotheses, logits = output.hypotheses.get(slot), output.generation_logits.get(slot)
     if hypotheses is None:
@@ -142,12 +143,12 @@ def _read_contexts(batch: ScheduledBatch, output: StepOutput, requests: Sequence
 def _requests_of_rows(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
     """The request of each row of the output."""
     contexts = len(batch.context)
-    drawing = list(requests)
+    sampled = list(requests)
     if contexts:
-        drawing = [request for work, request in zip(batch.context, requests) if work.is_last_chunk]
-        drawing += requests[contexts:]
-    if len(drawing) != len(output.slots):    # sequences that failed alone, or had ended before a rerun, have no row
+        sampled = [request for work, request in zip(batch.context, requests) if work.is_last_chunk]
+        sampled += requests[contexts:]
+    if len(sampled) != len(output.slots):    # sequences that failed alone, or had ended before a rerun, have no row
         slots = set(output.slots.tolist())
         works = [work.slot for work in batch.context if work.is_last_chunk] + batch.generation.slots.tolist()
-        drawing = [request for slot, request in zip(works, drawing, strict=True) if slot in slots]
-    return drawing
+        sampled = [request for slot, request in zip(works, sampled, strict=True) if slot in slots]
+    return sampled

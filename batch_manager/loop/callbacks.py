@@ -40,7 +40,7 @@ class GuardedCallbacks:
     guard        of the engine
     unanswered   items that still need a final response
     fetched      calls get, and holds what it returned and no iteration has read yet
-    wants_stats  there is a callback for them
+    wants_stats  there is a callback for statistics
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class GuardedCallbacks:
         """Responses that are not the last of their requests: (request id, tensors), in order.
 
         One guarded block holds all callbacks up to one that raises, because a block costs as much as a short callback.
-        What a block does for a callback is done here for each: the heartbeat says since when it runs, a process that
-        was forked in it ends behind it, and what it raises costs its own response alone.
+        What a block does for one callback is done here for each: the heartbeat gets the time at which it begins, a
+        process that was forked in it ends after it, and what it raises costs its own response only.
         """
         guard, process_id = self.guard, self.guard.process_id
         monotonic, heartbeat = guard.monotonic, guard.heartbeat
@@ -96,13 +96,13 @@ class GuardedCallbacks:
                     if forked_child.current_process_id != process_id:
                         break    # the block ends it
                     heartbeat.since = monotonic()
-                    if forked_child.current_process_id != process_id:    # by a clock of the user's
+                    if forked_child.current_process_id != process_id:    # forked in a clock of the user's
                         break
                 is_done = True
 
     def send_final(self, request_id: int, tensors: list, error_message: str = "",
                    code: ErrorCode | None = None) -> None:
-        """The last response of a request that is alive. Raises InternalError when it had it already."""
+        """The last response of a live request. Raises InternalError when it was sent before."""
         alive = self.unanswered.alive
         if request_id not in alive:
             raise InternalError(f"request {request_id} was to have a second final response")
@@ -128,18 +128,18 @@ class GuardedCallbacks:
             self._send(request_id, tensors, True, error_message)
 
     def after_responses(self) -> None:
-        """Call the hook of this name, where a response was sent since it was called last."""
+        """Call the hook `after_responses` if a response was sent since its last call."""
         if self._has_responded:
             if self._after_responses is None:
                 self._has_responded = False
                 return
             with self._in_after_responses:
-                # As in `_send_last`: nothing comes between these two.
+                # As in `_send_last`: no exception of another thread can come between these two.
                 self._has_responded = False
                 self._after_responses()
 
     def at_end(self, health: Callable[[], dict[str, Any]]) -> None:
-        """Call the hook of this name with what `health` returns, if it was not called before."""
+        """Call the hook `at_end` with what `health` returns, unless it was called before."""
         for _ in range(ATTEMPTS_AT_END):    # an exception that strikes before the hook runs costs one
             if self._at_end is None:
                 return
@@ -168,7 +168,7 @@ class GuardedCallbacks:
 
 
 def _integers(signals: Any) -> set[int]:
-    """What of it can be an id. Runs code of the user."""
+    """The integers among the signals. Runs code of the user."""
     if type(signals) is set:
         signals = signals.copy()    # its owner may add to it meanwhile
     elif not hasattr(type(signals), "__len__"):
@@ -176,6 +176,6 @@ def _integers(signals: Any) -> set[int]:
     integers = set()
     for signal in signals:
         if type(signal) is not bool:
-            with suppress(BaseException):    # it is no integer, whatever it raised when it was asked
+            with suppress(BaseException):    # what raises here is no integer
                 integers.add(index(signal))
     return integers

@@ -19,15 +19,15 @@ LONGEST_BACK_OFF_S = 0.1
 
 
 class FetchedItems:
-    """What calls of get returned and no iteration has read yet, the oldest first.
+    """Items that calls of get returned and that no iteration has read yet, the oldest first.
 
-    A collection that knows its size, or an iterator that knows what is left, was handed over whole: what one iteration
-    does not read waits for the next. Of anything else, generators above all, only what is read within the first
-    iteration was ever handed over.
+    A collection with a length, or an iterator with a length hint, counts as handed over whole: items that one iteration
+    does not read wait for the next. Of anything else, such as a generator, only the items that the first iteration
+    reads count as handed over.
 
-    No item is lost whatever is raised, wherever; unanswered.py says how. A block of `in_get` that reads holds one call
-    and prepares it outside: an exception of another thread that struck between two calls inside would count as one of
-    the value's own, which ends the reading.
+    No item is lost whatever is raised, wherever; unanswered.py says how. A block of `in_get` that reads holds one call,
+    which is prepared outside: an exception of another thread that struck between two calls inside would count as the
+    value's own, and end the reading.
 
     in_get     the guarded block of the get callback and of what it returned, which runs code of the user too
     back_off   holds after a failure of either
@@ -51,7 +51,7 @@ class FetchedItems:
     def ask(self, max_num_requests: int) -> None:
         """Call get, unless the back-off after a failure still holds.
 
-        While items of an earlier call are unread it does not ask: they would pile up without a bound.
+        get is not called while items of an earlier call are unread: they would pile up without a bound.
         """
         back_off = self.back_off
         if self._returned or (back_off.seconds and not back_off.is_over):
@@ -85,7 +85,8 @@ class FetchedItems:
         return False
 
     def end_iteration(self) -> None:
-        """This iteration reads no more. What is left in something that was begun and has no size is let go."""
+        """This iteration reads no more. If the oldest object has no size and its reading has begun, the rest of it is
+        dropped."""
         if self._returned and self._returned[0].iterator and not self._returned[0].is_sized:
             num_read = self._returned[0].num_read
             del self._returned[0]
@@ -93,8 +94,8 @@ class FetchedItems:
                           "the first %d items were read and the rest is dropped; return a list", num_read)
 
     def stop_growing(self) -> None:
-        """Read no more than there is now, so that reading comes to an end: a client may put a refused item back into
-        the collection it came from."""
+        """Limit reading to the items that are there now, so that it comes to an end: a client may put a refused item
+        back into the collection that it came from."""
         for returned in self._returned:
             if returned.value and returned.is_sized and not (returned.is_copied or returned.size_at_end):
                 if not hasattr(type(returned.value[0]), "__len__"):
@@ -104,7 +105,7 @@ class FetchedItems:
                     returned.size_at_end.extend(size)
 
     def _begin(self, returned: "_Returned") -> bool:
-        """Whether there may be something to read. Begins to iterate, unless that was done."""
+        """Start the iteration unless it was started. Returns whether there may be something to read."""
         if not returned.iterator and not returned.is_nothing:
             iterator = map(iter, map(tuple, map(iter, returned.value)) if returned.is_copied else returned.value)
             with self.in_get:
@@ -139,7 +140,8 @@ class _Returned:
 
     @property
     def is_iterable(self) -> bool:
-        """Whether it can be iterated over, as far as is known without running code of the user; nothing can."""
+        """Whether it can be iterated over, as far as is known without running code of the user. None counts as
+        iterable."""
         kind = type(self.value[0])
         return kind in COLLECTIONS or self.value[0] is None or _has(kind, "__iter__") or _has(kind, "__getitem__")
 
@@ -162,7 +164,7 @@ class _Returned:
 
 
 def _has(kind: type, name: str) -> bool:
-    """Whether the objects of a class have a method of this name; its metaclass is not asked."""
+    """Whether the objects of a class have a method of this name. Does not ask the metaclass."""
     try:
         type.__getattribute__(kind, name)
     except AttributeError:
@@ -173,8 +175,8 @@ def _has(kind: type, name: str) -> bool:
 class BackOff:
     """How long get is not called after a failure: 1 ms, doubled by each further failure up to 100 ms.
 
-    seconds   of the back-off that was begun last; 0: there was no failure since a call that returned
-    ends_at   when it is over, in seconds of the clock
+    seconds   length of the last back-off; 0: no call has failed since one returned
+    ends_at   end of the last back-off, in seconds of the clock
     """
 
     def __init__(self, guard: Guard) -> None:

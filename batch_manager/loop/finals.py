@@ -1,4 +1,4 @@
-"""The end of a request: it gives everything back, then it gets one final response. Finals are sent from here alone."""
+"""The end of a request: it releases what it holds, then it gets one final response. Only this file sends finals."""
 
 from ..contained_log import log
 from ..errors import BatchManagerError, error_text
@@ -55,13 +55,13 @@ class Finals:
         return self._unanswered.errors
 
     def end(self, request: LlmRequest, reason: FinishReason) -> None:
-        """A request that ran ends well: its final carries what it has not been told yet."""
+        """A request that ran ends without an error. Its final carries all that it has not been sent yet."""
         metrics = self._timings.take(request, self._resources)
         delivery = self._take_out(request, keep_computed=True)
         self._send_final(request, delivery, reason, metrics)
 
     def send_held(self) -> None:
-        """Send what was held back and no longer need be."""
+        """Send the held finals that need not wait any longer."""
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
         """A request that ran ends with an error.
@@ -72,7 +72,7 @@ class Finals:
         self._send_error(request.request_id, code, error_text(code, f"request {request.request_id}: {message}"))
 
     def end_waiting(self, admitted: Admitted, reason: FinishReason) -> None:
-        """A request that never ran ends well, with no tokens."""
+        """A request that never ran ends without an error and without tokens."""
         metrics = self._timings.take(admitted.request, self._resources)
         self._intake.forget(admitted.request.request_id)
         self._deliveries.admit(admitted)
@@ -84,7 +84,7 @@ class Finals:
         self._send_error(request_id, code, error_text(code, f"request {request_id}: {message}"))
 
     def answer_refusals(self) -> None:
-        """To be called before any other final: a double is refused while the request it is a double of is alive."""
+        """Call before any other final: a duplicate id is refused while the original is alive."""
         refusals = self._unanswered.refusals
         while refusals:
             error, text = refusals[0].error, refusals[0].error.response_text()
@@ -92,10 +92,10 @@ class Finals:
             self._callbacks.send_refusal(text, error.code)
 
     def fail_everything(self, error: BatchManagerError) -> None:
-        """Answer every unanswered item: refusals with their own text, living requests with this error.
+        """Answer every unanswered item: refusals with their own text, live requests with this error.
 
-        Goes by `UnansweredItems` alone, and touches no pool and no device: any other state may be what broke. If this
-        raises, the rest is left for the next call.
+        Uses `UnansweredItems` only, and touches no pool and no device: any other state may be broken. If this raises,
+        the rest is left for the next call.
         """
         self.answer_refusals()
         self.ended += [request.request_id for request in self._active]

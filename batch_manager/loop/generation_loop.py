@@ -44,11 +44,11 @@ RESPONSES_AT_ONCE = 32    # made before they are sent: so few that Python's garb
 class GenerationLoop:
     """Runs iterations. One thread calls it; nothing here knows which.
 
-    Up to `limits.window_depth` steps are in flight. In one iteration the next step is launched before the oldest one is
-    read; steps/window.py says which requests it may have in common with those in flight.
+    Up to `limits.window_depth` steps are in flight. An iteration launches the next step before it reads the oldest one;
+    steps/window.py says which requests the steps may share.
 
-    What a failure costs is decided by where it is caught: one sequence (StepRunner), the active requests (a scheduler
-    that broke its contract), or everything (`fail`, called by whoever runs the loop when `step` raises).
+    Where a failure is caught decides what it costs: one sequence (StepRunner), the active requests (a scheduler that
+    broke its contract), or all requests (`fail`, called by the worker when `step` raises).
 
     failure     why the engine failed, None while it runs; afterwards every request is answered with it
     iteration   number of the next record
@@ -118,9 +118,10 @@ class GenerationLoop:
         return not (items.alive or items.refusals or items.undecided or self.callbacks.fetched)
 
     def answer_the_rest(self, error: BatchManagerError) -> None:
-        """One final with this error for everything alive and everything handed over. Afterwards the loop is empty.
+        """Send one final with this error for each live request and each item that is handed over. Afterwards the loop
+        is empty.
 
-        What raises in here leaves the rest for the next call; so it is with `fail`.
+        An exception in here leaves the rest for the next call; the same holds for `fail`.
         """
         self.window.forget()
         if self.failure is None:
@@ -133,15 +134,16 @@ class GenerationLoop:
         self.callbacks.after_responses()
 
     def _give_everything_back(self) -> None:
-        """The end, of an engine that is whole: nobody holds a block when he is told of it."""
+        """Release what all requests hold, so that none holds a block when its final callback runs. Not for an engine
+        that has failed."""
         try:
             for request in self.active:
                 self._resources.release(request)
         except BaseException:    # the finals matter more
-            log.exception("what requests held could not be given back at the end")
+            log.exception("what requests held could not be released at the end")
 
     def fail(self, error: BatchManagerError) -> None:
-        """The engine cannot go on: answer everybody now, and everybody who comes until shutdown."""
+        """The engine cannot go on: answer every request now, and every later one until shutdown."""
         if self.failure is None:
             self.failure = error
         self.window.forget()
@@ -151,7 +153,7 @@ class GenerationLoop:
     # fetch
 
     def _room(self) -> int | None:
-        """Places among the active requests, None: unbounded."""
+        """How many more requests may become active; None: unbounded."""
         limits = self.limits
         return None if limits.unbounded_sequences else max(limits.max_num_sequences - len(self.active.in_order), 0)
 
@@ -163,7 +165,7 @@ class GenerationLoop:
             self._resources.admit(admitted)
             self.deliveries.admit(admitted)
         record.had_refusals = bool(self.unanswered.refusals)
-        if self.intake.came_late:            # it must not run; a duplicate of it is told so while it is alive
+        if self.intake.came_late:            # it must not run; its duplicates are refused first, while it is alive
             self.finals.answer_refusals()
             self._expire()
         record.active_requests = len(self.active.in_order)
@@ -172,7 +174,7 @@ class GenerationLoop:
     # schedule, claim, start
 
     def _schedule(self, record: IterationRecord) -> SchedulerOutput | None:
-        """A plan that keeps all rules; None where nothing can be planned before a step in flight was read."""
+        """A plan that keeps all rules; None if nothing can be planned until a step in flight has been read."""
         if not record.active_requests or self.window.must_be_read:
             return None
         active = list(self.active.in_order)
@@ -185,7 +187,7 @@ class GenerationLoop:
                 what = "its plan cannot be read: that"
                 plan = plain_plan(plan, len(active))
                 if self._pauses_in_flight(plan):
-                    return None    # what that step yields may let others go, and is read first
+                    return None    # that step is read first: requests may end in it, and no pause is needed then
                 check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits)
         except ForeignCodeError as failure:    # it costs the active requests and no more
             rule = f"{what} raised {type_name(failure.error)}"
@@ -203,7 +205,7 @@ class GenerationLoop:
         return plan
 
     def _pauses_in_flight(self, plan: SchedulerOutput) -> bool:
-        """Whether a request that a step in flight works on is to be paused. What is no plan pauses nobody."""
+        """Whether the plan pauses a request that is in a step in flight. An object that is no plan pauses none."""
         return (isinstance(plan, SchedulerOutput) and bool(plan.paused_requests)
                 and self.window.holds_any(plan.paused_requests))
 
@@ -238,9 +240,9 @@ class GenerationLoop:
     # finish, advance
 
     def _finish(self, batch: ScheduledBatch | None) -> FinishedStep | None:
-        """The oldest step in flight, read; None while more can be launched first.
+        """Read the oldest step in flight; None while more can be launched first.
 
-        batch   what this iteration launched
+        batch   launched by this iteration; None: nothing was
         """
         window = self.window
         if window.is_full:
@@ -293,7 +295,7 @@ class GenerationLoop:
             self.finals.send_held()
 
     def _answer_all_active(self, error: SchedulerContractError) -> Outcome:
-        """A scheduler that broke a rule has no plan to go on with. Steps in flight are dropped."""
+        """The scheduler broke a rule, so there is no plan: fail the active requests, and drop the steps in flight."""
         self.finals.answer_refusals()
         for request in list(self.active.in_order):
             self.finals.fail(request, error.code, str(error))
@@ -303,7 +305,7 @@ class GenerationLoop:
     # poll
 
     def _poll_stops(self) -> None:
-        """End what was asked to stop and is alive at this moment; other ids are not remembered."""
+        """End the live requests that are to stop; other ids are not remembered."""
         stops = self.callbacks.poll_stops()
         if not stops:
             return
@@ -317,8 +319,8 @@ class GenerationLoop:
     # report
 
     def _report(self, record: IterationRecord) -> bool:
-        """Close the iteration. Whether it did anything. Nothing is reported for one without an active request
-        and without a refusal."""
+        """Close the iteration. Returns whether it did anything. An iteration without an active request and without a
+        refusal is not reported."""
         if self.failure is None:
             self.kv.check_totals()
         if self.finals.ended:
@@ -332,7 +334,7 @@ class GenerationLoop:
                 self.reporter.trace(record, self._phase_times.take(), len(self.intake))
             self._send_record(record)
             if self._flush_stats_when_idle and record.active_requests and self.is_empty:
-                self.window.drop_all()    # what it still computes is for nobody
+                self.window.drop_all()    # no request needs what they still compute
                 self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
                                                   self.clock.monotonic(), kv_cache=self.kv.usage(),
                                                   static_batch=self._no_static_batch))

@@ -47,7 +47,7 @@ class Intake:
     arrived         ids accepted since `take_arrived` was called
     timings         of the accepted requests
     num_prompt_tokens   of the accepted requests
-    came_late       by its arrival_time, a request was accepted after its deadline; False after `expired` was called
+    came_late       a request was accepted after its deadline, which counts from its arrival_time; `expired` resets it
     num_warnings    accepted requests that were changed on the way in (an output length cut to what fits)
     """
 
@@ -76,7 +76,7 @@ class Intake:
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """Accepted requests that wait for a place among the active ones."""
+        """Accepted requests that wait to become active."""
         return len(self._queue)
 
     @property
@@ -94,30 +94,30 @@ class Intake:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for a place among the active ones."""
+        """Prompt tokens of the requests that wait to become active."""
         return self._queued_tokens
 
     @property
     def unaddressable(self) -> int:
-        """Items without a usable id: counted and logged, since nobody can be answered."""
+        """Items without a usable id. They are counted and logged; no response can be sent for them."""
         return self._unanswered.num_unaddressable
 
     def holds(self, request_id: int) -> bool:
         return request_id in self._queued_ids
 
     def ask(self, room: int | None) -> None:
-        """Call the get callback for as many requests as there are places left once the queue has moved in.
+        """Call the get callback for as many requests as there is room for after the queue has moved in.
 
-        room   places among the active requests, None: unbounded
+        room   how many more requests may become active; None: unbounded
         """
         if not self.is_terminating:
             self._callbacks.fetched.ask(-1 if room is None else max(room - len(self._queue), 0))
 
     def fetch(self, room: int | None, is_active: Callable[[int], bool],
               failure: BatchManagerError | None = None) -> list[Admitted]:
-        """Decide what was fetched, up to max_admissions_per_iteration items. Refused items join the unanswered.
+        """Decide up to max_admissions_per_iteration of the fetched items. Refused ones join the unanswered items.
 
-        room         places among the active requests, None: unbounded. The queue goes first.
+        room         how many more requests may become active; None: unbounded. The queue goes first.
         is_active    whether an id belongs to an active request
         failure      when given, every item is refused with it
         Returns the requests that become active now.
@@ -227,11 +227,11 @@ class Intake:
             self._warning_log.log(logging.WARNING, "%s (%d so far)", warning, self.num_warnings)
 
     def _enqueue(self, admitted: Admitted) -> None:
-        """A larger priority waits before a smaller one, and equal ones in the order they came."""
-        queue, place = self._queue, len(self._queue)
-        while place and queue[place - 1].request.priority < admitted.request.priority:
-            place -= 1
-        queue.insert(place, admitted)
+        """Insert by priority, larger first; equal priorities keep the order of arrival."""
+        queue, index = self._queue, len(self._queue)
+        while index and queue[index - 1].request.priority < admitted.request.priority:
+            index -= 1
+        queue.insert(index, admitted)
         self._queued_ids.add(admitted.request.request_id)
         self._queued_tokens += admitted.request.prompt_len
 
@@ -251,7 +251,7 @@ class Intake:
         return arrived
 
     def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
-        """Take these out of the queue; ids that do not wait are passed over."""
+        """Take these out of the queue; ids that are not in it are ignored."""
         wanted = request_ids & self._queued_ids
         if not wanted:
             return []
@@ -275,7 +275,8 @@ class Intake:
         self.timings.clear()
 
     def expired(self) -> dict[int, str]:
-        """The ids whose deadline has passed, and the error for each that has no token by then. Each is named once."""
+        """The ids whose deadline has passed, each with the error text for a request without a token. An id is returned
+        once."""
         self.came_late = False
         if not self._deadlines:
             return {}

@@ -11,14 +11,14 @@ NO_PLAN = SchedulerOutput()
 
 @dataclass(slots=True)
 class IterationRecord:
-    """One iteration. The step is described as it was launched: which requests were active, which ran, which blocks were
-    in use.
+    """One iteration. It describes the step at its launch: which requests were active, which ran, which blocks were in
+    use.
 
     number             rises by one with every record that is reported
     micro_batch_id     which of the micro-batches in flight it launches
     started_at         seconds, of the engine's clock
     active_requests    when the step was planned
-    plan               what was carried out of it; empty where nothing was launched
+    plan               what was carried out; empty where nothing was launched
     chunks             (request id, first position, tokens) of each context chunk
     kv_cache           None until the step was launched
     static_batch       where batches are static, the one that ran, empty where none did; None: batching in flight
@@ -47,12 +47,12 @@ class IterationRecord:
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since construction, and what stands now.
+    """Counts since construction, and current values.
 
-    recomputed_tokens   that pauses threw away
-    discarded_tokens    that were computed for requests which had ended by the time they were read
+    recomputed_tokens   computed tokens that pauses discarded
+    discarded_tokens    tokens of requests that had ended when their step was read
     steps_in_flight     launched and not read
-    queued_requests, queued_tokens   accepted, waiting for a place among the active ones
+    queued_requests, queued_tokens   accepted, waiting to become active
     accepted, refused   items
     prompt_tokens       of accepted requests
     """

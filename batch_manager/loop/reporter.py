@@ -13,7 +13,7 @@ from .timings import Timings
 
 
 class Reporter:
-    """One record for every iteration that had an active request; none when idle.
+    """Makes a record of an iteration, and a trace where one is wanted.
 
     wants_trace   there is a callable that takes traces
     """
@@ -99,13 +99,13 @@ class Reporter:
         callbacks.return_stats(to_json(stats))
 
     def _figures_now(self) -> dict[str, int]:
-        """What the backend counts; nothing where it cannot say."""
+        """The backend's own figures; none where it raises."""
         with self._in_figures:
             return {str(name): index(value) for name, value in self._figures_of_backend().items()}
         return {}
 
     def _memory_now(self) -> MemoryUsage:
-        """Zeros from a backend that does not know: a number for people to look at costs no request."""
+        """The backend's memory; zeros where it raises, because a statistic must cost no request."""
         with self._in_memory_usage:
             memory = self._backend.memory_usage()
             gpu, cpu, pinned = map(index, (memory.gpu, memory.cpu, memory.pinned))

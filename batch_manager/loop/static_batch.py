@@ -17,7 +17,7 @@ from .finals import Finals
 class StaticBatch:
     """The batch that was formed last, in numbers.
 
-    stats   as it was formed; nothing that happens to a member changes them
+    stats   of the batch when it was formed; they do not change with its members
     """
 
     def __init__(self, max_seq_len: int) -> None:
@@ -25,7 +25,7 @@ class StaticBatch:
         self.stats = StaticBatchStats()
 
     def padded(self, batch: ScheduledBatch, plan: SchedulerOutput) -> ScheduledBatch:
-        """The batch with a row for each member in generation, those that are done included. Contexts form a new one."""
+        """The batch with a generation row for each member, finished members included. Contexts form a new batch."""
         if plan.context_requests:
             self.stats = StaticBatchStats.of(plan.context_requests, self._max_seq_len)
         return replace(batch, num_places=self.stats.members)
@@ -34,9 +34,9 @@ class StaticBatch:
 class HeldFinals(Finals):
     """Finals that wait for the last member of the batch.
 
-    A request that came to its natural end stays among the active ones, with its blocks, and does not run any more. Its
-    final is sent when the last one that runs has ended, however it ended. A request that is stopped, fails or runs out
-    of time gets its final at once, and the batch goes on; had it come to its natural end before, the final says that.
+    A request that has ended naturally stays active, keeps its blocks, and does not run any more. Its final is sent when
+    the last running member has ended, for whatever reason. A request that is stopped, fails or times out gets its final
+    at once, and the batch goes on; if it had ended naturally before, the final says so.
     """
 
     def end(self, request: LlmRequest, reason: FinishReason) -> None:

@@ -16,7 +16,7 @@ from ..steps.resources import Resources
 class Timings:
     """Arrivals of the requests that have not started, and the metrics of those that asked for them.
 
-    asking           request id -> its metrics so far. Where it is empty, nothing is computed for anybody's metrics
+    asking           request id -> its metrics so far. Where it is empty, no metrics are computed
     waiting          request id -> seconds of the clock when it arrived, of accepted requests that never were in a step
     lookup_tokens, hit_tokens   of prompts at their first start, where blocks are reused: all, and those found
     started          requests that were in a step for the first time since `take_started` was called
@@ -62,7 +62,7 @@ class Timings:
         return taken
 
     def oldest_wait_s(self, now: float) -> float:
-        """How long the request waits that waits longest of those in the order of their admission; 0.0: none waits."""
+        """How long the first waiting request, in order of admission, has waited; 0.0: none waits."""
         for arrived_at in self.waiting.values():
             return max(now - arrived_at, 0.0)
         return 0.0
@@ -78,7 +78,7 @@ class Timings:
                     metrics, first_token_time_ns=metrics.first_token_time_ns or now, last_token_time_ns=now)
 
     def note_pauses(self, paused: Sequence[LlmRequest], kv: KvCacheManager) -> None:
-        """These are about to give back what they hold. Only where somebody is `asking`."""
+        """These are about to release what they hold. Call it only if a request is `asking`."""
         for request in paused:
             metrics = self.asking.get(request.request_id)
             if metrics is not None:
@@ -88,7 +88,7 @@ class Timings:
                                                           recomputed_tokens=metrics.recomputed_tokens + computed)
 
     def take(self, request: LlmRequest, resources: Resources) -> PerfMetrics | None:
-        """The metrics of a request that is about to give back what it holds for the last time; None: it did not ask."""
+        """The metrics of a request that is about to release what it holds for the last time; None: it did not ask."""
         metrics = self.asking.pop(request.request_id, None) if self.asking else None
         return None if metrics is None else _with_blocks(metrics, *resources.blocks_since_start(request))
 
@@ -98,7 +98,7 @@ class Timings:
         self.asking.pop(request_id, None)
 
     def clear(self) -> None:
-        """Forget everybody."""
+        """Forget all requests."""
         self.waiting.clear()
         self.asking.clear()
 

@@ -12,7 +12,7 @@ is written so that none of these places lies in between:
    and `kept.extend(islice(iterator, 1))` are one call of C: the value is kept before anything can be raised. So a place
    for one value is a list of none or one.
 
-All other state of the loop may say anything after an exception. A failed engine answers by this state alone
+All other state of the loop may be inconsistent after an exception. A failed engine uses this state only
 (`Finals.fail_everything`), so every item gets its final response, and none gets a second.
 """
 
@@ -59,7 +59,7 @@ class UnansweredItems:
         self.num_sent = 0
         self.errors: dict[ErrorCode, int] = {}
 
-    # What becomes of the undecided item. Nothing is called before the last line of each: see above.
+    # Decisions on the undecided item. Nothing is called before the last line of each: see above.
 
     def accept(self, request_id: int) -> None:
         self.num_accepted += 1
@@ -72,10 +72,10 @@ class UnansweredItems:
         del self.undecided[0]
 
     def note_unaddressable(self) -> None:
-        """It has no usable id, so no response can be sent."""
+        """The item has no usable id, so no response can be sent."""
         self.num_unaddressable += 1
         del self.undecided[0]
 
     def pass_over(self) -> None:
-        """It was no request."""
+        """The item was no request."""
         del self.undecided[0]
