@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-FIRST_ORDINARY_TOKEN = 3    # many vocabularies keep the first ids for control tokens
+from .datasets.prompts import FIRST_ORDINARY_TOKEN
+from .datasets.reading import SAMPLING, length_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +83,11 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = 49152, ra
         "n": count,
         "prompt_tokens": int(prompt_lengths.sum()),
         "output_tokens": int(output_lengths.sum()),
-        "prompt_len": _summary(prompt_lengths),
-        "output_len": _summary(output_lengths),
-        "sampling": "greedy, ignore EOS, exactly max_tokens",
+        "prompt_len": length_summary(prompt_lengths),
+        "output_len": length_summary(output_lengths),
+        "sampling": SAMPLING,
         "requests": requests,
     }
-
-
-def _summary(lengths: np.ndarray) -> dict[str, float]:
-    return {"median": float(np.median(lengths)), "mean": float(lengths.mean()), "max": int(lengths.max())}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

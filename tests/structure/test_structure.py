@@ -67,7 +67,7 @@ FLOORS: dict[str, list[str]] = {
     "arguments": GROUND,
     "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
     "tools": ["clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager", "aio",
-              "testing"],
+              "testing", "extras"],
     "extras": ["_version", *GROUND, "triton_kernels", "weights", "requests", "responses", "engine_info", "gpt_manager",
                "aio"],
     "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager",

@@ -1,0 +1,107 @@
+"""Which format a file has, and the reader for it."""
+
+import csv
+from typing import Any
+
+import orjson
+
+from .csv_traces import AZURE, BURSTGPT, PLAIN, CsvRecords, header_of
+from .errors import DatasetError, quoted
+from .json_document import JsonDocument
+from .json_files import SAMPLE_KEYS, SampleRecords, WorkloadRecords
+from .mooncake import KEYS as MOONCAKE_KEYS
+from .mooncake import MooncakeRecords
+from .records import RecordReader
+from .source import NOT_CUT, Source
+from .texts import ARRAY_NAMES, PROMPT_KEYS, TextLines, TextRecords
+
+FORMATS = {
+    "workload": "JSON, as batch-manager workload writes it: {..., requests: [{id, arrival_s, max_tokens, prompt}]}",
+    "dataset": "JSON, for gptManagerBenchmark: [{input_ids, output_len}], or {metadata, samples: [... and delay]}",
+    "azure": "CSV of Azure's LLM inference traces: TIMESTAMP,ContextTokens,GeneratedTokens",
+    "mooncake": "JSON lines of Mooncake's traces: {timestamp (ms), input_length, output_length, hash_ids}",
+    "burstgpt": "CSV of BurstGPT: Timestamp (s), Request tokens, Response tokens among its columns",
+    "csv": "CSV with the columns arrival_s, input_tokens, output_tokens",
+    "texts": "JSON or JSON lines of prompt, text, messages, or instruction with input; needs a tokenizer",
+}
+CSV_COLUMNS = {"azure": AZURE, "burstgpt": BURSTGPT, "csv": PLAIN}
+UNKNOWN = "force one with --format"
+
+
+def open_records(source: Source, format: str | None, *, vocab_size: int | None, tokenizer: Any,
+                 output_tokens: int | None) -> tuple[str, RecordReader]:
+    """The name of the format and the reader. format: None: by content. Raises DatasetError."""
+    if format is not None and format not in FORMATS:
+        raise DatasetError("", f"the format is {quoted(format)}", f"expected one of {', '.join(FORMATS)}",
+                           "leave it out to let the content decide")
+    line = source.first_line
+    if not line:
+        raise DatasetError(source.name, "the file is empty", "expected requests", NOT_CUT)
+    if format is None and line[:1] not in (b"{", b"[", b"/"):
+        format = _csv_format(source, line)
+    if format in CSV_COLUMNS:
+        return format, CsvRecords(source, CSV_COLUMNS[format])
+    if format == "mooncake":
+        return format, MooncakeRecords(source)
+    row = _object_of(line)
+    if format in (None, "texts") and row is not None:
+        if format is None and all(key in row for key in MOONCAKE_KEYS):
+            return "mooncake", MooncakeRecords(source)
+        if any(key in row for key in PROMPT_KEYS) or (format and not any(name in row for name in ARRAY_NAMES)):
+            return "texts", TextRecords(TextLines(source), tokenizer, output_tokens)
+        if "timestamp" in row and "requests" not in row:    # a row that lacks something; the reader says what
+            return "mooncake", MooncakeRecords(source)
+    document = JsonDocument(source.name, source.text())
+    format = format or _document_format(document)
+    if format == "workload":
+        return format, WorkloadRecords(document, vocab_size)
+    if format == "dataset":
+        return format, SampleRecords(document, vocab_size)
+    return format, TextRecords(document, tokenizer, output_tokens)
+
+
+def _csv_format(source: Source, line: bytes) -> str:
+    try:
+        names = header_of(line.decode())
+    except (UnicodeDecodeError, csv.Error):
+        names = []
+    for name, columns in CSV_COLUMNS.items():
+        if set(columns.names) <= set(names):
+            return name
+    close = [name for name, columns in CSV_COLUMNS.items() if set(columns.names) & set(names)]
+    if close:
+        return close[0]    # its reader says which column is missing
+    raise DatasetError(f"{source.name}:1", f"the first line is {quoted(line[:200].decode(errors='replace'))}",
+                       f"expected the beginning of one of {', '.join(FORMATS)}", UNKNOWN)
+
+
+def _object_of(line: bytes) -> dict[str, Any] | None:
+    """The JSON object that the line is, if it is one as a whole."""
+    if not (line.startswith(b"{") and line.endswith(b"}")):
+        return None
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return row if type(row) is dict else None
+
+
+def _document_format(document: JsonDocument) -> str:
+    """By the first item of the array, else by the members beside it."""
+    item: Any = None
+    is_empty = True
+    for _, item in document.items(ARRAY_NAMES):
+        is_empty = False
+        break
+    if is_empty:
+        raise DatasetError(document.place(0), "the array is empty", "expected at least one request", NOT_CUT)
+    keys = set(item) if type(item) is dict else set()
+    document.members.clear()
+    if "max_tokens" in keys and type(item.get("prompt")) is list:
+        return "workload"
+    if keys & set(SAMPLE_KEYS):
+        return "dataset"
+    if keys & set(PROMPT_KEYS):
+        return "texts"
+    raise DatasetError(document.place(0), f"the first item has {quoted(', '.join(keys) or 'no members')}",
+                       f"expected what one of {', '.join(FORMATS)} has", UNKNOWN)

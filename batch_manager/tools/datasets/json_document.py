@@ -1,0 +1,118 @@
+"""A JSON file with one long array, item by item, so that only one of them is held and each one's line is known."""
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from .errors import DatasetError, quoted
+from .source import NOT_CUT
+
+BLANK = re.compile(r"[ \t\r\n]*")
+COMMENT = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\r\n]*|/\*.*?\*/', re.DOTALL)
+NOT_BLANK = re.compile(r"[^\r\n]")
+
+
+class JsonDocument:
+    """The items of the array that the file is, or that one of its object's members is. Comments (`//`, `/* */`) count
+    as blanks. Raises DatasetError with line and column.
+
+    members   the other members of the object; complete after the last item
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        self.members: dict[str, Any] = {}
+        self._text = COMMENT.sub(_blank, text) if "//" in text or "/*" in text else text
+        self._decoder = json.JSONDecoder(parse_constant=_refuse)
+
+    def place(self, position: int) -> str:
+        return f"{self.name}:{self._text.count(chr(10), 0, position) + 1}"
+
+    def items(self, array_names: Collection[str]) -> Iterator[tuple[int, Any]]:
+        """(position, item) of the array; in an object: of the member with one of these names."""
+        start = self._skip(0)
+        if self._text.startswith("[", start):
+            end = yield from self._array(start)
+        elif self._text.startswith("{", start):
+            end = yield from self._object(start, array_names)
+        else:
+            raise self._wrong(start, "expected an array or an object")
+        if (end := self._skip(end)) != len(self._text):
+            raise self._wrong(end, "expected the end of the file")
+
+    def _object(self, start: int, array_names: Collection[str]) -> Iterator[tuple[int, Any]]:
+        at, found = self._skip(start + 1), False
+        while not self._text.startswith("}", at):
+            key_at = at
+            key, at = self._value(at)
+            if type(key) is not str:
+                raise self._wrong(key_at, "expected the name of a member")
+            at = self._skip(self._take(":", self._skip(at)))
+            if key in array_names and self._text.startswith("[", at):
+                if found:
+                    raise self._wrong(key_at, f"expected one of {', '.join(array_names)}")
+                found = True
+                at = yield from self._array(at)
+            else:
+                self.members[key], at = self._value(at)
+            at = self._next(at, "}")
+        if not found:
+            raise DatasetError(self.place(start), f"the object has {quoted(', '.join(self.members) or 'no members')}",
+                               f"expected an array {' or '.join(array_names)}",
+                               "force another format with --format, or correct the file")
+        return at + 1
+
+    def _array(self, start: int) -> Iterator[tuple[int, Any]]:
+        at = self._skip(start + 1)
+        while not self._text.startswith("]", at):
+            item_at = at
+            item, at = self._value(at)
+            yield item_at, item
+            at = self._next(at, "]")
+        return at + 1
+
+    def _next(self, at: int, closing: str) -> int:
+        """Where the next item begins, or the closing bracket stands."""
+        at = self._skip(at)
+        if self._text.startswith(closing, at):
+            return at
+        after = self._skip(self._take(",", at))
+        if self._text.startswith(closing, after):
+            raise self._wrong(after, "expected an item after the comma")
+        return after
+
+    def _take(self, character: str, at: int) -> int:
+        if not self._text.startswith(character, at):
+            raise self._wrong(at, f"expected {character!r}")
+        return at + 1
+
+    def _skip(self, at: int) -> int:
+        return BLANK.match(self._text, at).end()
+
+    def _value(self, at: int) -> tuple[Any, int]:
+        try:
+            return self._decoder.raw_decode(self._text, at)
+        except json.JSONDecodeError as error:
+            raise self._wrong(error.pos, f"no JSON: {error.msg}") from None
+        except RecursionError:
+            raise self._wrong(at, "expected values that are nested less deeply") from None
+        except ValueError as error:       # NaN, or a number of thousands of digits
+            raise self._wrong(at, f"no JSON: {str(error)[:80]}") from None
+
+    def _wrong(self, position: int, fact: str) -> DatasetError:
+        column = position - (self._text.rfind("\n", 0, position) + 1) + 1
+        place = f"{self.place(position)}:{column}"
+        if position >= len(self._text.rstrip()):
+            return DatasetError(place, "the file ends in the middle", fact, NOT_CUT)
+        return DatasetError(place, f"the text is {quoted(self._text[position:position + 20])}", fact,
+                            "correct the file")
+
+
+def _blank(match: re.Match) -> str:
+    text = match.group()
+    return text if text.startswith('"') else NOT_BLANK.sub(" ", text)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")

@@ -1,0 +1,75 @@
+"""JSON files with token ids: this package's workloads, and the datasets of gptManagerBenchmark."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from .errors import DatasetError, quoted
+from .json_document import JsonDocument
+from .records import Record, seconds, tokens_of, whole_number
+
+WORKLOAD_KEYS = ("id", "arrival_s", "max_tokens", "prompt")
+SAMPLE_KEYS = ("input_ids", "output_len")
+
+
+class WorkloadRecords:
+    """The requests of a workload as `batch-manager workload` writes it. A RecordReader. vocab_size: None: unchecked."""
+
+    is_whole = True
+
+    def __init__(self, document: JsonDocument, vocab_size: int | None) -> None:
+        self.members = document.members
+        self.place = document.place
+        self._document = document
+        self._vocab_size = vocab_size
+
+    def __iter__(self) -> Iterator[Record]:
+        ids: set[int] = set()
+        for number, (position, request) in enumerate(self._document.items(["requests"])):
+            place, name = self.place(position), f"requests[{number}]"
+            _check_keys(request, place, name, WORKLOAD_KEYS)
+            request_id = request["id"]
+            if type(request_id) is not int or not 0 <= request_id < 2**64 or request_id in ids:
+                expected = "expected every id once" if request_id in ids else "expected a whole number, 0 to 2^64-1"
+                raise DatasetError(place, f"{name}.id is {quoted(request_id)}", expected, "give it another id")
+            ids.add(request_id)
+            prompt = tokens_of(request["prompt"], place, f"{name}.prompt", self._vocab_size)
+            time_s = seconds(request["arrival_s"], place, f"{name}.arrival_s")
+            output_tokens = whole_number(request["max_tokens"], place, f"{name}.max_tokens", 1)
+            yield Record(position, number, time_s, len(prompt), output_tokens, prompt=prompt, own=request)
+
+
+class SampleRecords:
+    """The samples of a dataset: an array of {input_ids, output_len}, or an object with `metadata` and `samples`, which
+    may have a `delay`: seconds from a sample to the next one. A RecordReader. `task_id` is left aside.
+    """
+
+    is_whole = True
+
+    def __init__(self, document: JsonDocument, vocab_size: int | None) -> None:
+        self.members = document.members
+        self.place = document.place
+        self._document = document
+        self._vocab_size = vocab_size
+
+    def __iter__(self) -> Iterator[Record]:
+        time_s, has_delays = 0.0, None
+        for number, (position, sample) in enumerate(self._document.items(["samples"])):
+            place, name = self.place(position), f"samples[{number}]"
+            _check_keys(sample, place, name, SAMPLE_KEYS)
+            if has_delays is None:
+                has_delays = "delay" in sample
+            elif has_delays != ("delay" in sample):
+                raise DatasetError(place, f"{name} has {'a' if 'delay' in sample else 'no'} delay",
+                                   "expected a delay in all samples or in none", "correct the file")
+            prompt = tokens_of(sample["input_ids"], place, f"{name}.input_ids", self._vocab_size)
+            yield Record(position, number, time_s if has_delays else None, len(prompt),
+                         whole_number(sample["output_len"], place, f"{name}.output_len", 1), prompt=prompt)
+            time_s += seconds(sample["delay"], place, f"{name}.delay") if has_delays else 0.0
+
+
+def _check_keys(item: Any, place: str, name: str, keys: tuple[str, ...]) -> None:
+    missing = [key for key in keys if key not in item] if type(item) is dict else keys
+    if missing:
+        raise DatasetError(place, f"{name} has no {', '.join(missing)}" if type(item) is dict
+                           else f"{name} is {quoted(item)}", f"expected an object with {', '.join(keys)}",
+                           "correct the record, or leave it out")

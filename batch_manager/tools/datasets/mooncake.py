@@ -1,0 +1,62 @@
+"""Traces as Mooncake publishes them: JSON lines with the ids of a prompt's blocks of 512 tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from ..traffic import PREFIX_TOKENS
+from .errors import DatasetError, quoted
+from .records import Record, seconds, whole_number
+from .source import NOT_CUT, Source
+
+KEYS = ("timestamp", "input_length", "output_length")
+MILLISECONDS = 1000
+
+
+def parsed_line(line: str, place: str) -> dict[str, Any]:
+    """The object that the line holds. Raises DatasetError."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DatasetError(f"{place}:{error.colno}", f"the line is no JSON: {error.msg}", "expected one object a line",
+                           f"{NOT_CUT}, or leave the line out") from None
+    if type(row) is not dict:
+        raise DatasetError(place, f"the line is {quoted(row)}", "expected one object a line",
+                           "correct the line, or leave it out")
+    return row
+
+
+class MooncakeRecords:
+    """The rows of one file. A RecordReader.
+
+    An id stands for its block and all blocks of its prompt up to there; the last block may be shorter. Ids beyond the
+    end of the prompt are left aside, and a prompt with fewer ids shares nothing after its last one.
+    """
+
+    is_whole = False
+
+    def __init__(self, source: Source) -> None:
+        self.members: dict[str, Any] = {}
+        self._source = source
+
+    def place(self, position: int) -> str:
+        return f"{self._source.name}:{position}"
+
+    def __iter__(self) -> Iterator[Record]:
+        for index, (number, line) in enumerate(self._source.lines()):
+            place = self.place(number)
+            row = parsed_line(line, place)
+            missing = [key for key in KEYS if key not in row]
+            if missing:
+                raise DatasetError(place, f"there is no {', '.join(missing)}", f"expected {', '.join(KEYS)}",
+                                   "correct the line, or leave it out")
+            tokens = whole_number(row["input_length"], place, "input_length", 0)
+            ids = row.get("hash_ids", [])
+            if type(ids) is not list or not all(type(one) is int and one >= 0 for one in ids):
+                raise DatasetError(place, f"hash_ids is {quoted(ids)}" if type(ids) is not list else
+                                   "hash_ids holds what is no id", "expected a list of whole numbers from 0 on",
+                                   "correct the line, or leave hash_ids out")
+            yield Record(number, index, seconds(row["timestamp"], place, "timestamp") / MILLISECONDS, tokens,
+                         whole_number(row["output_length"], place, "output_length", 0),
+                         tuple(ids[:-(-tokens // PREFIX_TOKENS)]))

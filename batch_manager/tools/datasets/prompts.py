@@ -1,0 +1,48 @@
+"""Tokens for requests that are known by their lengths alone, and ids of blocks for prompts whose tokens are known."""
+
+from hashlib import blake2b
+
+import numpy as np
+
+from ..traffic import PREFIX_TOKENS
+from .records import Record
+
+FIRST_ORDINARY_TOKEN = 3    # many vocabularies keep the first ids for control tokens
+STREAM_OF_PROMPTS, STREAM_OF_BLOCKS = 2, 3    # of random numbers
+
+
+class PromptMaker:
+    """Random prompts, a function of the seed, the number of the request in its file, and the ids of its blocks.
+
+    Blocks with the same id have the same tokens; a last block that is shorter has the first of them.
+    """
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._lowest = min(FIRST_ORDINARY_TOKEN, vocab_size - 1)
+
+    def prompt(self, record: Record) -> list[int]:
+        tokens: list[int] = []
+        for block_id in record.prefix_ids:
+            tokens += self._draw(PREFIX_TOKENS, STREAM_OF_BLOCKS, block_id)[:record.input_tokens - len(tokens)]
+        return tokens + self._draw(record.input_tokens - len(tokens), STREAM_OF_PROMPTS, record.number)
+
+    def _draw(self, count: int, *stream: int) -> list[int]:
+        if not count:
+            return []
+        return np.random.default_rng([self._seed, *stream]).integers(self._lowest, self._vocab_size, count).tolist()
+
+
+class BlockIds:
+    """Ids for the blocks of prompts: equal where a prompt's tokens are, from its beginning to the end of the block."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, int] = {}
+
+    def ids(self, prompt: list[int]) -> tuple[int, ...]:
+        digest, ids = blake2b(digest_size=16), []
+        for at in range(0, len(prompt), PREFIX_TOKENS):
+            digest.update(np.asarray(prompt[at:at + PREFIX_TOKENS], dtype=np.int64).tobytes())
+            ids.append(self._known.setdefault(digest.digest(), len(self._known)))
+        return tuple(ids)

@@ -1,0 +1,111 @@
+"""The two ways to read a file of requests: lengths one by one, and a workload with its prompts."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from ..traffic import Arrival
+from .errors import DatasetError, quoted
+from .formats import open_records
+from .prompts import BlockIds, PromptMaker
+from .records import Record
+from .selection import ReadReport, Selection, select
+from .source import Source
+
+SAMPLING = "greedy, ignore EOS, exactly max_tokens"
+FILES_OWN = ("seed", "vocab", "mode", "rate", "sampling")    # what a workload file says stays
+COMPUTED = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_tokens", "prompt_len", "output_len",
+            "sampling")
+
+
+def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
+                  tokenizer: Any = None, output_tokens: int | None = None,
+                  report: ReadReport | None = None) -> Iterator[Arrival]:
+    """The requests of a file as lengths, in the order of their arrival, the first at 0.
+
+    Of a trace (CSV, JSON lines) one line at a time is held; of a JSON file its text. Prompts whose tokens the file has
+    get ids of their blocks, so that a beginning they share is seen.
+
+    selection       which requests, and when; None: all, as recorded
+    format          one of `FORMATS`; None: by content
+    tokenizer       for texts: a folder of a model, a .gguf file, or a tokenizer
+    output_tokens   for texts that do not say how long their output is
+    report          what became of the requests is added to it
+
+    Raises DatasetError, which says where: while iterating, also for a file that is not there.
+    """
+    report = ReadReport() if report is None else report
+    with Source(path) as source:
+        report.format, reader = open_records(source, format, vocab_size=None, tokenizer=tokenizer,
+                                             output_tokens=output_tokens)
+        blocks = BlockIds()
+        for record in select(reader, selection or Selection(), report):
+            ids = record.prefix_ids if record.prompt is None else blocks.ids(record.prompt)
+            yield Arrival(record.time_s, record.input_tokens, record.output_tokens, ids)
+
+
+def read_workload(path: str | os.PathLike, selection: Selection | None = None, *, vocab_size: int,
+                  format: str | None = None, tokenizer: Any = None, output_tokens: int | None = None,
+                  report: ReadReport | None = None) -> dict[str, Any]:
+    """The workload of a file, as `make_workload` returns one, with `source`: file, format, and what was changed.
+
+    A workload file is returned as it stands, unless the selection changes something. For traces, prompts are made of
+    random tokens, a function of the selection's seed; prompts that share block ids share those tokens. A prompt of a
+    slice is the one that it has in the whole file. All prompts are in memory at once, about 40 bytes a token.
+
+    vocab_size   of the model: tokens are below it. The rest is as in `read_arrivals`
+
+    Raises DatasetError, which says where.
+    """
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise DatasetError("", f"the size of the vocabulary is {quoted(vocab_size)}", "expected at least 1",
+                           "pass the model's")
+    selection = selection or Selection()
+    report = ReadReport() if report is None else report
+    prompts = PromptMaker(selection.seed, vocab_size)
+    with Source(path) as source:
+        report.format, reader = open_records(source, format, vocab_size=vocab_size, tokenizer=tokenizer,
+                                             output_tokens=output_tokens)
+        as_recorded = selection.keeps_all()
+        requests = [_request(record, number, prompts, as_recorded=as_recorded)
+                    for number, record in enumerate(select(reader, selection, report))]
+    workload = summarised(requests, seed=selection.seed, vocab_size=vocab_size)
+    if report.format == "workload" and as_recorded:
+        own = {name: value for name, value in reader.members.items() if name != "requests"}
+        return {**workload, **{name: own[name] for name in FILES_OWN if name in own},
+                **{name: value for name, value in own.items() if name not in COMPUTED}, "requests": requests}
+    return {**workload, "source": {"file": os.path.basename(os.fspath(path)), **asdict(report),
+                                   **asdict(selection)}, "requests": requests}
+
+
+def summarised(requests: Sequence[dict[str, Any]], *, seed: int, vocab_size: int) -> dict[str, Any]:
+    """What a workload says about its requests; the rate is the mean one, 0 where all arrive at once."""
+    prompt_lengths = np.array([len(request["prompt"]) for request in requests])
+    output_lengths = np.array([request["max_tokens"] for request in requests])
+    duration = max(request["arrival_s"] for request in requests)
+    return {
+        "seed": seed,
+        "vocab": vocab_size,
+        "mode": "online" if duration else "offline",
+        "rate": round((len(requests) - 1) / duration, 6) if duration else 0.0,
+        "n": len(requests),
+        "prompt_tokens": int(prompt_lengths.sum()),
+        "output_tokens": int(output_lengths.sum()),
+        "prompt_len": length_summary(prompt_lengths),
+        "output_len": length_summary(output_lengths),
+        "sampling": SAMPLING,
+    }
+
+
+def length_summary(lengths: np.ndarray) -> dict[str, float]:
+    return {"median": float(np.median(lengths)), "mean": float(lengths.mean()), "max": int(lengths.max())}
+
+
+def _request(record: Record, number: int, prompts: PromptMaker, *, as_recorded: bool) -> dict[str, Any]:
+    if record.own is not None and as_recorded:
+        return record.own
+    return {**(record.own or {"id": number}), "arrival_s": record.time_s, "max_tokens": record.output_tokens,
+            "prompt": prompts.prompt(record) if record.prompt is None else record.prompt}

@@ -1,0 +1,219 @@
+"""Which requests of a file take part, how long they may be, and when they arrive."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..traffic import PREFIX_TOKENS
+from .errors import DatasetError, quoted
+from .records import Record, RecordReader
+
+LONGER = ("clip", "drop")
+DELAYS = ("exponential", "constant")
+STREAM_OF_DELAYS = 1    # of random numbers, beside the prompts'
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What of a file is replayed. Raises DatasetError when it is made of values without sense.
+
+    time_scale          recorded times are multiplied by this: 0.5 is twice as fast as recorded
+    first               so many requests are left out at the beginning
+    count               at most so many are taken; None: all
+    max_input_tokens    of a prompt; None: any length
+    max_output_tokens   of an output; None: any length
+    longer              "clip": what is longer is cut; "drop": the request is left out and does not count
+    sort                by arrival, which holds all requests in memory. Without, times that go backwards are refused in
+                        traces; JSON files, which are read as a whole, are always sorted
+    request_rate        requests a second, instead of the times in the file; 0: all at once; None: as recorded, and all
+                        at once where the file has no times
+    delays              between them: "exponential" (a Poisson process) or "constant"
+    seed                of the delays and of prompts that are made up
+    """
+
+    time_scale: float = 1.0
+    first: int = 0
+    count: int | None = None
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    longer: str = "clip"
+    sort: bool = False
+    request_rate: float | None = None
+    delays: str = "exponential"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("first", 0), ("count", 1), ("max_input_tokens", 1), ("max_output_tokens", 1),
+                              ("seed", 0)):
+            value = getattr(self, name)
+            if type(value) is not int and (value is not None or name in ("first", "seed")) or (value or 0) < 0 or (
+                    value == 0 and minimum):
+                raise _senseless(name, value, f"a whole number from {minimum} on")
+        for name, values in (("longer", LONGER), ("delays", DELAYS)):
+            if getattr(self, name) not in values:
+                raise _senseless(name, getattr(self, name), " or ".join(values))
+        if not _is_number(self.time_scale) or self.time_scale <= 0:
+            raise _senseless("time_scale", self.time_scale, "more than 0; 0.5 is twice as fast as recorded")
+        if self.request_rate is not None:
+            if not _is_number(self.request_rate) or self.request_rate < 0:
+                raise _senseless("request_rate", self.request_rate, "requests a second, or 0 for all at once")
+            if self.time_scale != 1:
+                raise DatasetError("", "there are both --time-scale and --request-rate",
+                                   "a rate takes the place of recorded times", "leave one of them out")
+
+    def keeps_all(self) -> bool:
+        """Whether every request is taken as it is recorded."""
+        return self == Selection(longer=self.longer, sort=self.sort, delays=self.delays, seed=self.seed)
+
+
+@dataclass(slots=True)
+class ReadReport:
+    """What became of a file's requests. Complete when the last one was read.
+
+    empty   left out: a trace has no tokens for their prompt or their output, as for requests that failed
+    """
+
+    format: str = ""
+    kept: int = 0
+    empty: int = 0
+    dropped: int = 0
+    clipped_inputs: int = 0
+    clipped_outputs: int = 0
+
+    def notes(self) -> list[str]:
+        """A sentence for everything that was not taken as it is in the file."""
+        counts = ((self.empty, "left out: no tokens of a prompt or an output"),
+                  (self.dropped, "left out: longer than the limits"),
+                  (self.clipped_inputs, "with a prompt that was cut to the limit"),
+                  (self.clipped_outputs, "with an output that was cut to the limit"))
+        return [f"{count} request{'s' * (count != 1)} {text}" for count, text in counts if count]
+
+
+def select(reader: RecordReader, selection: Selection, report: ReadReport) -> Iterator[Record]:
+    """The records that take part, in order of their times, which count from the first one and are never None.
+
+    Raises DatasetError for times that go backwards and where nothing is left.
+    """
+    records: Iterator[Record] = iter(reader)
+    if selection.sort or reader.is_whole:
+        records = iter(sorted(records, key=lambda record: record.time_s or 0.0))
+    else:
+        records = _in_order(records, reader)
+    time_of = _times(selection)
+    at = -1
+    for at, record in enumerate(records):
+        if at < selection.first:
+            continue
+        if _fits(record, selection, report):
+            report.kept += 1
+            record.time_s = time_of(record.time_s)
+            yield record
+            if report.kept == selection.count:
+                return
+    if not report.kept:
+        facts = [f"the file has {at + 1} requests", *([f"--first is {selection.first}"] if selection.first else []),
+                 *report.notes()]
+        raise DatasetError(reader.place(0).rpartition(":")[0], f"no request is left: {', '.join(facts)}",
+                           "expected at least one", "change the slice or the limits, or take another file")
+
+
+def _in_order(records: Iterator[Record], reader: RecordReader) -> Iterator[Record]:
+    latest = -math.inf
+    for record in records:
+        if record.time_s is not None:
+            if record.time_s < latest:
+                fact = f"the time is {latest - record.time_s:.6f} s earlier than that of the request before"
+                raise DatasetError(reader.place(record.position), fact,
+                                   "expected requests in the order of their arrival",
+                                   "pass --sort, which reads the whole file first")
+            latest = record.time_s
+        yield record
+
+
+def _fits(record: Record, selection: Selection, report: ReadReport) -> bool:
+    """Whether the record takes part; it is cut to the limits where that is asked for."""
+    if not record.input_tokens or not record.output_tokens:
+        report.empty += 1
+        return False
+    most_input = selection.max_input_tokens or record.input_tokens
+    most_output = selection.max_output_tokens or record.output_tokens
+    is_long = record.input_tokens > most_input, record.output_tokens > most_output
+    if any(is_long) and selection.longer == "drop":
+        report.dropped += 1
+        return False
+    if is_long[0]:
+        report.clipped_inputs += 1
+        record.input_tokens = most_input
+        record.prefix_ids = record.prefix_ids[:-(-most_input // PREFIX_TOKENS)]
+        record.prompt = record.prompt and record.prompt[:most_input]
+    if is_long[1]:
+        report.clipped_outputs += 1
+        record.output_tokens = most_output
+    return True
+
+
+def _times(selection: Selection) -> Callable[[float | None], float]:
+    """From a recorded time to the one of the replay, in the order of the requests."""
+    start: float | None = None
+    now = 0.0
+    rate = selection.request_rate
+    random = np.random.default_rng([selection.seed, STREAM_OF_DELAYS])
+
+    def recorded(time_s: float | None) -> float:
+        nonlocal start
+        if time_s is None:
+            return 0.0
+        if start is None:
+            start = time_s
+        return (time_s - start) * selection.time_scale
+
+    def drawn(_: float | None) -> float:
+        nonlocal now, start
+        if not rate:
+            return 0.0
+        if start is None:
+            start = 0.0
+        else:
+            now += random.exponential(1 / rate) if selection.delays == "exponential" else 1 / rate
+        return round(now, 6)
+
+    return recorded if rate is None else drawn
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _senseless(name: str, value: Any, expected: str) -> DatasetError:
+    return DatasetError("", f"--{name.replace('_', '-')} is {quoted(value)}", f"expected {expected}", "correct it")
+
+
+def add_selection_arguments(parser: argparse.ArgumentParser, *, with_seed: bool = True) -> None:
+    """The options that `selection_of` reads, for a command that replays files of requests."""
+    add = parser.add_argument_group("which requests, and when").add_argument
+    add("--time-scale", type=float, default=1.0, metavar="X",
+        help="multiply the recorded times: 0.5 is twice as fast (1)")
+    add("--first", type=int, default=0, metavar="N", help="leave out so many requests at the beginning (0)")
+    add("--count", type=int, metavar="N", help="take at most so many (all)")
+    add("--max-input-tokens", type=int, metavar="N", help="of a prompt (any length)")
+    add("--max-output-tokens", type=int, metavar="N", help="of an output (any length)")
+    add("--longer", choices=LONGER, default="clip",
+        help="what is longer is cut (clip), or its request left out (drop); how many is said (clip)")
+    add("--sort", action="store_true", help="sort a trace by arrival; without, times that go backwards are refused")
+    add("--request-rate", type=float, metavar="R",
+        help="requests a second instead of the file's times; 0: all at once (as recorded)")
+    add("--delays", choices=DELAYS, default="exponential", help="between requests of a rate (exponential: Poisson)")
+    if with_seed:
+        add("--random-seed", type=int, default=0, metavar="N", help="of delays and of prompts that are made up (0)")
+
+
+def selection_of(options: argparse.Namespace) -> Selection:
+    """What the options say. Raises DatasetError for values without sense."""
+    return Selection(time_scale=options.time_scale, first=options.first, count=options.count,
+                     max_input_tokens=options.max_input_tokens, max_output_tokens=options.max_output_tokens,
+                     longer=options.longer, sort=options.sort, request_rate=options.request_rate,
+                     delays=options.delays, seed=options.random_seed)

@@ -1,0 +1,109 @@
+"""A file of requests, opened once: its first line for a look, then its lines, or its whole text."""
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import DatasetError
+
+GZIP_MAGIC = b"\x1f\x8b"
+LONGEST_LOOK = 8 << 20    # bytes of the first line
+BOM = b"\xef\xbb\xbf"
+NOT_CUT = "write or download it again"
+
+
+class Source:
+    """A file or a pipe, compressed with gzip or not. A context manager. Raises DatasetError.
+
+    name         for messages
+    first_line   the first line that is not blank, at most `LONGEST_LOOK` bytes of it; empty: there is none
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.name = os.fspath(path)
+        self._number = 0
+        try:
+            raw = Path(path).open("rb")
+        except OSError as error:
+            raise DatasetError(self.name, f"it cannot be opened: {error.strerror or error}",
+                               "expected a file of requests", "correct the path") from None
+        self._file: io.BufferedIOBase = raw
+        try:
+            if raw.peek(2)[:2] == GZIP_MAGIC:
+                self._file = gzip.GzipFile(fileobj=raw)
+            self._head = self._look()
+        except BaseException:
+            raw.close()
+            raise
+        self._raw = raw
+        self.first_line = self._head[-1].strip() if self._head else b""
+
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._raw.close()
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """(number from 1, text without its end) of every line that is not blank."""
+        number = 0
+        for line in self._binary_lines():
+            number += 1
+            text = self._decoded(line, number).strip()
+            if text:
+                yield number, text
+
+    def text(self) -> str:
+        """All of it."""
+        data = b"".join([*self._head, self._read(-1)])
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise self._not_text(data.count(b"\n", 0, error.start) + 1) from None
+
+    def _look(self) -> list[bytes]:
+        """What comes up to the end of the first line that is not blank."""
+        head: list[bytes] = []
+        while line := self._readline(LONGEST_LOOK):
+            if not head:
+                line = line.removeprefix(BOM)
+            head.append(line)
+            if line.strip():
+                return head
+        return []
+
+    def _binary_lines(self) -> Iterator[bytes]:
+        *before, line = self._head or [b""]
+        yield from before
+        yield line if line.endswith(b"\n") else line + self._readline()    # the look may have ended in the middle of it
+        while line := self._readline():
+            yield line
+
+    def _readline(self, limit: int = -1) -> bytes:
+        try:
+            return self._file.readline(limit)
+        except (OSError, EOFError, zlib.error) as error:
+            raise self._unreadable(error) from None
+
+    def _read(self, count: int) -> bytes:
+        try:
+            return self._file.read(count)
+        except (OSError, EOFError, zlib.error) as error:
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> DatasetError:
+        return DatasetError(self.name, f"it cannot be read: {error}", "expected a whole file", NOT_CUT)
+
+    def _decoded(self, line: bytes, number: int) -> str:
+        try:
+            return line.decode()
+        except UnicodeDecodeError:
+            raise self._not_text(number) from None
+
+    def _not_text(self, line: int) -> DatasetError:
+        return DatasetError(f"{self.name}:{line}", "the line is not UTF-8", "expected text: CSV, JSON or JSON lines",
+                            "write it again as UTF-8")

@@ -1,0 +1,160 @@
+"""JSON and JSON lines of texts, with a tokenizer: prompts, conversations, instructions."""
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ...errors import BatchManagerError, ConfigError
+from .errors import DatasetError, quoted
+from .json_document import JsonDocument
+from .mooncake import parsed_line
+from .records import Record, seconds, whole_number
+from .source import Source
+
+PROMPT_KEYS = ("prompt", "text", "messages", "instruction")
+OUTPUT_KEYS = ("output", "completion", "response")
+LENGTH_KEYS = ("max_tokens", "output_tokens", "output_len")
+ARRAY_NAMES = ("data", "requests", "samples", "records")
+
+
+class TextLines:
+    """The objects of a file with one in each line: (position, object)."""
+
+    def __init__(self, source: Source) -> None:
+        self.members: dict[str, Any] = {}
+        self._source = source
+
+    def place(self, position: int) -> str:
+        return f"{self._source.name}:{position}"
+
+    def items(self, array_names: Iterable[str]) -> Iterator[tuple[int, Any]]:
+        for number, line in self._source.lines():
+            yield number, parsed_line(line, self.place(number))
+
+
+class TextRecords:
+    """The prompts of a file of texts, encoded. A RecordReader.
+
+    A record has one of
+
+        prompt or text          the prompt, as it stands
+        messages                a conversation, for the chat template in the tokenizer's folder. Where the assistant has
+                                the last word, that is the output
+        instruction, input      the prompt: the input after the instruction, on a line of its own (`input` may be empty
+                                or missing)
+
+    How many tokens to generate is its max_tokens, output_tokens or output_len, else the tokens of its output,
+    completion or response, else `output_tokens`. arrival_s, in all records or in none, is seconds from the start.
+
+    tokenizer   the folder of a model or its tokenizer.json, a .gguf file, a `tokenizers.Tokenizer` or a tokenizer of
+                transformers
+    """
+
+    def __init__(self, texts: TextLines | JsonDocument, tokenizer: Any, output_tokens: int | None) -> None:
+        self.members = texts.members
+        self.place = texts.place
+        self.is_whole = isinstance(texts, JsonDocument)
+        self._texts = texts
+        self._output_tokens = output_tokens
+        if tokenizer is None:
+            raise DatasetError(texts.place(1 if not self.is_whole else 0), "the records are texts",
+                               "expected a tokenizer for them", "pass the folder of a model with --tokenizer")
+        self._encoder = _Encoder(tokenizer)
+
+    def __iter__(self) -> Iterator[Record]:
+        has_times = None
+        for number, (position, record) in enumerate(self._texts.items(ARRAY_NAMES)):
+            place, name = self.place(position), f"record {number}"
+            if type(record) is not dict or not any(key in record for key in PROMPT_KEYS):
+                has = ", ".join(record) or "nothing" if type(record) is dict else record
+                raise DatasetError(place, f"{name} has {quoted(has)}", f"expected one of {', '.join(PROMPT_KEYS)}",
+                                   "correct the record, or leave it out")
+            if has_times is None:
+                has_times = "arrival_s" in record
+            elif has_times != ("arrival_s" in record):
+                raise DatasetError(place, f"{name} has {'an' if 'arrival_s' in record else 'no'} arrival_s",
+                                   "expected it in all records or in none", "correct the file")
+            try:
+                prompt, output = self._prompt(record, place, name)
+                length = self._output_length(record, output, place, name)
+            except BatchManagerError as error:
+                raise DatasetError(place, f"{name}: {error.fact}", error.expectation or "expected a text",
+                                   error.fix or "correct the record") from None
+            if not prompt:
+                raise DatasetError(place, f"{name} has a prompt of no tokens", "expected at least one",
+                                   "correct the record, or leave it out")
+            time_s = seconds(record["arrival_s"], place, f"{name}.arrival_s") if has_times else None
+            yield Record(position, number, time_s, len(prompt), length, prompt=prompt)
+
+    def _prompt(self, record: dict[str, Any], place: str, name: str) -> tuple[list[int], str | None]:
+        """The tokens, and the output's text if the record has one."""
+        output = next((_text(record[key], place, f"{name}.{key}") for key in OUTPUT_KEYS
+                       if record.get(key) is not None), None)
+        for key in ("prompt", "text"):
+            if key in record:
+                return self._encoder.encode(_text(record[key], place, f"{name}.{key}")), output
+        if "messages" in record:
+            messages = record["messages"]
+            if (type(messages) is not list or not messages
+                    or not all(type(one) is dict and type(one.get("role")) is str for one in messages)):
+                raise DatasetError(place, f"{name}.messages is {quoted(messages)}",
+                                   "expected a list of objects with role and content", "correct the record")
+            if len(messages) > 1 and messages[-1]["role"] == "assistant":
+                output = _text(messages[-1].get("content"), place, f"{name}.messages[-1].content")
+                messages = messages[:-1]
+            return self._encoder.encode_chat(messages), output
+        texts = [_text(record[key], place, f"{name}.{key}") for key in ("instruction", "input")
+                 if record.get(key) is not None]
+        return self._encoder.encode("\n".join(text for text in texts if text)), output
+
+    def _output_length(self, record: dict[str, Any], output: str | None, place: str, name: str) -> int:
+        for key in LENGTH_KEYS:
+            if key in record:
+                return whole_number(record[key], place, f"{name}.{key}", 1)
+        if output is not None:
+            return max(1, len(self._encoder.encode(output, add_special_tokens=False)))
+        if self._output_tokens is None:
+            raise DatasetError(place, f"{name} does not say how long its output is",
+                               f"expected one of {', '.join((*LENGTH_KEYS, *OUTPUT_KEYS))}",
+                               "pass --output-tokens for records without it")
+        return self._output_tokens
+
+
+def _text(value: Any, place: str, name: str) -> str:
+    if type(value) is not str:
+        raise DatasetError(place, f"{name} is {quoted(value)}", "expected a text",
+                           "correct the record, or leave it out")
+    return value
+
+
+class _Encoder:
+    """A tokenizer of any kind. Imports what it needs when it is made."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from ...extras.tokenizer import encode, load_tokenizer
+
+        self._encode = encode
+        self._folder = None
+        if isinstance(tokenizer, str | os.PathLike):
+            path = os.fspath(tokenizer)
+            self._folder = os.path.dirname(path) or "." if os.path.basename(path) == "tokenizer.json" else path
+            try:
+                tokenizer = load_tokenizer(self._folder)
+            except BatchManagerError as error:
+                raise DatasetError("", f"--tokenizer: {error.fact}", error.expectation, error.fix) from None
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self._folder is not None:
+            from ...extras.chat_template import chat_prompt
+
+            text = chat_prompt(self._folder, messages)
+        elif hasattr(self._tokenizer, "apply_chat_template"):
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        else:
+            raise ConfigError("the tokenizer has no chat template", "conversations need one",
+                              "pass the folder of a model instead of a tokenizer")
+        return self.encode(text, add_special_tokens=False)
