@@ -13,9 +13,9 @@ from .._version import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("watch", "show in the terminal what a running engine does"),
     "inspect": ("inspect", "say what would run of a checkpoint, and what it takes in memory"),
-    "bench": ("benchmark", "serve a workload and say how fast that was"),
+    "bench": ("bench.__main__", "serve a workload, or sweep its load, and say how fast that was"),
     "workload": ("workload", "write a workload for bench"),
-    "host-bench": ("host_benchmark", "time the host's work in an iteration, around a scripted model"),
+    "host-bench": ("host_bench", "time the host's work in an iteration, around a scripted model"),
     "trace": ("trace", "say from a trace where the time of a request went; write it for Perfetto or as CSV"),
     "draw": ("visualize", "draw who ran in which iteration, as text and as SVG"),
 }

@@ -40,9 +40,9 @@ from ..errors import BatchManagerError
 from ..models import read_spec
 from ..names import SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
-from .benchmark import ProcessMeter
-from .host_benchmark import Setting
-from .host_benchmark import measure as measure_host
+from .bench.process_meter import ProcessMeter
+from .host_bench import Setting
+from .host_bench import measure as measure_host
 from .provenance import commit_of_the_checkout, machine, versions
 from .workload import FIRST_ORDINARY_TOKEN, at_least
 

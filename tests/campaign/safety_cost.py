@@ -33,7 +33,7 @@ from batch_manager import InferenceRequest
 from batch_manager.clock import SystemClock
 from batch_manager.loop import generation_loop
 from batch_manager.loop.generation_loop import GenerationLoop
-from batch_manager.tools.host_benchmark import Setting, Stopwatch, make_loop
+from batch_manager.tools.host_bench import Setting, Stopwatch, make_loop
 from batch_manager.worker import WorkerControl, watch_worker
 
 from .registry import Options, Summary

@@ -250,7 +250,7 @@ def test_busy_time_counts_what_overlaps_once():
 
 
 def test_steps_are_timed_where_the_whole_batch_generates():
-    from batch_manager.tools.benchmark import BenchmarkError
+    from batch_manager.tools.bench.errors import BenchmarkError
     from batch_manager.tools.gpu_report.engines import Served, Stamp
 
     def stamps(*rows):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from batch_manager.tools.host_benchmark import Setting, measure
+from batch_manager.tools.host_bench import Setting, measure
 
 # (streaming, native) -> ratio of 256 requests on CPython 3.11, recorded by
-# python -m batch_manager.tools.host_benchmark --batch 256 [--native]
+# python -m batch_manager.tools.host_bench --batch 256 [--native]
 RECORDED = {(False, False): 0.57, (True, False): 1.55, (False, True): 2.1, (True, True): 3.3}
 WORST = 2.0             # times the recorded ratio
 MOST_RUNS = 6           # while another process takes the processor away, a run may say anything

@@ -15,7 +15,9 @@ from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ...errors import ConfigError
 from ...gpt_manager import GptManager
 from ...names import SchedulerPolicy, TrtGptModelType
-from ..benchmark import BenchmarkError, Client, Receipt, warm_up_requests
+from ..bench.client import Client, Receipt
+from ..bench.errors import BenchmarkError
+from ..bench.warm_up import warm_up_requests
 from .bench import Bench
 from .records import NOT_REACHED, Record
 from .shapes import TINY, Shape

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...errors import ConfigError
-from ..benchmark import BenchmarkError
+from ..bench.errors import BenchmarkError
 from .bench import Bench
 from .engines import GRAPHS, engine, not_reached, refusal_of_graphs
 from .records import Record

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..host_benchmark import Setting, measure
+from ..host_bench import Setting, measure
 from .bench import Bench
 from .records import Record
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import ConfigError
-from ..benchmark import BenchmarkError
+from ..bench.errors import BenchmarkError
 from .bench import Bench
 from .device_clock import DeviceActivity
 from .engines import GRAPHS, STEP_TOKENS, Engine, Served, Stamp, engine, equal_requests, not_reached, refusal_of_graphs

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from batch_manager.tools import host_benchmark
-from batch_manager.tools.host_benchmark import COLUMNS, Setting, Stopwatch, measure
+from batch_manager.tools import host_bench
+from batch_manager.tools.host_bench import COLUMNS, Setting, Stopwatch, measure
 
 SETTING = dict(batch=5, iterations=12, policy="guaranteed_no_evict")
 
@@ -19,7 +19,7 @@ def test_without_streaming_nothing_is_sent_while_nobody_ends():
     assert measure(Setting(streaming=False, **SETTING))["responses_per_iteration"] == 0
 
 
-@pytest.mark.parametrize("policy", host_benchmark.POLICIES)
+@pytest.mark.parametrize("policy", host_bench.POLICIES)
 def test_requests_that_end_are_replaced(policy):
     setting = Setting(batch=6, iterations=30, streaming=False, policy=policy, output_len=4, tokens_per_block=8)
     assert 1.0 < measure(setting)["responses_per_iteration"] < 2.0
@@ -34,13 +34,13 @@ def test_the_native_backend_counts_as_host_time():
 @pytest.mark.parametrize("options", [["--step-ms", "2"], ["--run-ahead"]])
 def test_a_native_backend_with_an_asynchronous_device_is_refused(options, capsys):
     with pytest.raises(SystemExit):
-        host_benchmark.main(["--native", *options])
+        host_bench.main(["--native", *options])
     assert "leave one of them out" in capsys.readouterr().err
 
 
 def test_a_part_is_not_charged_for_the_model_inside_it(monkeypatch):
     ticks = iter([0, 10, 25, 100])      # part begins, model begins, model ends, part ends
-    monkeypatch.setattr(host_benchmark, "perf_counter_ns", lambda: next(ticks))
+    monkeypatch.setattr(host_bench, "perf_counter_ns", lambda: next(ticks))
     stopwatch = Stopwatch()
     stopwatch.watch("claim", stopwatch.watch("model", lambda: None))()
     spent = stopwatch.take()
@@ -49,7 +49,7 @@ def test_a_part_is_not_charged_for_the_model_inside_it(monkeypatch):
 
 
 def test_the_program_prints_a_table_and_a_line_of_json(capsys):
-    assert host_benchmark.main(["--batch", "1", "3", "--iterations", "5", "--spinning-client",
+    assert host_bench.main(["--batch", "1", "3", "--iterations", "5", "--spinning-client",
                                 "--switch-interval", "0.0005"]) == 0
     *rows, last = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows[1:]] == [["1", "no"], ["3", "no"], ["1", "yes"], ["3", "yes"]]
@@ -61,7 +61,7 @@ def test_the_program_prints_a_table_and_a_line_of_json(capsys):
 @pytest.mark.parametrize("waiting, queued", [(7, 0), (0, 9), (7, 9)])
 def test_requests_that_wait_go_on_waiting(waiting, queued):
     setting = Setting(streaming=True, waiting=waiting, queued=queued, **SETTING)
-    loop, _ = host_benchmark.make_loop(setting, Stopwatch())
+    loop, _ = host_bench.make_loop(setting, Stopwatch())
     for _ in range(3):
         loop.step(accept_new=True)
     assert [request.is_generating for request in loop.active] == [True] * 5 + [False] * waiting

@@ -1,0 +1,83 @@
+"""The program `batch-manager bench`, and `python -m batch_manager.tools.bench`."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import BatchManagerError
+from .errors import BenchmarkError, InputError
+from .files import write_files
+from .measurement import Measurement
+from .options import LOG_LEVELS, parse_options
+from .run import read_requests
+from .saturation import Saturation
+from .summary import lines, sweep_table, table
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager bench", report: str = "table") -> int:
+    """The program; its exit status.
+
+    program, report   as `options.parse_options` has them
+    """
+    options = parse_options(argv, program=program, report=report)
+    logging.getLogger("batch_manager").setLevel(LOG_LEVELS[options.log_level])
+    # Read when torch is imported, for every thread; num_threads of the manager alone comes later.
+    os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
+    measurement = None
+    try:
+        measurement = Measurement(options, read_requests(options.workload))
+        result = measurement.run()
+        points = [{"n": result["n"], **point} for point in measurement.points]
+        print_report(options.report, result, points)
+        write_files(options, result, points, measurement.served)
+    except (InputError, BatchManagerError, OSError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except BenchmarkError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        if measurement is not None and (told := measurement.so_far()):
+            print(told, file=sys.stderr)
+        return INTERRUPTED
+    return tell_failures(points, program)
+
+
+def print_report(kind: str, result: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> None:
+    """On stdout, as --report says."""
+    if kind == "json":
+        short = {name: value for name, value in result.items() if name != "first_tokens"}
+        if "points" in short:
+            short["points"] = [{name: value for name, value in point.items() if name != "first_tokens"}
+                               for point in result["points"]]
+        print(json.dumps(short), flush=True)
+    elif kind == "lines":
+        print(lines(points), flush=True)
+    elif kind == "table":
+        print(table(points[0]) if result["kind"] == "run" else sweep_table(points), flush=True)
+    if kind in ("table", "lines") and "saturation" in result:
+        print(f"\n{Saturation(**result['saturation']).words()}", flush=True)
+
+
+def tell_failures(points: Sequence[Mapping[str, Any]], program: str) -> int:
+    """Name on stderr what went wrong with requests; the exit status."""
+    for point in points:
+        if point["failed"]:
+            print(f"{program}: {point['failed']} of {point['n']} requests failed:", file=sys.stderr)
+            for failure in point["failures"]:
+                print(f"  request {failure['id']}: {failure['error']}", file=sys.stderr)
+            if point["failed"] > len(point["failures"]):
+                print(f"  and {point['failed'] - len(point['failures'])} more", file=sys.stderr)
+        if point["wrong_length"] > point["failed"]:
+            print(f"{program}: {point['wrong_length'] - point['failed']} requests have the wrong output length",
+                  file=sys.stderr)
+    return FAILED if any(point["wrong_length"] for point in points) else DONE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

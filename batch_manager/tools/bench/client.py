@@ -1,0 +1,203 @@
+"""The callbacks of a benchmark, and what each request got."""
+
+import math
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...gpt_manager import GptManager
+from ...requests.inference_request import InferenceRequest
+from ...responses.perf_metrics import PerfMetrics
+from .errors import BenchmarkError
+from .gate import Gate
+from .request_options import RequestOptions
+
+DEFAULTS = RequestOptions()
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What one request got. Times are seconds from the start of the serving.
+
+    tokens      generated ones; of several beams the best beam's
+    times       when each of them came
+    error       text of an error response; "": there was none
+    arrival_s   when the request arrived; latencies count from then
+    final_s     when its final response came; None: it has not come
+    queue_s     seconds from arrival to its first step, where the engine was asked
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+    arrival_s: float = 0.0
+    final_s: float | None = None
+    queue_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How far the serving is.
+
+    done, total   requests
+    arrived       requests that have arrived, done ones included
+    tokens        generated so far
+    seconds       since the start of the serving
+    """
+
+    done: int
+    total: int
+    arrived: int
+    tokens: int
+    seconds: float
+
+
+class Client:
+    """The callbacks of one manager, and the requests on their way through it.
+
+    Requests wait here until the manager asks for as many as it has room for, and the gate lets them through.
+
+    prompts_included   responses that are not streamed begin with the prompt (exclude_input_in_output is off)
+    last_response      seconds from the start of the serving
+    stats              statistics records of the iterations so far, where the manager was given `keep_stats`
+    """
+
+    def __init__(self, *, prompts_included: bool = False) -> None:
+        self._waiting: deque[InferenceRequest] = deque()
+        self._backlog: deque[dict[str, Any]] = deque()      # closed loop: each follows a request that is done
+        self._receipts: dict[int, Receipt] = {}
+        self._prompt_lengths: dict[int, int] | None = {} if prompts_included else None
+        self._num_open = self._num_inside = 0
+        self._started = 0.0
+        self._is_answered = False
+        self._all_done = threading.Event()
+        self._streaming, self._options = True, DEFAULTS
+        self._gate: Gate | None = None
+        self.last_response = 0.0
+        self.stats: list[str] = []
+
+    # ------------------------------------------------------------------ callbacks, on the worker thread
+
+    def get(self, max_num_requests: int) -> list[InferenceRequest]:
+        if self._is_answered:           # the iteration of the last response is over, its statistics are here
+            self._is_answered = False
+            self._all_done.set()
+        waiting = self._waiting
+        if not waiting:
+            return []
+        count = len(waiting) if max_num_requests < 0 else min(max_num_requests, len(waiting))
+        if self._gate is not None:
+            oldest = self._receipts[waiting[0].request_id].arrival_s
+            now = time.perf_counter() - self._started
+            count = min(count, self._gate.allows(now, len(waiting), oldest, self._num_inside))
+        self._num_inside += count
+        return [waiting.popleft() for _ in range(count)]
+
+    def send(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
+        now = time.perf_counter() - self._started
+        receipt = self._receipts[request_id]
+        if error_message:
+            receipt.error = error_message
+        else:
+            output_ids = tensors[0].array.tolist()[0][0]
+            if not self._streaming:                     # rows of beams are as long as the longest of them
+                output_ids = output_ids[:int(tensors[1].array.flat[0])]
+                if self._prompt_lengths is not None:
+                    output_ids = output_ids[self._prompt_lengths[request_id]:]
+            receipt.tokens += output_ids
+            receipt.times += [now] * len(output_ids)
+        if final_response:
+            self.last_response = receipt.final_s = now
+            if self._options.timings and (metrics := PerfMetrics.of(tensors)) is not None:
+                receipt.queue_s = metrics.queue_s
+            self._num_open -= 1
+            self._num_inside -= 1
+            if self._backlog:
+                self._arrive([self._backlog.popleft()], now)
+            self._is_answered = not self._num_open
+
+    def keep_stats(self, record: str) -> None:
+        self.stats.append(record)
+
+    # ------------------------------------------------------------------ the thread that serves
+
+    def serve(self, manager: GptManager, requests: list[dict], *, streaming: bool, started: float,
+              limit_s: float = math.inf) -> dict[int, Receipt]:
+        """Serve requests at their arrival times; return what each got, once each has had its final response.
+
+        started   the perf_counter() that arrival times and stamps count from
+        limit_s   seconds from `started` after which it is given up
+
+        Raises BenchmarkError when a request fails, or the time is up.
+        """
+        receipts = self.serve_all(manager, requests, streaming=streaming, started=started, limit_s=limit_s)
+        errors = [receipt.error for receipt in receipts.values() if receipt.error]
+        if errors:
+            raise BenchmarkError(f"{len(errors)} of {len(requests)} requests failed, the first with: {errors[0]}")
+        return receipts
+
+    def serve_all(self, manager: GptManager, requests: list[dict], *, streaming: bool, started: float,
+                  limit_s: float = math.inf, concurrency: int = 0, options: RequestOptions = DEFAULTS,
+                  gate: Gate | None = None) -> dict[int, Receipt]:
+        """Likewise, with requests that failed among the others: their receipts have an error.
+
+        concurrency   so many requests are under way at a time, each arrives when one before it is done, and arrival
+                      times are not looked at; 0: requests arrive at their times
+        options       of every request
+        gate          what holds arrived requests back
+
+        Raises BenchmarkError when the time is up, or the engine stops answering.
+        """
+        self._started, self._streaming, self._options, self._gate = started, streaming, options, gate
+        self._receipts = {request["id"]: Receipt(arrival_s=request["arrival_s"]) for request in requests}
+        if self._prompt_lengths is not None:
+            self._prompt_lengths = {request["id"]: len(request["prompt"]) for request in requests}
+        self._num_open, self._num_inside = len(requests), 0
+        self._all_done.clear()
+
+        arriving = deque(sorted(requests, key=lambda request: request["arrival_s"]))
+        if concurrency:
+            first = [arriving.popleft() for _ in range(min(concurrency, len(arriving)))]
+            self._backlog, arriving = arriving, deque()
+            self._arrive(first, time.perf_counter() - started)
+            manager.notify()
+        while arriving:
+            time.sleep(max(0.0, arriving[0]["arrival_s"] - (time.perf_counter() - started)))
+            now = time.perf_counter() - started
+            arrived = []
+            while arriving and arriving[0]["arrival_s"] <= now:
+                arrived.append(self._made(arriving.popleft()))
+            self._waiting.extend(arrived)           # what arrives together is handed over together
+            manager.notify()
+            self._check(manager, limit_s)
+        while not self._all_done.wait(1.0):
+            self._check(manager, limit_s)
+        return self._receipts
+
+    def count(self) -> Count:
+        """How far it is, from any thread. It costs the worker nothing: what it wrote anyway is added up here."""
+        receipts = self._receipts
+        now = time.perf_counter() - self._started
+        arrived = (len(receipts) - len(self._backlog) if self._backlog
+                   else sum(receipt.arrival_s <= now for receipt in receipts.values()))
+        return Count(len(receipts) - self._num_open, len(receipts), arrived,
+                     sum(len(receipt.tokens) for receipt in receipts.values()), now)
+
+    def _check(self, manager: GptManager, limit_s: float) -> None:
+        if manager.wait_until_terminate(0) or manager.health()["callback_failures"]["send"]:
+            raise BenchmarkError(f"not all requests were answered; the manager says {manager.health()}")
+        if time.perf_counter() - self._started > limit_s:
+            raise BenchmarkError(f"{self._num_open} of {len(self._receipts)} requests are not done after "
+                                 f"{limit_s:.0f} s")
+
+    def _arrive(self, requests: list[dict[str, Any]], now: float) -> None:
+        for request in requests:
+            self._receipts[request["id"]].arrival_s = now
+        self._waiting.extend([self._made(request) for request in requests])
+
+    def _made(self, request: dict[str, Any]) -> InferenceRequest:
+        arrival_s = self._receipts[request["id"]].arrival_s
+        return self._options.make(request, streaming=self._streaming,
+                                  arrival_time=time.monotonic() - (time.perf_counter() - self._started - arrival_s))

@@ -1,0 +1,67 @@
+"""The engine that a benchmark measures, as the options describe it."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from ...gpt_manager import GptManager
+from ...names import SchedulerPolicy, TrtGptModelType
+
+POLICIES = {"guaranteed_no_evict": SchedulerPolicy.GUARANTEED_NO_EVICT,
+            "max_utilization": SchedulerPolicy.MAX_UTILIZATION}
+PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None, int | None, int | None]:
+    """(vocabulary, longest sequence, tokens of the KV cache pool); each None where the backend decides.
+
+    Raises what `read_spec` raises for a model that cannot be read.
+    """
+    if parts.backend is not None:
+        return None, None, options.max_tokens_in_paged_kvcache
+    from ...models import read_spec
+
+    spec = read_spec(options.model, options.model_implementation)
+    kv_tokens = options.max_tokens_in_paged_kvcache
+    if options.kv_gib is not None:
+        bytes_per_token = (2 * spec.num_layers * spec.num_kv_heads * spec.head_size
+                           * (2 if options.dtype == "bfloat16" else 4))
+        kv_tokens = int(options.kv_gib * 2**30) // bytes_per_token
+    return spec.vocab_size, spec.max_position_embeddings, kv_tokens
+
+
+def make_manager(options: argparse.Namespace, parts: Parts, kv_tokens: int | None, *, get: Callable[[int], Any],
+                 send: Callable[..., None], stats: Callable[[str], None] | None) -> GptManager:
+    """Load the model and start the engine. Raises what the constructor of GptManager raises."""
+    kv_cache = {"max_tokens": kv_tokens, "tokens_per_block": options.tokens_per_block,
+                "enable_block_reuse": options.block_reuse, "max_attention_window": options.max_attention_window,
+                "sink_token_length": options.sink_token_length, "host_cache_size": options.kv_host_cache_bytes}
+    if options.kv_cache_free_gpu_mem_fraction is not None:
+        kv_cache["free_gpu_memory_fraction"] = options.kv_cache_free_gpu_mem_fraction
+    return GptManager(
+        options.model if options.model is None else Path(options.model),
+        TrtGptModelType[options.type],
+        max_beam_width=options.beam_width,
+        scheduler_policy=POLICIES[options.policy],
+        get_inference_requests_cb=get,
+        send_response_cb=send,
+        return_batch_manager_stats_cb=stats,
+        optional_params=TrtGptModelOptionalParams(
+            kv_cache_config=KvCacheConfig(**kv_cache),
+            enable_trt_overlap=options.enable_trt_overlap,
+            enable_chunked_context=options.chunked_context,
+            max_batch_size=options.max_batch,
+            max_num_tokens=options.max_tokens_per_step,
+            max_num_sequences=options.max_num_sequences,
+            device=options.device,
+            dtype=options.dtype,
+            load_format=options.load_format,
+            num_threads=options.threads,
+            cuda_graphs=options.cuda_graphs,
+            cpu_compile=options.cpu_compile,
+            model_implementation=options.model_implementation),
+        exclude_input_in_output=options.exclude_input_in_output_seq,
+        parts=parts,
+    )

@@ -1,0 +1,46 @@
+"""What every request of a benchmark asks for, apart from its prompt and its length."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...requests.inference_request import InferenceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """Greedy decoding to exactly the length that is asked for, unless an end id is given.
+
+    end_id, pad_id      as tensors of the request; -1: none
+    beam_width          beams of each request
+    context_logits, generation_logits   whether responses carry them
+    timings             whether the engine tells when it scheduled the request first: needed for queue times
+    cache_salt          requests find cached blocks of requests with the same salt only
+    """
+
+    end_id: int = -1
+    pad_id: int = -1
+    beam_width: int = 1
+    context_logits: bool = False
+    generation_logits: bool = False
+    timings: bool = False
+    cache_salt: str | None = None
+
+    def make(self, request: dict[str, Any], *, streaming: bool, arrival_time: float | None = None) -> InferenceRequest:
+        """The request as a manager takes it.
+
+        request        as a workload has it
+        arrival_time   seconds of time.monotonic()
+        """
+        tensors = {"input_ids": request["prompt"], "request_output_len": request["max_tokens"], "end_id": self.end_id}
+        if self.pad_id != -1:
+            tensors["pad_id"] = self.pad_id
+        if self.beam_width != 1:
+            tensors["beam_width"] = self.beam_width
+        if self.context_logits:
+            tensors["return_context_logits"] = True
+        if self.generation_logits:
+            tensors["return_generation_logits"] = True
+        if self.timings:
+            tensors["return_perf_metrics"] = True
+        return InferenceRequest(request["id"], tensors, is_streaming=streaming, cache_salt=self.cache_salt,
+                                arrival_time=arrival_time)

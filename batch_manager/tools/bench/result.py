@@ -1,0 +1,90 @@
+"""The file that a benchmark writes: its schema, and how it is read again.
+
+Every file is one JSON object with `format` and `format_version`. `kind` is "run" for one serving of the workload; its
+figures are fields of the object. It is "sweep" or "saturation" for several servings; `points` has an object for each
+of them, with the fields of a run that differ between them. What all of them share is at the top.
+
+    version     of the program and of torch, as text; `packages` has each by name
+    commit      of the checkout, as git describes it
+    command     the arguments of the program
+    machine     CPU, cores, memory and device
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..._version import __version__
+from ..provenance import commit_of_the_checkout, machine, versions
+from ..whole_file import write_whole
+from .errors import InputError
+
+FORMAT, FORMAT_VERSION = "batch-manager bench", 1
+KINDS = ("run", "sweep", "saturation")
+PACKAGES = ("torch", "triton", "numpy", "transformers")
+
+
+def provenance(command: Sequence[str], device: str) -> dict[str, Any]:
+    """What a result says of where it comes from.
+
+    device   as the engine names it
+    """
+    facts = machine() | {"memory_gib": _memory_gib(), "device": _device(device)}
+    return {"format": FORMAT, "format_version": FORMAT_VERSION, "machine": facts, "packages": versions(*PACKAGES),
+            "commit": commit_of_the_checkout(), "command": list(command)}
+
+
+def python_version() -> str:
+    return platform.python_version()
+
+
+def version_text() -> str:
+    torch = sys.modules.get("torch")
+    return f"batch_manager {__version__}" + ("" if torch is None else f", torch {torch.__version__}")
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Whole, or not at all. Raises OSError."""
+    write_whole(path, lambda file: json.dump(result, file, indent=1))
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result of this program. Raises InputError for a file that cannot be read, that is no result, or that has
+    another version."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}; expected a result of batch-manager bench; name one"
+                         ) from error
+    if not isinstance(result, dict) or result.get("format") != FORMAT:
+        found = f"its format is {result.get('format')!r}" if isinstance(result, dict) else "it is no JSON object"
+        raise InputError(f"{path} is no result of batch-manager bench: {found}; expected the format {FORMAT!r}; "
+                         "measure again with --out")
+    if result.get("format_version") != FORMAT_VERSION:
+        raise InputError(f"{path} has format_version {result.get('format_version')!r}; this program reads "
+                         f"{FORMAT_VERSION}; measure again, or read it with the program that wrote it")
+    if result.get("kind") not in KINDS or (result["kind"] != "run" and not isinstance(result.get("points"), list)):
+        raise InputError(f"{path} is of kind {result.get('kind')!r}; expected {', '.join(KINDS)}, the last two with "
+                         "points; the file was changed: measure again")
+    return result
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (OSError, ValueError):
+        return None
+
+
+def _device(name: str) -> str:
+    """With its model, where it is an accelerator."""
+    torch = sys.modules.get("torch")
+    if torch is None or name.split(":")[0] in ("cpu", "none"):
+        return name
+    from ...runtime.device import device_name
+
+    return device_name(torch.device(name))

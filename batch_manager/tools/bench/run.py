@@ -1,0 +1,138 @@
+"""One serving of a workload, and its result."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...config import Parts
+from .engine import PRECISIONS
+from .errors import InputError
+from .files import write_stats
+from .load import Load
+from .metrics import Bounds, figures
+from .result import provenance, python_version, version_text
+from .session import Served, Session
+
+FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # whose tokens a result has
+
+
+def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None) -> dict[str, Any]:
+    """Load, warm up, serve once, shut down; the result as it stands in the file. Of files only --stats-csv is written.
+
+    options   as `parse_options` returns them, without a sweep
+    parts     with a backend, the model is not read
+
+    Raises BenchmarkError, InputError for what is no workload, and whatever the constructor of GptManager raises.
+    """
+    workload = prepared(workload, options)
+    with Session(options, workload, parts) as session:
+        served = session.serve(load_of(options))
+        result = {**shared_fields(options, workload, session), "kind": "run", **point_fields(options, workload, served)}
+    if options.stats_csv is not None:
+        write_stats(served.records, options.stats_csv)
+    return result
+
+
+def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session: Session) -> dict[str, Any]:
+    """What all servings of a session have in common."""
+    return {
+        **provenance(options.command, session.manager.info.device),
+        "peer": "batch_manager",
+        "variant": options.variant,
+        "version": version_text(),
+        "precision": PRECISIONS[options.dtype],
+        "workload": options.workload.name,
+        "n": workload["n"],
+        "threads": options.threads,
+        "max_batch": options.max_batch,
+        "max_tokens_per_step": options.max_tokens_per_step,
+        "load_s": round(session.load_s, 1),
+        "python": python_version(),
+        "kv_precision": PRECISIONS[options.dtype],
+        "kv_tokens": session.kv_tokens,
+        "tokens_per_block": options.tokens_per_block,
+        "engine": options.type,
+        "scheduler": options.policy,
+        "chunked_context": options.chunked_context,
+        "block_reuse": options.block_reuse,
+        "streaming": options.streaming,
+        "beam_width": options.beam_width,
+        "cpu_compile": options.cpu_compile,
+        "model_implementation": options.model_implementation,
+        "busy_neighbours": options.busy_neighbours,
+    }
+
+
+def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], served: Served) -> dict[str, Any]:
+    """What is of one serving alone."""
+    load, receipts = served.load, served.receipts
+    offered = load.offered_rate(served.requests)
+    return {
+        "mode": mode_of(workload, load),
+        "request_rate": load.request_rate,
+        "concurrency": load.concurrency,
+        "offered_rate": None if offered is None else round(offered, 4),
+        "wall_s": round(served.wall_s, 4),
+        **figures(served.requests, receipts, served.wall_s, streaming=options.streaming, bounds=bounds_of(options),
+                  counts_early_ends=options.eos_id == -1),
+        "peak_rss_mb": served.meter.peak_rss_mb,
+        "steps": served.steps or None,
+        "cpu": served.meter.cpu,
+        "first_tokens": {str(request_id): receipt.tokens[:FIRST_TOKENS]
+                         for request_id, receipt in list(receipts.items())[:FIRST_REQUESTS]},
+    }
+
+
+def load_of(options: argparse.Namespace, **swept: float | None) -> Load:
+    """swept   request_rate or concurrency, instead of the option"""
+    return Load(**{"request_rate": options.request_rate, "concurrency": options.concurrency,
+                   "exponential": options.enable_exp_delays, "random_seed": options.random_seed, **swept})
+
+
+def bounds_of(options: argparse.Namespace) -> Bounds:
+    return Bounds(options.slo_ttft_ms, options.slo_itl_ms)
+
+
+def mode_of(workload: Mapping[str, Any], load: Load) -> str:
+    if load.concurrency is not None:
+        return "closed loop"
+    if load.request_rate is None:
+        return workload["mode"]
+    return "online" if load.request_rate else "offline"
+
+
+def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The workload as it is served: --max-num-samples and --max-prompt-len are applied.
+
+    Raises InputError for what is no workload.
+    """
+    needed = {"vocab", "mode", "n", "requests"}
+    if not isinstance(workload, dict) or not needed <= workload.keys() or not workload["requests"]:
+        raise InputError(f"{options.workload} is no workload; expected a JSON object with {', '.join(sorted(needed))}; "
+                         "batch-manager workload writes one")
+    requests = workload["requests"]
+    for number, request in enumerate(requests):
+        if not isinstance(request, dict) or not {"id", "arrival_s", "max_tokens", "prompt"} <= request.keys():
+            raise InputError(f"request number {number} of {options.workload} lacks a field; expected an object with "
+                             "id, arrival_s, max_tokens and prompt; correct the file")
+    ids = [request["id"] for request in requests]
+    if len(set(ids)) != len(ids):
+        twice = next(request_id for number, request_id in enumerate(ids) if request_id in ids[:number])
+        raise InputError(f"the id {twice} occurs twice in {options.workload}; expected ids of which each occurs once; "
+                         "correct the file")
+    if options.max_num_samples is not None:
+        requests = requests[:options.max_num_samples]
+    if options.max_prompt_len is not None:
+        requests = [dict(request, prompt=request["prompt"][:options.max_prompt_len]) for request in requests]
+    return dict(workload, requests=requests, n=len(requests))
+
+
+def read_requests(path: Path) -> dict[str, Any]:
+    """The workload in a file. Raises InputError where it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as a workload: {error}; expected a file of batch-manager workload; "
+                         "name one") from error

@@ -1,0 +1,130 @@
+"""One engine, loaded once, that serves a workload as often as it is asked to."""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from ...config import Parts
+from ...stats.trace import TraceFile
+from .client import Client, Receipt
+from .engine import make_manager, model_limits
+from .gate import Gate
+from .load import Load
+from .neighbours import busy_neighbours
+from .process_meter import ProcessMeter
+from .request_options import RequestOptions
+from .warm_up import warm_up_requests
+
+MS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One serving of a workload.
+
+    load        how the requests arrived
+    requests    as they were served, with their arrival times
+    receipts    request id -> what it got
+    wall_s      from the start to the last response
+    steps       iterations with an active request
+    records     statistics records of them, where they were kept
+    """
+
+    load: Load
+    requests: list[dict[str, Any]]
+    receipts: dict[int, Receipt]
+    wall_s: float
+    steps: int
+    meter: ProcessMeter
+    records: list[str]
+
+
+class Session:
+    """The engine lives from `with` to its end. Where that is left by an exception, open requests are ended at once.
+
+    options, parts   as `run.benchmark` has them
+    watch            called with each record of the statistics, on the worker thread; None: they are not looked at
+
+    kv_tokens        of the KV cache pool; None: the engine decides
+    load_s           from the start of loading to the end of the warm-up
+
+    Entering raises what the constructor of GptManager raises, and BenchmarkError where the warm-up fails.
+    """
+
+    def __init__(self, options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None, *,
+                 watch: Callable[[str], None] | None = None) -> None:
+        self._options, self._workload = options, workload
+        self._parts = Parts() if parts is None else parts
+        self._watch = watch
+        self._served = 0
+        self._stack = contextlib.ExitStack()
+        self.client = Client(prompts_included=not options.exclude_input_in_output_seq)
+        self.kv_tokens: int | None = None
+        self.load_s = 0.0
+
+    def __enter__(self) -> Self:
+        with self._stack as stack:
+            self._load(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        self._stack.__exit__(*reason)
+
+    def _load(self, stack: contextlib.ExitStack) -> None:
+        options, parts, loading = self._options, self._parts, time.perf_counter()
+        vocab_size, max_seq_len, self.kv_tokens = model_limits(options, parts)
+        vocab_size = self._workload["vocab"] if vocab_size is None else min(vocab_size, self._workload["vocab"])
+        if options.trace is not None:
+            parts = replace(parts, trace=stack.enter_context(TraceFile(options.trace)))
+        client = self.client
+        self.manager = manager = stack.enter_context(make_manager(
+            options, parts, self.kv_tokens, get=client.get, send=client.send, stats=self._stats_callback()))
+        for number in range(options.warm_up):
+            requests = warm_up_requests(options.max_batch, vocab_size, max_seq_len, number)
+            client.serve(manager, requests, streaming=options.streaming, started=time.perf_counter())
+        self.load_s = time.perf_counter() - loading
+
+    def _stats_callback(self) -> Callable[[str], None] | None:
+        client, watch = self.client, self._watch
+        if not self._options.keep_stats:
+            return watch
+        if watch is None:
+            return client.keep_stats
+
+        def keep_and_watch(record: str) -> None:
+            client.keep_stats(record)
+            watch(record)
+        return keep_and_watch
+
+    def serve(self, load: Load) -> Served:
+        """Serve the workload under this load. Every serving has a cache salt of its own: none finds what another one
+        left in the KV cache.
+
+        Raises BenchmarkError where the engine stops answering.
+        """
+        options, client = self._options, self.client
+        requests = load.arriving(self._workload["requests"])
+        salt = f"serving {self._served}" if options.block_reuse else None
+        self._served += 1
+        asks = RequestOptions(
+            end_id=options.eos_id, pad_id=options.pad_id, beam_width=options.beam_width,
+            context_logits=options.return_context_logits, generation_logits=options.return_generation_logits,
+            timings=options.queue_times, cache_salt=salt)
+        gate = None
+        if options.first_batch_delay or options.static_emulated_batch_size:
+            gate = Gate(options.first_batch_delay * MS, options.static_emulated_batch_size or 0,
+                        options.static_emulated_timeout * MS)
+        client.stats.clear()
+        steps, meter = self.manager.health()["iterations"], ProcessMeter()
+        with busy_neighbours(options.busy_neighbours):
+            meter.start()
+            receipts = client.serve_all(self.manager, requests, streaming=options.streaming,
+                                        started=time.perf_counter(), concurrency=load.concurrency or 0, options=asks,
+                                        gate=gate)
+            meter.stop()
+        steps = self.manager.health()["iterations"] - steps
+        return Served(load, requests, receipts, client.last_response, steps, meter, list(client.stats))

@@ -1,0 +1,123 @@
+"""Results as text: a table for people, gptManagerBenchmark's lines and its CSV."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .metrics import LATENCIES, NAMES
+
+Result = Mapping[str, Any]
+
+# figure here -> (name there, unit there), in its order
+LATENCY_NAMES = {"e2e": ("sequence_latency", "ms"), "ttft": ("time_to_first_token", "ms"),
+                 "tpot": ("inter_token_latency", "ms"), "queue": ("request_queueing_latency", "ms")}
+USER_RATE = ("user_tokens_per_second", "tokens/sec/user")
+ORDER = ("avg", "max", "min", "p99", "p90", "p50")
+
+
+def original_figures(result: Result) -> dict[str, float | int | None]:
+    """gptManagerBenchmark's names with their units -> what this serving has; None: not known.
+
+    token_throughput counts the tokens that requests asked for.
+    """
+    found: dict[str, float | int | None] = {
+        "num_samples": result["n"],
+        "num_error_samples": result["failed"],
+        "total_latency(ms)": round(result["wall_s"] * 1e3, 3),
+        "seq_throughput(seq/sec)": result["requests_s"],
+        "token_throughput(token/sec)": result["requested_tok_s"],
+    }
+    summaries = [(*name, result["latency_ms"][figure]) for figure, name in LATENCY_NAMES.items()]
+    for name, unit, values in [*summaries, (*USER_RATE, result["user_tok_s"])]:
+        found |= {f"{which}_{name}({unit})": None if values is None else values[which] for which in ORDER}
+    return found
+
+
+def lines(results: Sequence[Result]) -> str:
+    """"[BENCHMARK] name value", a block for each serving; what is not known is left out."""
+    blocks = []
+    for result in results:
+        named = [("swept", value) for value in [load_words(result)] if len(results) > 1]
+        blocks.append("\n".join(f"[BENCHMARK] {name} {value}" for name, value
+                                in [*named, *original_figures(result).items()] if value is not None))
+    return "\n\n".join(blocks)
+
+
+def csv_rows(results: Sequence[Result]) -> list[list[Any]]:
+    """The header, and a row for each serving. Cells of what is not known are empty."""
+    figures = [original_figures(result) for result in results]
+    swept = [["request_rate", "concurrency"]] if len(results) > 1 else [[]]
+    rows = [[*swept[0], *figures[0]]]
+    for result, values in zip(results, figures, strict=True):
+        rows.append([*(result[name] for name in swept[0]), *values.values()])
+    return [["" if cell is None else cell for cell in row] for row in rows]
+
+
+def load_words(result: Result) -> str:
+    """How the requests arrived, in words."""
+    if result["concurrency"] is not None:
+        return f"concurrency {result['concurrency']}"
+    if result["request_rate"] is None:
+        return "arrival times of the workload" if result["mode"] == "online" else "all at once"
+    return f"{result['request_rate']:g} requests/s" if result["request_rate"] else "all at once"
+
+
+def table(result: Result) -> str:
+    """One serving, for people."""
+    failed = f", {result['failed']} failed" if result["failed"] else ""
+    out = [f"{result['n']} requests{failed}, {load_words(result)}: {result['wall_s']:.2f} s, {result['steps'] or 0:,} "
+           f"iterations",
+           f"prompt tokens {result['prompt_tokens']:,}, generated tokens {result['output_tokens']:,}", "",
+           *aligned([["requests/s", number(result["requests_s"])],
+                     ["generated tokens/s", number(result["output_tok_s"])],
+                     ["all tokens/s", number(result["total_tok_s"])],
+                     *goodput_rows(result)]), ""]
+    titles = {"ttft": "time to first token", "itl": "between tokens", "tpot": "a request's mean of it",
+              "e2e": "end to end", "queue": "in the queue"}
+    rows = [["", *NAMES]]
+    rows += [[f"{titles[name]}, ms", *(number(values[which]) for which in NAMES)]
+             for name in LATENCIES if (values := result["latency_ms"][name])]
+    if result["user_tok_s"]:
+        rows.append(["tokens/s of one user", *(number(result["user_tok_s"][which]) for which in NAMES)])
+    return "\n".join(out + aligned(rows))
+
+
+def goodput_rows(result: Result) -> list[list[str]]:
+    goodput = result["goodput"]
+    if goodput is None:
+        return []
+    named = (("ttft_ms", "first token"), ("itl_ms", "between tokens"))
+    bounds = [f"{words} {goodput[name]:g} ms" for name, words in named if goodput[name] is not None]
+    return [[f"within bounds, requests/s ({', '.join(bounds)})", number(goodput["requests_s"])],
+            ["within bounds, share", f"{goodput['share']:.1%}"]]
+
+
+def sweep_table(results: Sequence[Result]) -> str:
+    """A row for each serving."""
+    has_goodput = any(result["goodput"] for result in results)
+    rows = [["load", "requests/s", "tokens/s", "ttft p50", "p99", "itl p50", "p99", "e2e p50", "p99", "failed",
+             *(["good/s", "share"] if has_goodput else [])]]
+    for result in results:
+        rows.append([load_words(result), number(result["requests_s"]), number(result["output_tok_s"]),
+                     *(number(result[f"{name}_ms_{which}"]) for name in ("ttft", "itl", "e2e")
+                       for which in ("p50", "p99")),
+                     str(result["failed"]),
+                     *([number(result["goodput"]["requests_s"]), f"{result['goodput']['share']:.1%}"]
+                       if has_goodput else [])])
+    return "\n".join([*aligned(rows), "", "ttft, itl and e2e in milliseconds"])
+
+
+def number(value: float | None) -> str:
+    """With three digits at least; a dash for what is not known."""
+    if value is None:
+        return "-"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of equal width: the first to the left, the others to the right."""
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]

@@ -1,0 +1,383 @@
+"""How long the host works on one iteration: everything but the model, measured with a scripted one.
+
+    batch-manager host-bench --batch 1 64 256 --iterations 300
+
+Turns the generation loop without a thread, first without streaming, then with a response for every token. By default a
+full batch generates and nobody comes or goes; with --output-len N a request ends and another one enters N tokens later.
+The callbacks do next to nothing: what a real one costs comes on top.
+
+With --waiting N so many requests more wait for a place in the full batch, and the scheduler looks at them in every
+iteration: max_num_sequences is larger than max_batch_size. With --queued N they wait in the manager's queue.
+
+With --native the scripted model gives way to the native backend around a model that computes nothing: its packing,
+drawing and reading back are the host's work, too, and count as such. They run on the CPU; what a GPU adds to them,
+copies and launches, is not in it.
+
+Microseconds per iteration, on the clock on the wall. Iterations in which another process took the processor away are
+left out, unless no more than a tenth of them would remain. *host* is the whole iteration less the model:
+
+    fetch      get callback, admission                  advance    tokens to their requests, who ends
+    schedule   capacity, micro-batch, check of the plan respond    responses, send callback
+    claim      blocks, and the batch for the device     poll       poll callback
+    model      the scripted backend (not host time)     report     statistics, their callback
+
+*ratio* is the shortest host time divided by the shortest time of a fixed loop of Python, of 1,000 turns, taken in turn
+with it: about the same on a slow machine as on a fast one.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from ..build import build_loop
+from ..config import BLOCK_SIZES, KvCacheConfig, Parts, TrtGptModelOptionalParams
+from ..handover import ScheduledBatch, StepOutput
+from ..loop.generation_loop import GenerationLoop
+from ..names import TrtGptModelType
+from ..requests.inference_request import InferenceRequest
+from ..seams import ModelBackend, PendingStep
+from ..testing.scripted_backend import ScriptedBackend
+from .bench.engine import POLICIES
+from .workload import at_least
+
+WARM_UP_ITERATIONS = 20
+SHORTEST_PROMPT = 16
+CALIBRATE_EVERY = 5     # iterations
+
+# In which phase each method of the loop is, model time included.
+PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "claim", "_finish": "advance",
+          "_advance": "advance", "_respond": "respond", "_poll_stops": "poll", "_report": "report"}
+COLUMNS = ("fetch", "schedule", "claim", "model", "advance", "respond", "poll", "report")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One measurement.
+
+    output_len   tokens after which a request ends and another takes its place; 0: nobody ends
+    step_ms      milliseconds that an asynchronous device works on a step; 0: the device is synchronous and takes none
+    run_ahead    launch the next step before the last one is read; None: where the device is asynchronous
+    native       the native backend around a model that computes nothing; False: a scripted one
+    waiting      active requests beyond the batch, which has no place for them
+    queued       requests in the manager's queue, which wait to become active
+    """
+
+    batch: int
+    iterations: int
+    streaming: bool
+    policy: str
+    tokens_per_block: int = 64
+    output_len: int = 0
+    step_ms: float = 0.0
+    run_ahead: bool | None = None
+    native: bool = False
+    waiting: int = 0
+    queued: int = 0
+
+    @property
+    def num_active(self) -> int:
+        return self.batch + self.waiting
+
+
+class Stopwatch:
+    """Nanoseconds inside the parts of an iteration."""
+
+    def __init__(self) -> None:
+        self.spent = dict.fromkeys(COLUMNS, 0)
+
+    def watch(self, phase: str, call: Callable) -> Callable:
+        """`call`, with its time counted to a phase, and not counted to it what the model took meanwhile."""
+        spent = self.spent
+
+        def timed(*args: Any, **named: Any) -> Any:
+            model, began = spent["model"], perf_counter_ns()
+            try:
+                return call(*args, **named)
+            finally:
+                spent[phase] += perf_counter_ns() - began - (spent["model"] - model)
+
+        return timed
+
+    def take(self) -> dict[str, int]:
+        """What was spent since the last call."""
+        taken = dict(self.spent)
+        self.spent.update(dict.fromkeys(COLUMNS, 0))
+        return taken
+
+
+class TimedBackend:
+    """A model backend whose own time is counted to the phase `model`."""
+
+    def __init__(self, backend: ModelBackend, stopwatch: Stopwatch) -> None:
+        self._start = stopwatch.watch("model", backend.start)
+        self._finish = stopwatch.watch("model", lambda step: step.finish())
+        self.info, self.memory_usage, self.close = backend.info, backend.memory_usage, backend.close
+        self.device = backend
+
+    def start(self, batch: ScheduledBatch) -> "TimedStep":
+        return TimedStep(self._start(batch), self._finish)
+
+
+@dataclass(slots=True)
+class TimedStep:
+    step: PendingStep
+    timed_finish: Callable[[PendingStep], StepOutput]
+
+    def finish(self) -> StepOutput:
+        return self.timed_finish(self.step)
+
+
+class Clients:
+    """Callbacks that cost next to nothing. What is handed over was made beforehand."""
+
+    def __init__(self, requests: list[InferenceRequest], *, more_than_asked: int = 0) -> None:
+        self._requests = deque(requests)
+        self._more_than_asked = more_than_asked         # handed over with the first ones
+        self.num_responses = self.num_records = 0
+
+    def get(self, max_num_requests: int) -> list[InferenceRequest]:
+        if not max_num_requests:
+            return []
+        count, self._more_than_asked = max_num_requests + self._more_than_asked, 0
+        return [self._requests.popleft() for _ in range(min(count, len(self._requests)))]
+
+    def send(self, request_id: int, tensors: list, final_response: bool, error_message: str) -> None:
+        self.num_responses += 1
+
+    def poll(self) -> set[int]:
+        return set()
+
+    def return_stats(self, record: str) -> None:
+        self.num_records += 1
+
+
+def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, Clients]:
+    """A loop whose first iteration takes a full batch in, all contexts at once, with a stopwatch at its parts."""
+    batch, turns = setting.batch, WARM_UP_ITERATIONS + setting.iterations + 8
+    longest_prompt = SHORTEST_PROMPT + setting.tokens_per_block
+    max_seq_len = longest_prompt + max(turns, setting.output_len)
+    blocks_of_each = -(-max_seq_len // setting.tokens_per_block) + 1
+    sizes = dict(vocab_size=32000, max_seq_len=max_seq_len, num_blocks=batch * blocks_of_each,
+                 tokens_per_block=setting.tokens_per_block, num_slots=setting.num_active)
+    if setting.native:
+        from .stub_model import native_backend_without_a_model
+
+        model = native_backend_without_a_model(**sizes)
+    else:
+        model = ScriptedBackend(**sizes, verify=False, is_asynchronous=setting.step_ms > 0,
+                                step_seconds=setting.step_ms / 1e3)
+    backend = TimedBackend(model, stopwatch)
+    clients = Clients(list(_requests(setting, turns)), more_than_asked=setting.queued)
+    loop = build_loop(
+        model_path=None,
+        model_type=TrtGptModelType.InflightFusedBatching,
+        max_beam_width=1,
+        scheduler_policy=POLICIES[setting.policy],
+        get_inference_requests_cb=clients.get,
+        send_response_cb=clients.send,
+        poll_stop_signal_cb=clients.poll,
+        return_batch_manager_stats_cb=clients.return_stats,
+        optional_params=TrtGptModelOptionalParams(
+            kv_cache_config=KvCacheConfig(tokens_per_block=setting.tokens_per_block), max_batch_size=batch,
+            max_num_sequences=setting.num_active, max_queued_requests=setting.queued,
+            max_admissions_per_iteration=setting.num_active + setting.queued,
+            max_num_tokens=batch * longest_prompt, run_ahead=setting.run_ahead),
+        terminate_req_id=None,
+        exclude_input_in_output=True,
+        parts=Parts(backend=backend))
+
+    for method, phase in PHASES.items():
+        setattr(loop, method, stopwatch.watch(phase, getattr(loop, method)))
+    return loop, clients
+
+
+def _requests(setting: Setting, turns: int):
+    """A full batch, its prompts of different lengths so that not all need a new block at the same time; then those that
+    wait, and where requests end, those that take their places. The first ones end one after the other."""
+    batch, output_len = setting.batch, setting.output_len
+    successors = setting.waiting + setting.queued + (-(-turns * batch // output_len) + batch if output_len else 0)
+    for number in range(batch + successors):
+        prompt = [7 + number % 1000] * (SHORTEST_PROMPT + number % setting.tokens_per_block)
+        length = output_len or turns
+        if output_len and number < batch:
+            length = 1 + number * output_len // batch
+        yield InferenceRequest(number, {"input_ids": prompt, "request_output_len": length},
+                               is_streaming=setting.streaming)
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """Run one setting; what it cost, in microseconds."""
+    stopwatch = Stopwatch()
+    loop, clients = make_loop(setting, stopwatch)
+    for _ in range(WARM_UP_ITERATIONS):
+        loop.step(accept_new=True)
+    responses = clients.num_responses
+
+    rows: list[dict[str, int]] = []
+    undisturbed: list[dict[str, int]] = []
+    calibration: list[int] = []
+    stopwatch.take()
+    device, first_began = loop.backend.device, perf_counter_ns()
+    idle_before = device.idle_seconds if setting.step_ms else 0.0
+    for number in range(setting.iterations):
+        if number % CALIBRATE_EVERY == 0 and not setting.step_ms:
+            calibration.append(calibration_ns())
+        preemptions = _preemptions()
+        began = perf_counter_ns()
+        loop.step(accept_new=True)
+        whole = perf_counter_ns() - began
+        row = stopwatch.take()
+        row["host"] = whole - (0 if setting.native else row["model"])
+        rows.append(row)
+        if _preemptions() == preemptions:
+            undisturbed.append(row)
+    idle_share = 0.0
+    if setting.step_ms:
+        idle_share = (device.idle_seconds - idle_before) / ((perf_counter_ns() - first_began) / 1e9)
+    num_undisturbed = len(undisturbed)
+    if num_undisturbed > setting.iterations // 10:
+        rows = undisturbed
+    host = [row["host"] for row in rows]
+    generating = sum(request.is_generating for request in loop.active)
+    assert (generating, len(loop.active)) == (setting.batch, setting.num_active) or setting.output_len, (
+        "requests ended that were to go on, or began that were to wait")
+    assert len(loop.intake) == setting.queued or setting.output_len, "requests left the queue that were to wait"
+    loop.backend.close()
+
+    return {
+        "batch": setting.batch,
+        "streaming": setting.streaming,
+        "output_len": setting.output_len,
+        "waiting": setting.waiting,
+        "queued": setting.queued,
+        "iterations": setting.iterations,
+        "undisturbed": num_undisturbed,
+        "step_ms": setting.step_ms,
+        "runs_ahead": loop.limits.runs_ahead,
+        "device_idle_percent": round(100 * idle_share, 2) if setting.step_ms else None,
+        "native": setting.native,
+        "ratio": round(min(host) / min(calibration), 3) if calibration else None,
+        "responses_per_iteration": round((clients.num_responses - responses) / setting.iterations, 2),
+        "host_us": {"median": _us(np.median(host)), "min": _us(min(host)),
+                    **{f"p{percent}": _us(np.percentile(host, percent)) for percent in (10, 90, 99)}},
+        "phases_us": {phase: _us(np.median([row[phase] for row in rows])) for phase in COLUMNS},
+    }
+
+
+class _Thing:
+    __slots__ = ("number", "name")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, "name"
+
+    def twice(self) -> int:
+        return self.number + self.number
+
+
+def calibration_ns() -> int:
+    """Nanoseconds of a fixed loop of Python that makes objects, calls methods and fills a dictionary and lists."""
+    began = perf_counter_ns()
+    things: dict[int, _Thing] = {}
+    for number in range(1000):
+        things[number & 255] = thing = _Thing(number)
+        pair = [thing.twice(), thing.name]
+        assert pair[0] == 2 * number
+    return perf_counter_ns() - began
+
+
+def _preemptions() -> int:
+    """How often this thread had to leave the processor to another one."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+
+
+def _us(nanoseconds: float) -> float:
+    return round(float(nanoseconds) / 1e3, 1)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as text; phases are medians, and need not add up to the median of their sum."""
+    head = f"{'batch':>6} {'streaming':>9} | {'host':>8} {'min':>8} {'p99':>8} {'ratio':>6} | "
+    lines = [head + " ".join(f"{phase:>8}" for phase in COLUMNS)]
+    lines += [
+        f"{result['batch']:>6} {'yes' if result['streaming'] else 'no':>9} | "
+        + " ".join(f"{result['host_us'][name]:>8.1f}" for name in ("median", "min", "p99"))
+        + f" {'' if result['ratio'] is None else format(result['ratio'], '.3f'):>6} | "
+        + " ".join(f"{result['phases_us'][phase]:>8.1f}" for phase in COLUMNS)
+        for result in results
+    ]
+    for result in results:
+        if result["step_ms"]:
+            how = "running ahead" if result["runs_ahead"] else "in lockstep"
+            lines.append(f"{result['batch']:>6} {'yes' if result['streaming'] else 'no':>9} | the device waits "
+                         f"{result['device_idle_percent']} % of the time, {how}")
+    return "\n".join(lines)
+
+
+def _spin(stop: threading.Event) -> None:
+    while not stop.is_set():
+        pass
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="batch-manager host-bench", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--batch", type=at_least(1), nargs="+", default=[1, 64, 256], help="requests in the batch (1 64 256)")
+    add("--iterations", type=at_least(1), default=300, help="measured, per setting (300)")
+    add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
+    add("--streaming", action=argparse.BooleanOptionalAction, default=None, help="only with, or only without (both)")
+    add("--output-len", type=at_least(0), default=0, help="tokens after which a request is replaced; 0: never (0)")
+    add("--step-ms", type=float, default=0.0,
+        help="milliseconds that the device works on a step while the host goes on; host time then includes waiting (0)")
+    add("--run-ahead", action=argparse.BooleanOptionalAction, default=None,
+        help="launch steps ahead of reading, or not (where --step-ms is given)")
+    add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=64, help="of the KV cache (64)")
+    add("--waiting", type=at_least(0), default=0, help="active requests that wait for a place in the batch (0)")
+    add("--queued", type=at_least(0), default=0, help="requests in the manager's queue (0)")
+    add("--native", action="store_true", help="the native backend around a model that computes nothing, as host time")
+    add("--spinning-client", action="store_true", help="another thread that never stops computing, as a client might")
+    add("--switch-interval", type=float, help="seconds, sys.setswitchinterval; matters with --spinning-client")
+    options = parser.parse_args(argv)
+    if options.native and (options.step_ms or options.run_ahead):
+        parser.error("--native was given with --step-ms or --run-ahead; the native backend on a CPU is synchronous; "
+                     "leave one of them out")
+
+    interval = sys.getswitchinterval()
+    if options.switch_interval is not None:
+        sys.setswitchinterval(options.switch_interval)
+    stop = threading.Event()
+    if options.spinning_client:
+        threading.Thread(target=_spin, args=(stop,), daemon=True).start()
+    try:
+        setting = partial(Setting, iterations=options.iterations, policy=options.policy, output_len=options.output_len,
+                          tokens_per_block=options.tokens_per_block, step_ms=options.step_ms,
+                          run_ahead=options.run_ahead, native=options.native, waiting=options.waiting,
+                          queued=options.queued)
+        results = [measure(setting(batch=batch, streaming=streaming))
+                   for streaming in ((False, True) if options.streaming is None else (options.streaming,))
+                   for batch in options.batch]
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+
+    print(table(results))
+    print(json.dumps({"tool": "host_benchmark", "python": platform.python_version(), "policy": options.policy,
+                      "tokens_per_block": options.tokens_per_block, "spinning_client": options.spinning_client,
+                      "waiting": options.waiting, "queued": options.queued,
+                      "results": results}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

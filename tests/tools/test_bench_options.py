@@ -1,0 +1,89 @@
+"""The options, those of the original among them, and what is refused."""
+
+import pytest
+
+from batch_manager.tools.bench.options import parse_options
+from batch_manager.tools.bench.original_options import ALIASES, REFUSED
+
+NEEDED = ["--model", "none", "--workload", "w.json"]
+
+
+def options(*more):
+    return parse_options([*NEEDED, *more])
+
+
+def refusal(capsys, *more):
+    with pytest.raises(SystemExit) as end:
+        options(*more)
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_command_line_of_the_original_is_taken():
+    given = parse_options([
+        "--engine_dir", "/models/m", "--dataset", "d.json", "--type", "UIFB", "--scheduler_policy=max_utilization",
+        "--max_num_sequences", "64", "--max_tokens_in_paged_kvcache", "4096", "--kv_cache_free_gpu_mem_fraction", "0.5",
+        "--enable_trt_overlap=true", "--enable_chunked_context=false", "--enable_kv_cache_reuse", "--streaming=true",
+        "--max_batch_size", "16", "--max_num_tokens", "1024", "--request_rate", "-1", "--eos_id", "2", "--pad_id", "0",
+        "--max_num_samples", "5", "--exclude_input_in_output_seq=0", "--first_batch_delay", "20", "--warm_up", "0",
+        "--static_emulated_batch_size", "4", "--static_emulated_timeout", "100", "--max_prompt_len", "9",
+        "--log_level", "verbose", "--return_context_logits", "--max_attention_window", "128", "--random_seed", "1"])
+    assert (str(given.model), str(given.workload), given.type) == ("/models/m", "d.json", "InflightBatching")
+    assert (given.policy, given.max_num_sequences, given.max_batch) == ("max_utilization", 64, 16)
+    assert (given.max_tokens_in_paged_kvcache, given.kv_cache_free_gpu_mem_fraction, given.kv_gib) == (4096, 0.5, None)
+    assert given.enable_trt_overlap and given.block_reuse and given.streaming and given.return_context_logits
+    assert not given.chunked_context and not given.exclude_input_in_output_seq
+    assert (given.max_tokens_per_step, given.request_rate, given.eos_id, given.pad_id) == (1024, 0.0, 2, 0)
+    assert (given.static_emulated_batch_size, given.static_emulated_timeout, given.first_batch_delay) == (4, 100, 20)
+
+
+def test_what_is_not_given_is_as_it_was():
+    given = options()
+    assert (given.kv_gib, given.max_batch, given.max_tokens_per_step, given.threads) == (1.0, 32, 512, 2)
+    assert given.streaming and given.chunked_context and not given.block_reuse and given.warm_up == 1
+    static = options("--type", "V1")
+    assert not static.streaming and not static.chunked_context
+    assert not options("--beam-width", "2").streaming
+    assert [options(*more).cpu_compile for more in ([], ["--cpu-compile"], ["--no-cpu-compile"])] == [None, True, False]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_original_has_and_this_engine_does_not_is_refused_by_name(name, capsys):
+    written = f"--{name.replace('-', '_')}"
+    told = refusal(capsys, written, "1")
+    assert written in told and REFUSED[name] in told
+
+
+def test_names_of_others_are_names_of_ours(capsys):
+    with pytest.raises(SystemExit):
+        options("--help")
+    told = capsys.readouterr().out
+    assert all(f"--{alias} is --{name}" in " ".join(told.split()) for alias, name in ALIASES.items())
+    assert all(name.replace("-", "_") in told for name in REFUSED)
+
+
+@pytest.mark.parametrize("given, told", [
+    (["--kv-gib", "0"], "more than 0"),
+    (["--kv-gib", "1", "--max-tokens-in-paged-kvcache", "9"], "both given"),
+    (["--request-rate", "0"], "no rate"), (["--request-rate", "nan"], "no rate"),
+    (["--request-rate", "x"], "no number"),
+    (["--request-rate", "2", "--concurrency", "2"], "both given"),
+    (["--sweep", "threads=1,2"], "no sweep"), (["--sweep", "concurrency="], "no sweep"),
+    (["--sweep", "concurrency=1,x"], "no whole number"), (["--sweep", "concurrency=0"], "less than 1"),
+    (["--sweep", "concurrency=2,2"], "twice"), (["--sweep", "concurrency=2", "--concurrency", "2"], "both given"),
+    (["--sweep", "concurrency=2", "--find-saturation"], "both given"),
+    (["--sweep", "concurrency=2", "--stats-csv", "s.csv"], "both given"),
+    (["--enable-exp-delays"], "no rate"),
+    (["--streaming", "--beam-width", "2"], "not streamed"),
+    (["--slo-share", "1.5"], "at most 1"), (["--type", "IF"], "invalid choice"), (["--max-b", "3"], "unrecognized"),
+    (["--api", "executor"], "gptManager"), (["--out", "/no/such/folder/r.json"], "does not exist"),
+    (["--out", "/"], "folder"),
+    (["--warm-up", "-1"], "less than 0"), (["--static-emulated-timeout", "inf"], "finite")])
+def test_what_makes_no_sense_is_refused(given, told, capsys):
+    assert told in refusal(capsys, *given)
+
+
+def test_sweeps_are_read():
+    assert options("--sweep", "request_rate=0.5,1,inf").sweep == ("request_rate", [0.5, 1.0, 0.0])
+    assert options("--sweep=concurrency=1,2,4").sweep == ("concurrency", [1, 2, 4])
+    assert options("--max-concurrency", "3", "--num-prompts=7").concurrency == 3

@@ -1,0 +1,249 @@
+"""The program from its arguments to its files: sweeps, the saturation, gates, failures, interruptions."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batch_manager import Parts
+from batch_manager.testing.scripted_backend import ScriptedBackend
+from batch_manager.tools.bench import __main__ as program
+from batch_manager.tools.bench import measurement as measuring
+from batch_manager.tools.bench.errors import InputError
+from batch_manager.tools.bench.gate import Gate
+from batch_manager.tools.bench.measurement import Measurement
+from batch_manager.tools.bench.metrics import Bounds
+from batch_manager.tools.bench.options import parse_options
+from batch_manager.tools.bench.result import FORMAT_VERSION, read_result
+from batch_manager.tools.bench.saturation import find_saturation, is_sustained
+from batch_manager.tools.workload import Lengths, make_workload
+
+TEN = make_workload(count=10, vocab_size=1000, prompts=Lengths(20, 0.5, 4, 60), outputs=Lengths(6, 0.5, 2, 12))
+LONG = make_workload(count=4, vocab_size=1000, prompts=Lengths(8, 0.1, 4, 9), outputs=Lengths(300, 0.1, 200, 400))
+
+
+@pytest.fixture
+def setting(tmp_path, monkeypatch):
+    """(run a command line, the folder): the engine has a scripted backend, and there is a workload of ten requests."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    Path("ten.json").write_text(json.dumps(TEN))
+    session = measuring.Session
+
+    def scripted(options, workload, parts, **more):
+        backend = ScriptedBackend(num_blocks=64, tokens_per_block=8, step_seconds=scripted.step_seconds)
+        return session(options, workload, Parts(backend=backend), **more)
+    scripted.step_seconds = 0.0
+    monkeypatch.setattr(measuring, "Session", scripted)
+
+    def run(*arguments, workload="ten.json", step_seconds=0.0):
+        scripted.step_seconds = step_seconds
+        return program.main(["--model", "none", "--workload", workload, "--max-batch", "4", "--tokens-per-block", "8",
+                             "--quiet", *arguments])
+    return run, tmp_path
+
+
+def test_files_and_a_table(setting, capsys):
+    run, folder = setting
+    assert run("--out", "r.json", "--output_csv", "t.csv", "--responses_json_file", "a.json", "--queue-times",
+               "--slo-ttft-ms", "60000") == 0
+    result = read_result(folder / "r.json")
+    assert (result["kind"], result["n"], result["failed"], result["mode"]) == ("run", 10, 0, "offline")
+    assert result["command"][:2] == ["--model", "none"] and result["machine"]["cores"] and result["packages"]["numpy"]
+    assert result["machine"]["device"] == "none" and result["machine"]["memory_gib"] > 0
+    assert result["latency_ms"]["queue"]["max"] >= result["latency_ms"]["queue"]["min"] >= 0
+    assert result["goodput"]["share"] == 1.0
+    (row,) = csv.DictReader(open("t.csv", newline=""))
+    assert row["num_samples"] == "10" and float(row["avg_request_queueing_latency(ms)"]) >= 0
+    answers = json.loads(Path("a.json").read_text())
+    for answer, request in zip(answers, TEN["requests"], strict=True):
+        assert answer["output_ids"] == ScriptedBackend.expected_tokens(request["prompt"], request["max_tokens"])
+    printed = capsys.readouterr()
+    assert "time to first token, ms" in printed.out and not printed.err
+    assert not list(folder.glob("*.part"))
+
+
+def test_lines_of_the_original(setting, capsys):
+    run, _ = setting
+    assert run("--report", "lines", "--no-streaming") == 0
+    told = dict(line.split()[1:] for line in capsys.readouterr().out.splitlines())
+    assert told["num_samples"] == "10" and told["num_error_samples"] == "0"
+    assert float(told["avg_sequence_latency(ms)"]) > 0
+    assert "avg_time_to_first_token(ms)" not in told
+
+
+def test_responses_without_streaming_may_have_their_prompts_and_beams(setting):
+    run, _ = setting
+    assert run("--no-streaming", "--exclude_input_in_output_seq=false", "--responses-json-file", "a.json",
+               "--max-num-samples", "3", "--max-prompt-len", "5") == 0
+    answers = json.loads(Path("a.json").read_text())
+    assert [answer["output_ids"][:5] for answer in answers] == [one["prompt"][:5] for one in TEN["requests"][:3]]
+    assert [len(one["output_ids"]) for one in answers] == [min(len(one["prompt"]), 5) + one["max_tokens"]
+                                                           for one in TEN["requests"][:3]]
+    assert run("--beam-width", "2", "--out", "r.json") == 0
+    result = read_result(Path("r.json"))
+    assert (result["wrong_length"], result["output_tokens"]) == (0, TEN["output_tokens"])
+
+
+@pytest.mark.parametrize("more", [["--type", "V1"], ["--block-reuse"], ["--enable_trt_overlap"],
+                                  ["--return_generation_logits"], ["--return_context_logits", "--no-streaming"]])
+def test_options_of_the_engine_and_of_requests(setting, more):
+    run, _ = setting
+    assert run("--out", "r.json", *more) == 0
+    assert read_result(Path("r.json"))["output_tokens"] == TEN["output_tokens"]
+
+
+def test_a_sweep_of_the_concurrency_loads_once(setting, capsys):
+    run, _ = setting
+    assert run("--sweep", "concurrency=1,4", "--out", "s.json", "--block-reuse", "--output-csv", "t.csv",
+               step_seconds=0.002) == 0
+    result = read_result(Path("s.json"))
+    assert (result["kind"], result["swept"]) == ("sweep", "concurrency")
+    alone, together = result["points"]
+    assert (alone["concurrency"], together["concurrency"]) == (1, 4)
+    assert alone["output_tokens"] == together["output_tokens"] == TEN["output_tokens"]
+    assert alone["steps"] > together["steps"] and alone["wall_s"] > together["wall_s"]
+    assert alone["first_tokens"] == together["first_tokens"]
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].startswith("concurrency 1") and table[2].startswith("concurrency 4")
+    assert len(list(csv.reader(open("t.csv", newline="")))) == 3
+
+
+def measured(workload, *more):
+    """What was served, with the records of every iteration."""
+    options = parse_options(["--model", "none", "--workload", "ten.json", "--tokens-per-block", "8", "--quiet", *more])
+    options.keep_stats = True
+    measurement = Measurement(options, workload)
+    measurement.run()
+    return [(served, [json.loads(record) for record in served.records]) for served in measurement.served]
+
+
+def test_no_serving_of_a_sweep_finds_what_another_one_cached(setting):
+    same = make_workload(count=4, vocab_size=1000, prompts=Lengths(40, 0.1, 30, 50, fixed=40),
+                         outputs=Lengths(3, 0.1, 2, 4, fixed=3), shared_prefix=24)
+    servings = measured(same, "--block-reuse", "--sweep", "concurrency=1,2", "--max-batch", "4")
+    first, both = (records[-1]["Cache Hit Tokens"] for _, records in servings)
+    assert first == 3 * 24 and first < both <= 2 * first        # those that start together share nothing
+
+
+def test_requests_of_a_closed_loop_follow_each_other(setting):
+    ((served, records),) = measured(TEN, "--concurrency", "3")
+    assert max(record["Active Request Count"] for record in records) == 3
+    arrivals = sorted(receipt.arrival_s for receipt in served.receipts.values())
+    finals = sorted(receipt.final_s for receipt in served.receipts.values())
+    assert arrivals[3:] == finals[:-3]
+
+
+def test_static_batches_are_emulated(setting):
+    ((_, records),) = measured(TEN, "--static_emulated_batch_size", "4", "--static_emulated_timeout", "20")
+    assert [record["New Requests"] for record in records if record["New Requests"]] == [4, 4, 2]
+
+
+def test_a_gate_opens_for_whole_batches_and_after_its_delay():
+    gate = Gate(batch_size=4, timeout_s=1.0)
+    assert gate.allows(0.5, 4, 0.0, 0) == 4 and gate.allows(0.5, 3, 0.0, 0) == 0 and gate.allows(1.0, 3, 0.0, 0) == 4
+    assert gate.allows(9.0, 8, 0.0, 1) == 0
+    assert Gate(delay_s=0.5).allows(0.4, 8, 0.0, 0) == 0 and Gate(delay_s=0.5).allows(0.5, 8, 0.0, 3) == 8
+
+
+def test_the_first_batch_can_be_delayed(setting):
+    run, _ = setting
+    assert run("--first_batch_delay", "80", "--out", "r.json") == 0
+    assert read_result(Path("r.json"))["latency_ms"]["ttft"]["min"] >= 80
+
+
+def test_the_saturation_is_found(setting, capsys):
+    run, _ = setting
+    assert run("--find-saturation", "--max-probes", "4", "--out", "s.json", "--max-batch", "1",
+               step_seconds=0.002) == 0
+    result = read_result(Path("s.json"))
+    assert result["kind"] == "saturation" and len(result["points"]) == 4
+    assert all(isinstance(point["sustained"], bool) for point in result["points"][1:])
+    assert result["saturation"]["probes"] == 3 and "saturation: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit, first", [(10.0, 25.0), (10.0, 4.0), (0.9, 8.0), (7.3, 7.3)])
+def test_bisection_finds_a_limit_from_either_side(limit, first):
+    tried = []
+    found = find_saturation(lambda rate: tried.append(rate) or rate <= limit, first, 12, "")
+    assert found.sustained <= limit < found.broken and found.broken / found.sustained < 1.05
+    assert len(tried) == found.probes <= 12 and len(set(tried)) == len(tried)
+
+
+def test_bisection_keeps_to_its_probes_and_says_what_it_does_not_know():
+    assert find_saturation(lambda rate: True, 1.0, 3, "").broken is None
+    never = find_saturation(lambda rate: False, 8.0, 3, "words")
+    assert (never.sustained, never.broken, never.probes) == (None, 2.0, 3) and "no rate" in never.words()
+
+
+def test_what_counts_as_sustained():
+    point = {"failed": 0, "completion_rate": 9.6, "offered_rate": 10.0, "goodput": {"share": 0.85}}
+    assert is_sustained(point, Bounds(), 0.9) and not is_sustained(point | {"completion_rate": 9.4}, Bounds(), 0.9)
+    assert not is_sustained(point, Bounds(ttft_ms=1.0), 0.9) and is_sustained(point, Bounds(ttft_ms=1.0), 0.85)
+    assert not is_sustained(point | {"failed": 1}, Bounds(), 0.9)
+
+
+def test_the_saturation_takes_some_requests():
+    options = parse_options(["--model", "none", "--workload", "w.json", "--find-saturation"])
+    with pytest.raises(InputError, match="4 requests"):
+        Measurement(options, LONG)
+
+
+def test_a_request_that_fails_is_named_and_the_rest_is_measured(setting, capsys):
+    run, _ = setting
+    requests = [*TEN["requests"][:3], dict(TEN["requests"][3], prompt=[5] * 2000)]
+    Path("bad.json").write_text(json.dumps(dict(TEN, requests=requests)))
+    assert run("--out", "r.json", workload="bad.json") == 1
+    told = capsys.readouterr()
+    assert "1 of 4 requests failed" in told.err and f"request {requests[3]['id']}: " in told.err and "2,000" in told.err
+    assert read_result(Path("r.json"))["failed"] == 1 and "1 failed" in told.out
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "[]", '{"requests": []}'])
+def test_a_workload_that_is_none_is_status_two(setting, capsys, text):
+    run, folder = setting
+    if text is not None:
+        Path("w.json").write_text(text)
+    assert run("--out", "r.json", workload="w.json") == 2
+    assert "w.json" in capsys.readouterr().err and not (folder / "r.json").exists()
+
+
+def test_results_of_other_versions_are_refused_by_name(tmp_path):
+    path = tmp_path / "r.json"
+    good = {"format": "batch-manager bench", "format_version": FORMAT_VERSION, "kind": "run"}
+    for wrong, told in ((None, "cannot be read"), ([], "no JSON object"), ({"peer": "vllm"}, "its format is None"),
+                        (good | {"format_version": 99}, "format_version 99"), (good | {"kind": "x"}, "kind 'x'"),
+                        (good | {"kind": "sweep"}, "points")):
+        if wrong is not None:
+            path.write_text(json.dumps(wrong))
+        with pytest.raises(InputError, match=told):
+            read_result(path)
+    path.write_text(json.dumps(good))
+    assert read_result(path) == good
+
+
+def test_ctrl_c_ends_the_engine_and_says_what_was_measured(tmp_path):
+    Path(tmp_path / "long.json").write_text(json.dumps(LONG))
+    code = ("import sys\nfrom batch_manager import Parts\nfrom batch_manager.testing.scripted_backend import "
+            "ScriptedBackend\nfrom batch_manager.tools.bench import __main__ as program, measurement\n"
+            "Session = measurement.Session\n"
+            "measurement.Session = lambda options, workload, parts, **more: Session(options, workload, Parts(backend="
+            "ScriptedBackend(num_blocks=256, tokens_per_block=8, step_seconds=0.05)), **more)\n"
+            "print('ready', flush=True)\nsys.exit(program.main(sys.argv[1:]))")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "--model", "none", "--workload", "long.json", "--out", "r.json", "--warm-up", "0",
+         "--tokens-per-block", "8", "--log-iteration-data"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.stderr.readline()                        # the first iteration
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "0 of 4 requests were done" in error and "Traceback" not in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["long.json"]
