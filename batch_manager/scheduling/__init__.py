@@ -5,5 +5,5 @@ Not      blocks and requests themselves: a scheduler reads them, spends from a l
 Yours    a policy of your own is a CapacityScheduler in capacity.py's style; one that decides everything itself is a
          RequestScheduler; policies.py maps names to objects
 
-MaxRequestsScheduler and force_chunk serve conformance records and schedulers of a user's own; no option chooses them.
+MaxRequestsScheduler and force_chunk serve conformance records and users' own schedulers; no option selects them.
 """

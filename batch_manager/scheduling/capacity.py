@@ -1,7 +1,7 @@
 """Who gets blocks: the four policies of TensorRT-LLM.
 
-Each looks at the active requests in the order they are to be served and answers (fitting, paused). What a policy may
-spend is a ledger; requests and blocks stay as they are.
+Each takes the active requests in the order in which they are to be served, and returns (fitting, paused). It spends
+from a ledger and changes neither requests nor blocks.
 """
 
 from collections.abc import Iterable
@@ -25,18 +25,18 @@ class MaxRequestsScheduler(CapacityScheduler):
 
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):
-    """Start a request only when it can run to its last token without evicting anybody.
+    """Start a request only when it can run to its last token without evicting another.
 
-    Promises are kept first: what all who hold blocks may still need is set aside before a new context is looked at,
-    wherever they stand in the line. Contexts then enter in order. Those between chunks always may. The first new one
-    that does not fit closes the door to others, so that a large request is not overtaken for ever by small ones behind
-    it. One whose adapter does not fit, or whose next block another one is computing, is passed over.
+    The blocks that all requests with blocks may still need are set aside before a new context is considered, whatever
+    their order. Contexts are then admitted in order. A context between chunks is always admitted. The first new context
+    that does not fit closes the admission gate, so that small requests after a large one do not overtake it for ever. A
+    context is skipped if its adapter does not fit, or if another request is computing its next block.
 
     Never pauses.
 
-    in_line   TensorRT-LLM's order: only generating requests go first. Those between chunks take their turn among the
-              contexts, so that a new one ahead of them may get what they wait for, and wait behind the door when it is
-              closed; with priorities all may then wait for one another.
+    in_line   TensorRT-LLM's order: only generating requests go first. Contexts between chunks take their turn among the
+              other contexts, so a new one before them may get the blocks that they wait for, and a closed gate stops
+              them too. With priorities, requests may then wait for one another.
     """
 
     def __init__(self, max_num_requests: int, kv_cache_manager: KvCacheManager,
@@ -49,16 +49,16 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if contexts and len(fitting) < self.max_num_requests:
-            door = _Door(self.kv_cache_manager, self.peft_cache_manager, fitting if self.in_line else active_requests,
-                         self.in_line)
+            gate = _AdmissionGate(self.kv_cache_manager, self.peft_cache_manager,
+                                  fitting if self.in_line else active_requests, self.in_line)
             delay = DuplicateDelay(self.kv_cache_manager, active_requests)
             contexts = (request for request in contexts if not delay.holds_back(request))
-            fitting += door.let_in(contexts, self.max_num_requests - len(fitting))
+            fitting += gate.admitted(contexts, self.max_num_requests - len(fitting))
         return fitting, []
 
 
 class StaticBatchScheduler(CapacityScheduler):
-    """A batch starts together and nobody joins it until its last member is done.
+    """A batch starts together, and no request joins it before its last member is done.
 
     Once one request generates, only generating requests run: a context between chunks waits for the next batch.
 
@@ -77,20 +77,19 @@ class StaticBatchScheduler(CapacityScheduler):
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if not fitting:
-            door = _Door(self.kv_cache_manager, self.peft_cache_manager, [] if self.in_line else active_requests,
-                         self.in_line)
-            fitting = door.let_in(contexts, self.max_num_requests)
+            gate = _AdmissionGate(self.kv_cache_manager, self.peft_cache_manager,
+                                  [] if self.in_line else active_requests, self.in_line)
+            fitting = gate.admitted(contexts, self.max_num_requests)
         return fitting, []
 
 
 class MaxUtilizationScheduler(CapacityScheduler):
-    """Run whoever has room for one more step; when room runs out, pause from the back of the line.
+    """Run each request that has room for one more step; when room runs out, pause the last started ones.
 
-    A request that does not fit looks for a victim: the last one in the line, itself included unless it is the first,
-    that has computed something. The victim's blocks count as free, the line now ends before it, and the request tries
-    again. Requests ahead of it are never touched, so the first in line always advances; a request that has not started
-    makes nobody pause who stands ahead of it. A context whose next block another one is computing is passed over,
-    unless it is the first in line.
+    For a request that does not fit, the scheduler looks for a victim: the last request in the line that has computed
+    something, this one included unless it is the first. The victim's blocks count as free, the line now ends before the
+    victim, and the request is tried again. Requests before it are never paused, so the first in line always advances. A
+    context is skipped if another request is computing its next block, unless it is the first in line.
 
     two_step_lookahead   plan for two steps of each generating request, as two micro-batches in flight need
     """
@@ -125,10 +124,10 @@ class MaxUtilizationScheduler(CapacityScheduler):
                     taken += 1
                     continue
 
-            # While somebody is in flight the first in line waits for what he holds.
+            # While a step is in flight, the first in line waits for the blocks that its requests hold.
             first = max(taken, 1) if self.kv_cache_manager.inflight_request_ids else taken
-            victim = next((place for place in reversed(range(first, len(line)))
-                           if line[place].is_started and ledger.is_refundable(line[place])), None)
+            victim = next((index for index in reversed(range(first, len(line)))
+                           if line[index].is_started and ledger.is_refundable(line[index])), None)
             if victim is None:
                 break
             ledger.refund(line[victim])
@@ -137,13 +136,14 @@ class MaxUtilizationScheduler(CapacityScheduler):
         return line[:taken], paused
 
     def _front_that_fits_at_once(self, line: RequestList, ledger: KvLedger, pages: PageLedger | None) -> int:
-        """How many generating requests at the front of the line fit together; 0 when somebody will have to give way.
+        """How many generating requests at the front of the line fit together; 0 if a pause will be necessary.
 
-        It is what the walk would find, in one sum: most of the time everybody who generates goes on.
+        The result is that of the loop in `schedule_request`, in one sum: most of the time all generating requests go
+        on.
         """
         generating = len([request for request in line if request.state in GENERATING])
         if generating < len(line):
-            generating = next(place for place, request in enumerate(line) if request.state not in GENERATING)
+            generating = next(index for index, request in enumerate(line) if request.state not in GENERATING)
         front = line[:min(generating, self.max_num_requests)]
         need = ledger.blocks_for_next_step_of_generating(front, self.two_step_lookahead)
         if not ledger.fits(need) or (pages is not None and not pages.fits(*front)):
@@ -154,11 +154,11 @@ class MaxUtilizationScheduler(CapacityScheduler):
         return len(front)
 
 
-class _Door:
-    """Lets contexts in that can run to their last token within the budgets.
+class _AdmissionGate:
+    """Admits contexts that can run to their last token within the budgets.
 
-    promised   those of them that hold blocks keep their adapters and what they still need
-    in_line    `promised` all hold blocks and are the only ones that do not have to fit
+    promised   requests; those of them that hold blocks keep their adapters and the blocks that they still need
+    in_line    `promised` all hold blocks, and only they need not fit
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, peft_cache_manager: PeftCacheManager | None,
@@ -173,8 +173,8 @@ class _Door:
             self._pages = peft_cache_manager.start_scheduling()
             self._pages.spend(*filter(self._owns, promised))
 
-    def let_in(self, contexts: Iterable[LlmRequest], max_num_requests: int) -> RequestList:
-        """Those of the contexts that get in, in order."""
+    def admitted(self, contexts: Iterable[LlmRequest], max_num_requests: int) -> RequestList:
+        """The contexts that are admitted, in order."""
         fitting: RequestList = []
         is_open = True
         for request in contexts:
@@ -195,7 +195,7 @@ class _Door:
 
 
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:
-    """The generating requests up to a number, and the contexts met on the way."""
+    """The first generating requests up to a number, and the contexts before the last of them."""
     generating = [request for request in active_requests if request.state in GENERATING]
     if len(generating) == len(active_requests) <= max_num_requests:
         return generating, []    # the common case, in a third of the time

@@ -2,7 +2,7 @@
 
     remaining            [n] context tokens still to compute of each request, in order
     unit                 tokens per block; a chunk that is not the last of its prompt is a multiple of it
-    capacity             tokens there are for all chunks; None: no bound
+    capacity             tokens for all chunks together; None: no bound
     max_context_length   longest chunk; None: no bound
     credits              [n] tokens at the front of each context that the KV cache is expected to have; None: none
 
@@ -18,30 +18,32 @@ from ..names import ContextChunkingPolicy
 
 def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int | None,
                             max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
-    """Each takes all it needs of what is left; a prompt that has to be cut is cut to whole blocks.
+    """Each request in turn takes all the tokens that it needs of those left; a prompt that must be cut is cut to whole
+    blocks.
 
-    A later, shorter prompt that fits whole may use a tail too small for an earlier one. A chunk that is cut begins
-    behind what the KV cache has.
+    A later, shorter prompt that fits whole may use a remainder that is too small for an earlier one. A chunk that is
+    cut begins after the cached tokens.
     """
     left = inf if capacity is None else capacity
     longest = inf if max_context_length is None else max_context_length
     chunks = []
     for wanted, credit in zip(remaining, _none(remaining) if credits is None else credits, strict=True):
         chunk = wanted
-        if cost_behind_credit(wanted, wanted, credit) > min(left, longest):
+        if cost_after_credit(wanted, wanted, credit) > min(left, longest):
             chunk = min(left, longest) // unit * unit
         chunks.append(chunk)
-        left -= cost_behind_credit(chunk, wanted, credit)
+        left -= cost_after_credit(chunk, wanted, credit)
     return chunks
 
 
 def equal_progress(remaining: Sequence[int], unit: int, capacity: int | None,
                    max_context_length: int | None, credits: Sequence[int] | None = None) -> list[int]:
-    """Round after round each gets one more block, until nobody can take another.
+    """In each round every request gets one more block, until none can take another.
 
-    Whoever cannot is passed over: a later, shorter one may still take its last few tokens. A chunk begins at the front;
-    what the KV cache has of it costs nothing. Should the rounds end before the first in line has come to what it must
-    compute, they begin anew behind what is cached of each, and that does not count against the longest chunk then.
+    A request that cannot is skipped: a later, shorter one may still take its last few tokens. A chunk begins at the
+    front, and its cached tokens cost nothing. If the rounds end before the first request has reached a token that it
+    must compute, they start again after the cached tokens of each request, which then do not count against the longest
+    chunk.
     """
     credits = _none(remaining) if credits is None else credits
     chunks = _rounds([0] * len(remaining), remaining, unit, capacity, [max_context_length] * len(remaining), credits)
@@ -58,15 +60,15 @@ def _rounds(chunks: list[int], remaining: Sequence[int], unit: int, capacity: in
     moved = True
     while moved and left > 0:
         moved = False
-        for place, wanted in enumerate(remaining):
-            step, credit = min(unit, wanted - chunks[place]), credits[place]
-            bound = inf if longest[place] is None else longest[place]
-            if step <= 0 or chunks[place] + step > bound:
+        for index, wanted in enumerate(remaining):
+            step, credit = min(unit, wanted - chunks[index]), credits[index]
+            bound = inf if longest[index] is None else longest[index]
+            if step <= 0 or chunks[index] + step > bound:
                 continue
-            cost = cost_with_credit(chunks[place] + step, wanted, credit) - cost_with_credit(
-                chunks[place], wanted, credit)
+            cost = cost_with_credit(chunks[index] + step, wanted, credit) - cost_with_credit(
+                chunks[index], wanted, credit)
             if cost <= left:
-                chunks[place] += step
+                chunks[index] += step
                 left -= cost
                 moved = True
     return chunks
@@ -74,13 +76,13 @@ def _rounds(chunks: list[int], remaining: Sequence[int], unit: int, capacity: in
 
 def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_context_length: int | None,
                 credits: Sequence[int] | None = None) -> list[int]:
-    """One block each, also when everything would fit whole. It begins behind what the KV cache has."""
+    """One block for each request, even when all prompts would fit whole. It begins after the cached tokens."""
     assert max_context_length is None or max_context_length >= unit
     left = inf if capacity is None else capacity
     chunks = []
     for wanted, credit in zip(remaining, _none(remaining) if credits is None else credits, strict=True):
         chunk = wanted if wanted - credit <= unit else unit
-        cost = cost_behind_credit(chunk, wanted, credit)
+        cost = cost_after_credit(chunk, wanted, credit)
         if cost > left:
             chunk = cost = 0
         chunks.append(chunk)
@@ -88,19 +90,19 @@ def force_chunk(remaining: Sequence[int], unit: int, capacity: int | None, max_c
     return chunks
 
 
-def cost_behind_credit(chunk: int, remaining: int, credit: int) -> int:
-    """Tokens a chunk computes that begins behind what the KV cache has."""
+def cost_after_credit(chunk: int, remaining: int, credit: int) -> int:
+    """Tokens that a chunk computes which begins after the cached tokens."""
     return min(chunk, max(remaining - credit, 0))
 
 
 def cost_with_credit(chunk: int, remaining: int, credit: int) -> int:
-    """Tokens a chunk computes that begins at the front."""
+    """Tokens that a chunk computes which begins at the front."""
     return max(chunk - credit, 0)
 
 
-def chunk_behind_reuse(planned: int, reused: int, prompt_len: int, unit: int) -> int:
-    """Tokens of a first chunk once it is known how many the KV cache has: it begins behind them, where it is not the
-    last it ends with a block.
+def chunk_after_reuse(planned: int, reused: int, prompt_len: int, unit: int) -> int:
+    """Tokens of a first chunk once the number of cached ones is known: it begins after them, and ends with a block
+    unless it is the last chunk.
     """
     end = min(reused + planned, prompt_len)
     return (end if end == prompt_len else end // unit * unit) - reused
@@ -108,9 +110,9 @@ def chunk_behind_reuse(planned: int, reused: int, prompt_len: int, unit: int) ->
 
 def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequence[int], unit: int,
                 capacity: int | None, max_context_length: int | None, used: int | None = None) -> list[int]:
-    """Draft tokens that still fit behind each last chunk: to the end of its block and within the bounds.
+    """Draft tokens that still fit after each last chunk: to the end of its block and within the bounds.
 
-    used   tokens of the capacity that the chunks cost; None: what they are long
+    used   tokens of the capacity that the chunks cost; None: the sum of their lengths
     """
     left = (inf if capacity is None else capacity) - (sum(chunks) if used is None else used)
     kept = []
@@ -146,7 +148,7 @@ class ContextChunking:
 
     def cost(self, chunk: int, remaining: int, credit: int) -> int:
         """Tokens of the budget that a chunk of the policy uses."""
-        return (cost_with_credit if self.divide is equal_progress else cost_behind_credit)(chunk, remaining, credit)
+        return (cost_with_credit if self.divide is equal_progress else cost_after_credit)(chunk, remaining, credit)
 
 
 def _none(remaining: Sequence[int]) -> list[int]:

@@ -12,11 +12,11 @@ from .interfaces import GENERATING, RequestList, SchedulerOutput
 
 
 def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
-    """The plan with everything in lists: whatever can be iterated is taken for what that gives, once.
+    """The plan with lists in place of all containers. Each container is iterated over once.
 
-    What is checked is then what is carried out, whatever a container of the user's gives the next time it is asked.
-    Of one that never ends no more is read than it takes to see that it breaks a rule. What is no plan is returned as
-    it is, for `check_plan` to say so. Raises whatever reading raises.
+    So the plan that is checked is the plan that is carried out, even if a user's container returns other items the next
+    time. Of an endless one, no more is read than it takes to see that it breaks a rule. An object that is no plan is
+    returned unchanged; `check_plan` reports it. Raises what reading raises.
 
     num_active   requests a plan can name
     """
@@ -26,7 +26,7 @@ def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
     chunk_sizes = plan.chunk_sizes
     if (type(plan) is SchedulerOutput and chunk_sizes is None
             and type(contexts) is type(generation) is type(paused) is list):
-        return plan                                             # so it is in most iterations
+        return plan                                             # the usual case
     contexts, generation, paused = (plain_list(named, num_active) for named in (contexts, generation, paused))
     if chunk_sizes is not None:
         # Narrow integers of numpy would overflow in sums.
@@ -44,7 +44,7 @@ def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: Reques
                inflight_request_ids: Collection[int], kv_cache_manager: KvCacheManager, limits: Limits) -> None:
     """Raises SchedulerContractError when the plan breaks a rule.
 
-    That something runs at all is for the loop to see: only it knows whether anything is in flight.
+    Whether anything runs at all is checked by the loop, which knows whether a step is in flight.
     """
     rule = broken_rule(plan, active_requests, inflight_request_ids, kv_cache_manager, limits)
     if rule is not None:
@@ -59,7 +59,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
     try:
         named = [*contexts, *generation, *paused]
-        if named != active_requests:                            # by identity; most plans are: everybody goes on
+        if named != active_requests:                            # by identity; equal in most plans: all go on
             distinct = set(named)
             if len(distinct) != len(named):
                 return _repetition(plan)
@@ -124,7 +124,7 @@ def _repetition(plan: SchedulerOutput) -> str:
 
 
 def _of_a_plan(thing: object) -> str:
-    """What a plan names, in words. What is no request is not shown: a token would be."""
+    """An item of a plan, in words. Only a request is shown: anything else might hold tokens."""
     return repr(thing) if isinstance(thing, LlmRequest) else f"something of type {type_name(thing)}"
 
 
@@ -135,7 +135,7 @@ def _chunk_sizes(plan: SchedulerOutput) -> list[int]:
 
 
 def _computed_tokens(plan: SchedulerOutput, kv: KvCacheManager) -> list[int]:
-    """Tokens of the chunks that the KV cache does not have."""
+    """Tokens of each chunk that are not cached."""
     sizes = _chunk_sizes(plan)
     if not kv.enable_block_reuse:
         return sizes

@@ -1,4 +1,4 @@
-"""Contexts that wait one step because somebody is computing what they could share."""
+"""Contexts that wait one step because another request is computing a block that they could share."""
 
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
@@ -6,9 +6,9 @@ from .interfaces import RequestList
 
 
 class DuplicateDelay:
-    """For one scheduling pass. A context is known by its prompt up to the first full block that is not cached: the
-    second one with the same is held back until it is. What was computed is cached when its step was read. Nobody waits
-    for a block that computing the prompt does not make findable.
+    """For one scheduling pass. The key of a context is its prompt up to the first full block that is not cached. A
+    second context with the same key is held back until that block is cached, which is when its step has been read. No
+    context waits for a block that its computation does not make reusable.
 
     requests   those that may be computing, whether they can run in this pass or not
     """
@@ -23,7 +23,7 @@ class DuplicateDelay:
                     self._is_computed_by_another(request)
 
     def holds_back(self, request: LlmRequest) -> bool:
-        """Whether another context is computing this one's next block. If none is, this one is from now on."""
+        """Whether another context is computing this one's next block. If none is, this one counts as computing it."""
         return (self._cache is not None and request.is_context and self._is_computed_by_another(request)
                 and not self._owns(request))
 

@@ -1,8 +1,8 @@
-"""What a scheduler is asked and what it answers. The names and signatures are those of TensorRT-LLM.
+"""The interfaces of schedulers. Names and signatures are those of TensorRT-LLM.
 
-Subclassing is a courtesy: any object with the method will do. A `schedule_request` of two arguments is that of a
-RequestScheduler, of one that of a CapacityScheduler. A scheduler changes nothing, neither requests nor blocks; the same
-question gives the same answer.
+Subclassing is optional: any object with the method will do. A `schedule_request` with two arguments makes an object a
+RequestScheduler, with one a CapacityScheduler. A scheduler changes neither requests nor blocks; the same arguments give
+the same result.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ SCHEDULABLE = (*GENERATING, LlmRequestState.CONTEXT_INIT)
 
 
 def schedulable(requests: RequestList) -> RequestList:
-    """Those of the requests that can run: from CONTEXT_INIT on, before GENERATION_COMPLETE."""
+    """The requests that can run: from CONTEXT_INIT on, before GENERATION_COMPLETE."""
     return [request for request in requests if request.state in SCHEDULABLE]
 
 
@@ -29,9 +29,9 @@ class SchedulerOutput:
 
     context_requests      run a chunk of their context
     generation_requests   generate one token
-    paused_requests       give their blocks back and start over later
-    chunk_sizes           tokens of each context request's chunk; None: all that remains of each
-    draft_lengths         draft tokens each context request keeps; None: all of them
+    paused_requests       release their blocks and start over later
+    chunk_sizes           tokens of each context request's chunk; None: all remaining ones of each
+    draft_lengths         draft tokens that each context request keeps; None: all of them
     """
 
     context_requests: RequestList = field(default_factory=list)
@@ -48,9 +48,9 @@ class RequestScheduler(ABC):
     def schedule_request(self, active_requests: RequestList, inflight_request_ids: Collection[int]) -> SchedulerOutput:
         """The plan of the next iteration.
 
-        active_requests        all unfinished requests, in the order they are to be served
-        inflight_request_ids   those of them that a launched step is working on; they cannot run in this one. A plan
-                               that pauses one is dropped, and asked for again when that step was read
+        active_requests        all unfinished requests, in the order in which they are to be served
+        inflight_request_ids   those that a launched step is working on; they cannot run in this one. A plan that pauses
+                               one is dropped; the scheduler is called again when that step has been read
         """
 
 
@@ -61,7 +61,7 @@ class CapacityScheduler(ABC):
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         """(fitting requests, paused requests).
 
-        Three lists are understood as well, as newer versions of TensorRT-LLM return them; the second must be empty.
+        Three lists are accepted as well, as newer versions of TensorRT-LLM return them; the second must be empty.
         """
 
 

@@ -11,19 +11,19 @@ from .interfaces import GENERATING, MicroBatchScheduler, RequestList
 class TokenBudgetScheduler(MicroBatchScheduler):
     """Fill the step in order until its sequences or its tokens are used up.
 
-    A generating request costs one token per beam plus its drafts, a context its whole prompt. The first that does not
-    fit ends the step: nobody overtakes. With chunking, contexts only claim their place in the batch while the line is
-    walked, and divide among themselves what generation left of the tokens. What a first chunk finds in the KV cache
-    costs nothing.
+    A generating request costs one token per beam plus its drafts, a context its whole prompt. The first request that
+    does not fit ends the step: later ones do not overtake it. With chunking, each context only takes its row of the
+    batch at first; then all contexts divide the tokens that generation has left. Cached tokens of a first chunk cost
+    nothing.
 
-    Requests of one adapter stand together, those without one first.
+    Requests are ordered by adapter, those without one first.
 
     max_batch_size     sequences in a step
     max_num_tokens     tokens in a step; None: no bound
-    chunking           how contexts are cut; None: they are not, but for one case: being paused can make a context
-                       longer than any step, and it is then computed in whole blocks, or it could never go on
-    tokens_per_block   of the KV cache; matters in that one case only
-    credit_of          tokens of a first chunk that the KV cache has for certain; None: none ever
+    chunking           how contexts are cut; None: they are not, with one exception: a pause can make a context longer
+                       than any step, and it is then computed in whole blocks, because it could never go on otherwise
+    tokens_per_block   of the KV cache; used in that one case only
+    credit_of          tokens of a first chunk that are certain to be cached; None: none
     """
 
     def __init__(self, max_batch_size: int, max_num_tokens: int | None = None,
@@ -83,8 +83,8 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
     @staticmethod
     def _is_plain_generation(requests: RequestList) -> bool:
-        """Whether each of them takes one token in this step and nothing else, and none has an adapter: so it is most of
-        the time, and the walk need not be made.
+        """Whether each request takes exactly one token in this step and none has an adapter. This is the usual case,
+        and needs no loop over the requests.
         """
         tokens = [request.beam_width + request.draft_len for request in requests
                   if request.state in GENERATING and request.lora_task_id is None]
@@ -96,9 +96,9 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         return min(self.credit_of(request), request.prompt_len)
 
     def _uncut(self, request: LlmRequest, left: int | float) -> tuple[int, int]:
-        """Tokens of the request's chunk when contexts are not cut, and what they cost: all of them, or 0.
+        """Tokens of the request's chunk when contexts are not cut (all of them, or 0), and their cost.
 
-        The whole prompt is charged, also when some of it is computed already.
+        The whole prompt is charged, even when some of it has been computed.
         """
         whole, drafts, credit = request.remaining_context, request.draft_len, self._credit(request)
         if (request.num_pauses and self.max_num_tokens is not None
@@ -107,7 +107,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
             if cost <= left:
                 return whole, cost
             chunk = min(int(left), whole - 1) // self.tokens_per_block * self.tokens_per_block
-            return chunk, chunk    # it begins after what the cache has, so all of it is computed
+            return chunk, chunk    # it begins after the cached tokens, so all of it is computed
         cost = max(request.prompt_len + drafts - credit, 1)
         return (whole if cost <= left else 0), cost
 
@@ -130,7 +130,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
             chunks = chunking.divide(remaining, chunking.unit, *bounds)
         costs = [chunking.cost(*row) for row in zip(chunks, remaining, credits, strict=True)]
         kept = drafts_kept(chunks, remaining, drafts, chunking.unit, *bounds, used=sum(costs))
-        # A chunk begins behind what the cache has: one that is not the last is as long as what it computes.
+        # A chunk begins after the cached tokens: one that is not the last is as long as what it computes.
         sizes = [left if chunk == left else cost for chunk, left, cost in zip(chunks, remaining, costs, strict=True)]
         rows = [row for row in zip(contexts, sizes, kept, strict=True) if row[1] > 0]
         rows.sort(key=lambda row: (row[1] == row[0].remaining_context, _adapter(row[0])))    # stable
@@ -160,7 +160,7 @@ def _adapter(request: LlmRequest) -> int:
 
 
 def _by_adapter(requests: RequestList) -> RequestList:
-    """In order but with requests of one adapter together; most of the time nobody has one."""
+    """In order, but with requests of one adapter together; most of the time no request has one."""
     if not [request for request in requests if request.lora_task_id is not None]:
         return requests
     return sorted(requests, key=_adapter)

@@ -1,4 +1,4 @@
-"""First who gets blocks, then who gets into the step."""
+"""A scheduler of two parts: one decides who gets blocks, the other who gets into the step."""
 
 from collections.abc import Collection
 

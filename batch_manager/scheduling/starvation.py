@@ -1,4 +1,4 @@
-"""Started requests that no plan takes up any more: what they hold would never come free."""
+"""Detects starved requests: started ones that no plan schedules any more, so that their blocks would never be free."""
 
 from collections.abc import Collection
 
@@ -17,9 +17,9 @@ class StarvationCheck:
 
     A plan passes a request over when the request holds blocks, is not blocked by a step in flight, and is neither
     scheduled nor paused, although a request after it in the line is scheduled and the step had room for it too: a
-    sequence, tokens, blocks, and beams as wide as the others'. That is legal: micro-batches and favourites are made
-    that way. LOOK_EVERY * LOOKS times without progress of the request are not. One plan in LOOK_EVERY is looked at and
-    counts for all.
+    sequence, tokens, blocks, and beams as wide as the others'. A single such plan is legal: micro-batches and
+    preferences work that way. LOOK_EVERY * LOOKS of them without progress of the request are not. One plan in
+    LOOK_EVERY is examined and counts for all.
     """
 
     def __init__(self, kv_cache_manager: KvCacheManager, limits: Limits) -> None:
@@ -30,9 +30,9 @@ class StarvationCheck:
 
     def look(self, scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
              inflight_request_ids: Collection[int]) -> None:
-        """Take note of a plan that keeps all other rules.
+        """Count a plan that keeps all other rules.
 
-        active_requests   in the order they are to be served
+        active_requests   in the order in which they are to be served
         Raises SchedulerContractError.
         """
         self._plans += 1
@@ -57,7 +57,7 @@ class StarvationCheck:
         running = {*plan.context_requests, *plan.generation_requests}
         if not running or len(running) == self._limits.max_batch_size:
             return []
-        last = max(place for place, request in enumerate(active_requests) if request in running)
+        last = max(index for index, request in enumerate(active_requests) if request in running)
         line = active_requests[:last]
         passed_over = [request for request in line if request not in running and self._kv.owns(request)
                        and not request.is_finished and request.request_id not in inflight_request_ids

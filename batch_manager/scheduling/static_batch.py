@@ -1,4 +1,4 @@
-"""Who can run in lockstep with whom."""
+"""The scheduler of static batches: which requests can run in lockstep."""
 
 from ..config import Limits
 from ..kv.kv_cache_manager import KvCacheManager
@@ -11,9 +11,9 @@ from .simple import SimpleScheduler
 class LockstepScheduler(StaticBatchScheduler):
     """Static batches of requests that are alike.
 
-    The first in line always forms the next batch, with those behind it that have its `batch_key`; the others keep their
-    places, and who is first among them forms the one after. The longest prompt and the longest output of a batch fit
-    max_seq_len together, so that a neighbour's prompt never costs anybody tokens.
+    The first waiting request always forms the next batch, with later ones that have the same `batch_key`. The others
+    keep their order, and the first of them forms the batch after that. The longest prompt and the longest output of a
+    batch fit max_seq_len together, so that no request loses tokens to another one's prompt.
 
     Never pauses.
     """

@@ -1,7 +1,7 @@
 """Why an active request is not in a step: for traces.
 
-A scheduler gives no reasons, and may be one of the user's. The reason stated here is the first obstacle that stands
-between a request and a plan that was made without it.
+A scheduler gives no reasons, and may be one of the user's. The reason stated here is the first obstacle that keeps the
+request out of a plan that was made without it.
 """
 
 from collections.abc import Collection
@@ -29,7 +29,7 @@ MOST_EXAMINED = 16    # requests an iteration; the others wait for them to go fi
 def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flight_ids: Collection[int],
                     kv_cache_manager: KvCacheManager, limits: Limits, *,
                     is_static: bool = False) -> dict[str, tuple[int, ...]]:
-    """Reason -> ids of the active requests that wait for it, in order. Paused requests of the plan are not among them.
+    """Reason -> ids of the active requests that wait for it, in order, without the plan's paused requests.
 
     plan        before anything of it is carried out
     is_static   requests run in static batches
@@ -46,14 +46,14 @@ def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flig
             ready.append(request)
     if ready:
         reason_of = _Obstacles(plan, active_requests, kv_cache_manager, limits, is_static=is_static).first
-        for place, request in enumerate(ready):
-            reason = reason_of(request) if place < MOST_EXAMINED else ORDER
+        for index, request in enumerate(ready):
+            reason = reason_of(request) if index < MOST_EXAMINED else ORDER
             reasons.setdefault(reason, []).append(request.request_id)
     return {reason: tuple(ids) for reason, ids in reasons.items()}
 
 
 class _Obstacles:
-    """What a plan leaves to requests that it does not name."""
+    """The room that a plan leaves to requests that it does not name."""
 
     def __init__(self, plan: SchedulerOutput, active_requests: RequestList, kv_cache_manager: KvCacheManager,
                  limits: Limits, *, is_static: bool) -> None:
@@ -61,7 +61,7 @@ class _Obstacles:
         self._limits, self._kv, self._is_static = limits, kv_cache_manager, is_static
         self._delay = DuplicateDelay(kv_cache_manager, active_requests)
         for request in contexts:
-            self._delay.holds_back(request)             # takes note of what the step will compute
+            self._delay.holds_back(request)             # records what the step will compute
         self._is_full = len(contexts) + len(generation) >= limits.max_batch_size
         self._generates = bool(generation)
         self._beam_width = generation[0].beam_width if generation else None

@@ -22,7 +22,7 @@ from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
 from ..requests.prompt_table import PromptTable
-from ..scheduling.chunking import chunk_behind_reuse
+from ..scheduling.chunking import chunk_after_reuse
 from ..scheduling.interfaces import SchedulerOutput
 from .device_work import DeviceWork
 
@@ -192,7 +192,7 @@ class Resources:
         if request.is_first_context_chunk:
             setup = self._setups[request.request_id].continuing(np.array(request.tokens[0], np.int32))
             reused = self._kv.reused_tokens(request)
-            size = chunk_behind_reuse(size, reused, request.prompt_len, self._kv.tokens_per_block)
+            size = chunk_after_reuse(size, reused, request.prompt_len, self._kv.tokens_per_block)
             request.skip_context(reused)
         start = request.context_position
         if setup is None:

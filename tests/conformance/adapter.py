@@ -31,7 +31,7 @@ from batch_manager.scheduling.capacity import (
 )
 from batch_manager.scheduling.chunking import (
     ContextChunking,
-    chunk_behind_reuse,
+    chunk_after_reuse,
     drafts_kept,
     equal_progress,
     first_come_first_served,
@@ -348,7 +348,7 @@ def step(engine: Engine) -> dict:
         if size is not None:
             reused = 0 if kv is None or not request.is_first_context_chunk else kv.reused_tokens(request)
             if reused:
-                size = chunk_behind_reuse(size, reused, request.prompt_len, kv.tokens_per_block)
+                size = chunk_after_reuse(size, reused, request.prompt_len, kv.tokens_per_block)
                 request.skip_context(reused)
             context_rows.append([request.request_id, request.context_position, size])
             request.advance_context(size)

@@ -24,7 +24,7 @@ from batch_manager.scheduling.capacity import (
     MaxUtilizationScheduler,
     StaticBatchScheduler,
 )
-from batch_manager.scheduling.chunking import DIVISIONS, ContextChunking, chunk_behind_reuse, force_chunk
+from batch_manager.scheduling.chunking import DIVISIONS, ContextChunking, chunk_after_reuse, force_chunk
 from batch_manager.scheduling.contract import check_plan
 from batch_manager.scheduling.interfaces import SchedulerOutput
 from batch_manager.scheduling.micro_batch import EvenMicroBatches, TokenBudgetScheduler
@@ -196,7 +196,7 @@ class World:
         if request.is_first_context_chunk:
             reused = self.kv.reused_tokens(request)
             self.counts["reused_tokens"] += reused
-            size = chunk_behind_reuse(size, reused, request.prompt_len, self.options.tokens_per_block)
+            size = chunk_after_reuse(size, reused, request.prompt_len, self.options.tokens_per_block)
             request.skip_context(reused)
         start = request.context_position
         request.advance_context(size)
