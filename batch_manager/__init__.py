@@ -166,10 +166,11 @@ if TYPE_CHECKING:
     from .weights.source import Weights
 
 
-def __getattr__(name: str):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+if not TYPE_CHECKING:    # a type checker knows the names, and takes no other one
+    def __getattr__(name: str) -> object:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

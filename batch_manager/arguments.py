@@ -59,7 +59,7 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
                           "leave it out for False")
 
 
-def can_be_called_with(function: Callable, count: int) -> bool:
+def can_be_called_with(function: Callable[..., Any], count: int) -> bool:
     """Whether it takes so many positional arguments; so it is said of one that does not tell."""
     try:
         inspect.signature(function).bind(*[None] * count)
@@ -70,12 +70,12 @@ def can_be_called_with(function: Callable, count: int) -> bool:
     return True
 
 
-def returns_before_it_runs(callback: Callable | None, *, may_yield: bool) -> bool:
+def returns_before_it_runs(callback: Callable[..., Any] | None, *, may_yield: bool) -> bool:
     """Whether calling it only makes something that somebody else has to run: `async def`, and generators.
 
     may_yield   what it returns is iterated over, so it may be a generator function
     """
-    kinds = [inspect.iscoroutinefunction, inspect.isasyncgenfunction]
+    kinds: list[Callable[[Any], bool]] = [inspect.iscoroutinefunction, inspect.isasyncgenfunction]
     if not may_yield:
         kinds.append(inspect.isgeneratorfunction)
     forms = (callback, getattr(type(callback), "__call__", None))    # noqa: B004  an object may have an async one

@@ -1,6 +1,5 @@
 """Composition root: from what the user passed to a wired loop. The only file that knows every concrete class."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,13 @@ from .errors import ConfigError, type_name
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
 from .kv.kv_cache_manager import KvCacheManager
-from .loop.callbacks import GuardedCallbacks
+from .loop.callbacks import (
+    GetInferenceRequestsCallback,
+    GuardedCallbacks,
+    PollStopSignalCallback,
+    ReturnBatchManagerStatsCallback,
+    SendResponseCallback,
+)
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
 from .loop.static_batch import StaticBatch
@@ -35,10 +40,10 @@ def build_loop(
     model_type: TrtGptModelType,
     max_beam_width: int,
     scheduler_policy: SchedulerPolicy,
-    get_inference_requests_cb: Callable,
-    send_response_cb: Callable,
-    poll_stop_signal_cb: Callable | None,
-    return_batch_manager_stats_cb: Callable | None,
+    get_inference_requests_cb: GetInferenceRequestsCallback,
+    send_response_cb: SendResponseCallback,
+    poll_stop_signal_cb: PollStopSignalCallback | None,
+    return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None,
     optional_params: TrtGptModelOptionalParams,
     terminate_req_id: int | None,
     exclude_input_in_output: bool,
@@ -223,7 +228,9 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
 
     layout = {TrtGptModelType.V1: layouts.padded, TrtGptModelType.InflightBatching: layouts.split,
               TrtGptModelType.InflightFusedBatching: layouts.fused}[model_type]
-    num_slots = params.max_num_sequences if (params.max_num_sequences or 0) > 0 else params.max_batch_size
+    num_slots = params.max_num_sequences
+    if num_slots is None or num_slots <= 0:
+        num_slots = params.max_batch_size
     return build_native_backend(
         model_path, params, layout=layout, num_slots=num_slots, max_beam_width=max_beam_width,
         attention_factory=checked_attention(parts.attention), own_stages=checked_stages(parts.stages),

@@ -15,7 +15,7 @@ from .errors import where_raised
 SECONDS_BETWEEN_RECORDS = 1.0
 
 
-class ContainedLog(logging.LoggerAdapter):
+class ContainedLog(logging.LoggerAdapter[logging.Logger]):
     """A logger whose methods never raise: what a handler or a filter raises is dropped, and with it the record."""
 
     def log(self, level: int, msg: object, *args: Any, stacklevel: int = 1, **options: Any) -> None:

@@ -20,8 +20,11 @@ A message is three parts: the fact with its value; the expectation; the way out.
 """
 
 import traceback
+from typing import Any, TypeGuard, TypeVar
 
 from .names import ErrorCode
+
+Kind = TypeVar("Kind")
 
 LONGEST_ERROR_TEXT = 1000              # characters, of an exception's own text in a log
 
@@ -39,12 +42,13 @@ class BatchManagerError(Exception):
         """The text a final response carries: `[CODE] fact; expectation; way out`."""
         return error_text(self.code, str(self))
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A copy is not made by the constructors of subclasses, which take other arguments than `args`.
         return _copied, (type(self), self.args, self.__dict__)
 
 
-def _copied(error_class: type[BatchManagerError], args: tuple, attributes: dict) -> BatchManagerError:
+def _copied(error_class: type[BatchManagerError], args: tuple[Any, ...],
+            attributes: dict[str, Any]) -> BatchManagerError:
     error = error_class.__new__(error_class, *args)
     error.__dict__.update(attributes)
     return error
@@ -141,7 +145,7 @@ class OutOfResourceError(InternalError):
         super().__init__(fact, expectation, fix)
 
 
-def _part_names(scheduler: object) -> tuple[str, ...]:
+def _part_names(scheduler: Any) -> tuple[str, ...]:
     """What the scheduler says it is made of; nothing where that cannot be read: the error is the one to be told."""
     try:
         names = scheduler.part_names
@@ -172,7 +176,7 @@ def names_of_classes(value: object) -> set[str]:
     return {_NAME_OF_A_TYPE.__get__(cls) for cls in _CLASSES_OF_A_TYPE.__get__(type(value))}
 
 
-def is_a(value: object, types: type | tuple[type, ...]) -> bool:
+def is_a(value: object, types: type[Kind] | tuple[type[Kind], ...]) -> TypeGuard[Kind]:
     """isinstance for classes of this package and of Python's; runs no code of the value's type, which may raise."""
     return issubclass(type(value), types)
 

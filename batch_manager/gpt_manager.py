@@ -7,8 +7,8 @@ on that thread.
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from .arguments import check_arguments
@@ -19,6 +19,12 @@ from .engine_info import EngineInfo
 from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
 from .loading_thread import in_a_thread_of_its_own
+from .loop.callbacks import (
+    GetInferenceRequestsCallback,
+    PollStopSignalCallback,
+    ReturnBatchManagerStatsCallback,
+    SendResponseCallback,
+)
 from .names import SchedulerPolicy, TrtGptModelType
 from .one_shot_event import checked_timeout
 from .thread_stack import start_with_enough_stack
@@ -67,21 +73,21 @@ class GptManager:
 
     def __init__(
         self,
-        model_path: str | os.PathLike | None = None,
+        model_path: str | os.PathLike[str] | None = None,
         model_type: TrtGptModelType = _REQUIRED,
         max_beam_width: int = _REQUIRED,
         scheduler_policy: SchedulerPolicy = _REQUIRED,
-        get_inference_requests_cb: Callable[[int], Any] = _REQUIRED,
-        send_response_cb: Callable[[int, list, bool, str], None] = _REQUIRED,
-        poll_stop_signal_cb: Callable[[], set[int]] | None = None,
-        return_batch_manager_stats_cb: Callable[[str], None] | None = None,
+        get_inference_requests_cb: GetInferenceRequestsCallback = _REQUIRED,
+        send_response_cb: SendResponseCallback = _REQUIRED,
+        poll_stop_signal_cb: PollStopSignalCallback | None = None,
+        return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
         optional_params: TrtGptModelOptionalParams | None = _DEFAULT_PARAMS,
         terminate_req_id: int | None = None,
         max_draft_tokens: int | None = None,
         exclude_input_in_output: bool = False,
         parts: Parts | None = _DEFAULT_PARTS,
         *,
-        trt_engine_path: str | os.PathLike | None = None,
+        trt_engine_path: str | os.PathLike[str] | None = None,
     ) -> None:
         if hasattr(self, "_control"):
             raise ConfigError("this manager was constructed already", "its worker runs", "make another manager")
@@ -221,7 +227,8 @@ class GptManager:
             raise ManagerClosedError("this manager was shut down", "a manager runs once", "make a new one")
         return self
 
-    def __exit__(self, exception_type, exception, trace) -> None:
+    def __exit__(self, exception_type: type[BaseException] | None, exception: BaseException | None,
+                 trace: TracebackType | None) -> None:
         if os.getpid() == self._control.process_id:    # a forked child leaves the block as it was leaving it
             self.shutdown(drain=exception_type is None)
 

@@ -25,6 +25,7 @@ instruction of the foreign code: loop/unanswered.py says why.
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 from . import forked_child
 from .contained_log import RateLimitedLog
@@ -177,6 +178,9 @@ class RaisingBlock(GuardedBlock):
     def __init__(self, guard: Guard, name: str, passing: type[BaseException] | tuple[type[BaseException], ...]) -> None:
         super().__init__(guard, name)
         self._passing = passing
+
+    if TYPE_CHECKING:    # nothing ends here
+        def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]: ...
 
     def _takes(self, error: BaseException) -> bool:
         if not is_a(error, self._passing):

@@ -102,13 +102,11 @@ class SlotSetup:
         return isinstance(other, SlotSetup) and all(
             _same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
 
-    __hash__ = None
 
-
-def _same(first: object, second: object) -> bool:
+def _same(first: Any, second: Any) -> bool:
     if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
         return np.array_equal(first, second)
-    return first == second
+    return bool(first == second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ class GenerationWork:
         if not len(indices):
             return NO_GENERATION
         num_drafts = draft_tokens = None
-        if self.num_drafts is not None:
+        if self.num_drafts is not None and self.draft_tokens is not None:
             num_drafts, ends = self.num_drafts[indices], np.cumsum(self.num_drafts)
             draft_tokens = np.concatenate([self.draft_tokens[ends[i] - self.num_drafts[i]:ends[i]] for i in indices])
         return GenerationWork(self.slots[indices], self.kv_lengths[indices], self.beam_width, num_drafts, draft_tokens)
@@ -281,7 +279,9 @@ class ScheduledBatch:
 
     def slots(self) -> list[int]:
         """Every slot of the batch, in batch order."""
-        return [work.slot for work in self.context] + self.generation.slots.tolist()
+        slots = [work.slot for work in self.context]
+        slots += self.generation.slots.tolist()
+        return slots
 
     def new_operations(self, num_done: int) -> tuple[DeviceOperation, ...]:
         """The operations that a device has to do which has done the first `num_done` of the engine's life."""

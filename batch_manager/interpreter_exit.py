@@ -17,7 +17,8 @@ from .errors import ManagerClosedError
 class Abortable(Protocol):
     """The control of a worker, or a thread that loads one's model, as far as this file needs it."""
 
-    worker: threading.Thread | None
+    @property
+    def worker(self) -> threading.Thread | None: ...
 
     def ask_to_abort(self) -> None:
         """Called from any thread. Never blocks."""
@@ -62,5 +63,6 @@ def _forget_all_workers() -> None:
     _controls.clear()
 
 
-threading._register_atexit(_abort_all_workers)
+# Private to CPython, so typeshed does not declare it.
+threading._register_atexit(_abort_all_workers)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_forget_all_workers)

@@ -7,18 +7,19 @@ of a 135M model on two cores took 40 ms instead of 20.
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .errors import ManagerClosedError
 from .interpreter_exit import forget_worker, list_worker
 from .one_shot_event import OneShotEvent
 from .thread_stack import start_with_enough_stack
 
+Loaded = TypeVar("Loaded")
 SECONDS_BETWEEN_LOOKS = 1.0
 _here = threading.local()
 
 
-class Loading:
+class Loading(Generic[Loaded]):
     """What the thread does. It is no daemon: one that computes while the interpreter ends aborts the process.
 
     loaded           what `load` returned, or nothing
@@ -28,11 +29,11 @@ class Loading:
 
     worker = None    # no callback runs on it; interpreter_exit asks
 
-    def __init__(self, load: Callable[[], Any]) -> None:
+    def __init__(self, load: Callable[[], Loaded]) -> None:
         self._load = load
         self._has_ended = OneShotEvent()
         self._thread = threading.Thread(target=self._run, name="batch_manager loading", daemon=False)
-        self.loaded: list[Any] = []
+        self.loaded: list[Loaded] = []
         self.error: BaseException | None = None
         self.is_interrupted = False
 
@@ -68,7 +69,7 @@ def check_interruption() -> None:
         raise KeyboardInterrupt("the loading was interrupted")
 
 
-def in_a_thread_of_its_own(load: Callable[[], Any], undo: Callable[[Any], None]) -> Any:
+def in_a_thread_of_its_own(load: Callable[[], Loaded], undo: Callable[[Loaded], Any]) -> Loaded:
     """What `load` returns or raises, computed on a thread that has ended when this returns or raises.
 
     undo   called with what was loaded, where this raises all the same
@@ -96,7 +97,7 @@ def in_a_thread_of_its_own(load: Callable[[], Any], undo: Callable[[Any], None])
         raise
 
 
-def _abandon(loading: Loading, undo: Callable[[Any], None]) -> None:
+def _abandon(loading: Loading[Loaded], undo: Callable[[Loaded], Any]) -> None:
     loading.ask_to_abort()
     while True:
         try:

@@ -26,13 +26,13 @@ def custom_backend(part: Any, params: TrtGptModelOptionalParams) -> ModelBackend
         if getattr(params, name):
             raise ConfigError(f"{name} was asked for with Parts.backend",
                               "a backend of your own decides how it computes", "leave one of them out")
-    backend = part
-    if isinstance(backend, type) or not hasattr(backend, "start"):
-        backend = backend()
-        if not hasattr(backend, "start"):
-            raise ConfigError(f"the factory in Parts.backend returned a {type_name(backend)}", "a ModelBackend",
+    if isinstance(part, type) or not hasattr(part, "start"):
+        part = part()
+        if not hasattr(part, "start"):
+            raise ConfigError(f"the factory in Parts.backend returned a {type_name(part)}", "a ModelBackend",
                               "return an object with the methods of batch_manager.ModelBackend")
-    _refuse_what_lacks_a_method(backend)
+    _refuse_what_lacks_a_method(part)
+    backend: ModelBackend = part
     return backend
 
 
@@ -90,7 +90,7 @@ def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
 def _check_stage(stage: Any) -> None:
     missing = [name for name in ("is_active", "needs_history", "set_up", "apply")
                if not callable(getattr(stage, name, None))]
-    reads = getattr(stage, "reads", None)
+    reads: Any = getattr(stage, "reads", None)
     if not isinstance(reads, list | tuple):
         missing.append("reads")
     if isinstance(stage, type):
@@ -149,7 +149,8 @@ def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | No
     if isinstance(part, CapacityScheduler) or takes_requests_alone:
         return SimpleScheduler(part, default.micro_batch_scheduler)
     if callable(decides):
-        return part
+        scheduler: RequestScheduler = part
+        return scheduler
     if isinstance(part, MicroBatchScheduler) or callable(getattr(part, "schedule", None)):
         return SimpleScheduler(default.capacity_scheduler, part)
     return None

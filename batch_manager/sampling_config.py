@@ -84,7 +84,7 @@ class Parameter:
     def stored(self, value: int | float) -> int | float:
         """The value as the device holds it: what is above 0 stays above 0 in float32."""
         if self.dtype is np.int64:
-            return (value ^ _SIGN_BIT) - _SIGN_BIT
+            return (int(value) ^ _SIGN_BIT) - _SIGN_BIT
         return max(value, _SMALLEST) if self.range.above_low and self.range.low == 0 else value
 
 
@@ -179,9 +179,9 @@ def top_p_behind(generated: np.ndarray, first: float, decay: float, floor: float
     """
     resets = np.nonzero(generated == reset_id)[0]
     steps = len(generated) - (resets[-1] + 1 if len(resets) else 0)
-    top_p, decay, floor = np.float32(first), np.float32(decay), np.float32(floor)
+    top_p, factor, least = np.float32(first), np.float32(decay), np.float32(floor)
     for _ in range(steps):
-        before, top_p = top_p, max(top_p * decay, floor)
+        before, top_p = top_p, max(top_p * factor, least)
         if top_p == before:
             break
     return top_p

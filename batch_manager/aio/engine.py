@@ -15,7 +15,7 @@ from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from .engine_process import EngineProcess
 from .mailbox import Delta, Mailbox, RequestFailed, Wants
-from .messages import packed
+from .messages import PackedRequest, packed
 from .switchboard import Switchboard
 
 
@@ -40,7 +40,7 @@ class AsyncEngine:
         self._manager, self._switchboard, self._says_arrival = manager, switchboard, says_arrival
 
     @classmethod
-    async def start(cls, model_path: str | os.PathLike | None = None,
+    async def start(cls, model_path: str | os.PathLike[str] | None = None,
                     model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
                     scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT,
                     return_batch_manager_stats_cb: Callable[[str], None] | None = None,
@@ -144,12 +144,13 @@ class AsyncEngine:
             raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor streaming is given; stream() streams and "
                                 "generate() does not; leave it out")
         mailbox = Mailbox(request_id, Wants.of(request))
+        handed: InferenceRequest | PackedRequest = request
         if isinstance(self._manager, EngineProcess):
             try:
-                request = packed(request)
+                handed = packed(request)
             except InvalidRequestError as error:
                 raise RequestFailed(error.code, str(error)) from error
-        switchboard.hand_over(mailbox, request)
+        switchboard.hand_over(mailbox, handed)
         self._manager.notify()
         return mailbox
 

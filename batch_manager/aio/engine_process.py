@@ -262,8 +262,10 @@ class Link:
                     with self._in_after_responses:
                         self._hooks.after_responses()
             case Record(text):
+                stats = self._stats
+                assert stats is not None       # records are sent to those that want some
                 with self._in_stats:
-                    self._stats(text)
+                    stats(text)
             case Beat(health):
                 self.health = health
                 self._pass_stops_on()

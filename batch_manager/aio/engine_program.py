@@ -81,7 +81,7 @@ class Exchange:
         self._inbox: deque[PackedRequest] = deque()
         self._stops: deque[int] = deque()
         self._wants: dict[int, Wants] = {}     # of the requests that the engine has
-        self._outgoing: list[tuple] = []
+        self._outgoing: list[tuple[Any, ...]] = []
 
     def make_manager(self, start: Start) -> GptManager:
         """Raises what the constructor of GptManager raises."""
@@ -98,7 +98,8 @@ class Exchange:
     # ---------------------------------------------------------------- callbacks, on the worker's thread
 
     def _get(self, max_num_requests: int) -> list[InferenceRequest]:
-        inbox, requests = self._inbox, []
+        inbox = self._inbox
+        requests: list[InferenceRequest] = []
         if not inbox:
             return requests
         most = max_num_requests if max_num_requests >= 0 and not self._takes_all else len(inbox)
@@ -168,6 +169,7 @@ class Exchange:
                 if self._manager is not None:
                     self._manager.notify()
             case End(drain, timeout):
+                assert self._manager is not None    # the host has heard that it runs
                 threading.Thread(target=self._manager.shutdown, args=(drain, timeout), name="engine process end",
                                  daemon=True).start()
 

@@ -78,8 +78,7 @@ class Wants(NamedTuple):
                    _asks(request, "return_perf_metrics"))
 
 
-def pieces(tensors: list[NamedTensor], final: bool,
-           wants: Wants) -> tuple[list[int], FinishReason, list[NamedTensor] | None]:
+def pieces(tensors: list[NamedTensor], final: bool, wants: Wants) -> "Piece":
     """What a mailbox keeps of a response: tokens, finish reason, and the tensors where the request wants them."""
     ids = tensors[OUTPUT_IDS]
     if isinstance(ids, OneTokenTensor):        # a streamed token alone: its array need not be made
@@ -89,6 +88,9 @@ def pieces(tensors: list[NamedTensor], final: bool,
     if wants.tensors:                          # of several beams the shorter ones are padded
         tokens = tokens[: int(tensors[SEQUENCE_LENGTH].array[0, 0])]
     return tokens.tolist(), reason, tensors if any(wants) else None
+
+
+Piece = tuple[list[int], FinishReason, list[NamedTensor] | None]
 
 
 class Mailbox:
@@ -110,8 +112,8 @@ class Mailbox:
         self.request_id, self.wants = request_id, wants
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_listed = self.is_cancelled = self.has_ended = False
-        self._arrived: deque[tuple[list[int], FinishReason, list[NamedTensor] | None] | str] = deque()
-        self._waiter: asyncio.Future | None = None
+        self._arrived: deque[Piece | str] = deque()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, tensors: list[NamedTensor], final: bool, error: str) -> None:
         """A response. On the worker's thread."""
@@ -136,14 +138,16 @@ class Mailbox:
         arrived = self._arrived
         if not arrived:
             return None
-        if isinstance(arrived[0], str):
-            return arrived.popleft()
-        tokens, reason, tensors = arrived.popleft()
+        piece = arrived.popleft()
+        if isinstance(piece, str):
+            return piece
+        tokens, reason, tensors = piece
         delta = Delta(tokens, [], [], 0.0, reason, [])
         if tensors is not None:
             self._add(delta, tensors)
-        while arrived and not isinstance(arrived[0], str):
-            tokens, reason, tensors = arrived.popleft()
+        while arrived and not isinstance(piece := arrived[0], str):
+            arrived.popleft()
+            tokens, reason, tensors = piece
             delta.tokens += tokens
             delta.finish_reason = reason
             if tensors is not None:
@@ -169,9 +173,10 @@ class Mailbox:
         waiter = self._waiter
         return waiter is not None and not waiter.done() and not waiter.get_loop().is_closed()
 
-    def something(self) -> asyncio.Future:
+    def something(self) -> asyncio.Future[None]:
         """A future that is done when something arrived. The caller has found nothing since it set `loop` to the running
         loop."""
+        assert self.loop is not None
         self._waiter = waiter = self.loop.create_future()
         return waiter
 

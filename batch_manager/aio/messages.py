@@ -88,7 +88,7 @@ class Response(NamedTuple):
 class Responses(NamedTuple):
     """All responses of an iteration, as plain tuples of the fields of Response, and `GptManager.health` after them."""
 
-    responses: list[tuple]
+    responses: list[tuple[Any, ...]]
     health: dict[str, Any] | None
 
 
@@ -151,7 +151,8 @@ def packed(request: InferenceRequest) -> PackedRequest:
 def unpacked(request: PackedRequest) -> InferenceRequest:
     """Raises InvalidRequestError where something of the request cannot be unpickled in this process."""
     try:
-        return pickle.loads(request.pickled)
+        unpickled: InferenceRequest = pickle.loads(request.pickled)
+        return unpickled
     except BaseException as error:    # likewise; and what left here would take the requests before it with it
         raise InvalidRequestError(
             f"the request cannot be read in the engine process: unpickling it raised {type_name(error)}",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import cast
 
 import numpy as np
 
@@ -125,6 +126,7 @@ class PrefixClaim:
         in_host = []
         for node in (node for nodes in self._found for node in nodes):
             if node.block_id is None:
+                assert node.host_id is not None                # what is cached is in one of the two pools
                 self._cache.host.pin(node.host_id)
                 in_host.append(node)
             else:
@@ -138,12 +140,12 @@ class PrefixClaim:
     def _start(self, request: LlmRequest, nodes: list[PrefixNode]) -> Start:
         unit, beams = self._cache.tokens_per_block, request.beam_width
         total = ceil_div(request.prompt_len, unit)
-        block_ids = [node.block_id for node in nodes]
+        block_ids = cast("list[int]", [node.block_id for node in nodes])    # `_protect` brought all of them back
         reused_tokens = len(nodes) * unit
 
         if beams == 1 or len(nodes) < total - 1:
             node, num_tokens = self._cache.similar(request, nodes)
-            block_id = self._begun(node, num_tokens) if num_tokens else None
+            block_id = None if node is None else self._begun(node, num_tokens)
             if block_id is not None:
                 block_ids.append(block_id)
                 reused_tokens += num_tokens
@@ -160,11 +162,13 @@ class PrefixClaim:
         """A block to write to that has these tokens of the node; None when there is none to be had."""
         source = node.block_id
         if source is None:
-            self._cache.host.pin(node.host_id)
-            self._pinned.append(node.host_id)
+            host_id = node.host_id
+            assert host_id is not None                         # what is cached is in one of the two pools
+            self._cache.host.pin(host_id)
+            self._pinned.append(host_id)
             (block_id,) = self._take(1)
-            self._pool.set_priority(block_id, self._cache.host.priority(node.host_id))
-            self._cache.copies.append(BlockCopy(node.host_id, block_id, num_tokens, from_host=True))
+            self._pool.set_priority(block_id, self._cache.host.priority(host_id))
+            self._cache.copies.append(BlockCopy(host_id, block_id, num_tokens, from_host=True))
             return block_id
         if not self._cache.is_owned(node) and (not node.children or len(self._pool.free) == 1):
             self._left -= 1

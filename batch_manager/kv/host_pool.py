@@ -24,7 +24,7 @@ class HostPool:
         return len(self._empty)
 
     def __contains__(self, node: PrefixNode) -> bool:
-        return self._nodes.get(node.host_id) is node
+        return node.host_id is not None and self._nodes.get(node.host_id) is node
 
     def make_way(self, priority: int) -> PrefixNode | None:
         """The node whose content has to go before one of this priority can be put in; None when nothing has to."""

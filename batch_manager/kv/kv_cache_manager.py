@@ -271,7 +271,7 @@ class KvCacheManager:
             self._reordered = []
             updates = BlockTableUpdates(*(changed[0] if len(changed) == 1 else
                                           map(np.concatenate, zip(*changed, strict=True))))
-        copies = ()
+        copies: tuple[BlockCopy, ...] = ()
         if self.cache is not None and self.cache.copies:
             copies, self.cache.copies = tuple(self.cache.copies), []
         return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))

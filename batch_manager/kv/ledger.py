@@ -87,9 +87,9 @@ class KvLedger:
     def blocks_for_next_step_of_generating(self, requests: Sequence[LlmRequest],
                                            two_step_lookahead: bool = False) -> int:
         """The sum over requests that all generate."""
-        tokens = 1
+        tokens: int | np.ndarray = 1
         if self._reservations.max_draft_len and any(map(_draft_len, requests)):
-            tokens += np.fromiter(map(_draft_len, requests), np.int64, len(requests))
+            tokens = 1 + np.fromiter(map(_draft_len, requests), np.int64, len(requests))
         return self._sequences.sum_of_new_blocks(self._sequences.slots_of(requests),
                                                  2 * tokens if two_step_lookahead else tokens)
 
@@ -98,14 +98,15 @@ class KvLedger:
         if self._sequences.has(request):
             return self._reservations.of_owners([request])
         in_use = self._in_use(request)
+        num_in_use = len(in_use)
         if self._kept is None:
             self._kept = self._reservations.kept_blocks()
         if self._kept is not None:
             # A sequence that slides past a shared block takes another for it, and does not free it.
             first_kept = self._reservations.kept_columns(request)
-            in_use = [place for place, node in in_use if place >= first_kept and (
-                node.block_id in self._kept or node in self._kept_by_plan)]
-        return self._reservations.most_blocks(request) - len(in_use)
+            num_in_use = len([place for place, node in in_use if place >= first_kept and (
+                node.block_id in self._kept or node in self._kept_by_plan)])
+        return self._reservations.most_blocks(request) - num_in_use
 
     def blocks_to_completion_of_started(self) -> int:
         """Free blocks that all who hold blocks take until their last tokens."""

@@ -46,8 +46,9 @@ class PeftCacheManager:
 
         Raises OutOfResourceError when they do not fit.
         """
-        new = [request for request in requests if request.lora_task_id is not None and request not in self._holders]
-        wanted = {request.lora_task_id for request in new if not self._users[request.lora_task_id]}
+        new = [(request, request.lora_task_id) for request in requests
+               if request.lora_task_id is not None and request not in self._holders]
+        wanted = {task_id for _, task_id in new if not self._users[task_id]}
         needed = sum(self.pages_of(task_id) for task_id in wanted)
         if needed > self.free_pages:
             raise OutOfResourceError(f"{needed} adapter pages were asked for and {self.free_pages} are free")
@@ -55,8 +56,7 @@ class PeftCacheManager:
         for task_id in wanted:
             self._idle.pop(task_id, None)
         loads = []
-        for request in new:
-            task_id = request.lora_task_id
+        for request, task_id in new:
             if task_id not in self._pages:
                 loads.append(AdapterLoad(task_id, tuple(self._load(task_id))))
             self._users[task_id] += 1
@@ -112,7 +112,7 @@ class PageLedger:
 
     def needed(self, requests: Iterable[LlmRequest]) -> int:
         """Pages that taking these requests adds."""
-        new = {request.lora_task_id for request in requests} - self._counted - {None}
+        new = {request.lora_task_id for request in requests if request.lora_task_id is not None} - self._counted
         return sum(map(self._manager.pages_of, new))
 
     def fits(self, *requests: LlmRequest) -> bool:

@@ -143,14 +143,14 @@ class PrefixCache:
         taken = self.pool.take(count)
         for block_id in taken:
             node = self.index.of_block(block_id)
-            if node is not None and not self._moved_to_host(node):
+            if node is not None and not self._moved_to_host(node, block_id):
                 self.evicted_blocks += self._lose(node)
         return taken
 
-    def _moved_to_host(self, node: PrefixNode) -> bool:
-        if self.host.num_blocks == 0 or not self.pool.is_offloadable(node.block_id):
+    def _moved_to_host(self, node: PrefixNode, block_id: int) -> bool:
+        if self.host.num_blocks == 0 or not self.pool.is_offloadable(block_id):
             return False
-        priority = self.pool.priority(node.block_id)
+        priority = self.pool.priority(block_id)
         in_the_way = self.host.make_way(priority)
         if in_the_way is not None:
             self.evicted_blocks += self._lose(in_the_way)
@@ -159,22 +159,24 @@ class PrefixCache:
         host_id = self.host.put(node, priority)
         if host_id is None:
             return False
-        self.copies.append(BlockCopy(node.block_id, host_id, len(node.key.tokens), to_host=True))
+        self.copies.append(BlockCopy(block_id, host_id, len(node.key.tokens), to_host=True))
         self.index.move(node, None, host_id)
         return True
 
     def bring_back(self, node: PrefixNode) -> None:
         """Give the content of a host block a block of the pool again. The node must be pinned."""
+        host_id = node.host_id
+        assert host_id is not None
         (block_id,) = self.take(1)
-        self.pool.set_priority(block_id, self.host.priority(node.host_id))
-        self.copies.append(BlockCopy(node.host_id, block_id, len(node.key.tokens), from_host=True))
-        self.host.drop(node.host_id)
+        self.pool.set_priority(block_id, self.host.priority(host_id))
+        self.copies.append(BlockCopy(host_id, block_id, len(node.key.tokens), from_host=True))
+        self.host.drop(host_id)
         self.index.move(node, block_id, None)
 
     def _lose(self, node: PrefixNode) -> int:
         """Content and all that follows it cannot be found any more. Returns how many blocks that were."""
         gone = self.index.remove(node)
-        self.pool.note_contents_lost([below.block_id for below in gone if below.host_id is None])
+        self.pool.note_contents_lost([below.block_id for below in gone if below.block_id is not None])
         for below in gone:
             if below.host_id is not None:
                 self.host.drop(below.host_id)
@@ -184,6 +186,7 @@ class PrefixCache:
     def take_over(self, node: PrefixNode) -> int:
         """A block nobody owns, with its content, for one owner who may write to it."""
         block_id = node.block_id
+        assert block_id is not None
         self.pool.share(block_id)
         self.evicted_blocks += self._lose(node) - 1
         return block_id

@@ -10,9 +10,11 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from hashlib import blake2b
 from os import urandom
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DIGEST_BITS = 256
+
+Content = tuple[Any, ...]    # tokens, or pairs of a token and its extra id: comparable with others of the same tree
 
 
 class Domain(NamedTuple):
@@ -52,7 +54,7 @@ class PrefixNode:
         self.host_id: int | None = None
         self.children: dict[bytes, PrefixNode] = {}
         self._in_order: list[PrefixNode] = []                # the children, by content
-        self._contents: list[tuple] = []                     # theirs
+        self._contents: list[Content] = []                   # theirs
 
     def child(self, key: BlockKey) -> "PrefixNode | None":
         """The block that goes on from here with exactly these tokens."""
@@ -115,7 +117,7 @@ class PrefixIndex:
 
     def key(self, parent_digest: bytes, tokens: Sequence[int], extra_ids: Sequence[int] | None = None) -> BlockKey:
         """The key of a block that follows the block with this digest."""
-        fields = [("parent", parent_digest), ("tokens", array("q", tokens).tobytes())]
+        fields: list[tuple[str, Hashable]] = [("parent", parent_digest), ("tokens", array("q", tokens).tobytes())]
         if extra_ids is not None:
             fields.append(("extra", ",".join(map(str, extra_ids))))
         return BlockKey(self._digest(*fields), tuple(tokens), None if extra_ids is None else tuple(extra_ids))
@@ -137,7 +139,8 @@ class PrefixIndex:
 
     def walk(self, domain: Domain, keys: Sequence[BlockKey]) -> list[PrefixNode]:
         """The blocks that hold the beginning of a prompt, as many as follow one another."""
-        node, found = self._roots.get(domain), []
+        node = self._roots.get(domain)
+        found: list[PrefixNode] = []
         if node is None:
             return found
         for key in keys:
@@ -200,6 +203,7 @@ class PrefixIndex:
         self.version += 1
 
         parent = node.parent
+        assert parent is not None                            # roots are not removed, they are dropped
         parent.detach(node)
         self.drop_empty_root(parent)
         return gone
@@ -216,15 +220,17 @@ class PrefixIndex:
         if {node.block_id: node for node in nodes if node.block_id is not None} != self.nodes:
             yield "the prefix tree and its table of blocks differ"
         for node in nodes:
-            if node.parent.children.get(node.key.digest) is not node:
+            parent = node.parent
+            assert parent is not None
+            if parent.children.get(node.key.digest) is not node:
                 yield f"the node of block {node.block_id} is not where its digest says"
-            if self.key(node.parent.key.digest, node.key.tokens, node.key.extra_ids) != node.key:
+            if self.key(parent.key.digest, node.key.tokens, node.key.extra_ids) != node.key:
                 yield f"the digest of block {node.block_id} is not that of its content"
             if (node.block_id is None) == (node.host_id is None):
                 yield f"a node is in block {node.block_id} and in host block {node.host_id}"
 
 
-def _content(tokens: Sequence[int], extra_ids: Sequence[int] | None) -> tuple:
+def _content(tokens: Sequence[int], extra_ids: Sequence[int] | None) -> Content:
     return tuple(tokens) if extra_ids is None else tuple(zip(tokens, extra_ids, strict=True))
 
 

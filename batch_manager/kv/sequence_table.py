@@ -102,9 +102,9 @@ class SequenceTable:
 
     def new_blocks(self, slots: np.ndarray, tokens: "int | np.ndarray" = 1) -> np.ndarray:
         """Blocks per beam that these sequences take for so many more tokens each, [n]; not beyond their last tokens."""
-        ends = self.ends[slots]
         grown = -(-(self.kv_lengths[slots] + tokens) // self.tokens_per_block)
-        return np.minimum(grown, self.last_blocks[slots]) - ends
+        new: np.ndarray = np.minimum(grown, self.last_blocks[slots]) - self.ends[slots]
+        return new
 
     def new_blocks_of(self, request: LlmRequest, tokens: int = 1) -> int:
         """The same of one sequence, over all its beams."""
@@ -123,7 +123,8 @@ class SequenceTable:
 
     def crossing(self, slots: np.ndarray) -> np.ndarray:
         """Those of the slots whose next token needs a new block."""
-        return slots[self.ends[slots] * self.tokens_per_block == self.kv_lengths[slots]]
+        crossing: np.ndarray = slots[self.ends[slots] * self.tokens_per_block == self.kv_lengths[slots]]
+        return crossing
 
     def taken_slots(self) -> np.ndarray:
         """The slots that have an owner, [n]."""
@@ -204,7 +205,7 @@ class SequenceTable:
         """Forget blocks of a slot until so many are dropped, behind the first `kept`; returns them by beam."""
         first, width = slot * self.max_beam_width, self.beam_widths[slot]
         left = self.block_ids[first:first + width, kept + self.dropped[slot]:kept + num_dropped]
-        gone = left.tolist()
+        gone: list[list[int]] = left.tolist()
         left[:] = UNUSED
         self.dropped[slot] = num_dropped
         return gone
@@ -245,4 +246,5 @@ def _growth(size: int, wanted: int) -> int:
 
 def _count_up(counts: np.ndarray) -> np.ndarray:
     """0, 1, ... for each of the counts, one after the other."""
-    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    within: np.ndarray = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return within

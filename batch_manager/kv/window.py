@@ -8,6 +8,11 @@
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+Lengths = TypeVar("Lengths", int, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class AttentionWindow:
         tokens = self.size + self.unread_steps + 2 * self.max_draft_len
         return -(-tokens // self.tokens_per_block) + self.sink_blocks + 1
 
-    def num_dropped(self, length):
+    def num_dropped(self, length: Lengths) -> Lengths:
         """Blocks after the sinks that are given back when the first token of a step makes a sequence this long.
 
         No query of a sequence that is at most `unread_steps` tokens shorter, or is longer, looks at them. Takes an
@@ -69,10 +74,11 @@ class AttentionWindow:
         """
         return self.num_unseen(length - self.unread_steps)
 
-    def num_unseen(self, length):
+    def num_unseen(self, length: Lengths) -> Lengths:
         """Blocks after the sinks that no query of a sequence of this length, or a longer one, looks at.
 
         Takes an integer or an array of them.
         """
-        behind = (length - self.size) // self.tokens_per_block - self.sink_blocks
-        return behind * (behind > 0)
+        behind: Lengths = (length - self.size) // self.tokens_per_block - self.sink_blocks
+        behind *= behind > 0
+        return behind

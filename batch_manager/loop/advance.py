@@ -1,6 +1,6 @@
 """Apply the output of a step to its requests."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..handover import END_ID, NOT_FINISHED, RowFailure, ScheduledBatch, StepOutput
@@ -45,9 +45,9 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
     failures = output.failures
     if batch.context:
         _read_contexts(batch, output, requests, void, deliveries, resources)
-    listeners, tokens, starts = deliveries.listeners, output.tokens.tolist(), output.row_starts
+    listeners, tokens, row_starts = deliveries.listeners, output.tokens.tolist(), output.row_starts
     sampled = _requests_of_rows(batch, output, requests)
-    if starts is None and batch.generation.num_drafts is None and not (
+    if row_starts is None and batch.generation.num_drafts is None and not (
             deliveries.asking or failures or void or output.finish.any()
             or may_have_ended and [request for request in sampled if request.state is COMPLETE]):
         # The common case: one token each, and only a length may end any of them. It takes half as long for 256 rows.
@@ -63,7 +63,7 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
                           if request.state is not COMPLETE and request not in void
                           and request.seq_slot in failures]
     failed = {request for request, _ in outcome.failed}
-    starts = range(len(sampled) + 1) if starts is None else starts.tolist()
+    starts: Sequence[int] = range(len(sampled) + 1) if row_starts is None else row_starts.tolist()
     for row, (request, finish) in enumerate(zip(sampled, output.finish.tolist(), strict=True)):
         start, stop = starts[row], starts[row + 1]
         if request.state is COMPLETE or request in void:
@@ -89,15 +89,16 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
             outcome.ended.append((request, FinishReason(finish) if finish else FinishReason.LENGTH))
         elif streams:
             outcome.to_send.append(request)
-    if batch.generation.num_drafts is not None:
-        _reject_drafts(batch, starts, sampled, outcome, void, resources)
+    num_drafts = batch.generation.num_drafts
+    if num_drafts is not None:
+        drafts = dict(zip(batch.generation.slots.tolist(), num_drafts.tolist()))
+        _reject_drafts(drafts, starts, sampled, outcome, void, resources)
     return outcome
 
 
-def _reject_drafts(batch: ScheduledBatch, starts: Sequence[int], sampled: Sequence[LlmRequest], outcome: Outcome,
+def _reject_drafts(drafts: Mapping[int, int], starts: Sequence[int], sampled: Sequence[LlmRequest], outcome: Outcome,
                    void: Collection[LlmRequest], resources: Resources) -> None:
-    """Release the room of drafts that were not accepted, of the requests that go on."""
-    drafts = dict(zip(batch.generation.slots.tolist(), batch.generation.num_drafts.tolist()))
+    """Release the room of drafts that were not accepted, of the requests that go on. drafts: of each slot"""
     over = {request for request, _ in (*outcome.ended, *outcome.failed)}
     rejected: dict[LlmRequest, int] = {}
     for row, request in enumerate(sampled):
@@ -117,6 +118,7 @@ def _advance_beams(request: LlmRequest, output: StepOutput, row: slice, outcome:
     slot = request.seq_slot
     hypotheses, logits = output.hypotheses.get(slot), output.generation_logits.get(slot)
     if hypotheses is None:
+        assert output.parents is not None and output.log_probs is not None    # steps/output_check.py has seen to it
         parents, tokens = output.parents[row].tolist(), output.tokens[row].tolist()
         resources.follow(request, parents)
         request.add_to_beams(parents, tokens)

@@ -16,16 +16,18 @@ from .. import forked_child
 from ..errors import InternalError
 from ..guard import Guard
 from ..names import ErrorCode
+from ..requests.inference_request import InferenceRequest
+from ..responses.named_tensor import NamedTensor
 from .fetched_items import FetchedItems
 from .unanswered import UnansweredItems
 
-NO_IDS = (int, bool, float, str, bytes)
+NO_IDS: tuple[type, ...] = (int, bool, float, str, bytes)
 ATTEMPTS_AT_END = 3
 MOST_STOPS_OF_AN_ITERATOR = 1 << 20    # it may be endless; a set or a list is not
 
-GetInferenceRequestsCallback = Callable[[int], Iterable[Any]]
-SendResponseCallback = Callable[[int, list, bool, str], None]
-PollStopSignalCallback = Callable[[], set[int]]
+GetInferenceRequestsCallback = Callable[[int], Iterable[InferenceRequest]]
+SendResponseCallback = Callable[[int, list[NamedTensor], bool, str], None]
+PollStopSignalCallback = Callable[[], Iterable[int]]
 ReturnBatchManagerStatsCallback = Callable[[str], None]
 AfterResponsesHook = Callable[[], None]
 AtEndHook = Callable[[dict[str, Any]], None]
@@ -77,7 +79,7 @@ class GuardedCallbacks:
             block.seconds = 0.0
         return seconds
 
-    def send(self, responses: Iterable[tuple[int, list]]) -> None:
+    def send(self, responses: Iterable[tuple[int, list[NamedTensor]]]) -> None:
         """Responses that are not the last of their requests: (request id, tensors), in order.
 
         One guarded block holds all callbacks up to one that raises, because a block costs as much as a short callback.
@@ -100,7 +102,7 @@ class GuardedCallbacks:
                         break
                 is_done = True
 
-    def send_final(self, request_id: int, tensors: list, error_message: str = "",
+    def send_final(self, request_id: int, tensors: list[NamedTensor], error_message: str = "",
                    code: ErrorCode | None = None) -> None:
         """The last response of a live request. Raises InternalError when it was sent before."""
         alive = self.unanswered.alive
@@ -113,7 +115,7 @@ class GuardedCallbacks:
         refusals = self.unanswered.refusals
         self._send_last(refusals, 0, refusals[0].request_id, [], error_message, code)
 
-    def _send_last(self, listed: Any, key: int, request_id: int, tensors: list, error_message: str,
+    def _send_last(self, listed: Any, key: int, request_id: int, tensors: list[NamedTensor], error_message: str,
                    code: ErrorCode | None) -> None:
         unanswered = self.unanswered
         self._has_responded = True
@@ -130,13 +132,14 @@ class GuardedCallbacks:
     def after_responses(self) -> None:
         """Call the hook `after_responses` if a response was sent since its last call."""
         if self._has_responded:
-            if self._after_responses is None:
+            hook = self._after_responses
+            if hook is None:
                 self._has_responded = False
                 return
             with self._in_after_responses:
                 # As in `_send_last`: no exception of another thread can come between these two.
                 self._has_responded = False
-                self._after_responses()
+                hook()
 
     def at_end(self, health: Callable[[], dict[str, Any]]) -> None:
         """Call the hook `at_end` with what `health` returns, unless it was called before."""
@@ -163,6 +166,7 @@ class GuardedCallbacks:
 
     def return_stats(self, record: str) -> None:
         """Only where `wants_stats`."""
+        assert self._stats is not None
         with self._in_stats:
             self._stats(record)
 

@@ -12,7 +12,7 @@ from ..guard import Guard
 
 COLLECTIONS = {list, tuple, deque, set, frozenset, dict}
 # Iterating over these, and over their subclasses that leave it as it is, runs no code of the user.
-_EXAMPLES = ([], (), deque(), set(), frozenset(), {}, {}.keys(), {}.values(), {}.items())
+_EXAMPLES: tuple[Any, ...] = ([], (), deque(), set(), frozenset(), {}, {}.keys(), {}.values(), {}.items())
 ITERATED_IN_C = frozenset(type(kind).__iter__ for example in _EXAMPLES for kind in (example, iter(example)))
 FIRST_BACK_OFF_S = 0.001
 LONGEST_BACK_OFF_S = 0.1

@@ -58,6 +58,7 @@ class Finals:
         """A request that ran ends without an error. Its final carries all that it has not been sent yet."""
         metrics = self._timings.take(request, self._resources)
         delivery = self._take_out(request, keep_computed=True)
+        assert delivery is not None
         self._send_final(request, delivery, reason, metrics)
 
     def send_held(self) -> None:
@@ -76,7 +77,9 @@ class Finals:
         metrics = self._timings.take(admitted.request, self._resources)
         self._intake.forget(admitted.request.request_id)
         self._deliveries.admit(admitted)
-        self._send_final(admitted.request, self._deliveries.forget(admitted.request.request_id), reason, metrics)
+        delivery = self._deliveries.forget(admitted.request.request_id)
+        assert delivery is not None
+        self._send_final(admitted.request, delivery, reason, metrics)
 
     def fail_waiting(self, admitted: Admitted, code: ErrorCode, message: str) -> None:
         request_id = admitted.request.request_id
@@ -111,7 +114,7 @@ class Finals:
         ended, self.ended = tuple(self.ended), []
         return ended
 
-    def _take_out(self, request: LlmRequest, *, keep_computed: bool, clear_blocks: bool = False) -> Delivery:
+    def _take_out(self, request: LlmRequest, *, keep_computed: bool, clear_blocks: bool = False) -> Delivery | None:
         request.finish()
         self._resources.release(request, keep_computed=keep_computed, clear_blocks=clear_blocks,
                                 is_in_flight=self._window.holds(request))

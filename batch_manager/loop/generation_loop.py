@@ -234,7 +234,7 @@ class GenerationLoop:
         return batch
 
     def _start(self, batch: ScheduledBatch | None, plan: SchedulerOutput | None) -> None:
-        if batch is not None:
+        if batch is not None and plan is not None:
             self.window.launch(batch, [*plan.context_requests, *plan.generation_requests])
 
     # finish, advance
@@ -286,7 +286,9 @@ class GenerationLoop:
         expired = self.intake.expired()
         for admitted in self.intake.withdraw(expired.keys()):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
-        for request in [self.active.get(request_id) for request_id in sorted(expired) if request_id in self.active]:
+        for request in list(map(self.active.get, sorted(expired))):
+            if request is None:
+                continue
             if request.total_generated_tokens:
                 self.finals.end(request, FinishReason.TIMED_OUT)
             else:
@@ -330,7 +332,7 @@ class GenerationLoop:
         if record.active_requests or record.had_refusals and self.failure is None:
             if record.kv_cache is None:    # nothing was launched
                 record.kv_cache = self.kv.usage()
-            if self.reporter.wants_trace and record.active_requests:
+            if self._phase_times is not None and record.active_requests:
                 self.reporter.trace(record, self._phase_times.take(), len(self.intake))
             self._send_record(record)
             if self._flush_stats_when_idle and record.active_requests and self.is_empty:

@@ -36,18 +36,22 @@ class Reporter:
         """Only where `wants_trace`."""
         plan = record.plan
         kv_cache = record.kv_cache
+        assert kv_cache is not None
         trace = IterationTrace(
             record.number, tuple(record.chunks), tuple([r.request_id for r in plan.generation_requests]),
             tuple([r.request_id for r in plan.paused_requests]), record.finished, record.arrived,
             record.started_at, phases_us, record.waiting, queued_requests, kv_cache.live_blocks,
             kv_cache.cached_blocks, kv_cache.free_blocks)
+        hook = self._trace
+        assert hook is not None
         with self._in_trace:
-            self._trace(trace)
+            hook(trace)
 
     def report(self, record: IterationRecord, totals: Totals) -> None:
         callbacks, plan = self._callbacks, record.plan
         if not callbacks.wants_stats:
             return
+        assert record.kv_cache is not None
         contexts, generations = len(plan.context_requests), len(plan.generation_requests)
         unanswered = callbacks.unanswered
         timings, now = self._timings, self._clock.monotonic()
@@ -100,8 +104,10 @@ class Reporter:
 
     def _figures_now(self) -> dict[str, int]:
         """The backend's own figures; none where it raises."""
-        with self._in_figures:
-            return {str(name): index(value) for name, value in self._figures_of_backend().items()}
+        figures = self._figures_of_backend
+        if figures is not None:
+            with self._in_figures:
+                return {str(name): index(value) for name, value in figures().items()}
         return {}
 
     def _memory_now(self) -> MemoryUsage:

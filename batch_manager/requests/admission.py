@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..config import Limits
-from ..errors import InvalidRequestError, RequestError, RequestTooLargeError
+from ..errors import InvalidRequestError, RequestError, RequestTooLargeError, type_name
 from ..guard import ForeignCodeError, Guard
 from ..handover import LogitsPostProcessor, SlotSetup
 from ..sampling_config import (
@@ -35,7 +35,6 @@ from .inference_request import (
     Shape,
     TensorSpec,
     checked_request_id,
-    type_name,
     unknown_name,
 )
 from .llm_request import LlmRequest
@@ -188,11 +187,12 @@ class Admission:
         """
         request_id = usable_id(item)
         found = self._look_guarded(item)
-        if request_id is None and isinstance(found, _Looked):
-            found = InvalidRequestError("an InferenceRequest has no usable request_id",
-                                        "it must be an integer in 0..2^64-1", "do not override request_id")
+        error: RequestError
         if isinstance(found, InvalidRequestError):
-            error: RequestError = found
+            error = found
+        elif request_id is None:
+            error = InvalidRequestError("an InferenceRequest has no usable request_id",
+                                        "it must be an integer in 0..2^64-1", "do not override request_id")
         else:
             try:
                 return self._decide(request_id, found)
@@ -241,7 +241,7 @@ class Admission:
                                       f"together they may have max_request_bytes = {self.max_request_bytes:,}",
                                       "send less, or raise max_request_bytes")
 
-        looked.is_streaming = scalar(_IS_STREAMING, item.is_streaming) or looked.scalars.get("streaming", False)
+        looked.is_streaming = bool(scalar(_IS_STREAMING, item.is_streaming) or looked.scalars.get("streaming", False))
         looked.priority = scalar(_PRIORITY, item.priority)
         looked.deadline_s = None if item.deadline_s is None else scalar(_DEADLINE, item.deadline_s)
         looked.arrival_time = None if item.arrival_time is None else scalar(_ARRIVAL, item.arrival_time)
@@ -358,8 +358,10 @@ class Admission:
         given = looked.logits_post_processor
         if given is None:
             return None
-        is_batched = type(given) is str
-        return LogitsPostProcessor(request.request_id, self.logits_post_processor_batched if is_batched else given,
+        is_batched = isinstance(given, str)
+        function = self.logits_post_processor_batched if isinstance(given, str) else given
+        assert function is not None    # `_post_processor_of` has seen to it
+        return LogitsPostProcessor(request.request_id, function,
                                    lambda: [list(tokens) for tokens in request.tokens], is_batched)
 
     def _sampling(self, looked: _Looked) -> SamplingConfig:
@@ -505,7 +507,7 @@ def _cache_salt(looked: _Looked, prompt_table: PromptTable | None) -> Hashable:
     return looked.cache_salt if prompt_table is None else (looked.cache_salt, prompt_table.digest)
 
 
-def usable_id(item: object) -> int | None:
+def usable_id(item: Any) -> int | None:
     """The id under which a refusal of `item` can be sent, or None when it has none. Never raises.
 
     Anything with an attribute `request_id` that is a valid id has one, so that whoever waits for it is answered.

@@ -40,7 +40,7 @@ def check_companions(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int,
         _require_equal("columns of prompt_embedding_table", columns, "hidden_size of the model",
                        limits.hidden_size)
 
-    _require_both("lora_weights", "lora_config", shapes.keys())
+    _require_both("lora_weights", "lora_config", set(shapes))
     if "lora_config" in shapes:
         _require_equal("columns of lora_config", shapes["lora_config"][1], "module, layer and adapter size", 3)
         _require_equal("rows of lora_weights", shapes["lora_weights"][0], "rows of lora_config",

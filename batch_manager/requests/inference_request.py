@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import InvalidRequestError, type_name
 from ..sampling_config import PARAMETERS, UINT64_MAX, shown
 from .retention import KvCacheRetentionConfig
+from .tensor_attributes import TensorAttributes
 
 
 class Shape(Enum):
@@ -91,7 +92,7 @@ TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
 _WIRE_NAMES: dict[str, str] = {name: spec.name for spec in TENSORS.values() for name in (spec.name, *spec.aliases)}
 
 
-class InferenceRequest:
+class InferenceRequest(TensorAttributes):
     """One request: an id, named tensors, and a few options that are no tensors.
 
     Each documented tensor is a property under its wire name (and its aliases, such as `max_new_tokens` for
@@ -135,8 +136,12 @@ class InferenceRequest:
         self.kv_cache_retention_config = kv_cache_retention_config
         self.arrival_time = arrival_time
 
-    # Read by C: an exception that another thread raises cannot be mistaken for one that reading the id raised.
-    request_id = property(attrgetter("_request_id"))
+    if TYPE_CHECKING:
+        @property
+        def request_id(self) -> int: ...
+    else:
+        # Read by C: an exception that another thread raises cannot be mistaken for one that reading the id raised.
+        request_id = property(attrgetter("_request_id"))
 
     @property
     def input_tensors(self) -> dict[str, Any]:
@@ -171,7 +176,7 @@ for _name, _wire_name in _WIRE_NAMES.items():
         _wire_name, f"Tensor `{_wire_name}`: {_spec.content.value}; {_spec.shape.value}. Default: {_spec.default}."))
 
 
-def checked_request_id(request_id: object) -> int:
+def checked_request_id(request_id: Any) -> int:
     """The id as a plain int. Raises InvalidRequestError unless it is an integer in 0..2^64-1; a bool is none."""
     # By their types and the methods of those, so that nothing an object says of itself is run.
     if issubclass(type(request_id), np.integer):
@@ -179,11 +184,11 @@ def checked_request_id(request_id: object) -> int:
     if not issubclass(type(request_id), int) or type(request_id) is bool:
         raise InvalidRequestError(f"request_id is of type {type_name(request_id)}", "it must be an integer",
                                   "number the requests, and keep names of your own in a dictionary")
-    request_id = int.__int__(request_id)
-    if not 0 <= request_id <= UINT64_MAX:
-        raise InvalidRequestError(f"request_id is {shown(request_id)}", "it must be in 0..2^64-1",
+    plain: int = int.__int__(request_id)
+    if not 0 <= plain <= UINT64_MAX:
+        raise InvalidRequestError(f"request_id is {shown(plain)}", "it must be in 0..2^64-1",
                                   "number the requests from 0")
-    return request_id
+    return plain
 
 
 # What other engines call it, where that is not near to our name of it.

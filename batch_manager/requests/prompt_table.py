@@ -26,5 +26,5 @@ class PromptTable:
     @cached_property
     def digest(self) -> bytes:
         """Differs between tables that differ: virtual ids mean nothing without it."""
-        return blake2b(np.ascontiguousarray(self.rows), digest_size=32,
+        return blake2b(np.ascontiguousarray(self.rows).data, digest_size=32,
                        person=b"prompt table").digest() + str(self.rows.shape).encode()

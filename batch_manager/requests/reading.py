@@ -8,12 +8,13 @@ subclass could answer anything when asked for its length or its content.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, type_name
 from ..sampling_config import FLOAT32_MAX, Range, shown
-from .inference_request import Content, Shape, TensorSpec, type_name
+from .inference_request import Content, Shape, TensorSpec
 
 # Tokens of a bad or stop word list, with padding; more is an attack or a mistake.
 MAX_WORD_LIST_SIZE = 65_536
@@ -46,7 +47,7 @@ class Given:
     spec: TensorSpec
     shape: tuple[int, ...]
     num_bytes: int
-    source: np.ndarray | tuple
+    source: np.ndarray | tuple[Any, ...]
     is_bfloat16: bool = False
 
 
@@ -72,7 +73,7 @@ class Bound:
                 "together they may have max_request_bytes", "send less, or raise max_request_bytes")
 
 
-def look(spec: TensorSpec, value: object, bound: Bound) -> Given:
+def look(spec: TensorSpec, value: Any, bound: Bound) -> Given:
     """Type, rank and element count of a ROW, TABLE or WORDS tensor. Raises InvalidRequestError."""
     if type(value) in _LISTS:
         return _look_at_list(spec, value, bound)
@@ -89,7 +90,7 @@ def look(spec: TensorSpec, value: object, bound: Bound) -> Given:
     return Given(spec, shape, num_bytes, array, _is_torch_tensor(value) and _is_bfloat16(value))
 
 
-def scalar(spec: TensorSpec, value: object) -> int | float | bool:
+def scalar(spec: TensorSpec, value: Any) -> int | float | bool:
     """The single number or flag in `value`. Raises InvalidRequestError; does not check its range."""
     for _ in range(2):
         if type(value) in _LISTS:
@@ -113,10 +114,11 @@ def scalar(spec: TensorSpec, value: object) -> int | float | bool:
         return bool(value)
     if type(value) is bool or (type(value) is float and spec.content is Content.INTEGER):
         raise _wrong_content(spec, "a bool" if type(value) is bool else "a float")
-    return value
+    number: int | float = value
+    return number
 
 
-def few(spec: TensorSpec, value: object) -> tuple[int, ...]:
+def few(spec: TensorSpec, value: Any) -> tuple[int, ...]:
     """The 1 to 8 integers in `value`. Raises InvalidRequestError; does not check their range."""
     row = value
     if type(row) in _LISTS and len(row) == 1 and type(row[0]) in _LISTS:
@@ -133,7 +135,7 @@ def few(spec: TensorSpec, value: object) -> tuple[int, ...]:
             if array.ndim > 2 or not 1 <= array.size <= MAX_FEW or (array.ndim == 2 and array.shape[0] != 1):
                 raise _wrong_shape(spec, array.shape)
             return tuple(np.array(array).reshape(-1).tolist())
-    return (scalar(spec, value),)
+    return (int(scalar(spec, value)),)
 
 
 def ids(given: Given, vocab_size: int, virtual: int = 0) -> list[int]:
@@ -148,7 +150,8 @@ def ids(given: Given, vocab_size: int, virtual: int = 0) -> list[int]:
         outside = np.flatnonzero((source < 0) | (source >= limit))
         if len(outside):
             raise _outside_vocabulary(given.spec.name, int(outside[0]), vocab_size, virtual)
-        return source.tolist()
+        tokens: list[int] = source.tolist()
+        return tokens
     _check_ids(given.spec.name, source, vocab_size, virtual)
     return list(source)
 
@@ -156,6 +159,7 @@ def ids(given: Given, vocab_size: int, virtual: int = 0) -> list[int]:
 def words(given: Given, limit: int) -> tuple[tuple[int, ...], ...]:
     """The words of a word list, each a tuple of token ids 0 <= id < limit."""
     name = given.spec.name
+    found: Sequence[tuple[int, ...]]
     if isinstance(given.source, np.ndarray):
         found = _unpacked(name, np.array(given.source).tolist())
     else:
@@ -173,7 +177,7 @@ def floats(given: Given) -> np.ndarray:
     name = given.spec.name
     try:
         with np.errstate(all="ignore"):
-            if given.is_bfloat16:
+            if given.is_bfloat16 and isinstance(given.source, np.ndarray):
                 copy = _widened(given.source)
             else:
                 copy = np.array(given.source, np.float32).reshape(given.shape)
@@ -202,8 +206,9 @@ def integers(given: Given, allowed: Range) -> np.ndarray:
     return copy.astype(np.int64, copy=False).reshape(given.shape)
 
 
-def _as_array(spec: TensorSpec, value: object) -> np.ndarray:
+def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
     """A numpy view of an array, a CPU tensor of torch, or a numpy scalar, of an allowed kind; copies nothing."""
+    array: np.ndarray
     if type(value) in _ARRAYS:
         array = value
     elif type(value) in _NUMPY_SCALARS:
@@ -222,17 +227,17 @@ def _as_array(spec: TensorSpec, value: object) -> np.ndarray:
     return array.view(np.ndarray)
 
 
-def _is_torch_tensor(value: object) -> bool:
+def _is_torch_tensor(value: Any) -> bool:
     # Whoever holds a tensor has imported torch; this file must not.
     torch = sys.modules.get("torch")
     return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_bfloat16(tensor) -> bool:
+def _is_bfloat16(tensor: Any) -> bool:
     return tensor.dtype is sys.modules["torch"].bfloat16
 
 
-def _torch_as_array(spec: TensorSpec, tensor) -> np.ndarray:
+def _torch_as_array(spec: TensorSpec, tensor: Any) -> np.ndarray:
     """Shares memory with the tensor. One that requires grad is read as it is: only its values matter here."""
     if tensor.device.type != "cpu":
         raise InvalidRequestError(f"{spec.name} is a torch tensor on device {tensor.device.type}",
@@ -253,7 +258,7 @@ def _torch_as_array(spec: TensorSpec, tensor) -> np.ndarray:
     return array
 
 
-def _look_at_list(spec: TensorSpec, value: Sequence, bound: Bound) -> Given:
+def _look_at_list(spec: TensorSpec, value: Sequence[Any], bound: Bound) -> Given:
     if spec.shape is Shape.ROW:
         if len(value) == 1 and type(value[0]) in _LISTS:
             (value,) = value
@@ -290,7 +295,8 @@ def _look_at_list(spec: TensorSpec, value: Sequence, bound: Bound) -> Given:
     return Given(spec, shape, num_bytes, tuple(rows))
 
 
-def _numbers(spec: TensorSpec, values: Sequence, bound: Bound, before: int = 0, bytes_before: int = 0) -> tuple:
+def _numbers(spec: TensorSpec, values: Sequence[Any], bound: Bound, before: int = 0,
+             bytes_before: int = 0) -> tuple[Any, ...]:
     """The values of a flat list as plain ints and floats, in a table also as numpy's.
 
     before, bytes_before   elements of the tensor that were read already, and what they take
@@ -312,7 +318,7 @@ def _numbers(spec: TensorSpec, values: Sequence, bound: Bound, before: int = 0, 
     return tuple(int(number) if type(number) in _INTEGERS else float(number) for number in numbers)
 
 
-def _levels(value: object) -> int:
+def _levels(value: Any) -> int:
     """Nesting depth of lists along their first elements, at most 4."""
     levels = 0
     while type(value) in _LISTS and levels < 4:
@@ -321,7 +327,7 @@ def _levels(value: object) -> int:
     return levels
 
 
-def _int64(spec: TensorSpec, rows: list[tuple]) -> np.ndarray:
+def _int64(spec: TensorSpec, rows: Sequence[Any]) -> np.ndarray:
     try:
         return np.array(rows, np.int64)
     except OverflowError:
@@ -364,7 +370,7 @@ def _outside_vocabulary(what: str, position: int, vocab_size: int, virtual: int)
                                f"check that the tokenizer belongs to this model{table}")
 
 
-def _wrong_shape(spec: TensorSpec, shape: tuple) -> InvalidRequestError:
+def _wrong_shape(spec: TensorSpec, shape: tuple[Any, ...]) -> InvalidRequestError:
     found = "[" + ", ".join(map(str, shape[:6])) + (", ..." if len(shape) > 6 else "") + "]" if shape else "0-d"
     return InvalidRequestError(f"{spec.name} has shape {found}", f"it must be {spec.shape.value}",
                                f"reshape {spec.name}")

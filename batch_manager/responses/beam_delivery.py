@@ -27,8 +27,8 @@ class BeamDelivery:
 
     def _start(self) -> None:
         self._cum_log_probs = [0.0] * self._width
-        self._log_probs: list[Sequence[float]] = [[] for _ in range(self._width)]
-        self._rows: list[Sequence[int]] = [[] for _ in range(self._width)]
+        self._log_probs: list[Sequence[float] | np.ndarray] = [[] for _ in range(self._width)]
+        self._rows: list[Sequence[int] | np.ndarray] = [[] for _ in range(self._width)]
         self._logits: list[np.ndarray] = []
 
     def follow(self, parents: Sequence[int], log_probs: np.ndarray, logits: np.ndarray | None, *,
@@ -46,6 +46,7 @@ class BeamDelivery:
             self._log_probs = [[*self._log_probs[parent], log_prob]
                                for parent, log_prob in zip(parents, log_probs.tolist())]
         if self._keeps_logits:
+            assert logits is not None    # steps/output_check.py has seen to it
             self._rows = [[*self._rows[parent], parent] for parent in parents]
             self._logits.append(logits)
 
@@ -59,6 +60,7 @@ class BeamDelivery:
         self._log_probs = [text.log_probs for text in hypotheses] + [[]] * missing
         self._rows = [text.rows for text in hypotheses] + [[]] * missing
         if self._keeps_logits:
+            assert logits is not None
             self._logits.append(logits)
 
     def texts(self, request: LlmRequest, reason: FinishReason) -> list[BeamText]:

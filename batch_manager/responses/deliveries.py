@@ -11,6 +11,7 @@ from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
 from ..requests.response_options import ResponseOptions
 from .beam_delivery import BeamDelivery
+from .named_tensor import NamedTensor
 from .perf_metrics import PerfMetrics
 from .tensors import build_beam_response, build_response, streamed_token_builder
 
@@ -95,6 +96,7 @@ class Deliveries:
         options = delivery.options
         if not delivery.is_plain:
             if options.return_log_probs:
+                assert output.log_probs is not None    # steps/output_check.py has seen to it
                 log_probs = output.log_probs[start:stop].tolist()
                 delivery.log_probs += log_probs
                 for log_prob in log_probs:
@@ -111,14 +113,17 @@ class Deliveries:
     def note_beams(self, request: LlmRequest, parents: Sequence[int], log_probs: np.ndarray,
                    logits: np.ndarray | None) -> None:
         """Keep what belongs to the tokens that were just added to the beams of a request."""
-        self._deliveries[request.request_id].beams.follow(parents, log_probs, logits,
-                                                          is_first=request.num_generated_tokens == 1)
+        beams = self._deliveries[request.request_id].beams
+        assert beams is not None
+        beams.follow(parents, log_probs, logits, is_first=request.num_generated_tokens == 1)
 
     def note_hypotheses(self, request: LlmRequest, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None) -> None:
         """Keep what belongs to the final outputs of a request, which has the live ones still."""
-        self._deliveries[request.request_id].beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
+        beams = self._deliveries[request.request_id].beams
+        assert beams is not None
+        beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
 
-    def new_tokens(self, requests: Sequence[LlmRequest]) -> list[tuple[int, list]]:
+    def new_tokens(self, requests: Sequence[LlmRequest]) -> list[tuple[int, list[NamedTensor]]]:
         """(id, tensors) of the streamed response of each request: the tokens that no response had yet. From here on
         they count as sent.
         """
@@ -135,7 +140,7 @@ class Deliveries:
             responses.append((request_id, tensors))
         return responses
 
-    def tensors_of(self, metrics: PerfMetrics) -> list:
+    def tensors_of(self, metrics: PerfMetrics) -> list[NamedTensor]:
         """What the final response of a request that asked for metrics has after its other tensors."""
         return metrics.tensors(self._to_tensor)
 
@@ -151,7 +156,7 @@ class Deliveries:
         self.listeners.clear()
         self.asking.clear()
 
-    def response(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list:
+    def response(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list[NamedTensor]:
         """The tensors of a response with all that the request has not been told yet."""
         options, tokens, prompt_len = delivery.options, request.tokens[0], request.orig_prompt_len
         if delivery.is_plain:

@@ -50,7 +50,8 @@ class NamedTensor:
         if made is None:
             made = given.make() if type(given) is UniformArray else np.asarray(given)
             made = self.__dict__.setdefault("array", made)
-        return made
+        array: np.ndarray = made
+        return array
 
     @property
     def tensor(self) -> Any:
@@ -61,7 +62,7 @@ class NamedTensor:
             made = self.__dict__.setdefault("tensor", self._to_tensor(self.array))
         return made
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A copy makes its own tensor of its own array, so that the two share their memory again.
         return type(self), (self.name, self.__dict__.get("array", self._given), self._to_tensor)
 
@@ -78,7 +79,7 @@ class PreparedTensor(NamedTensor):
     __slots__ = ()
     __init__ = object.__init__
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return NamedTensor, super().__reduce__()[1]
 
 
@@ -86,6 +87,7 @@ class OneTokenTensor(PreparedTensor):
     """The ids of one token [1, 1, 1]. Whoever makes one sets `token`."""
 
     __slots__ = ("token",)
+    token: int
 
     @property
     def _given(self) -> UniformArray:
@@ -93,7 +95,7 @@ class OneTokenTensor(PreparedTensor):
 
     @property
     def array(self) -> np.ndarray:
-        made = self.__dict__.get("array")
+        made: np.ndarray | None = self.__dict__.get("array")
         if made is None:
             made = empty((1, 1, 1), INT32)
             made.fill(self.token)

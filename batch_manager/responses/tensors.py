@@ -112,7 +112,8 @@ def build_response(
         output_ids[0, 0, length - num_new:] = generated
     sequence_length = ONE if length == 1 else UniformArray((1, 1), INT32, length)
 
-    log_prob_row, cum_log_probs = ZERO if num_new == 1 else UniformArray((1, 1, num_new), FLOAT32), ZERO_ROW
+    log_prob_row: np.ndarray | UniformArray = ZERO if num_new == 1 else UniformArray((1, 1, num_new), FLOAT32)
+    cum_log_probs = ZERO_ROW
     if options.return_log_probs:
         if num_new:
             assert log_probs is not None and len(log_probs) == num_new

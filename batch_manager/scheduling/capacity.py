@@ -52,8 +52,8 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
             gate = _AdmissionGate(self.kv_cache_manager, self.peft_cache_manager,
                                   fitting if self.in_line else active_requests, self.in_line)
             delay = DuplicateDelay(self.kv_cache_manager, active_requests)
-            contexts = (request for request in contexts if not delay.holds_back(request))
-            fitting += gate.admitted(contexts, self.max_num_requests - len(fitting))
+            undelayed = (request for request in contexts if not delay.holds_back(request))
+            fitting += gate.admitted(undelayed, self.max_num_requests - len(fitting))
         return fitting, []
 
 
@@ -112,7 +112,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
         paused: RequestList = []
         while taken < len(line):
             request = line[taken]
-            if delay.holds_back(request) and taken:
+            if delay is not None and delay.holds_back(request) and taken:
                 del line[taken]
                 continue
             if taken < self.max_num_requests:

@@ -30,7 +30,7 @@ def first_come_first_served(remaining: Sequence[int], unit: int, capacity: int |
     for wanted, credit in zip(remaining, _none(remaining) if credits is None else credits, strict=True):
         chunk = wanted
         if cost_after_credit(wanted, wanted, credit) > min(left, longest):
-            chunk = min(left, longest) // unit * unit
+            chunk = int(min(left, longest)) // unit * unit
         chunks.append(chunk)
         left -= cost_after_credit(chunk, wanted, credit)
     return chunks
@@ -62,8 +62,8 @@ def _rounds(chunks: list[int], remaining: Sequence[int], unit: int, capacity: in
         moved = False
         for index, wanted in enumerate(remaining):
             step, credit = min(unit, wanted - chunks[index]), credits[index]
-            bound = inf if longest[index] is None else longest[index]
-            if step <= 0 or chunks[index] + step > bound:
+            bound = longest[index]
+            if step <= 0 or bound is not None and chunks[index] + step > bound:
                 continue
             cost = cost_with_credit(chunks[index] + step, wanted, credit) - cost_with_credit(
                 chunks[index], wanted, credit)
@@ -118,7 +118,7 @@ def drafts_kept(chunks: Sequence[int], remaining: Sequence[int], drafts: Sequenc
     kept = []
     for chunk, wanted, draft in zip(chunks, remaining, drafts, strict=True):
         if chunk == wanted and draft:
-            space = min(-chunk % unit, left)
+            space = int(min(-chunk % unit, left))
             if max_context_length is not None:
                 space = min(space, max(max_context_length - chunk, 0))
             draft = min(draft, space)

@@ -1,14 +1,18 @@
 """The rules a plan keeps, checked before anything of it is carried out."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import chain, islice
 from numbers import Integral
+from typing import TypeVar
 
 from ..config import Limits
 from ..errors import SchedulerContractError, type_name
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
 from .interfaces import GENERATING, RequestList, SchedulerOutput
+
+Thing = TypeVar("Thing")
 
 
 def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
@@ -35,7 +39,7 @@ def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
     return SchedulerOutput(contexts, generation, paused, chunk_sizes, plan.draft_lengths)
 
 
-def plain_list(things: Iterable, most: int) -> list:
+def plain_list(things: Iterable[Thing], most: int) -> list[Thing]:
     """The things in a list, or `most` + 1 of them where there are more. A list is returned as it is."""
     return things if type(things) is list else list(islice(things, most + 1))
 
@@ -117,9 +121,8 @@ def _repetition(plan: SchedulerOutput) -> str:
     both = next((request for request in plan.paused_requests if request in running), None)
     if both is not None:
         return f"{_of_a_plan(both)} is to be paused and to run"
-    lists = chain(running, plan.paused_requests)
-    seen = set()
-    twice = next(request for request in lists if request in seen or seen.add(request))
+    counts = Counter(chain(running, plan.paused_requests))
+    twice = next(request for request, count in counts.items() if count > 1)
     return f"{_of_a_plan(twice)} is named twice"
 
 

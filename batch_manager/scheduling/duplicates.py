@@ -28,9 +28,10 @@ class DuplicateDelay:
                 and not self._owns(request))
 
     def _is_computed_by_another(self, request: LlmRequest) -> bool:
-        key = self._cache.first_new_key(request)
-        if key is None:
+        cache = self._cache
+        key = None if cache is None else cache.first_new_key(request)
+        if cache is None or key is None:
             return False
-        if key not in self._computed_by and self._cache.will_publish_more(request):
+        if key not in self._computed_by and cache.will_publish_more(request):
             self._computed_by[key] = request
         return self._computed_by.get(key, request) is not request

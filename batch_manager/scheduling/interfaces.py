@@ -65,9 +65,13 @@ class CapacityScheduler(ABC):
         """
 
 
+MicroBatch = (tuple[RequestList, RequestList] | tuple[RequestList, RequestList, Sequence[int] | None]
+              | tuple[RequestList, RequestList, Sequence[int] | None, Sequence[int] | None])
+
+
 class MicroBatchScheduler(ABC):
     """Decides which of the requests that have blocks get into the step."""
 
     @abstractmethod
-    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> tuple:
+    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> MicroBatch:
         """(context requests, generation requests[, chunk sizes[, draft lengths]]), as in SchedulerOutput."""

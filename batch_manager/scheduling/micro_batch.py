@@ -5,7 +5,7 @@ from math import inf
 
 from ..requests.llm_request import LlmRequest
 from .chunking import ContextChunking, drafts_kept, force_chunk
-from .interfaces import GENERATING, MicroBatchScheduler, RequestList
+from .interfaces import GENERATING, MicroBatch, MicroBatchScheduler, RequestList
 
 
 class TokenBudgetScheduler(MicroBatchScheduler):
@@ -35,7 +35,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         self.tokens_per_block = tokens_per_block
         self.credit_of = credit_of
 
-    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> tuple:
+    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> MicroBatch:
         budget = inf if self.max_num_tokens is None else self.max_num_tokens
         tokens = beam_width = 0
         contexts: RequestList = []
@@ -112,7 +112,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         return (whole if cost <= left else 0), cost
 
     def _cut(self, chunking: ContextChunking, contexts: RequestList, generation: RequestList,
-             capacity: int | None) -> tuple:
+             capacity: int | None) -> MicroBatch:
         """Give each context its chunk; those that get none wait."""
         remaining = [request.remaining_context for request in contexts]
         drafts = [request.draft_len for request in contexts]
@@ -149,7 +149,7 @@ class EvenMicroBatches(MicroBatchScheduler):
         self.micro_batch_scheduler = micro_batch_scheduler
         self.num_micro_batches = num_micro_batches
 
-    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> tuple:
+    def schedule(self, fitting_requests: RequestList, inflight_request_ids: Collection[int]) -> MicroBatch:
         share = -(-len(fitting_requests) // self.num_micro_batches)
         ready = [request for request in fitting_requests if request.request_id not in inflight_request_ids]
         return self.micro_batch_scheduler.schedule(ready[:share], ())

@@ -19,6 +19,7 @@ class SimpleScheduler(RequestScheduler):
         return type_name(self.capacity_scheduler), type_name(self.micro_batch_scheduler)
 
     def schedule_request(self, active_requests: RequestList, inflight_request_ids: Collection[int]) -> SchedulerOutput:
+        elsewhere: list[RequestList]
         fitting, *elsewhere, paused = self.capacity_scheduler.schedule_request(active_requests)
         if any(elsewhere):
             raise SchedulerContractError(self.capacity_scheduler, "its second list of three must be empty")

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import orjson
 
@@ -67,7 +67,7 @@ class TraceFile:
     One thread at a time calls it. Raises OSError where the file cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike, *, seconds_between_flushes: float = 1.0) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, seconds_between_flushes: float = 1.0) -> None:
         self._file = open(path, "wb", buffering=BUFFER_BYTES)
         self._file.write(_HEADER)
         self._seconds = seconds_between_flushes
@@ -130,7 +130,7 @@ def _check_header(line: bytes) -> None:
                          "batch_manager that wrote it")
 
 
-def _iteration(record: dict) -> IterationTrace:
+def _iteration(record: dict[str, Any]) -> IterationTrace:
     return IterationTrace(
         iteration=int(record["iteration"]),
         context=tuple((int(request_id), int(start), int(tokens)) for request_id, start, tokens in record["context"]),

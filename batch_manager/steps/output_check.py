@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,10 @@ from ..handover import (
 )
 from ..names import ErrorCode
 
+Value = TypeVar("Value")
+
 INT32, UINT8 = np.dtype(np.int32), np.dtype(np.uint8)
+NOTHING: dict[int, Any] = {}
 
 NO_LOG_PROB = ("the log-probability of its token is not a number, so its logits were not finite; the request ends "
                "here, the others go on; check the model")
@@ -131,8 +134,9 @@ class StepOutputCheck:
                 and slots.tobytes() == expected.tobytes()
                 and (finish.tobytes() == bytes(len(finish)) or finish.max() <= STOP_WORDS)
                 and output.log_probs is output.parents is output.row_starts is None
-                and output.failures == output.hypotheses == output.generation_logits == output.context_logits
-                == output.top_log_probs == {})
+                and output.failures == NOTHING and output.hypotheses == NOTHING
+                and output.generation_logits == NOTHING and output.context_logits == NOTHING
+                and output.top_log_probs == NOTHING)
 
     def _without_invalid_tokens(self, output: StepOutput) -> StepOutput:
         slots = []
@@ -181,11 +185,12 @@ class StepOutputCheck:
         parents = _parents(batch, output, rows, num_tokens)
         wanting = [slot for slot in rows.row_of if slot in asked and slot not in hypotheses
                    and (asked[slot].log_probs or asked[slot].beam_width > 1)]
-        if wanting and log_probs is None:
-            raise WrongOutputError("log_probs is None and was asked for")
-        if wanting and np.isnan(log_probs).any():
-            failures |= {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_LOG_PROB) for slot in wanting
-                         if np.isnan(log_probs[rows.of(slot)]).any()}
+        if wanting:
+            if log_probs is None:
+                raise WrongOutputError("log_probs is None and was asked for")
+            if np.isnan(log_probs).any():
+                failures |= {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_LOG_PROB) for slot in wanting
+                             if np.isnan(log_probs[rows.of(slot)]).any()}
         return StepOutput(batch.micro_batch_id, slots, tokens, finish,
                           row_starts=None if num_tokens == len(slots) and output.row_starts is None else starts,
                           log_probs=log_probs, parents=parents, hypotheses=hypotheses,
@@ -332,7 +337,7 @@ def _hypothesis(given: Hypothesis, width: int, longest: int) -> Hypothesis:
                       _numbers("log_probs of a hypothesis", given.log_probs, shape), rows, int(given.finish))
 
 
-def _mapping(name: str, given: Mapping) -> Mapping:
+def _mapping(name: str, given: Mapping[int, Value]) -> Mapping[int, Value]:
     if not isinstance(given, Mapping):
         raise WrongOutputError(f"{name} is a {type_name(given)}")
     return given

@@ -188,17 +188,18 @@ class Resources:
         return blocks
 
     def _context_work(self, request: LlmRequest, size: int) -> ContextWork:
-        setup = None
+        setup = tokens = None
         if request.is_first_context_chunk:
-            setup = self._setups[request.request_id].continuing(np.array(request.tokens[0], np.int32))
+            tokens = np.array(request.tokens[0], np.int32)
+            setup = self._setups[request.request_id].continuing(tokens)
             reused = self._kv.reused_tokens(request)
             size = chunk_after_reuse(size, reused, request.prompt_len, self._kv.tokens_per_block)
             request.skip_context(reused)
         start = request.context_position
-        if setup is None:
+        if tokens is None:
             token_ids = np.array(request.tokens[0][start:start + size], np.int32)
         else:
-            token_ids = setup.history[start:start + size]
+            token_ids = tokens[start:start + size]
         table = self._prompt_tables.get(request.request_id)
         request.advance_context(size)
         return ContextWork(

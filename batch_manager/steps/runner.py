@@ -85,6 +85,7 @@ class StepRunner:
         Called once.
         """
         if step.error is None:
+            assert step.pending is not None
             try:
                 with self._in_step:
                     return self._finished(step.batch, step.pending, step.asked)

@@ -136,6 +136,7 @@ class StepWindow:
 
     def _run_again(self, flight: StepInFlight) -> StepOutput:
         batch, step = flight.batch, flight.step
+        assert step.error is not None
         alive = [index for index, request in enumerate(flight.requests)
                  if not request.is_finished and request not in flight.void]
         if len(alive) == len(flight.requests):
