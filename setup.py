@@ -15,5 +15,7 @@ setup(
         *(f"{KERNELS}.{name}" for name in find_packages("triton_kernels")),
     ],
     package_dir={KERNELS: "triton_kernels"},
-    package_data={"batch_manager": ["py.typed", "tools/results/*.jsonl"], f"{KERNELS}.cpu.native": ["*.c", "*.h"]},
+    package_data={"batch_manager": ["py.typed", "tools/results/*.jsonl", "tools/samples/*.csv",
+                                    "tools/samples/*.jsonl"],
+                  f"{KERNELS}.cpu.native": ["*.c", "*.h"]},
 )

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..samples import SAMPLES
 from .errors import DatasetError
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -16,7 +17,7 @@ NOT_CUT = "write or download it again"
 
 
 class Source:
-    """A file or a pipe, compressed with gzip or not. A context manager. Raises DatasetError.
+    """A file or a pipe, compressed with gzip or not, or one of `SAMPLES`. A context manager. Raises DatasetError.
 
     name         for messages
     first_line   the first line that is not blank, at most `LONGEST_LOOK` bytes of it; empty: there is none
@@ -24,12 +25,12 @@ class Source:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.name = os.fspath(path)
-        self._number = 0
         try:
-            raw = Path(path).open("rb")
+            raw = Path(SAMPLES.get(self.name, path)).open("rb")
         except OSError as error:
             raise DatasetError(self.name, f"it cannot be opened: {error.strerror or error}",
-                               "expected a file of requests", "correct the path") from None
+                               f"expected a file of requests, or {' or '.join(SAMPLES)}",
+                               "correct the path") from None
         self._file: io.BufferedIOBase = raw
         try:
             if raw.peek(2)[:2] == GZIP_MAGIC:

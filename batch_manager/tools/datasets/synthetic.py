@@ -1,0 +1,110 @@
+"""Traces that are made up: bursts, lengths with a long tail, and prompts that begin alike. A function of the seed.
+
+Python's own generator is used: a seed makes the same trace with every version of the libraries.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from ..traffic import PREFIX_TOKENS, Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class TraceShape:
+    """Of a trace of requests that share nothing.
+
+    request_rate   requests a second, the mean
+    burstiness     standard deviation of the time between requests over its mean; 1: a Poisson process; more: bursts
+    input_*, output_*   log-normal lengths in tokens, at least 1
+    """
+
+    request_rate: float = 2.0
+    burstiness: float = 2.0
+    input_median: float = 900.0
+    input_sigma: float = 1.0
+    input_longest: int = 7500
+    output_median: float = 130.0
+    output_sigma: float = 0.9
+    output_longest: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ChatShape:
+    """What conversations add. A request continues one that is open, or begins a new one.
+
+    continued        share of the requests that continue a conversation
+    open_at_most     conversations that may be continued, the youngest ones
+    system_tokens    lengths of the system prompts. Each is about half as frequent as the one before it
+    turn_median, turn_sigma   log-normal lengths of what a user says, in tokens
+    longest          tokens of a prompt; a conversation that would be longer ends
+    """
+
+    continued: float = 0.6
+    open_at_most: int = 40
+    system_tokens: tuple[int, ...] = (1536, 700, 2600, 3100)
+    turn_median: float = 180.0
+    turn_sigma: float = 1.2
+    longest: int = 16384
+
+
+def sample_arrivals(count: int, seed: int, shape: TraceShape) -> Iterator[Arrival]:
+    """Requests that share nothing."""
+    random = Random(f"requests {seed}")
+    for at in _times(count, seed, shape):
+        yield Arrival(at, _length(random, shape.input_median, shape.input_sigma, shape.input_longest),
+                      _length(random, shape.output_median, shape.output_sigma, shape.output_longest))
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """num_tokens of all turns so far, the answers too; ids of the blocks that its last prompt filled."""
+
+    num_tokens: int
+    full_ids: list[int] = field(default_factory=list)
+
+
+def sample_conversations(count: int, seed: int, shape: TraceShape, chat: ChatShape) -> Iterator[Arrival]:
+    """Turns of conversations under a few system prompts, with ids of their blocks. Of the shape, the input lengths are
+    left aside: a prompt is its system prompt and the turns so far."""
+    random = Random(f"conversations {seed}")
+    next_id = 0
+    systems = [_Conversation(tokens) for tokens in chat.system_tokens]
+    frequencies = [2.0 ** -i for i in range(len(systems))]
+    talks: list[_Conversation] = []
+    for at in _times(count, seed, shape):
+        turn = _length(random, chat.turn_median, chat.turn_sigma, chat.longest // 4)
+        output = _length(random, shape.output_median, shape.output_sigma, shape.output_longest)
+        system = random.choices(systems, frequencies)[0]
+        talk = random.choice(talks) if talks and random.random() < chat.continued else None
+        if talk is not None and talk.num_tokens + turn > chat.longest:
+            talks.remove(talk)
+            talk = None
+        if talk is None:
+            if not system.full_ids:
+                blocks = system.num_tokens // PREFIX_TOKENS
+                system.full_ids = [*range(next_id, next_id + blocks)]
+                next_id += blocks
+            talk = _Conversation(system.num_tokens, [*system.full_ids])
+            talks = [*talks, talk][-chat.open_at_most:]
+        inputs = talk.num_tokens + turn
+        new = math.ceil(inputs / PREFIX_TOKENS) - len(talk.full_ids)
+        ids = [*talk.full_ids, *range(next_id, next_id + new)]
+        next_id += new
+        talk.num_tokens, talk.full_ids = inputs + output, ids[:inputs // PREFIX_TOKENS]
+        yield Arrival(at, inputs, output, tuple(ids))
+
+
+def _times(count: int, seed: int, shape: TraceShape) -> Iterator[float]:
+    """Whole milliseconds, the first at 0; the time between two is gamma-distributed."""
+    random = Random(f"times {seed}")
+    form = shape.burstiness ** -2
+    now = 0.0
+    for _ in range(count):
+        yield round(now, 3)
+        now += random.gammavariate(form, 1 / (form * shape.request_rate))
+
+
+def _length(random: Random, median: float, sigma: float, longest: int) -> int:
+    return max(1, min(longest, round(random.lognormvariate(math.log(median), sigma))))

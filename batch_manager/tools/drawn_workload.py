@@ -1,0 +1,84 @@
+"""Workloads of random tokens with drawn lengths, and what the commands that write workloads share."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .datasets.prompts import FIRST_ORDINARY_TOKEN
+from .datasets.reading import SAMPLING, length_summary
+from .lengths import LengthDistribution, Lengths
+
+PROMPTS = Lengths(median=128, sigma=0.8, shortest=8, longest=512)
+OUTPUTS = Lengths(median=64, sigma=0.7, shortest=4, longest=256)
+DEFAULT_VOCABULARY = 49152
+WRONG = 2
+EXIT_STATUSES = "exit status: 0 the file is written; 2 an option or a file is wrong, nothing is written; 130 Ctrl-C"
+
+
+def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_VOCABULARY, rate: float = 0.0,
+                  prompts: LengthDistribution = PROMPTS, outputs: LengthDistribution = OUTPUTS,
+                  shared_prefix: int = 0, delays: str = "exponential") -> dict[str, Any]:
+    """The workload as it stands in the file.
+
+    rate            requests a second, the first at 0; 0: all at once
+    delays          "exponential": a Poisson process; "constant"
+    shared_prefix   first tokens that all prompts have in common
+    """
+    random = np.random.default_rng(seed)
+    prompt_lengths = prompts.draw(random, count)
+    output_lengths = outputs.draw(random, count)
+    arrivals = np.zeros(count)
+    if rate and delays == "constant":
+        arrivals = np.arange(count) / rate
+    elif rate:
+        arrivals = np.cumsum(random.exponential(1 / rate, count))
+        arrivals -= arrivals[0]
+
+    requests = [
+        {
+            "id": number,
+            "arrival_s": round(float(arrival), 6),
+            "max_tokens": int(output_length),
+            "prompt": random.integers(FIRST_ORDINARY_TOKEN, vocab_size, int(prompt_length)).tolist(),
+        }
+        for number, (arrival, prompt_length, output_length)
+        in enumerate(zip(arrivals, prompt_lengths, output_lengths, strict=True))
+    ]
+    if shared_prefix:    # drawn last: what is drawn without does not change
+        prefix = random.integers(FIRST_ORDINARY_TOKEN, vocab_size, shared_prefix).tolist()
+        for request in requests:
+            request["prompt"][:shared_prefix] = prefix[:len(request["prompt"])]
+    return {
+        "seed": seed,
+        "vocab": vocab_size,
+        "mode": "online" if rate else "offline",
+        "rate": rate,
+        "n": count,
+        "prompt_tokens": int(prompt_lengths.sum()),
+        "output_tokens": int(output_lengths.sum()),
+        "prompt_len": length_summary(prompt_lengths),
+        "output_len": length_summary(output_lengths),
+        "sampling": SAMPLING,
+        "requests": requests,
+    }
+
+
+def print_summary(workload: dict[str, Any], out: str) -> None:
+    """What the workload is, without its requests: one line of JSON, on stderr where the workload went to stdout."""
+    print(json.dumps({name: value for name, value in workload.items() if name != "requests"}),
+          file=sys.stderr if out == "-" else sys.stdout)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from a minimum on."""
+    def read(text: str) -> int:
+        number = int(text)
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"{number} is less than {minimum}")
+        return number
+
+    return read

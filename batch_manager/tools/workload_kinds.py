@@ -1,0 +1,300 @@
+"""`batch-manager workload KIND`: workloads of drawn lengths, of datasets and of traces, and traces that are made up."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..errors import BatchManagerError
+from .datasets import (
+    FORMATS,
+    DatasetError,
+    ReadReport,
+    Selection,
+    add_selection_arguments,
+    read_arrivals,
+    read_workload,
+    selection_of,
+)
+from .datasets.prompts import FIRST_ORDINARY_TOKEN
+from .datasets.selection import DELAYS
+from .datasets.synthetic import ChatShape, TraceShape, sample_arrivals, sample_conversations
+from .datasets.writing import TRACE_LINES, check_writable, dataset_text, write_file
+from .drawn_workload import DEFAULT_VOCABULARY, EXIT_STATUSES, OUTPUTS, PROMPTS, WRONG, make_workload, print_summary
+from .lengths import MOST_TOKENS, LengthDistribution, Lengths, NormalLengths, UniformLengths
+
+WORKLOAD_FORMS = ("workload", "dataset")
+AS_HELP = "workload: for batch-manager bench; dataset: for gptManagerBenchmark, {metadata, samples} (workload)"
+SAMPLE_ROWS = 1000
+MOST_VOCABULARY = 2**31 - 1
+FORMATS_HELP = "".join(["\n\nformats of FILE:\n",
+                        *(f"  {name:10} {meaning}\n" for name, meaning in FORMATS.items())])
+DATASET_HELP = f"""Texts and a tokenizer, or token ids.
+
+    batch-manager workload dataset prompts.jsonl --tokenizer FOLDER --output-tokens 64 --out w.json
+{FORMATS_HELP[1:]}"""
+TRACE_HELP = f"""Lengths and times of a trace; prompts are random tokens, a function of --random-seed. Prompts that
+share ids of blocks in a Mooncake trace share these tokens, so that block reuse shows what the trace has. Requests
+without tokens of a prompt or an output are left out; how many is said. Two traces that are made up come with the
+package: sample:azure and sample:mooncake.
+
+    batch-manager workload trace sample:mooncake --count 20 --max-input-tokens 2000 --time-scale 0.5 --out w.json
+{FORMATS_HELP[1:]}"""
+SAMPLE_HELP = """A trace that is made up: bursts, lengths with a long tail and, of mooncake, prompts that begin alike. A
+function of the options alone.
+
+    batch-manager workload sample-trace --as mooncake --num-requests 200 --out trace.jsonl
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The first argument is the kind. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="batch-manager workload")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for name, (add_arguments, description, _) in KINDS.items():
+        kind = kinds.add_parser(name, description=description, epilog=EXIT_STATUSES,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+        kind.add_argument("--out", required=True, metavar="FILE", help="the file to write; -: the standard output")
+        add_arguments(kind)
+    options = parser.parse_args(arguments)
+    try:
+        check_writable(options.out)
+        KINDS[options.kind][2](options)
+    except DatasetError as error:
+        print(f"workload: {error}", file=sys.stderr)
+        return WRONG
+    return 0
+
+
+def _add_drawn(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--num-requests", type=int, default=64, metavar="N", help="(64)")
+    add("--request-rate", type=float, default=0.0, metavar="R", help="requests a second; 0: all at once (0)")
+    add("--delays", choices=DELAYS, default="exponential", help="between requests of a rate (exponential: Poisson)")
+    add("--shared-prefix", type=int, default=0, metavar="N", help="first tokens that all prompts have in common (0)")
+    add("--random-seed", type=int, default=0, metavar="N", help="of everything random (0)")
+    _add_vocabulary(parser)
+    add("--as", dest="form", choices=WORKLOAD_FORMS, default="workload", help=AS_HELP)
+
+
+def _add_vocabulary(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--vocab", type=int, metavar="N", help=f"tokens are below this ({DEFAULT_VOCABULARY})")
+    group.add_argument("--tokenizer", metavar="FOLDER", help="tokens are those of this model: a folder or a .gguf file")
+
+
+def _add_normal(parser: argparse.ArgumentParser) -> None:
+    for side, text in (("input", "prompts"), ("output", "outputs")):
+        parser.add_argument(f"--{side}-mean", type=float, required=True, metavar="TOKENS", help=f"of the {text}")
+        parser.add_argument(f"--{side}-stdev", type=float, required=True, metavar="TOKENS",
+                            help=f"standard deviation of the {text}; 0: all alike")
+    _add_drawn(parser)
+
+
+def _add_uniform(parser: argparse.ArgumentParser) -> None:
+    for side, text in (("input", "prompt"), ("output", "output")):
+        parser.add_argument(f"--{side}-min", type=int, required=True, metavar="TOKENS", help=f"shortest {text}")
+        parser.add_argument(f"--{side}-max", type=int, required=True, metavar="TOKENS", help=f"longest {text}")
+    _add_drawn(parser)
+
+
+def _add_log_normal(parser: argparse.ArgumentParser) -> None:
+    for side, lengths in (("input", PROMPTS), ("output", OUTPUTS)):
+        add = parser.add_argument
+        add(f"--{side}-median", type=float, default=lengths.median, metavar="TOKENS", help=f"({lengths.median})")
+        add(f"--{side}-sigma", type=float, default=lengths.sigma, metavar="S",
+            help=f"standard deviation of the logarithm ({lengths.sigma})")
+        add(f"--{side}-min", type=int, default=lengths.shortest, metavar="TOKENS", help=f"({lengths.shortest})")
+        add(f"--{side}-max", type=int, default=lengths.longest, metavar="TOKENS", help=f"({lengths.longest})")
+    _add_drawn(parser)
+
+
+def _normal(options: argparse.Namespace, side: str) -> LengthDistribution:
+    mean, deviation = getattr(options, f"{side}_mean"), getattr(options, f"{side}_stdev")
+    _check(f"--{side}-mean", mean, 0 < mean <= MOST_TOKENS, f"more than 0, at most {MOST_TOKENS}")
+    _check(f"--{side}-stdev", deviation, 0 <= deviation <= MOST_TOKENS, f"0 to {MOST_TOKENS}")
+    return NormalLengths(mean, deviation)
+
+
+def _uniform(options: argparse.Namespace, side: str) -> LengthDistribution:
+    return UniformLengths(*_limits(options, side))
+
+
+def _log_normal(options: argparse.Namespace, side: str) -> LengthDistribution:
+    median, sigma = getattr(options, f"{side}_median"), getattr(options, f"{side}_sigma")
+    _check(f"--{side}-median", median, 0 < median <= MOST_TOKENS, f"more than 0, at most {MOST_TOKENS}")
+    _check(f"--{side}-sigma", sigma, 0 <= sigma <= 10, "0 to 10")
+    return Lengths(median, sigma, *_limits(options, side))
+
+
+def _limits(options: argparse.Namespace, side: str) -> tuple[int, int]:
+    shortest, longest = getattr(options, f"{side}_min"), getattr(options, f"{side}_max")
+    _check(f"--{side}-min", shortest, shortest >= 1, "at least 1")
+    _check(f"--{side}-max", longest, shortest <= longest <= MOST_TOKENS,
+           f"{shortest} (--{side}-min) to {MOST_TOKENS}")
+    return shortest, longest
+
+
+def _check(name: str, value: float, is_right: bool, expected: str) -> None:
+    if not is_right:
+        raise DatasetError("", f"{name} is {value}", f"expected {expected}", "correct it")
+
+
+def _write_drawn(of_side: Callable[[argparse.Namespace, str], LengthDistribution]) -> Callable:
+    def write(options: argparse.Namespace) -> None:
+        _check("--num-requests", options.num_requests, options.num_requests >= 1, "at least 1")
+        _check("--request-rate", options.request_rate, 0 <= options.request_rate < math.inf,
+               "requests a second, or 0 for all at once")
+        _check("--random-seed", options.random_seed, options.random_seed >= 0, "at least 0")
+        _check("--shared-prefix", options.shared_prefix, options.shared_prefix >= 0, "at least 0")
+        _write(make_workload(
+            count=options.num_requests, seed=options.random_seed, vocab_size=_vocabulary(options),
+            rate=options.request_rate, prompts=of_side(options, "input"), outputs=of_side(options, "output"),
+            shared_prefix=options.shared_prefix, delays=options.delays), options)
+
+    return write
+
+
+def _vocabulary(options: argparse.Namespace) -> int:
+    if options.tokenizer is not None:
+        from ..extras.tokenizer import load_tokenizer
+
+        try:
+            return load_tokenizer(options.tokenizer).get_vocab_size()
+        except BatchManagerError as error:
+            raise DatasetError("", f"--tokenizer: {error.fact}", error.expectation, error.fix) from None
+    size = DEFAULT_VOCABULARY if options.vocab is None else options.vocab
+    _check("--vocab", size, FIRST_ORDINARY_TOKEN < size <= MOST_VOCABULARY,
+           f"{FIRST_ORDINARY_TOKEN + 1} to {MOST_VOCABULARY}")
+    return size
+
+
+def _write(workload: dict[str, Any], options: argparse.Namespace) -> None:
+    text = json.dumps(workload) if options.form == "workload" else dataset_text(workload, options.kind)
+    write_file(options.out, [text])
+    print_summary(workload, options.out)
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="what to read; it may be compressed with gzip")
+    parser.add_argument("--format", choices=FORMATS, help="of the file (by its content)")
+
+
+def _add_dataset(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser)
+    _add_vocabulary(parser)
+    parser.add_argument("--output-tokens", type=int, metavar="N",
+                        help="for texts that do not say how long their output is")
+    parser.add_argument("--as", dest="form", choices=WORKLOAD_FORMS, default="workload", help=AS_HELP)
+    add_selection_arguments(parser)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser)
+    _add_vocabulary(parser)
+    parser.add_argument("--as", dest="form", choices=(*WORKLOAD_FORMS, *TRACE_LINES), default="workload",
+                        help=f"{AS_HELP[:-len(' (workload)')]}; azure, mooncake, csv: a trace, without prompts "
+                        "(workload)")
+    add_selection_arguments(parser)
+
+
+def _write_read(options: argparse.Namespace) -> None:
+    selection, report = selection_of(options), ReadReport()
+    output_tokens = getattr(options, "output_tokens", None)
+    if output_tokens is not None:
+        _check("--output-tokens", output_tokens, 1 <= output_tokens <= MOST_TOKENS, f"1 to {MOST_TOKENS}")
+    if options.form in TRACE_LINES:
+        arrivals = read_arrivals(options.file, selection, format=options.format, tokenizer=options.tokenizer,
+                                 output_tokens=output_tokens, report=report)
+        write_file(options.out, TRACE_LINES[options.form](arrivals))
+        _tell_trace(report.kept, options)
+    else:
+        _write(_read(options, selection, output_tokens, report), options)
+    for note in report.notes():
+        print(f"workload: {note}", file=sys.stderr)
+
+
+def _read(options: argparse.Namespace, selection: Selection, output_tokens: int | None,
+          report: ReadReport) -> dict[str, Any]:
+    # The tokens of a dataset are what they are; those of a trace are made up, and need a size.
+    is_open = options.kind == "dataset" and options.vocab is None and options.tokenizer is None
+    try:
+        workload = read_workload(options.file, selection, format=options.format, tokenizer=options.tokenizer,
+                                 vocab_size=MOST_VOCABULARY if is_open else _vocabulary(options),
+                                 output_tokens=output_tokens, report=report)
+    except DatasetError:
+        _check_kind(options, report.format)
+        raise
+    _check_kind(options, report.format)
+    if is_open and workload["vocab"] == MOST_VOCABULARY:
+        workload["vocab"] = 1 + max(max(request["prompt"]) for request in workload["requests"])
+    return workload
+
+
+def _check_kind(options: argparse.Namespace, format: str) -> None:
+    """Raises DatasetError for a trace where texts or tokens are expected, and the other way round."""
+    right = {"": options.kind, "texts": "dataset", "dataset": "dataset", "workload": "dataset"}.get(format, "trace")
+    if right != options.kind:
+        raise DatasetError(options.file, f"the format is {format}", f"workload {options.kind} does not read it",
+                           f"batch-manager workload {right} does")
+
+
+def _tell_trace(count: int, options: argparse.Namespace) -> None:
+    print(json.dumps({"n": count, "as": options.form}), file=sys.stderr if options.out == "-" else sys.stdout)
+
+
+def _add_sample(parser: argparse.ArgumentParser) -> None:
+    shape, chat, add = TraceShape(), ChatShape(), parser.add_argument
+    add("--as", dest="form", choices=tuple(TRACE_LINES), default="azure",
+        help="azure, csv: requests that share nothing; mooncake: conversations with ids of their blocks (azure)")
+    add("--num-requests", type=int, default=SAMPLE_ROWS, metavar="N", help=f"({SAMPLE_ROWS})")
+    add("--request-rate", type=float, default=shape.request_rate, metavar="R",
+        help=f"requests a second, the mean ({shape.request_rate})")
+    add("--burstiness", type=float, default=shape.burstiness, metavar="X",
+        help="deviation of the time between requests over its mean, gamma-distributed; 1: Poisson "
+        f"({shape.burstiness})")
+    add("--input-median", type=float, metavar="TOKENS",
+        help=f"of prompts, log-normal ({shape.input_median:g}); of mooncake: of what a user says in a turn "
+        f"({chat.turn_median:g})")
+    add("--output-median", type=float, default=shape.output_median, metavar="TOKENS",
+        help=f"of outputs, log-normal ({shape.output_median:g})")
+    add("--random-seed", type=int, default=0, metavar="N", help="of everything random (0)")
+
+
+def _write_sample(options: argparse.Namespace) -> None:
+    _check("--num-requests", options.num_requests, options.num_requests >= 1, "at least 1")
+    _check("--random-seed", options.random_seed, options.random_seed >= 0, "at least 0")
+    _check("--request-rate", options.request_rate, 1e-6 <= options.request_rate <= 1e6, "0.000001 to 1000000")
+    _check("--burstiness", options.burstiness, 0.05 <= options.burstiness <= 20, "0.05 to 20")
+    _check("--output-median", options.output_median, 1 <= options.output_median <= MOST_TOKENS,
+           f"1 to {MOST_TOKENS}")
+    shape, chat = TraceShape(), ChatShape()
+    median = options.input_median
+    if median is None:
+        median = chat.turn_median if options.form == "mooncake" else shape.input_median
+    _check("--input-median", median, 1 <= median <= MOST_TOKENS, f"1 to {MOST_TOKENS}")
+    shape = TraceShape(options.request_rate, options.burstiness, output_median=options.output_median,
+                       input_median=median)
+    arrivals: Iterable
+    if options.form == "mooncake":
+        arrivals = sample_conversations(options.num_requests, options.random_seed, shape, ChatShape(turn_median=median))
+    else:
+        arrivals = sample_arrivals(options.num_requests, options.random_seed, shape)
+    write_file(options.out, TRACE_LINES[options.form](arrivals))
+    _tell_trace(options.num_requests, options)
+
+
+# kind -> (adds its options, what --help says, writes the file)
+KINDS: dict[str, tuple[Callable, str, Callable]] = {
+    "token-norm-dist": (_add_normal, "Random tokens; lengths are normal, rounded up, at least 1.",
+                        _write_drawn(_normal)),
+    "token-unif-dist": (_add_uniform, "Random tokens; all lengths from a least to a largest one are as likely.",
+                        _write_drawn(_uniform)),
+    "log-normal": (_add_log_normal, "Random tokens; lengths are log-normal, rounded, and cut to their limits.",
+                   _write_drawn(_log_normal)),
+    "dataset": (_add_dataset, DATASET_HELP, _write_read),
+    "trace": (_add_trace, TRACE_HELP, _write_read),
+    "sample-trace": (_add_sample, SAMPLE_HELP, _write_sample),
+}
