@@ -108,62 +108,86 @@ _PUBLIC = {
 
 __all__ = ["__version__", *_PUBLIC]
 
-if TYPE_CHECKING:
-    from .attention.interface import Attention, LayerAttention
-    from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams
-    from .decoding.logits_rows import LogitsRows
-    from .decoding.logits_stage import LogitsStage
-    from .engine_info import EngineInfo
-    from .errors import (
-        BatchManagerError,
-        ConfigError,
-        DeviceLostError,
-        InsufficientMemoryError,
-        InvalidRequestError,
-        ManagerClosedError,
-        ModelLoadError,
-        SchedulerContractError,
-        UnsupportedModelError,
-    )
-    from .gpt_manager import GptManager
-    from .handover import (
-        AdapterLoad,
-        BlockClear,
-        BlockCopy,
-        BlockTableUpdates,
-        ContextWork,
-        GenerationWork,
-        Hypothesis,
-        RowFailure,
-        ScheduledBatch,
-        SlotSetup,
-        StepOutput,
-    )
-    from .kv.kv_cache_manager import KvCacheManager
-    from .layers.context import LayerContext
-    from .layers.embedding import Embedding, Head
-    from .layers.linear import Linear
-    from .layers.mlp import GatedMlp, Mlp
-    from .layers.norm import LayerNorm, RmsNorm
-    from .layers.rotary import Rotary, RotaryParameters
-    from .models.model_spec import ModelSpec, read_decoder_spec
-    from .models.registry import register_model
-    from .names import ContextChunkingPolicy, ErrorCode, FinishReason, LlmRequestState, SchedulerPolicy, TrtGptModelType
-    from .requests.inference_request import InferenceRequest
-    from .requests.llm_request import LlmRequest
-    from .requests.resume import resume
-    from .requests.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
-    from .responses.named_tensor import NamedTensor
-    from .responses.perf_metrics import PerfMetrics
-    from .sampling_config import SamplingConfig
-    from .scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
-    from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler, SchedulerOutput
-    from .scheduling.simple import SimpleScheduler
-    from .seams import BackendInfo, Clock, MemoryUsage, ModelBackend, PendingStep
-    from .stats.statistics_table import STATISTICS, Statistic
-    from .stats.trace import IterationTrace, Trace, TraceFile, read_trace, write_trace
-    from .weights.json_file import Fields
-    from .weights.source import Weights
+if TYPE_CHECKING:    # `as`, so that type checkers take them for names of this module
+    from .attention.interface import Attention as Attention
+    from .attention.interface import LayerAttention as LayerAttention
+    from .config import KvCacheConfig as KvCacheConfig
+    from .config import Limits as Limits
+    from .config import Parts as Parts
+    from .config import TrtGptModelOptionalParams as TrtGptModelOptionalParams
+    from .decoding.logits_rows import LogitsRows as LogitsRows
+    from .decoding.logits_stage import LogitsStage as LogitsStage
+    from .engine_info import EngineInfo as EngineInfo
+    from .errors import BatchManagerError as BatchManagerError
+    from .errors import ConfigError as ConfigError
+    from .errors import DeviceLostError as DeviceLostError
+    from .errors import InsufficientMemoryError as InsufficientMemoryError
+    from .errors import InvalidRequestError as InvalidRequestError
+    from .errors import ManagerClosedError as ManagerClosedError
+    from .errors import ModelLoadError as ModelLoadError
+    from .errors import SchedulerContractError as SchedulerContractError
+    from .errors import UnsupportedModelError as UnsupportedModelError
+    from .gpt_manager import GptManager as GptManager
+    from .handover import AdapterLoad as AdapterLoad
+    from .handover import BlockClear as BlockClear
+    from .handover import BlockCopy as BlockCopy
+    from .handover import BlockTableUpdates as BlockTableUpdates
+    from .handover import ContextWork as ContextWork
+    from .handover import GenerationWork as GenerationWork
+    from .handover import Hypothesis as Hypothesis
+    from .handover import RowFailure as RowFailure
+    from .handover import ScheduledBatch as ScheduledBatch
+    from .handover import SlotSetup as SlotSetup
+    from .handover import StepOutput as StepOutput
+    from .kv.kv_cache_manager import KvCacheManager as KvCacheManager
+    from .layers.context import LayerContext as LayerContext
+    from .layers.embedding import Embedding as Embedding
+    from .layers.embedding import Head as Head
+    from .layers.linear import Linear as Linear
+    from .layers.mlp import GatedMlp as GatedMlp
+    from .layers.mlp import Mlp as Mlp
+    from .layers.norm import LayerNorm as LayerNorm
+    from .layers.norm import RmsNorm as RmsNorm
+    from .layers.rotary import Rotary as Rotary
+    from .layers.rotary import RotaryParameters as RotaryParameters
+    from .models.model_spec import ModelSpec as ModelSpec
+    from .models.model_spec import read_decoder_spec as read_decoder_spec
+    from .models.registry import register_model as register_model
+    from .names import ContextChunkingPolicy as ContextChunkingPolicy
+    from .names import ErrorCode as ErrorCode
+    from .names import FinishReason as FinishReason
+    from .names import LlmRequestState as LlmRequestState
+    from .names import SchedulerPolicy as SchedulerPolicy
+    from .names import TrtGptModelType as TrtGptModelType
+    from .requests.inference_request import InferenceRequest as InferenceRequest
+    from .requests.llm_request import LlmRequest as LlmRequest
+    from .requests.resume import resume as resume
+    from .requests.retention import KvCacheRetentionConfig as KvCacheRetentionConfig
+    from .requests.retention import TokenRangeRetentionConfig as TokenRangeRetentionConfig
+    from .responses.named_tensor import NamedTensor as NamedTensor
+    from .responses.perf_metrics import PerfMetrics as PerfMetrics
+    from .sampling_config import SamplingConfig as SamplingConfig
+    from .scheduling.capacity import GuaranteedNoEvictScheduler as GuaranteedNoEvictScheduler
+    from .scheduling.capacity import MaxUtilizationScheduler as MaxUtilizationScheduler
+    from .scheduling.interfaces import CapacityScheduler as CapacityScheduler
+    from .scheduling.interfaces import MicroBatchScheduler as MicroBatchScheduler
+    from .scheduling.interfaces import RequestScheduler as RequestScheduler
+    from .scheduling.interfaces import SchedulerOutput as SchedulerOutput
+    from .scheduling.simple import SimpleScheduler as SimpleScheduler
+    from .seams import BackendInfo as BackendInfo
+    from .seams import Clock as Clock
+    from .seams import MemoryUsage as MemoryUsage
+    from .seams import ModelBackend as ModelBackend
+    from .seams import PendingStep as PendingStep
+    from .stats.statistics_table import STATISTICS as STATISTICS
+    from .stats.statistics_table import Statistic as Statistic
+    from .stats.trace import IterationTrace as IterationTrace
+    from .stats.trace import Trace as Trace
+    from .stats.trace import TraceFile as TraceFile
+    from .stats.trace import read_trace as read_trace
+    from .stats.trace import write_trace as write_trace
+    from .weights.json_file import Fields as Fields
+    from .weights.source import Weights as Weights
 
 
 if not TYPE_CHECKING:    # a type checker knows the names, and takes no other one

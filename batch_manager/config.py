@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .names import ContextChunkingPolicy, SchedulerPolicy
-from .seams import BackendInfo
+from .seams import BackendInfo, Clock, ModelBackend
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -229,8 +229,8 @@ class Parts:
 
     scheduler: Any = None
     attention: Callable[..., Any] | None = None
-    backend: Any = None
-    clock: Any = None
+    backend: ModelBackend | Callable[[], ModelBackend] | None = None
+    clock: Clock | None = None
     trace: Callable[..., None] | None = None
     after_responses: Callable[[], None] | None = None
     at_end: Callable[[dict[str, Any]], None] | None = None

@@ -112,8 +112,8 @@ def test_the_beams_of_transformers_all_of_them_in_order(tiny_model, follows_in, 
 
         texts = [sequence[len(prompt):] for sequence in expected.sequences.tolist()]
         if end_id is not None:
-            ends = [end_id] if isinstance(end_id, int) else end_id
-            texts = [list(itertools.takewhile(lambda token: token not in ends, text)) for text in texts]
+            ends = {end_id} if isinstance(end_id, int) else set(end_id)
+            texts = [list(itertools.takewhile(lambda token, ends=ends: token not in ends, text)) for text in texts]
         assert [hypothesis.tokens.tolist() for hypothesis in hypotheses] == texts
         np.testing.assert_allclose([worth(hypothesis, setup) for hypothesis in hypotheses],
                                    expected.sequences_scores.numpy(), atol=1e-5, rtol=0)

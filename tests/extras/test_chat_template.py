@@ -300,4 +300,5 @@ def test_variables_may_be_called_anything_but_messages(tmp_path):
     here = folder(tmp_path, chat_template="{{ messages[0].content }} in {{ folder }}")
     assert chat_prompt(here, [{"role": "user", "content": "hi"}], folder="a drawer") == "hi in a drawer"
     with pytest.raises(InvalidRequestError, match="a variable is called messages; "):
-        chat_prompt(here, [], **{"messages": []})
+        variables = {"messages": []}
+        chat_prompt(here, [], **variables)

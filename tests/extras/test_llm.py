@@ -142,7 +142,7 @@ def test_threads_that_wait_for_one_text_end_with_it_and_when_another_one_cancels
         for new_tokens, cancels in ((40, False), (50_000, True)):
             pieces, read, threads = llm.stream([5], max_tokens=new_tokens, ignore_eos=True), [], []
             for _ in range(3):
-                threads.append(threading.Thread(target=lambda: read.extend(pieces), daemon=True))
+                threads.append(threading.Thread(target=read.extend, args=(pieces,), daemon=True))
                 threads[-1].start()
             if cancels:
                 time.sleep(0.05)

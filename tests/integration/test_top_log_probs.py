@@ -54,7 +54,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(make_manager, new_client
     draw, client, vocab = random.Random(11), new_client(), llama_reference.vocab_size
     prompts = [[draw.randrange(vocab) for _ in range(length)] for length in [5, 17, 1, 8, 24, 9, 3, 12]]
     static, asked = WAYS[way]["model_type"] is V1, []
-    for i, prompt in enumerate(prompts):
+    for i in range(len(prompts)):
         knobs = dict(KNOBS[i % len(KNOBS)])
         if "embedding_bias" in knobs:
             bias = np.random.default_rng(i).normal(size=vocab).astype(np.float32)
