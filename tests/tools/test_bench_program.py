@@ -14,6 +14,7 @@ from batch_manager import Parts
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.bench import __main__ as program
 from batch_manager.tools.bench import measurement as measuring
+from batch_manager.tools.bench import run as serving
 from batch_manager.tools.bench.errors import InputError
 from batch_manager.tools.bench.gate import Gate
 from batch_manager.tools.bench.measurement import Measurement
@@ -40,6 +41,7 @@ def setting(tmp_path, monkeypatch):
         return session(options, workload, Parts(backend=backend), **more)
     scripted.step_seconds = 0.0
     monkeypatch.setattr(measuring, "Session", scripted)
+    monkeypatch.setattr(serving, "vocabulary_of", lambda options: 1000)
 
     def run(*arguments, workload="ten.json", step_seconds=0.0):
         scripted.step_seconds = step_seconds
@@ -204,6 +206,26 @@ def test_a_request_that_fails_is_named_and_the_rest_is_measured(setting, capsys)
     assert read_result(Path("r.json"))["failed"] == 1 and "1 failed" in told.out
 
 
+def test_datasets_of_the_original_are_served(setting):
+    run, _ = setting
+    samples = [{"input_ids": one["prompt"], "output_len": one["max_tokens"]} for one in TEN["requests"]]
+    Path("d.json").write_text(json.dumps(samples))
+    assert run("--out", "r.json", workload="d.json") == 0
+    result = read_result(Path("r.json"))
+    assert (result["n"], result["prompt_tokens"], result["failed"]) == (10, TEN["prompt_tokens"], 0)
+
+
+def test_traces_are_replayed_and_what_was_cut_is_said(setting, capsys):
+    run, _ = setting
+    Path("t.csv").write_text("arrival_s,input_tokens,output_tokens\n7.0,12,3\n8.0,40,2\n")
+    assert program.main(["--model", "none", "--workload", "t.csv", "--tokens-per-block", "8", "--max-batch", "2",
+                         "--time-scale", "0.05", "--max-prompt-len", "20", "--out", "r.json"]) == 0
+    result = read_result(Path("r.json"))
+    assert (result["mode"], result["prompt_tokens"], result["output_tokens"]) == ("online", 32, 5)
+    assert 0.05 <= result["wall_s"] < 1
+    assert "t.csv: 1 request with a prompt that was cut" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", [None, "no JSON", "[]", '{"requests": []}'])
 def test_a_workload_that_is_none_is_status_two(setting, capsys, text):
     run, folder = setting
@@ -230,7 +252,8 @@ def test_results_of_other_versions_are_refused_by_name(tmp_path):
 def test_ctrl_c_ends_the_engine_and_says_what_was_measured(tmp_path):
     Path(tmp_path / "long.json").write_text(json.dumps(LONG))
     code = ("import sys\nfrom batch_manager import Parts\nfrom batch_manager.testing.scripted_backend import "
-            "ScriptedBackend\nfrom batch_manager.tools.bench import __main__ as program, measurement\n"
+            "ScriptedBackend\nfrom batch_manager.tools.bench import __main__ as program, measurement, run\n"
+            "run.vocabulary_of = lambda options: 1000\n"
             "Session = measurement.Session\n"
             "measurement.Session = lambda options, workload, parts, **more: Session(options, workload, Parts(backend="
             "ScriptedBackend(num_blocks=256, tokens_per_block=8, step_seconds=0.05)), **more)\n"

@@ -30,7 +30,10 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     measurement = None
     try:
-        measurement = Measurement(options, read_requests(options.workload))
+        workload, notes = read_requests(options)
+        for note in notes if not options.quiet else ():
+            print(f"{program}: {options.workload}: {note}", file=sys.stderr)
+        measurement = Measurement(options, workload)
         result = measurement.run()
         points = [{"n": result["n"], **point} for point in measurement.points]
         print_report(options.report, result, points)

@@ -32,6 +32,13 @@ def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None,
     return spec.vocab_size, spec.max_position_embeddings, kv_tokens
 
 
+def vocabulary_of(options: argparse.Namespace) -> int:
+    """Tokens of the model's vocabulary. Raises what `read_spec` raises."""
+    from ...models import read_spec
+
+    return read_spec(options.model, options.model_implementation).vocab_size
+
+
 def make_manager(options: argparse.Namespace, parts: Parts, kv_tokens: int | None, *, get: Callable[[int], Any],
                  send: Callable[..., None], stats: Callable[[str], None] | None) -> GptManager:
     """Load the model and start the engine. Raises what the constructor of GptManager raises."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...config import BLOCK_SIZES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS, KvCacheConfig
 from ...names import TrtGptModelType
+from ..datasets import FORMATS
 from ..whole_file import why_not_writable
 from ..workload import at_least
 from .engine import POLICIES, PRECISIONS
@@ -99,7 +100,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add("--workload", type=Path, required=True, metavar="FILE",
-        help="the requests; batch-manager workload writes such files")
+        help="the requests: a file of batch-manager workload, a dataset of gptManagerBenchmark, texts or a trace")
+    add("--dataset-format", choices=FORMATS, help="of it (by content)")
+    add("--tokenizer", type=Path, metavar="FOLDER", help="for texts (the model's)")
+    add("--output-tokens", type=at_least(1), metavar="N", help="of texts that do not say how long their output is")
+    add("--time-scale", type=_positive, default=1.0, metavar="X",
+        help="multiply the recorded arrival times: 0.5 is twice as fast (1)")
+    add("--sort", action="store_true", help="sort a trace by arrival; without, times that go backwards are refused")
     add("--max-num-samples", type=at_least(1), metavar="N", help="no more than the first so many requests (all)")
     add("--request-rate", type=_rate, metavar="R",
         help="requests a second, instead of the workload's own arrival times; negative or inf: all at once")
@@ -246,6 +253,10 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         if all(getattr(options, name) not in (None, False) for name in names):
             first, second = (f"--{name.replace('_', '-')}" for name in names)
             parser.error(f"{first} and {second} were both given; expected one of them; leave one out")
+    if options.time_scale != 1 and (options.request_rate is not None or options.concurrency or options.sweep
+                                    or options.find_saturation):
+        parser.error("--time-scale was given with a rate or a concurrency, which take the place of recorded times; "
+                     "expected one of them; leave one out")
     swept = options.sweep is not None and options.sweep[0] == "request_rate"
     if options.enable_exp_delays and not (options.request_rate or swept or options.find_saturation):
         parser.error("--enable-exp-delays was given and there is no rate; expected --request-rate or a sweep of it; "

@@ -22,7 +22,7 @@ ALIASES = {
 # What is not the same under the same name, or has another default.
 DIFFERENCES = {
     "type": "IFB is InflightFusedBatching, UIFB is InflightBatching",
-    "dataset": "a file of batch-manager workload",
+    "dataset": "also files of batch-manager workload, texts and traces",
     "max_batch_size": "32 where it is not given",
     "max_num_tokens": "512 where it is not given",
     "enable_chunked_context": "on where it is not given, but for V1",

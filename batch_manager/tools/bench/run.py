@@ -1,13 +1,12 @@
 """One serving of a workload, and its result."""
 
 import argparse
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ...config import Parts
-from .engine import PRECISIONS
+from ..datasets import DatasetError, ReadReport, Selection, read_workload
+from .engine import PRECISIONS, vocabulary_of
 from .errors import InputError
 from .files import write_stats
 from .load import Load
@@ -129,10 +128,18 @@ def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
     return dict(workload, requests=requests, n=len(requests))
 
 
-def read_requests(path: Path) -> dict[str, Any]:
-    """The workload in a file. Raises InputError where it cannot be read."""
+def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The workload that --workload names, in any format of `tools.datasets`, and what was changed of it, in sentences.
+
+    Raises InputError where it cannot be read, and what `read_spec` raises for the model.
+    """
+    selection = Selection(count=options.max_num_samples, max_input_tokens=options.max_prompt_len,
+                          time_scale=options.time_scale, sort=options.sort)
+    report = ReadReport()
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as a workload: {error}; expected a file of batch-manager workload; "
-                         "name one") from error
+        workload = read_workload(options.workload, selection, vocab_size=vocabulary_of(options),
+                                 format=options.dataset_format, tokenizer=options.tokenizer or options.model,
+                                 output_tokens=options.output_tokens, report=report)
+    except (DatasetError, OSError) as error:
+        raise InputError(str(error)) from error
+    return workload, report.notes()
