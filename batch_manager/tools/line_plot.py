@@ -1,26 +1,28 @@
 """A plot of lines as SVG: points with a range each, and axes with units."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .svg import BLUE, FAINT, GRID, INK, ORANGE, document
+from .plot_frame import BOTTOM, COLOURS, LEFT, RIGHT, TOP, Frame, number, ticks
+from .svg import INK
 
-COLOURS = (BLUE, ORANGE)
-WIDTH, HEIGHT, LEGEND_HEIGHT = 520, 320, 20
-LEFT, RIGHT, TOP, BOTTOM = 64, 496, 72, 268         # of the area that the points lie in
-MOST_INTERVALS = 5
+LABEL_SIZE, LABEL_HEIGHT, LETTER_WIDTH = 11, 11, 6.4      # pixels; a letter at its widest, about
+LINE_SAMPLES = 4.0                                        # pixels between the places of a line that labels keep off
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """low, high   ends of the bar through the point"""
+    """low, high   ends of the bar through the point
+    label       beside the point, where there is room; ""
+    """
 
     x: float
     y: float
     low: float
     high: float
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,6 @@ class LinePlot:
         if not points or len(self.lines) > len(COLOURS):
             raise ValueError(f"the plot {self.title!r} has {len(points)} points in {len(self.lines)} lines; it takes "
                              f"at least one point and at most {len(COLOURS)} lines")
-        y_ticks = ticks(max(point.high for point in points))
         if self.doubles_x:
             x_ticks = sorted({point.x for point in points})
             low, high = math.log2(x_ticks[0]), math.log2(x_ticks[-1])
@@ -61,64 +62,58 @@ class LinePlot:
             x_ticks = ticks(max(point.x for point in points))
             low, high = 0.0, x_ticks[-1]
 
-        def at_x(x: float) -> float:
+        def x_place(x: float) -> float:
             place = math.log2(x) if self.doubles_x else x
-            return LEFT + (RIGHT - LEFT) * ((place - low) / (high - low) if high > low else 0.5)
+            return (place - low) / (high - low) if high > low else 0.5
 
-        def at_y(y: float) -> float:
-            return BOTTOM - (BOTTOM - TOP) * y / y_ticks[-1]
-
-        out = self._texts()
-        for tick in y_ticks:
-            y = at_y(tick)
-            out.append(f'<path d="M{LEFT} {y:.2f}H{RIGHT}" stroke="{GRID}"/>')
-            out.append(f'<text class="y" x="{LEFT - 8}" y="{y + 4:.2f}" text-anchor="end" fill="{FAINT}">'
-                       f"{number(tick)}</text>")
-        for tick in x_ticks:
-            x = at_x(tick)
-            out.append(f'<path d="M{x:.2f} {BOTTOM}v5" stroke="{FAINT}"/>')
-            out.append(f'<text class="x" x="{x:.2f}" y="{BOTTOM + 19}" text-anchor="middle" fill="{FAINT}">'
-                       f"{number(tick)}</text>")
-        out.append(f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{FAINT}"/>')
+        frame = Frame(self.title, self.note, self.x_label, self.y_label, x_ticks,
+                      ticks(max(point.high for point in points)), x_place, [line.name for line in self.lines])
+        out = []
         for line, colour in zip(self.lines, COLOURS):
-            way = " ".join(f"{at_x(point.x):.2f},{at_y(point.y):.2f}" for point in line.points)
+            way = " ".join(f"{frame.at_x(point.x):.2f},{frame.at_y(point.y):.2f}" for point in line.points)
             out.append(f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2"/>')
             for point in line.points:
-                x = at_x(point.x)
-                title = f"{line.name}{': ' if line.name else ''}{number(point.x)}: {number(point.y)} "
-                title += f"({number(point.low)} to {number(point.high)})"
-                out.append(f'<path class="range" d="M{x:.2f} {at_y(point.low):.2f}V{at_y(point.high):.2f}" '
+                x = frame.at_x(point.x)
+                out.append(f'<path class="range" d="M{x:.2f} {frame.at_y(point.low):.2f}V{frame.at_y(point.high):.2f}" '
                            f'stroke="{colour}" stroke-width="6" stroke-opacity="0.35"/>')
-                out.append(f'<circle cx="{x:.2f}" cy="{at_y(point.y):.2f}" r="3.5" fill="{colour}">'
-                           f"<title>{escape(title)}</title></circle>")
-        has_legend = any(line.name for line in self.lines)
-        return document(WIDTH, HEIGHT + (LEGEND_HEIGHT if has_legend else 0), out)
-
-    def _texts(self) -> list[str]:
-        out = [f'<text x="16" y="24" font-size="15" font-weight="600" fill="{INK}">{escape(self.title)}</text>',
-               f'<text x="16" y="41" font-size="11" fill="{FAINT}">{escape(self.note)}</text>',
-               f'<text x="16" y="60" fill="{INK}">{escape(self.y_label)}</text>',
-               f'<text x="{(LEFT + RIGHT) / 2:.0f}" y="{HEIGHT - 14}" text-anchor="middle" fill="{INK}">'
-               f"{escape(self.x_label)}</text>"]
-        x = float(LEFT)
-        for line, colour in zip(self.lines, COLOURS):
-            if line.name:
-                out.append(f'<circle cx="{x:.1f}" cy="{HEIGHT + 4}" r="4" fill="{colour}"/>')
-                out.append(f'<text x="{x + 10:.1f}" y="{HEIGHT + 8}" fill="{INK}">{escape(line.name)}</text>')
-                x += 7.2 * len(line.name) + 36
-        return out
+                out.append(f'<circle cx="{x:.2f}" cy="{frame.at_y(point.y):.2f}" r="3.5" fill="{colour}">'
+                           f"<title>{escape(_told(line, point))}</title></circle>")
+        return frame.document(out + list(_labels(self.lines, frame)))
 
 
-def ticks(most: float) -> list[float]:
-    """Round numbers from 0 up to at least `most`, in at most MOST_INTERVALS equal intervals."""
-    if most <= 0:
-        return [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(most / MOST_INTERVALS))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power * MOST_INTERVALS >= most)
-    return [step * i for i in range(math.ceil(most / step - 1e-9) + 1)]
+def _told(line: Line, point: Point) -> str:
+    """What is shown of a point while the pointer is over it."""
+    where = f"{line.name}{': ' if line.name else ''}{number(point.x)}: {number(point.y)}"
+    return f"{where} ({point.label or f'{number(point.low)} to {number(point.high)}'})"
 
 
-def number(value: float) -> str:
-    """With three digits at least, and no more behind the point than that takes."""
-    digits = 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:,.{digits}f}"
+def _labels(lines: Sequence[Line], frame: Frame) -> Iterator[str]:
+    """The labels that find room beside their points: above, right, left or below, off the lines and each other."""
+    taken = [(x - 1, y - 1, x + 1, y + 1) for line in lines for x, y in _places(line, frame)]
+    for line in lines:
+        for point in line.points:
+            if not point.label:
+                continue
+            x, y, width = frame.at_x(point.x), frame.at_y(point.y), LETTER_WIDTH * len(point.label)
+            for left, top in ((x - width / 2, y - 7 - LABEL_HEIGHT), (x + 8, y - LABEL_HEIGHT / 2),
+                              (x - 8 - width, y - LABEL_HEIGHT / 2), (x - width / 2, y + 7)):
+                box = (left, top, left + width, top + LABEL_HEIGHT)
+                inside = LEFT <= box[0] and box[2] <= RIGHT and TOP - 8 <= box[1] and box[3] <= BOTTOM
+                if inside and not any(_overlap(box, other) for other in taken):
+                    taken.append(box)
+                    yield (f'<text class="label" x="{left + width / 2:.2f}" y="{top + LABEL_HEIGHT - 2:.2f}" '
+                           f'font-size="{LABEL_SIZE}" text-anchor="middle" fill="{INK}">{escape(point.label)}</text>')
+                    break
+
+
+def _places(line: Line, frame: Frame) -> Iterator[tuple[float, float]]:
+    """Places on the line, close to each other."""
+    places = [(frame.at_x(point.x), frame.at_y(point.y)) for point in line.points]
+    yield from places
+    for (x0, y0), (x1, y1) in zip(places, places[1:]):
+        count = int(max(abs(x1 - x0), abs(y1 - y0)) / LINE_SAMPLES)
+        yield from ((x0 + (x1 - x0) * i / count, y0 + (y1 - y0) * i / count) for i in range(1, count))
+
+
+def _overlap(box: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]

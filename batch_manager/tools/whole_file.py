@@ -43,3 +43,15 @@ def why_not_writable(path: Path) -> str:
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"the folder of {path} cannot be written; expected one that can; name another file"
     return ""
+
+
+def why_no_folder(path: Path) -> str:
+    """Why files could not be written into this folder, which may be made first; "": nothing is known."""
+    above = path
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if not above.is_dir():
+        return f"{above} is no folder; expected one; name another one"
+    if not os.access(above, os.W_OK | os.X_OK):
+        return f"the folder {above} cannot be written; expected one that can; name another one"
+    return ""

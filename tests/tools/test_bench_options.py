@@ -74,6 +74,8 @@ def test_names_of_others_are_names_of_ours(capsys):
     (["--sweep", "concurrency=2", "--find-saturation"], "both given"),
     (["--sweep", "concurrency=2", "--stats-csv", "s.csv"], "both given"),
     (["--enable-exp-delays"], "no rate"),
+    (["--plot", "p", "--type", "V1"], "V1"), (["--plot", "/dev/null"], "no folder"),
+    (["--time-scale", "2", "--request-rate", "1"], "recorded times"),
     (["--streaming", "--beam-width", "2"], "not streamed"),
     (["--slo-share", "1.5"], "at most 1"), (["--type", "IF"], "invalid choice"), (["--max-b", "3"], "unrecognized"),
     (["--api", "executor"], "gptManager"), (["--out", "/no/such/folder/r.json"], "does not exist"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..whole_file import write_whole
+from .plots import plots, write_plots
 from .result import write_result
 from .session import Served
 from .summary import csv_rows
@@ -24,6 +25,8 @@ def write_files(options: argparse.Namespace, result: dict[str, Any], points: Seq
         write_whole(options.responses_json_file, lambda file: json.dump(responses(served[0], options), file))
     if options.stats_csv is not None:
         write_stats(served[0].records, options.stats_csv)
+    if options.plot is not None:
+        write_plots(options.plot, plots(result, points, served))
 
 
 def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ ABOUT = """Serve a workload with a GptManager, through its callbacks, and say ho
     batch-manager workload --out offline.json
     batch-manager bench --model FOLDER --workload offline.json --out result.json
     batch-manager bench --model FOLDER --workload offline.json --request-rate 2 --slo-ttft-ms 500 --slo-itl-ms 50
-    batch-manager bench --model FOLDER --workload offline.json --sweep concurrency=1,2,4,8,16
+    batch-manager bench --model FOLDER --workload offline.json --sweep concurrency=1,2,4,8,16 --plot plots
     batch-manager bench --model FOLDER --workload offline.json --find-saturation --slo-ttft-ms 500
 
 Requests are handed over when they arrive and decoded greedily to exactly the length they ask for. Every token is
@@ -34,6 +34,8 @@ HOW_IT_ENDS = """The result (--out, --report json), one JSON object. A sweep has
                                   positive nice level) and by the hypervisor (steal) while it served
     failed, failures              requests that ended with an error, and the first 20 of them
     wrong_length                  requests whose output is not as long as asked for, failed ones included
+
+--plot and --stats-csv take the statistics of every iteration, which costs the engine some host time.
 
 `[BENCHMARK]` lines and --output-csv have gptManagerBenchmark's names. token_throughput counts requested lengths, as
 there; sequence_latency and time_to_first_token count from arrival, the time in the queue included;

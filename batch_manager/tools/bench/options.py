@@ -10,7 +10,7 @@ from pathlib import Path
 from ...config import BLOCK_SIZES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS, KvCacheConfig
 from ...names import TrtGptModelType
 from ..datasets import FORMATS
-from ..whole_file import why_not_writable
+from ..whole_file import why_no_folder, why_not_writable
 from ..workload import at_least
 from .engine import POLICIES, PRECISIONS
 from .help_text import ABOUT, HOW_IT_ENDS
@@ -169,6 +169,9 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
     add("--log-level", choices=LOG_LEVELS, default="warning", help="of the package's log on stderr (warning)")
     add("--trace", type=Path, metavar="FILE",
         help="write a trace here, the warm-up's requests too; `batch-manager trace` reads it")
+    add("--plot", type=Path, metavar="FOLDER",
+        help="draw into this folder, as SVG: what steps computed, the KV cache, times by batch size and, of a sweep, "
+             "latency by throughput")
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
@@ -241,7 +244,7 @@ def _complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> N
     if (options.kv_gib is None and options.max_tokens_in_paged_kvcache is None
             and options.kv_cache_free_gpu_mem_fraction is None):
         options.kv_gib = DEFAULT_KV_GIB
-    options.keep_stats = options.stats_csv is not None
+    options.keep_stats = options.stats_csv is not None or options.plot is not None
 
 
 def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -261,7 +264,12 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if options.enable_exp_delays and not (options.request_rate or swept or options.find_saturation):
         parser.error("--enable-exp-delays was given and there is no rate; expected --request-rate or a sweep of it; "
                      "give one, or leave it out")
+    if options.plot is not None and options.type == TrtGptModelType.V1.name:
+        parser.error("--plot was given and --type is V1, whose statistics describe batches and not iterations; choose "
+                     "another type, or leave --plot out")
     for name in OUTPUT_FILES:
         path = getattr(options, name)
         if path is not None and (reason := why_not_writable(path)):
             parser.error(f"--{name.replace('_', '-')}: {reason}")
+    if options.plot is not None and (reason := why_no_folder(options.plot)):
+        parser.error(f"--plot: {reason}")

@@ -43,15 +43,20 @@ def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probe
     holds        (requests a second) -> whether the engine sustained it; called at most `max_probes` times
     first_rate   that is tried first
     """
-    sustained, broken, rate, probes = 0.0, None, first_rate, 0
+    sustained, broken, rate, probes = 0.0, None, _rounded(first_rate), 0
     while probes < max_probes and not (broken is not None and sustained and broken / sustained < CLOSE):
         probes += 1
         if holds(rate):
             sustained = rate
         else:
             broken = rate
-        rate = rate * GROWTH if broken is None else (sustained + broken) / 2
+        rate = _rounded(rate * GROWTH if broken is None else (sustained + broken) / 2)
     return Saturation(sustained or None, broken, probes, criterion)
+
+
+def _rounded(rate: float) -> float:
+    """To four digits: more of them would promise too much."""
+    return float(f"{rate:.4g}")
 
 
 def is_sustained(result: dict[str, Any], bounds: Bounds, share: float) -> bool:

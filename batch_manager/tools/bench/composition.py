@@ -1,0 +1,102 @@
+"""What the iterations of a serving did, from the statistics of the engine."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MOST_SPANS = 240            # that a plot shows; more iterations than these are averaged
+MOST_SIZES, FEWEST_STEPS = 16, 5    # batch sizes likewise, and steps that a point stands for
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One record of the statistics.
+
+    begin_s, end_s   seconds from the beginning of the first iteration; it began when the one before ended, or later
+    context          tokens of prompts that it computed
+    generating       requests that it generated for
+    used, cached     KV cache blocks that running requests hold, and free ones whose content prompts may still find
+    blocks           of the pool
+    since_s          from the end of the iteration before, of the same micro-batch; None: there was none just before.
+                     Where the engine was idle meanwhile, no request generates
+    """
+
+    begin_s: float
+    end_s: float
+    context: int
+    generating: int
+    used: int
+    cached: int
+    blocks: int
+    since_s: float | None
+
+
+def iterations_of(records: Sequence[str]) -> list[Iteration]:
+    """The iterations of records of an engine that batches in flight, in their order."""
+    found: list[Iteration] = []
+    previous: dict[int, tuple[int, float]] = {}         # micro-batch -> counter and end of its latest record
+    start = None
+    for record in map(json.loads, records):
+        end = record["Monotonic Microseconds"] / 1e6
+        began = end - record["Iteration Latency Microseconds"] / 1e6
+        start = began if start is None else start
+        begin = max(began - start, found[-1].end_s) if found else 0.0
+        counter, micro_batch = record["Iteration Counter"], record["MicroBatch ID"]
+        before = previous.get(micro_batch)
+        # At most one record of another micro-batch lies between them.
+        is_next = before is not None and counter - before[0] <= 2
+        previous[micro_batch] = counter, end
+        found.append(Iteration(
+            begin, max(end - start, begin), record["Total Context Tokens"], record["Generation Requests"],
+            record["Used KV cache blocks"], record["Cached KV cache blocks"], record["Max KV cache blocks"],
+            end - before[1] if is_next else None))
+    return found
+
+
+def over_time(iterations: Sequence[Iteration], amounts: Sequence[float], *, holds: bool = False
+              ) -> list[tuple[float, float, float]]:
+    """(begin, end, amount) in seconds: of each iteration, or where there are many of each of MOST_SPANS equal spans of
+    the whole time, with the mean over it.
+
+    holds   between two iterations the amount is that of the earlier one, and not 0
+    """
+    begins = np.array([one.begin_s for one in iterations])
+    ends = np.array([one.end_s for one in iterations])
+    if holds:
+        ends[:-1] = begins[1:]
+    if len(iterations) <= MOST_SPANS:
+        return list(zip(begins.tolist(), ends.tolist(), amounts))
+    of = np.array(amounts, float)
+    sums = np.concatenate([[0.0], np.cumsum(of * (ends - begins))])     # amount times seconds, up to each end
+    knots = np.stack([begins, ends], 1).ravel()
+    edges = np.linspace(0.0, ends[-1], MOST_SPANS + 1)
+    between = np.diff(np.interp(edges, knots, np.stack([sums[:-1], sums[1:]], 1).ravel()))
+    return list(zip(edges[:-1].tolist(), edges[1:].tolist(), (between / np.diff(edges)).tolist()))
+
+
+def times_by_batch(iterations: Sequence[Iteration], *, with_contexts: bool
+                   ) -> list[tuple[float, float, float, float]]:
+    """(batch size, p10, median, p90) of the seconds between two tokens of a request. The batch size is the number of
+    requests that generate in the step; sizes that few steps have are put together with the next ones, and their mean is
+    said.
+
+    with_contexts   of steps that also compute prompts, or of the others
+    """
+    pairs = sorted((one.generating, one.since_s) for one in iterations
+                   if one.generating and one.since_s is not None and bool(one.context) is with_contexts)
+    enough = max(FEWEST_STEPS, len(pairs) / MOST_SIZES)
+    groups: list[list[tuple[int, float]]] = [[]]
+    for pair in pairs:
+        if len(groups[-1]) >= enough and pair[0] != groups[-1][-1][0]:
+            groups.append([])
+        groups[-1].append(pair)
+    if len(groups) > 1 and len(groups[-1]) < FEWEST_STEPS:
+        last = groups.pop()
+        groups[-1] += last
+    out = []
+    for group in groups if pairs else ():
+        sizes, seconds = np.array(group).T
+        out.append((float(sizes.mean()), *np.percentile(seconds, (10, 50, 90)).tolist()))
+    return out

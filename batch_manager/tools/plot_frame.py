@@ -1,0 +1,96 @@
+"""What plots have in common: title, axes with units and round numbers, a legend; and where a value lies in them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from .svg import BLUE, FAINT, GRID, INK, ORANGE, document
+
+COLOURS = (BLUE, ORANGE)
+WIDTH, HEIGHT, LEGEND_HEIGHT = 520, 320, 20
+LEFT, RIGHT, TOP, BOTTOM = 64, 496, 72, 268         # of the area that the points lie in
+MOST_INTERVALS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """title, note        above the plot
+    x_label, y_label   with units
+    x_ticks, y_ticks   values that the axes name; the y axis begins at 0 and ends at the last of them
+    x_place            from a value to its place on the x axis, 0 to 1
+    names              of what is drawn, in the order of COLOURS; "": it has no entry in the legend
+    """
+
+    title: str
+    note: str
+    x_label: str
+    y_label: str
+    x_ticks: Sequence[float]
+    y_ticks: Sequence[float]
+    x_place: Callable[[float], float]
+    names: Sequence[str]
+
+    def at_x(self, x: float) -> float:
+        return LEFT + (RIGHT - LEFT) * self.x_place(x)
+
+    def at_y(self, y: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * y / self.y_ticks[-1]
+
+    @property
+    def height(self) -> int:
+        return HEIGHT + (LEGEND_HEIGHT if any(self.names) else 0)
+
+    def elements(self, inside: Sequence[str]) -> list[str]:
+        """Those of SVG: the frame's own, and what is inside of it."""
+        return [*self._texts(), *self._axes(), *inside]
+
+    def document(self, inside: Sequence[str]) -> str:
+        """The SVG of the frame and what is inside of it."""
+        return document(WIDTH, self.height, self.elements(inside))
+
+    def _axes(self) -> list[str]:
+        out = []
+        for tick in self.y_ticks:
+            y = self.at_y(tick)
+            out.append(f'<path d="M{LEFT} {y:.2f}H{RIGHT}" stroke="{GRID}"/>')
+            out.append(f'<text class="y" x="{LEFT - 8}" y="{y + 4:.2f}" text-anchor="end" fill="{FAINT}">'
+                       f"{number(tick)}</text>")
+        for tick in self.x_ticks:
+            x = self.at_x(tick)
+            out.append(f'<path d="M{x:.2f} {BOTTOM}v5" stroke="{FAINT}"/>')
+            out.append(f'<text class="x" x="{x:.2f}" y="{BOTTOM + 19}" text-anchor="middle" fill="{FAINT}">'
+                       f"{number(tick)}</text>")
+        out.append(f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{FAINT}"/>')
+        return out
+
+    def _texts(self) -> list[str]:
+        out = [f'<text x="16" y="24" font-size="15" font-weight="600" fill="{INK}">{escape(self.title)}</text>',
+               f'<text x="16" y="41" font-size="11" fill="{FAINT}">{escape(self.note)}</text>',
+               f'<text x="16" y="60" fill="{INK}">{escape(self.y_label)}</text>',
+               f'<text x="{(LEFT + RIGHT) / 2:.0f}" y="{HEIGHT - 14}" text-anchor="middle" fill="{INK}">'
+               f"{escape(self.x_label)}</text>"]
+        x = float(LEFT)
+        for name, colour in zip(self.names, COLOURS):
+            if name:
+                out.append(f'<circle cx="{x:.1f}" cy="{HEIGHT + 4}" r="4" fill="{colour}"/>')
+                out.append(f'<text x="{x + 10:.1f}" y="{HEIGHT + 8}" fill="{INK}">{escape(name)}</text>')
+                x += 7.2 * len(name) + 36
+        return out
+
+
+def ticks(most: float) -> list[float]:
+    """Round numbers from 0 up to at least `most`, in at most MOST_INTERVALS equal intervals."""
+    if most <= 0:
+        return [0.0, 1.0]
+    power = 10.0 ** math.floor(math.log10(most / MOST_INTERVALS))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power * MOST_INTERVALS >= most)
+    return [step * i for i in range(math.ceil(most / step - 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """With three digits at least, and no more after the point than that takes."""
+    if 0 < abs(value) < 0.1:
+        return f"{value:.3g}"
+    digits = 0 if value == int(value) or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}"
