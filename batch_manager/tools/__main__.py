@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("inspect", "say what would run of a checkpoint, and what it takes in memory"),
     "bench": ("bench.__main__", "serve a workload, or sweep its load, and say how fast that was"),
     "workload": ("workload", "write a workload for bench"),
+    "compare": ("compare", "say in what results of bench differ, and whether by more than their spread"),
     "host-bench": ("host_bench", "time the host's work in an iteration, around a scripted model"),
     "trace": ("trace", "say from a trace where the time of a request went; write it for Perfetto or as CSV"),
     "draw": ("visualize", "draw who ran in which iteration, as text and as SVG"),

@@ -1,18 +1,24 @@
-"""Compare two programs that served the same workload in turn: ratios, and whether they exceed the spread.
+"""Compare two results of batch-manager bench, or several runs of each: ratios, and whether they exceed the spread.
 
-    python -m batch_manager.tools.compare --first a1.json a2.json a3.json --second b1.json b2.json b3.json
+    batch-manager compare before.json after.json                          one run each
+    batch-manager compare a1.json a2.json a3.json -- b1.json b2.json b3.json      several: then a spread is known
+    batch-manager compare --first a1.json a2.json --second b1.json b2.json        pairs, for two programs
 
-Each file is one result as `batch_manager.tools.benchmark` writes it; other programs may write the same keys. Run both
-programs in turn (a1, b1, a2, b2, ...): pair i is the i-th file of each side, taken under about the same conditions.
+A is the first file, or all files before --; B is the other. For every figure: whether higher or lower is better, the
+medians of both sides, their ratio B / A, and the smallest and the largest ratio of any two runs. The difference is
+larger than the spread when the medians are farther from each other, as a factor, than the runs of a side are; only then
+a side is called better. With one run of a side no spread is known and nothing is concluded. A file may hold a list of
+results. Points of a sweep are compared with points of the same load.
 
-A ratio above 1 means that the first program is better: first / second for rates, second / first for times. For every
-figure the smallest, the median and the largest ratio of the pairs are printed. The difference is larger than the spread
-when the median ratio is further from 1, as a factor, than the smallest and the largest ratio are from each other. With
-one pair the spread is unknown and nothing is concluded.
+Different settings, machines, versions and commits are warnings, and so are runs during which other processes or the
+hypervisor took more cores than --foreign allows. Different workloads, models, precisions and numbers of tokens are
+refused, and so are runs with outputs of the wrong length, unless --anyway is given.
 
-Files of different workloads, numbers of requests, generated tokens or precisions are refused, and so are files with
-outputs of the wrong length. A run is marked as disturbed where other processes or the hypervisor took more cores than
---foreign allows; its pair still counts.
+With --first and --second, run both programs in turn (a1, b1, a2, b2, ...): pair i is the i-th file of each side, taken
+under about the same conditions. A ratio above 1 means that the first program is better: first / second for rates,
+second / first for times. For every figure the smallest, the median and the largest ratio of the pairs are printed. The
+difference is larger than the spread when the median ratio is further from 1, as a factor, than the smallest and the
+largest ratio are from each other.
 """
 
 import argparse
@@ -25,16 +31,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from .compare_figures import FIGURES as SIDE_FIGURES
+from .compare_results import FOREIGN_CORES, ComparisonError, compare_results, compared, disturbed
+from .whole_file import write_whole
+
+__all__ = ["Comparison", "ComparisonError", "compare", "compare_results", "main", "read_results"]
 RATES = ("output_tok_s", "total_tok_s")
 TIMES = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "itl_ms_mean", "e2e_ms_p50", "e2e_ms_p99",
          "peak_rss_mb")
 FIGURES = (*RATES, *TIMES)
 SAME_IN_ALL = ("workload", "n", "threads", "precision", "prompt_tokens", "output_tokens")
-FOREIGN_CORES = 0.12
-
-
-class ComparisonError(Exception):
-    """The files cannot be compared."""
+WRONG = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +117,6 @@ def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]],
     return comparisons
 
 
-def disturbed(results: Sequence[dict[str, Any]], foreign_cores: float) -> int:
-    """Runs during which others took more than `foreign_cores` cores."""
-    meters = [result.get("cpu") or {} for result in results]
-    return sum(meter.get("foreign_cores", 0.0) + meter.get("steal_cores", 0.0) > foreign_cores for meter in meters)
-
-
 def name_of(results: Sequence[dict[str, Any]]) -> str:
     """Program and variant, as the results name them."""
     names = {f"{result['peer']} {result.get('variant', '')}".strip() for result in results}
@@ -134,36 +135,78 @@ def table(comparisons: Sequence[Comparison], first_name: str, second_name: str) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.compare", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--first", type=Path, nargs="+", required=True, help="results of the first program, in the order of the runs")
-    add("--second", type=Path, nargs="+", required=True, help="results of the second program, likewise")
-    add("--figure", choices=FIGURES, nargs="+", default=FIGURES, help="only these (all that every run has)")
-    add("--foreign", type=float, default=FOREIGN_CORES,
-        help=f"cores that others may take before a run counts as disturbed ({FOREIGN_CORES})")
-    add("--out", type=Path, help="write the comparison here, as JSON")
-    options = parser.parse_args(argv)
+    arguments = [*(sys.argv[1:] if argv is None else argv)]
+    is_apart = "--" in arguments
+    end = arguments.index("--") if is_apart else len(arguments)
+    after = arguments[end + 1:]
+    parser = _parser()
+    options = parser.parse_args(arguments[:end])
     try:
-        first, second = read_results(options.first), read_results(options.second)
-        comparisons = compare(first, second, options.figure)
-    except ComparisonError as error:
+        if options.first or options.second:
+            if options.files or after or not (options.first and options.second):
+                parser.error("--first and --second go together, without other files")
+            _compare_pairs(options)
+        else:
+            _compare_sides(options, is_apart, after)
+    except (ComparisonError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
-        return 1
+        return WRONG
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="batch-manager compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="batch-manager compare A.json B.json [options]\n"
+              "       batch-manager compare A.json ... [options] -- B.json ...",
+        epilog="exit status: 0 compared; 2 an option or a file is wrong, or the results cannot be compared; 130 Ctrl-C")
+    add = parser.add_argument
+    add("files", type=Path, nargs="*", metavar="FILE", help="results, as batch-manager bench --out writes them")
+    add("--first", type=Path, nargs="+", metavar="FILE", help="results of the first program, in the order of the runs")
+    add("--second", type=Path, nargs="+", metavar="FILE", help="results of the second program, likewise")
+    add("--figure", choices=tuple(dict.fromkeys((*SIDE_FIGURES, *FIGURES))), nargs="+", metavar="NAME",
+        help=f"only these (all that every run has): {', '.join(SIDE_FIGURES)}")
+    add("--anyway", action="store_true", help="compare different workloads and models all the same (pairs: never)")
+    add("--foreign", type=float, default=FOREIGN_CORES, metavar="CORES",
+        help=f"cores that others may take before a run counts as disturbed ({FOREIGN_CORES})")
+    add("--out", type=Path, metavar="FILE", help="write the comparison here, as JSON")
+    return parser
+
+
+def _compare_sides(options: argparse.Namespace, is_apart: bool, after: Sequence[str]) -> None:
+    side_a, side_b = options.files[:1], options.files[1:]
+    if is_apart:
+        side_a, side_b = options.files, [*map(Path, after)]
+    if not side_a or not side_b or (len(side_b) > 1 and not is_apart):
+        given = f"{len(side_a)} before -- and {len(side_b)} after" if is_apart else f"{len(options.files)}"
+        raise ComparisonError(f"the number of files is {given}; expected two, or those of A, --, and those of B; "
+                              "batch-manager compare --help shows both")
+    report = compared(side_a, side_b, anyway=options.anyway,
+                      figures=options.figure or tuple(SIDE_FIGURES), foreign_cores=options.foreign)
+    if options.out is not None:
+        write_whole(options.out, lambda file: json.dump(report.record(), file, indent=1))
+    print("\n".join(report.lines()))
+
+
+def _compare_pairs(options: argparse.Namespace) -> None:
+    if others := [name for name in options.figure or () if name not in FIGURES]:
+        raise ComparisonError(f"--figure is {others[0]}; expected one of {', '.join(FIGURES)} for pairs; "
+                              "compare without --first and --second")
+    first, second = read_results(options.first), read_results(options.second)
+    comparisons = compare(first, second, options.figure or FIGURES)
     names = name_of(first), name_of(second)
+    if options.out is not None:
+        record = {"tool": "compare", "first": names[0], "second": names[1],
+                  **{name: first[0][name] for name in SAME_IN_ALL},
+                  "disturbed": [disturbed(first, options.foreign), disturbed(second, options.foreign)],
+                  "figures": [one.record() for one in comparisons]}
+        write_whole(options.out, lambda file: json.dump(record, file, indent=1))
     print(f"{first[0]['workload']}: {len(first)} pairs of runs; a ratio above 1 means that {names[0]} is better\n")
     print(table(comparisons, *names))
     for name, side in zip(names, (first, second), strict=True):
         if count := disturbed(side, options.foreign):
             print(f"\n{count} of {len(side)} runs of {name} were disturbed: others took more than {options.foreign} "
                   "cores")
-    if options.out is not None:
-        options.out.write_text(json.dumps({
-            "tool": "compare", "first": names[0], "second": names[1],
-            **{name: first[0][name] for name in SAME_IN_ALL},
-            "disturbed": [disturbed(first, options.foreign), disturbed(second, options.foreign)],
-            "figures": [one.record() for one in comparisons]}, indent=1))
-    return 0
 
 
 if __name__ == "__main__":

@@ -98,8 +98,10 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert written["disturbed"] == [0, 1]
     assert [one["exceeds_spread"] for one in written["figures"]] == [True]
 
-    assert main(["--first", *map(str, ours), "--second", str(theirs[0])]) == 1
+    assert main(["--first", *map(str, ours), "--second", str(theirs[0])]) == 2
     assert "pass one of each" in capsys.readouterr().err
+    assert main(["--first", str(ours[0]), "--second", str(theirs[0]), "--figure", "load_s"]) == 2
+    assert "--figure is load_s; expected one of output_tok_s" in capsys.readouterr().err
 
 
 def test_it_reads_what_the_benchmark_writes(tmp_path):

@@ -1,0 +1,127 @@
+"""The figures of a result that are compared, and the difference of two sides of runs in one of them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a result.
+
+    path               keys of the result, from the outside in
+    higher_is_better   for rates; lower is, for times and memory
+    """
+
+    name: str
+    path: tuple[str, ...]
+    higher_is_better: bool = False
+
+    def value(self, result: Mapping[str, Any]) -> float | None:
+        """None: the result does not have it."""
+        value: Any = result
+        for key in self.path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if is_number else None
+
+
+def _latency(name: str, which: str) -> Figure:
+    return Figure(f"{name}_ms_{which}", ("latency_ms", name, which))
+
+
+FIGURES = {figure.name: figure for figure in (
+    Figure("sustained_requests_s", ("saturation", "sustained"), higher_is_better=True),
+    Figure("output_tok_s", ("output_tok_s",), higher_is_better=True),
+    Figure("total_tok_s", ("total_tok_s",), higher_is_better=True),
+    Figure("requests_s", ("requests_s",), higher_is_better=True),
+    Figure("goodput_requests_s", ("goodput", "requests_s"), higher_is_better=True),
+    *(Figure(f"{name}_ms_{which}", (f"{name}_ms_{which}",)) for name in ("ttft", "itl") for which in ("p50", "p99")),
+    Figure("itl_ms_mean", ("itl_ms_mean",)),
+    *(_latency("tpot", which) for which in ("p50", "p99")),
+    *(Figure(f"e2e_ms_{which}", (f"e2e_ms_{which}",)) for which in ("p50", "p99")),
+    *(_latency("queue", which) for which in ("p50", "p99")),
+    Figure("peak_rss_mb", ("peak_rss_mb",)),
+    Figure("load_s", ("load_s",)),
+)}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One figure of all runs of two sides; every value is positive."""
+
+    figure: Figure
+    a: tuple[float, ...]
+    b: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Of the medians, B over A."""
+        return median(self.b) / median(self.a)
+
+    @property
+    def smallest_ratio(self) -> float:
+        """Of any run of B over any run of A; likewise the largest."""
+        return min(self.b) / max(self.a)
+
+    @property
+    def largest_ratio(self) -> float:
+        return max(self.b) / min(self.a)
+
+    @property
+    def exceeds_spread(self) -> bool | None:
+        """Whether the medians are farther from each other, as a factor, than the runs of either side are. None: a side
+        has one run, and no spread is known."""
+        if min(len(self.a), len(self.b)) < 2:
+            return None
+        spread = max(max(side) / min(side) for side in (self.a, self.b))
+        return max(self.ratio, 1 / self.ratio) > spread
+
+    @property
+    def better(self) -> str:
+        """"A", "B", or "" where the medians are equal."""
+        if self.ratio == 1:
+            return ""
+        return "B" if (self.ratio > 1) == self.figure.higher_is_better else "A"
+
+    def verdict(self) -> str:
+        """In words, as the table has it."""
+        if self.exceeds_spread is None:
+            single = [name for name, side in (("A", self.a), ("B", self.b)) if len(side) == 1]
+            return f"one run {'each' if len(single) == 2 else f'of {single[0]}'}: no spread known"
+        return f"{self.better} is better: larger than the spread" if self.exceeds_spread else "within the spread"
+
+    def record(self) -> dict[str, Any]:
+        return {"figure": self.figure.name, "higher_is_better": self.figure.higher_is_better, "a": list(self.a),
+                "b": list(self.b), "ratio": round(self.ratio, 4), "smallest_ratio": round(self.smallest_ratio, 4),
+                "largest_ratio": round(self.largest_ratio, 4), "better": self.better,
+                "exceeds_spread": self.exceeds_spread}
+
+
+def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]],
+                names: Sequence[str] = tuple(FIGURES)) -> list[Difference]:
+    """Of every figure that all runs have and that is more than 0 in all of them."""
+    found = []
+    for name in names:
+        sides = [[FIGURES[name].value(result) for result in side] for side in (a, b)]
+        if all(value is not None and value > 0 for side in sides for value in side):
+            found.append(Difference(FIGURES[name], tuple(sides[0]), tuple(sides[1])))
+    return found
+
+
+def table(found: Sequence[Difference]) -> list[str]:
+    """Lines for people."""
+    rows = [["", "better", "A", "B", "B / A", "of any two runs", ""]]
+    for one in found:
+        rows.append([one.figure.name, "higher" if one.figure.higher_is_better else "lower", f"{median(one.a):,.6g}",
+                     f"{median(one.b):,.6g}", f"{one.ratio:.3f}",
+                     f"{one.smallest_ratio:.3f} to {one.largest_ratio:.3f}" if len(one.a) + len(one.b) > 2 else "-",
+                     one.verdict()])
+    if all(row[5] == "-" for row in rows[1:]):
+        rows = [[*row[:5], *row[6:]] for row in rows]
+    left = {0, 1, len(rows[0]) - 1}
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(f"{cell:<{width}}" if number in left else f"{cell:>{width}}"
+                      for number, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]

@@ -1,0 +1,232 @@
+"""Results of two sides, A and B: whether they can be compared, in what else they differ, and by how much."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .compare_figures import FIGURES, Difference, differences, table
+
+FORMAT, FORMAT_VERSION = "batch-manager bench", 1
+SAME = ("workload", "n", "prompt_tokens", "output_tokens", "precision", "model")
+SETTINGS = ("peer", "variant", "threads", "max_batch", "max_tokens_per_step", "tokens_per_block", "kv_tokens",
+            "kv_precision", "engine", "scheduler", "chunked_context", "block_reuse", "streaming", "beam_width",
+            "cpu_compile", "model_implementation", "busy_neighbours")
+ORIGIN = ("machine", "packages", "version", "commit", "python")
+FOREIGN_CORES = 0.12
+SATURATION = "saturation"
+ANYWAY = "pass --anyway to compare them all the same"
+
+Paths = str | os.PathLike | Sequence[str | os.PathLike]
+
+
+class ComparisonError(Exception):
+    """The files cannot be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One serving of a workload. place: the file, and the number in it where there are several."""
+
+    place: str
+    load: str
+    result: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Report:
+    """What two sides are to each other.
+
+    warnings      in what else they differ, and what disturbed them
+    differences   load -> its figures
+    """
+
+    runs_a: list[Run]
+    runs_b: list[Run]
+    warnings: list[str] = field(default_factory=list)
+    differences: dict[str, list[Difference]] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        out = [f"{name}: {_count(runs)} of {', '.join(dict.fromkeys(run.place.partition('[')[0] for run in runs))}"
+               for name, runs in (("A", self.runs_a), ("B", self.runs_b))]
+        out += [f"warning: {text}" for text in self.warnings]
+        for load, found in self.differences.items():
+            out += ["", *([f"{load}:"] if len(self.differences) > 1 or load == SATURATION else []), *table(found)]
+        return out
+
+    def record(self) -> dict[str, Any]:
+        return {"tool": "compare", "a": [run.place for run in self.runs_a], "b": [run.place for run in self.runs_b],
+                "warnings": self.warnings, "loads": [{"load": load, "figures": [one.record() for one in found]}
+                                                     for load, found in self.differences.items()]}
+
+
+def compare_results(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str] = tuple(FIGURES),
+                    foreign_cores: float = FOREIGN_CORES) -> list[str]:
+    """Lines that say in which figures the results in the files of B differ from those of A, and whether by more than
+    the runs of a side differ from each other. Every figure is said to be better higher or lower.
+
+    a, b     a file or several, as `batch-manager bench --out` writes them, or with a list of such results. Points of a
+             sweep are compared with the points of the same load
+    anyway   also where workload, model or precision differ, or where requests failed
+
+    Raises ComparisonError for files that cannot be read or compared.
+    """
+    return compared(a, b, anyway=anyway, figures=figures, foreign_cores=foreign_cores).lines()
+
+
+def compared(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str] = tuple(FIGURES),
+             foreign_cores: float = FOREIGN_CORES) -> Report:
+    """As `compare_results`, with numbers."""
+    runs_a, runs_b = ([run for path in _listed(side) for run in read_runs(Path(path))] for side in (a, b))
+    report = Report(runs_a, runs_b)
+    refusals = [*_unlike(runs_a, runs_b, SAME), *_failed("A", runs_a), *_failed("B", runs_b)]
+    loads = _common_loads(report, refusals)
+    if refusals and not anyway:
+        raise ComparisonError(f"{'. '.join(refusals)}; expected runs of one workload and one model that went well; "
+                              f"{ANYWAY}")
+    report.warnings = [*refusals, *report.warnings, *_unlike(runs_a, runs_b, SETTINGS),
+                       *_unlike(runs_a, runs_b, ORIGIN), *_disturbed("A", runs_a, foreign_cores),
+                       *_disturbed("B", runs_b, foreign_cores)]
+    for load, side_a, side_b in loads:
+        if found := differences([run.result for run in side_a], [run.result for run in side_b], figures):
+            report.differences[load] = found
+    if not report.differences:
+        raise ComparisonError(f"no run has a positive {', '.join(figures)}; expected one of these in all runs; "
+                              "measure again with batch-manager bench")
+    return report
+
+
+def read_runs(path: Path) -> list[Run]:
+    """The runs in a file: a result, the points of a sweep, or a list of results. Raises ComparisonError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        told = error.strerror if isinstance(error, OSError) else error
+        raise ComparisonError(f"{path} cannot be read: {told}; expected a result of batch-manager bench; "
+                              "correct the path, or measure again with --out") from None
+    if content == []:
+        raise ComparisonError(f"{path} holds no runs; expected at least one result; name another file")
+    if isinstance(content, list):
+        return [run for number, result in enumerate(content) for run in _runs_of(result, f"{path}[{number}]")]
+    return _runs_of(content, str(path))
+
+
+def _runs_of(result: Any, place: str) -> list[Run]:
+    if not isinstance(result, dict):
+        raise ComparisonError(f"{place} is no result: it is a {type(result).__name__}; expected an object of "
+                              "batch-manager bench; name another file")
+    if result.get("format") == FORMAT and result.get("format_version") != FORMAT_VERSION:
+        raise ComparisonError(f"{place} has format_version {result.get('format_version')!r}; this program reads "
+                              f"{FORMAT_VERSION}; measure again, or compare with the program that wrote it")
+    shared = {name: value for name, value in result.items() if name != "points"}
+    if "model" not in shared and (model := _model_of(result.get("command"))):
+        shared["model"] = model
+    points = result.get("points")
+    if result.get("kind") == SATURATION:
+        runs = [Run(place, SATURATION, shared)]
+    elif isinstance(points, list):
+        runs = [Run(f"{place}[{number}]", _load_of(point), {**shared, **point})
+                for number, point in enumerate(points) if isinstance(point, dict)]
+    else:
+        runs = [Run(place, _load_of(shared), shared)]
+    if not runs or any(not _has_figure(run.result) for run in runs):
+        raise ComparisonError(f"{place} has no figures; expected a result of batch-manager bench, with "
+                              f"{', '.join(list(FIGURES)[1:4])} and others; name another file")
+    return runs
+
+
+def _has_figure(result: Mapping[str, Any]) -> bool:
+    return any(figure.value(result) is not None for figure in FIGURES.values())
+
+
+def _model_of(command: Any) -> str | None:
+    """The name of the model's folder, from the arguments of the program."""
+    if not isinstance(command, list):
+        return None
+    arguments = [part for argument in map(str, command) for part in argument.split("=", 1)]
+    for option in ("--model", "--engine_dir", "--engine-dir"):
+        if option in arguments[:-1]:
+            return Path(arguments[arguments.index(option) + 1]).name
+    return None
+
+
+def _load_of(result: Mapping[str, Any]) -> str:
+    """How the requests arrived, in words."""
+    if result.get("concurrency") is not None:
+        return f"concurrency {result['concurrency']}"
+    if result.get("request_rate"):
+        return f"{result['request_rate']:g} requests/s"
+    return "all at once" if result.get("mode", "offline") == "offline" else "arrival times of the workload"
+
+
+def _common_loads(report: Report, refusals: list[str]) -> list[tuple[str, list[Run], list[Run]]]:
+    """(load, runs of A, runs of B) of the loads that both sides have; others are a warning, or a refusal."""
+    sides = [_by_load(runs) for runs in (report.runs_a, report.runs_b)]
+    common = [load for load in sides[0] if load in sides[1]]
+    if not common:
+        text = f"the load differs: A {', '.join(sides[0])}; B {', '.join(sides[1])}"
+        if len(sides[0]) > 1 or len(sides[1]) > 1 or SATURATION in (*sides[0], *sides[1]):
+            raise ComparisonError(f"{text}; expected a load that both have; measure one again")
+        refusals.append(text.replace(";", ","))
+        return [("", report.runs_a, report.runs_b)]
+    for name, side in zip("AB", sides):
+        if alone := [load for load in side if load not in common]:
+            report.warnings.append(f"only {name} has {', '.join(alone)}")
+    return [(load, sides[0][load], sides[1][load]) for load in common]
+
+
+def _by_load(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.load, []).append(run)
+    return found
+
+
+def _unlike(a: Sequence[Run], b: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """A sentence for each field in which not all runs are alike. Objects are looked at key by key."""
+    texts = []
+    for name in names:
+        values = [run.result.get(name) for run in (*a, *b)]
+        inner = sorted({key for value in values if isinstance(value, dict) for key in value})
+        for path in [(name, key) for key in inner] or [(name,)]:
+            said = [list(dict.fromkeys(_said(run.result, path) for run in side)) for side in (a, b)]
+            if len({*said[0], *said[1]}) > 1:
+                texts.append(f"{'.'.join(path)} differs: A {' and '.join(said[0])}, B {' and '.join(said[1])}")
+    return texts
+
+
+def _said(result: Mapping[str, Any], path: Sequence[str]) -> str:
+    value: Any = result
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if value is None or value == "":
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _failed(name: str, runs: Sequence[Run]) -> list[str]:
+    return [f"{name} has {run.result['wrong_length']} outputs of the wrong length in {run.place}"
+            for run in runs if run.result.get("wrong_length")]
+
+
+def _disturbed(name: str, runs: Sequence[Run], foreign_cores: float) -> list[str]:
+    count = disturbed([run.result for run in runs], foreign_cores)
+    return [f"{count} of {_count(runs)} of {name} {'was' if count == 1 else 'were'} disturbed: others took more than "
+            f"{foreign_cores} cores"] if count else []
+
+
+def disturbed(results: Sequence[Mapping[str, Any]], foreign_cores: float) -> int:
+    """Runs during which others took more than `foreign_cores` cores."""
+    meters = [result.get("cpu") or {} for result in results]
+    return sum(meter.get("foreign_cores", 0.0) + meter.get("steal_cores", 0.0) > foreign_cores for meter in meters)
+
+
+def _count(runs: Sequence[Run]) -> str:
+    return f"{len(runs)} run{'s' * (len(runs) != 1)}"
+
+
+def _listed(paths: Paths) -> list[str | os.PathLike]:
+    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
