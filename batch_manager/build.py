@@ -177,7 +177,7 @@ def without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
 
 
 def make_kv_cache_manager(kv: KvCacheConfig, limits: Limits, backend: ModelBackend, clock: Clock) -> KvCacheManager:
-    """The books of the backend's pool.
+    """The accounting of the backend's pool.
 
     The window is the backend's: it may be narrower than the configured one, or be there without one being configured.
 

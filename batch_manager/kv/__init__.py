@@ -2,8 +2,8 @@
 
 Owns     the free order, the block tables, lengths, and every number a scheduler plans with
 Not      what is stored in a block, which request ought to run, when a request ends
-Yours    a number goes where the table says; arithmetic on lengths alone goes to block_needs.py; what claims and gives
-         back goes to claims.py; any new state gets a line in audit.py
+Yours    a number goes where the table says; arithmetic on lengths only goes to block_needs.py; what claims and releases
+         goes to claims.py; any new state gets a line in audit.py
 
 Numbers of blocks. An exact number is what a claim takes or a sequence holds. A bound is never exceeded.
 

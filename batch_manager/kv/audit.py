@@ -1,4 +1,4 @@
-"""Whether the books agree: every block is free or owned, and every owner knows its blocks.
+"""Checks the accounting: every block is free or owned, and every owner knows its blocks.
 
 The cheap check, KvCacheManager.check_totals, runs after every iteration; this one in tests and when the engine is idle.
 """
@@ -12,13 +12,13 @@ from .kv_cache_manager import KvCacheManager
 
 
 def audit(kv_cache_manager: KvCacheManager) -> None:
-    """Everything: the pool in itself, the sequences in themselves, and one against the other.
+    """Check the pool, the sequences, and one against the other.
 
-    Raises InternalError that lists what is wrong.
+    Raises InternalError with a list of the faults.
     """
     faults = [*kv_cache_manager.pool.faults(), *kv_cache_manager.sequences.faults(), *_disagreements(kv_cache_manager)]
     if faults:
-        raise InternalError("the KV cache's books do not agree: " + "; ".join(faults))
+        raise InternalError("the KV cache's accounting does not agree: " + "; ".join(faults))
     kv_cache_manager.check_totals()
 
 

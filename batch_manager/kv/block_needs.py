@@ -1,4 +1,4 @@
-"""How many blocks a sequence needs: exact arithmetic on lengths alone.
+"""How many blocks a sequence needs: exact arithmetic on lengths only.
 
     beam_width   blocks that beams do not share are counted once per beam
 """
@@ -13,7 +13,7 @@ def ceil_div(amount: int, unit: int) -> int:
 def blocks_of_prompt(prompt_len: int, tokens_per_block: int, beam_width: int = 1, *, own_last: bool = False) -> int:
     """Blocks taken when a sequence starts: beams share all but a last, partly filled one.
 
-    own_last   they do not share a last one that is full, either, as is so with block reuse
+    own_last   they do not share a full last one either, which is the case with block reuse
     """
     if own_last:
         return ceil_div(prompt_len, tokens_per_block) - 1 + beam_width
@@ -23,9 +23,9 @@ def blocks_of_prompt(prompt_len: int, tokens_per_block: int, beam_width: int = 1
 
 def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
                 own_last: bool = False) -> int:
-    """Blocks a sequence holds at most while it is stored from its first token to its last, counted over all beams.
+    """Blocks that a sequence holds at most, from its first token to its last, counted over all beams.
 
-    Nothing leaves the window before the first generation step has taken what it needs.
+    No block leaves the window before the first generation step has taken the blocks that it needs.
     """
     unit = window.tokens_per_block
     start = blocks_of_prompt(prompt_len, unit, beam_width, own_last=own_last)
@@ -36,10 +36,11 @@ def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, b
 
 def blocks_with_last_one(prompt_len: int, max_new_tokens: int, window: AttentionWindow, beam_width: int = 1, *,
                          own_last: bool = False) -> int:
-    """Blocks a sequence holds, over all beams, when it has taken its last one and not given back what that pushes out.
+    """Blocks that a sequence holds, over all beams, when it has taken its last block and not yet released the one that
+    this pushes out of the window.
 
-    It never holds more in its generation phase: what leaves the window may be a block that all beams share, what comes
-    is one for each.
+    It never holds more in its generation phase: a block that leaves the window may be shared by all beams, and each
+    beam takes a new one of its own.
     """
     unit = window.tokens_per_block
     shared = (prompt_len - 1 if own_last else prompt_len) // unit

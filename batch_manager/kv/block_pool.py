@@ -1,4 +1,4 @@
-"""Blocks that are free, in the order they will be handed out again, and how many owners the others have."""
+"""The free blocks, in the order in which they will be handed out, and the numbers of owners of the others."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -14,18 +14,17 @@ class OutOfBlocksError(OutOfResourceError):
 
 
 class BlockPool:
-    """A fixed number of blocks, each free or owned; an owner is one mention in a block table.
+    """A fixed number of blocks, each free or owned; an owner is one entry of a block table.
 
-    While nobody sets a priority the free order is first in, first out: a fresh pool hands out 0, 1, 2, ..., and what
-    was given back together is handed out together, so that the blocks of one prompt are consecutive while the pool is
-    not torn.
+    Without priorities the free order is first in, first out: a fresh pool hands out 0, 1, 2, ..., and blocks released
+    together are handed out together, so that the blocks of one prompt are consecutive until the pool is fragmented.
 
-    free           blocks without an owner, in the order they will be handed out
+    free           blocks without an owner, in the order in which they will be handed out
     extra_owners   owners beyond the first, over all blocks
-    findable       blocks whose content a prefix cache can find; it says so when one that is free no longer is
+    findable       blocks whose content a prefix cache can find; the cache reports free ones that it no longer finds
     num_cached     those of them that are free
-    has_priorities         somebody has set another priority than the default
-    has_timed_priorities   somebody has set a priority that ends with time
+    has_priorities         a priority other than the default has been set
+    has_timed_priorities   a priority that ends with time has been set
     """
 
     def __init__(self, num_blocks: int, now: Callable[[], float] = lambda: 0.0) -> None:
@@ -55,26 +54,26 @@ class BlockPool:
         return self.free.first()
 
     def priority(self, block_id: int) -> int:
-        """How long what is in the block should be kept, 0..100."""
+        """How long the content of the block should be kept, 0..100."""
         return self.free.priority(block_id)
 
     def is_offloadable(self, block_id: int) -> bool:
-        """Whether what is in the block is worth a copy when the block is handed out."""
+        """Whether the content of the block is worth a copy when the block is handed out."""
         return self.free.is_offloadable(block_id)
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
-        """For a block with an owner. The duration counts from when it has none any more; None: for ever."""
+        """For a block with an owner. The duration counts from the moment when it has none any more; None: for ever."""
         self.has_priorities = self.has_priorities or priority != DEFAULT_PRIORITY
         self.has_timed_priorities = self.has_timed_priorities or duration is not None
         self.free.set_priority(block_id, priority, duration)
 
     def end_timed_priorities(self) -> None:
-        """Free blocks whose priority has run out go to the end of the default priority."""
+        """Move free blocks whose priority has expired to the end of the default priority."""
         self.free.refresh()
 
     def note_contents_lost(self, block_ids: Iterable[int]) -> None:
-        """Nobody can find what is in these blocks any more. The free ones among them that were to be kept for longer
-        than others, or less long, go first of the default priority, the lowest number before all."""
+        """The content of these blocks can no longer be found. The free ones among them whose priority is not the
+        default move to the front of the default priority, the lowest id first."""
         free = [block_id for block_id in block_ids if not self._owners[block_id]]
         self.num_cached -= len(free)
         if self.has_priorities:
@@ -85,7 +84,7 @@ class BlockPool:
                     self.free.append(block_id, front=True)
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks from the front of the free order, or none at all.
+        """Take `count` blocks from the front of the free order, or none at all.
 
         Raises OutOfBlocksError.
         """
@@ -100,7 +99,7 @@ class BlockPool:
         return taken
 
     def share(self, block_id: int) -> None:
-        """One more owner for a block, free or not; what is in it stays as it is."""
+        """Add an owner to a block, free or not. Its content stays as it is."""
         if self._owners[block_id]:
             self.extra_owners += 1
         else:
@@ -109,11 +108,11 @@ class BlockPool:
         self._owners[block_id] += 1
 
     def give_back(self, block_ids: Sequence[int], front: bool = False) -> None:
-        """Take one owner from each of these blocks; those without any left go to the end of the free order.
+        """Remove one owner from each of these blocks; those without an owner go to the end of the free order.
 
         front   they go to the front instead, the last one first
 
-        Raises InternalError when a block has no owner or comes twice; nothing was changed then.
+        Raises InternalError when a block has no owner or is named twice; nothing is changed then.
         """
         owners = self._owners
         unowned = [block_id for block_id in block_ids if owners[block_id] == 0]

@@ -1,4 +1,4 @@
-"""What claims do to the pool, the tables and the prefix cache: start sequences, follow beams, take tokens back."""
+"""What claims do to the pool, the tables and the prefix cache: start sequences, reorder beams, rewind tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """All that a step has to know of the blocks that were claimed for it.
+    """What a step must know about the blocks that were claimed for it.
 
     table_updates   changed entries of the block tables
     copies          blocks that the device copies before the step, in order
@@ -42,9 +42,9 @@ def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmR
           taken_elsewhere: int) -> list[Entries]:
     """Give first chunks the blocks of their whole prompts; beams share all but a last one that is not full.
 
-    taken_elsewhere   blocks that must be left for the same step
+    taken_elsewhere   blocks that must be left for the other requests of the step
 
-    Raises OutOfBlocksError; nothing was changed then.
+    Raises OutOfBlocksError; nothing is changed then.
     """
     unit = sequences.tokens_per_block
     counts = [blocks_of_prompt(request.prompt_len, unit, request.beam_width) for request in first_chunks]
@@ -64,7 +64,7 @@ def start(pool: BlockPool, sequences: SequenceTable, first_chunks: Sequence[LlmR
 
 def start_with_reuse(cache: PrefixCache, sequences: SequenceTable, first_chunks: Sequence[LlmRequest],
                      taken_elsewhere: int) -> list[Entries]:
-    """The same with what is cached of the prompts. `sequences.reused_tokens` says how much that was."""
+    """The same, with the cached blocks of the prompts. `sequences.reused_tokens` says how many tokens they hold."""
     claim = PrefixClaim(cache, first_chunks, taken_elsewhere)
     if claim.needed > len(cache.pool.free):
         raise OutOfBlocksError(claim.needed, len(cache.pool.free))
@@ -93,10 +93,10 @@ class Start:
 
 
 class PrefixClaim:
-    """One claim for several first chunks; there must be enough free blocks for what `needed` says.
+    """One claim for several first chunks; at least `needed` blocks must be free.
 
-    Everything cached that any of them will use is protected before the first new block is taken, so that what was
-    found when the step was planned is still there. What is copied from is protected until there is a block to copy to.
+    All cached blocks that any of them will use are protected before the first new block is taken, so that the blocks
+    found when the step was planned are still there. The source of a copy is protected until its destination is taken.
     """
 
     def __init__(self, cache: PrefixCache, requests: Sequence[LlmRequest], taken_elsewhere: int) -> None:
@@ -111,7 +111,7 @@ class PrefixClaim:
 
     @property
     def needed(self) -> int:
-        """Free blocks that all of it takes, those taken elsewhere in the same step included."""
+        """Free blocks that the claim takes, those of other requests of the step included."""
         return self._left + len(self._unowned)
 
     def start(self) -> list[Start]:
@@ -159,7 +159,7 @@ class PrefixClaim:
         return Start(block_ids, reused_tokens)
 
     def _begun(self, node: PrefixNode, num_tokens: int) -> int | None:
-        """A block to write to that has these tokens of the node; None when there is none to be had."""
+        """A block to write to that has these tokens of the node; None if there is none."""
         source = node.block_id
         if source is None:
             host_id = node.host_id
@@ -177,7 +177,7 @@ class PrefixClaim:
         (block_id,) = self._take(1)
         self._pool.set_priority(block_id, self._pool.priority(source))
         self._cache.copies.append(BlockCopy(source, block_id, num_tokens))
-        self._pool.give_back([source])     # copies are made in order, before the step writes to what was taken since
+        self._pool.give_back([source])     # copies are made in order, before the step writes to blocks taken later
         return block_id
 
     def _take(self, count: int) -> list[int]:
@@ -185,11 +185,11 @@ class PrefixClaim:
         return self._cache.take(count)
 
 
-# Beams: they share the blocks they have in common, and each writes to a last block of its own.
+# Beams share the blocks that they have in common, and each writes to a last block of its own.
 
 
 def copies_of_first_beam(table: np.ndarray, num_tokens: int) -> list[BlockCopy]:
-    """What gives all beams the last block that was computed for the first one.
+    """The copies that give all beams the last block, which was computed for the first one.
 
     table   [beams, blocks]
     """
@@ -198,13 +198,13 @@ def copies_of_first_beam(table: np.ndarray, num_tokens: int) -> list[BlockCopy]:
 
 
 def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool: BlockPool) -> list[BlockCopy]:
-    """Make beam b go on where beam parents[b] stands. Takes no block.
+    """Make beam b continue from beam parents[b]. Takes no block.
 
-    table            [beams, blocks], changed in place
+    table            [beams, blocks], changed in index
     tokens_in_last   tokens in the last blocks, which are private; 0 when they are full and can be shared
 
     A parent with several children keeps its last block for the first of them. The others get the last blocks of beams
-    that nobody goes on with, of which there are as many, and a copy of the content.
+    without children, of which there are as many, and a copy of the content.
     """
     before = table.copy()
     after = before[list(parents)]
@@ -225,7 +225,7 @@ def reorder(table: np.ndarray, parents: Sequence[int], tokens_in_last: int, pool
     return copies
 
 
-# Tokens that were claimed and turned out not to be wanted: rejected drafts, steps that are given up.
+# Tokens that were claimed and are not needed: rejected drafts, steps that are dropped.
 
 
 def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequences: SequenceTable,
@@ -236,8 +236,8 @@ def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequ
     keeps_prompts   other requests may use the blocks of a prompt, so no prompt is shortened
 
     Raises InternalError when a shortened sequence could not go on: it holds no blocks, is named twice or would be too
-    short, blocks that its newest token looks at have left the window, or its last block is in another table too.
-    Nothing was changed then.
+    short, blocks that its newest token attends to have left the window, or its last block is in another table too.
+    Nothing is changed then.
     """
     unit = sequences.tokens_per_block
     slots = sequences.find_slots(requests)
@@ -247,18 +247,18 @@ def rewind(requests: Sequence[LlmRequest], num_tokens: int | Sequence[int], sequ
     shortest = np.array([request.prompt_len for request in requests]) if keeps_prompts else 1
     refused = (counts < 0) | (lengths < shortest) | (sequences.dropped[slots] > window.num_unseen(lengths))
     if sequences.max_beam_width > 1:
-        for place in np.flatnonzero(~refused & (lengths % unit > 0)).tolist():
-            last = sequences.table(requests[place])[:, ends[place] - 1].tolist()
-            refused[place] = any(pool.owners(block_id) > 1 for block_id in last)
+        for index in np.flatnonzero(~refused & (lengths % unit > 0)).tolist():
+            last = sequences.table(requests[index])[:, ends[index] - 1].tolist()
+            refused[index] = any(pool.owners(block_id) > 1 for block_id in last)
     if refused.any():
-        place = int(refused.argmax())
-        raise InternalError(f"{requests[place]} cannot be rewound by {counts[place]} tokens")
+        index = int(refused.argmax())
+        raise InternalError(f"{requests[index]} cannot be rewound by {counts[index]} tokens")
     if len(set(slots.tolist())) < len(slots):
         raise InternalError("a request is to be rewound twice at once", "each of them is named once")
 
-    for place in np.flatnonzero(ends < sequences.ends[slots]).tolist():
-        table = sequences.table(requests[place])
-        for column in reversed(range(int(ends[place]), table.shape[1])):
+    for index in np.flatnonzero(ends < sequences.ends[slots]).tolist():
+        table = sequences.table(requests[index])
+        for column in reversed(range(int(ends[index]), table.shape[1])):
             for block_id in table[:, column].tolist():
                 pool.give_back([block_id], front=True)
     sequences.kv_lengths[slots] = lengths

@@ -1,8 +1,9 @@
-"""The numbers schedulers know from TensorRT-LLM: what a request needs, estimated from its lengths and the cache.
+"""The numbers that schedulers know from TensorRT-LLM: a request's needs, estimated from its lengths and the cache.
 
 They serve the conformance records and schedulers that were written for TensorRT-LLM; the loop and the built-in
-policies do not use them. They are estimates: a prompt longer than its window, two first chunks that share a prefix, or
-a victim that holds a part of it make a claim take more or less. What a claim takes is in ledger.py and reservations.py.
+policies do not use them. They are estimates: with a prompt longer than its window, with two first chunks that share a
+prefix, or with a victim that holds a part of it, a claim takes more or less. The exact numbers are in ledger.py and
+reservations.py.
 
 Source: TensorRT-LLM's getNeededBlocksOneStep and getRemainingBlocksToCompletion.
 """
@@ -44,7 +45,7 @@ class Estimates:
             request.beam_width, two_step_lookahead)
 
     def reusable_blocks(self, request: LlmRequest) -> tuple[int, int]:
-        """Full blocks of the prompt that are cached, from the first on: those that others hold, and all."""
+        """Full blocks of the prompt that are cached, from the first on: those that other sequences hold, and all."""
         return self.held_by_others(request), 0 if self._cache is None else len(self._cache.matched(request))
 
     def held_by_others(self, request: LlmRequest) -> int:
@@ -91,7 +92,7 @@ def blocks_for_generation_step(kv_length: int, tokens_left: int, draft_len: int,
 
 
 def blocks_at_the_end(prompt_len: int, max_new_tokens: int, window: AttentionWindow) -> int:
-    """Blocks per beam that are held at most, but for one that a sliding window may need for a moment."""
+    """Blocks per beam that are held at most, except for one that a sliding window may need for a moment."""
     tokens, stored = prompt_len + max_new_tokens, window.longest_stored
     blocks = ceil_div(min(tokens, stored) + window.bubble, window.tokens_per_block)
     return blocks + window.sink_blocks if tokens > stored else blocks
@@ -101,8 +102,8 @@ def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, h
                          beam_width: int = 1, shared: int = 0) -> int:
     """Blocks a sequence may still take until its last token.
 
-    It counts prompt_len + max_new_tokens tokens although the last one is never stored, as the original does. A window
-    that slides is handed its new block before it gives the oldest one back: one more while that is still to come.
+    It counts prompt_len + max_new_tokens tokens although the last one is never stored, as TensorRT-LLM does. A window
+    that slides gets its new block before it releases the oldest one, so one more is counted until that has happened.
     """
     unit = window.tokens_per_block
     context = (min(prompt_len, window.longest_stored) + window.bubble) // unit

@@ -1,6 +1,6 @@
 """The order in which free blocks are handed out again.
 
-    priority    0..100, how long what is in a block should be kept: low ones go first
+    priority    0..100, how long the content of a block should be kept: blocks of low priority go first
     duration    seconds after a block became free for which its priority holds; None: for ever
 """
 
@@ -15,9 +15,9 @@ OFFLOAD_PRIORITY = 30
 
 
 class EvictionOrder:
-    """Free blocks by priority, inside one priority the one that became free longest ago first.
+    """Free blocks by priority; inside one priority, the block that became free longest ago goes first.
 
-    A block keeps its priority while it is in use; `refresh` lets those fall back to the default whose time is over.
+    A block keeps its priority while it is in use; `refresh` sets expired priorities back to the default.
     """
 
     def __init__(self, block_ids: Iterable[int] = (), now: Callable[[], float] = lambda: 0.0) -> None:
@@ -45,7 +45,7 @@ class EvictionOrder:
         return self._priorities.get(block_id, DEFAULT_PRIORITY)
 
     def is_offloadable(self, block_id: int) -> bool:
-        """Whether what is in the block is worth a copy when the block is handed out."""
+        """Whether the content of the block is worth a copy when the block is handed out."""
         return self.priority(block_id) >= OFFLOAD_PRIORITY
 
     def first(self) -> int | None:
@@ -53,7 +53,7 @@ class EvictionOrder:
         return next(iter(self), None)
 
     def popitem(self, wanted: int = 1) -> list[int]:
-        """The first blocks of the order; there must be as many."""
+        """Remove and return the first blocks of the order; there must be as many."""
         taken: list[int] = []
         while len(taken) < wanted:
             priority = min(self._queues) if self._default else min(filter(self._queues.get, self._queues))
@@ -66,14 +66,14 @@ class EvictionOrder:
         return taken
 
     def remove(self, block_id: int) -> None:
-        """Take one block out of the order wherever it stands."""
+        """Remove one block from the order."""
         priority = self.priority(block_id)
         del self._queues[priority][block_id]
         self._drop_if_empty(priority)
         self._deadlines.pop(block_id, None)
 
     def append(self, block_id: int, front: bool = False) -> None:
-        """Add a block behind all of its priority, or before them."""
+        """Add a block after all of its priority, or before them."""
         queue = self._default
         if self._priorities:
             queue = self._queues.setdefault(self.priority(block_id), OrderedDict())
@@ -84,23 +84,23 @@ class EvictionOrder:
             deadline = self._now() + self._durations[block_id], next(self._arrivals)
             self._deadlines[block_id] = deadline
             heappush(self._deadline_heap, (deadline, block_id))
-            if len(self._deadline_heap) > 2 * len(self._deadlines) + 64:    # most are of blocks that were taken since
+            if len(self._deadline_heap) > 2 * len(self._deadlines) + 64:    # most are of blocks that have been taken
                 self._deadline_heap = [(deadline, block_id) for block_id, deadline in self._deadlines.items()]
                 heapify(self._deadline_heap)
 
     def set_priority(self, block_id: int, priority: int, duration: float | None = None) -> None:
-        """For a block that is not in the order at this moment."""
+        """For a block that is not in the order now."""
         if priority == DEFAULT_PRIORITY:
             self._priorities.pop(block_id, None)
         else:
             self._priorities[block_id] = priority
-        if duration is None or priority == DEFAULT_PRIORITY:    # it would fall back to where it is
+        if duration is None or priority == DEFAULT_PRIORITY:    # it would fall back to the same priority
             self._durations.pop(block_id, None)
         else:
             self._durations[block_id] = duration
 
     def refresh(self) -> None:
-        """Blocks whose priority has run out go to the end of the default priority."""
+        """Move blocks whose priority has expired to the end of the default priority."""
         if not self._deadline_heap:
             return
         now = self._now()

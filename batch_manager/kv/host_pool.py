@@ -1,4 +1,4 @@
-"""A second, larger and slower home for what is evicted from the pool: accounting only."""
+"""A second, larger and slower pool for the content of evicted blocks: accounting only."""
 
 from collections.abc import Iterator
 
@@ -7,10 +7,10 @@ from .prefix_index import PrefixNode
 
 
 class HostPool:
-    """Host blocks, each empty or with the content of one node. What is in use by a claim is pinned.
+    """Host blocks, each empty or with the content of one node. Blocks that a claim uses are pinned.
 
-    When all are full the one of lowest priority that came first makes way, unless its priority is higher than that of
-    the newcomer.
+    When all are full, the oldest block of the lowest priority is dropped, unless its priority is higher than that of
+    the new content.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,14 +27,14 @@ class HostPool:
         return node.host_id is not None and self._nodes.get(node.host_id) is node
 
     def make_way(self, priority: int) -> PrefixNode | None:
-        """The node whose content has to go before one of this priority can be put in; None when nothing has to."""
+        """The node whose content must be dropped before content of this priority can be put in; None: none must be."""
         if self._empty:
             return None
         first = self._order.first()
         return None if first is None or self._order.priority(first) > priority else self._nodes[first]
 
     def put(self, node: PrefixNode, priority: int) -> int | None:
-        """The host block for a node's content, None when there is no room."""
+        """The host block for a node's content; None if there is no room."""
         if not self._empty:
             return None
         host_id = self._empty.pop()
@@ -56,7 +56,7 @@ class HostPool:
             self._order.append(host_id)
 
     def drop(self, host_id: int) -> None:
-        """The content is not wanted any more."""
+        """The content is not needed any more."""
         self.pin(host_id)
         del self._nodes[host_id]
         self._empty.append(host_id)

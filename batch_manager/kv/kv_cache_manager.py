@@ -1,4 +1,4 @@
-"""The facade of this folder: claim and give back blocks, and hand out the numbers plans are made with."""
+"""The facade of this folder: claims and releases blocks, and gives the numbers that plans are made with."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -27,12 +27,12 @@ from .window import AttentionWindow
 class KvCacheUsage:
     """Blocks of the pool at one moment: `free_blocks + live_blocks + cached_blocks == max_blocks`.
 
-    free_blocks      that hold nothing
-    live_blocks      that running sequences hold
-    cached_blocks    that no sequence holds and whose content may be used again
-    reused_blocks    that prompts did not have to compute, since construction
-    evicted_blocks   cached ones whose content was lost, since construction
-    host_blocks, used_host_blocks   of the pool in host memory: all, and those that hold something
+    free_blocks      hold nothing
+    live_blocks      are held by running sequences
+    cached_blocks    are held by no sequence, and their content may be used again
+    reused_blocks    prompts did not have to compute them; since construction
+    evicted_blocks   cached ones whose content was lost; since construction
+    host_blocks, used_host_blocks   of the pool in host memory: all, and those with content
     """
 
     max_blocks: int
@@ -47,23 +47,23 @@ class KvCacheUsage:
 
 
 class KvCacheManager:
-    """Which request holds which blocks, and what the others may still take.
+    """Which request holds which blocks, and which blocks the others may still take.
 
-    A slot belongs to the request that claimed it until that request is released; what is asked about a request that
-    owns no slot is answered as for one that holds nothing. Slots may be any non-negative integers. With beams, the
-    rows of the block tables are slot * max_beam_width + beam.
+    A slot belongs to the request that claimed it until that request is released. A request that owns no slot holds
+    nothing. Slots may be any non-negative integers. With beams, the rows of the block tables are
+    slot * max_beam_width + beam.
 
-    window                       tokens a query looks back on; None: all of them
+    window                       tokens that a query attends to; None: all of them
     temporary_attention_window   tokens by which a prompt may exceed the window; only `estimates` read it
     sink_token_length            first tokens that stay visible; with them nothing is reused
-    enable_block_reuse           prompts share what is in the cache of the prompts before them
+    enable_block_reuse           prompts share the cached blocks of earlier prompts
     enable_partial_reuse         also the beginning of a block
-    host_blocks                  blocks of a second pool for what is evicted from the first
+    host_blocks                  blocks of a second pool for content that is evicted from the first
     max_draft_len                drafts that a claim adds to a generating request at most; plans read the draft_len of
                                  requests only where it is not 0
-    unread_steps                 claims for steps that nobody has read may be this many, of one token each: a sequence
-                                 can always be rewound by so many tokens. Blocks that leave the window are given back
-                                 as many tokens later.
+    unread_steps                 this many steps of one token each may be claimed and not read: a sequence can always be
+                                 rewound by so many tokens. Blocks that leave the window are released as many tokens
+                                 later.
     now                          seconds; priorities may end with time
 
     estimates                    TensorRT-LLM's numbers, for conformance records and custom schedulers
@@ -93,7 +93,7 @@ class KvCacheManager:
         self.reservations = Reservations(self.sequences, self.window, self.pool, self.enable_block_reuse)
         self._reordered: list[Entries] = []
 
-    # What is there. Derived from the pool, never counted twice.
+    # Current numbers. Derived from the pool, never counted twice.
 
     @property
     def num_blocks(self) -> int:
@@ -114,7 +114,7 @@ class KvCacheManager:
         return self.cache is not None
 
     def usage(self) -> KvCacheUsage:
-        """Everything statistics say of the pool."""
+        """The pool's numbers for statistics."""
         pool, cache = self.pool, self.cache
         free, cached = len(pool.free), pool.num_cached
         if cache is None:
@@ -124,8 +124,8 @@ class KvCacheManager:
                             cache.host.num_blocks - cache.host.num_free)
 
     def check_totals(self) -> None:
-        """free + live == total, with the live blocks counted over the sequences: each as often as tables name it, less
-        what the pool knows of as shared. audit.py looks at everything.
+        """Check free + live == total. Live blocks are counted over the sequences: the entries of all tables, less the
+        additional owners that the pool knows of. audit.py checks everything.
 
         Raises InternalError.
         """
@@ -139,11 +139,11 @@ class KvCacheManager:
         return self.sequences.has(request)
 
     def held_blocks(self, request: LlmRequest) -> int:
-        """Blocks each beam of the request holds."""
+        """Blocks that each beam of the request holds."""
         return self.sequences.held(request) if self.owns(request) else 0
 
     def kv_length(self, request: LlmRequest) -> int:
-        """Tokens the request has room for: its whole prompt with the first chunk, more with each step claimed."""
+        """Tokens that the request has room for: its whole prompt with the first chunk, more with each claimed step."""
         return int(self.sequences.kv_lengths[request.seq_slot]) if self.owns(request) else 0
 
     def block_ids(self, request: LlmRequest, beam: int = 0) -> list[int]:
@@ -151,22 +151,22 @@ class KvCacheManager:
         return self.sequences.blocks_of_beam(request, beam) if self.owns(request) else []
 
     def own_blocks(self, request: LlmRequest) -> list[int]:
-        """Blocks that no other request holds or can find: all that a step may have written to for this request."""
+        """Blocks that no other request holds or can find: all blocks that a step may have written for this request."""
         return [block_id for block_id, count in self.sequences.owners_of(request).items()
                 if self.pool.owners(block_id) == count
                 and (self.cache is None or self.cache.index.of_block(block_id) is None)]
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-        """Those of the requests, which all hold blocks, that give some back when they claim room for one more token."""
+        """The requests that release blocks when they claim room for one more token. All of them hold blocks."""
         if not self._slides or not requests:
             return []
         slots = self.sequences.slots_of(requests)
         leaving = self.window.num_dropped(self.sequences.kv_lengths[slots] + 1) > self.sequences.dropped[slots]
-        return [requests[place] for place in np.flatnonzero(leaving).tolist()]
+        return [requests[index] for index in np.flatnonzero(leaving).tolist()]
 
     def blocks_of_span(self, request: LlmRequest, start: int, end: int) -> list[tuple[int, int]]:
         """(block id, index of its first token of the span) for the blocks of all beams that hold positions start..end
-        of the request; those it does not hold any more are left out."""
+        of the request. Blocks that it has released are left out."""
         if not self.owns(request) or start >= end:
             return []
         unit = self.tokens_per_block
@@ -175,8 +175,8 @@ class KvCacheManager:
         return [(block_id, start % unit if column == 0 else 0) for column in range(columns.shape[1])
                 for block_id in dict.fromkeys(columns[:, column].tolist()) if block_id != UNUSED]
 
-    # What a plan needs to know. The table in kv/__init__.py says which number is exact, and who asks for it. The names
-    # that begin with get_ are TensorRT-LLM's, for schedulers that were written for it.
+    # Numbers for plans. The table in kv/__init__.py says which of them are exact, and what uses them. The names that
+    # begin with get_ are TensorRT-LLM's, for schedulers that were written for it.
 
     def start_scheduling(self) -> KvLedger:
         """A budget for one scheduling pass."""
@@ -187,18 +187,18 @@ class KvCacheManager:
         return self.pool.num_blocks
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Blocks the request has and may take until its last token, all together, if it shares none."""
+        """Blocks that the request holds and may still take until its last token, in all, if it shares none."""
         return self.reservations.most_blocks(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
-        """Blocks the request may still take until its last token, estimated as TensorRT-LLM does."""
+        """Blocks that the request may still take until its last token, as TensorRT-LLM estimates them."""
         return self.estimates.get_remaining_blocks_to_completion(request)
 
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
                         paused: Sequence[LlmRequest] = (), num_drafts: Sequence[int] | None = None) -> int:
         """Free blocks that `claim` of the same lists takes.
 
-        paused   requests that are released before; what only they hold is free by then
+        paused   requests that are released first; blocks that only they hold are free by then
         """
         needed = 0
         if generation:
@@ -218,30 +218,30 @@ class KvCacheManager:
         return needed
 
     def blocks_freed_by(self, paused: Sequence[LlmRequest]) -> int:
-        """Blocks that no request holds once these were released."""
+        """Blocks that no request holds any more after these have been released."""
         owners = sum(map(self.sequences.owners_of, paused), Counter())
         return sum(count == self.pool.owners(block_id) for block_id, count in owners.items())
 
     def reusable_tokens(self, request: LlmRequest) -> int:
-        """Tokens that a claim of this first chunk finds for certain, as long as nothing is claimed before it."""
+        """Tokens that a claim of this first chunk is certain to find, if nothing is claimed before it."""
         if self.cache is None or self.owns(request):
             return 0
         return len(self.cache.shareable(request)) * self.tokens_per_block
 
-    # What changes.
+    # Changes.
 
     def claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
               num_drafts: Sequence[int] | None = None) -> Claim:
         """Make room for one step: the whole prompt of each first chunk, one more token of each generating request.
 
-        Later chunks need no claim. All or nothing. With reuse, `reused_tokens` says from then on how much of a prompt
-        need not be computed. Retention priorities whose time is over end before the first block is taken.
+        Later chunks need no claim. All or nothing. With reuse, `reused_tokens` then says how much of a prompt need not
+        be computed. Expired retention priorities end before the first block is taken.
 
         num_drafts   [g] drafts of the generating requests, 0..max_draft_len: each gets room for so many more tokens,
                      not beyond its last one; None: no drafts
 
         Raises OutOfBlocksError, InternalError for a first chunk that holds blocks, a generation step that does not, or
-        too many drafts; nothing was changed then.
+        too many drafts; nothing is changed then.
         """
         sequences = self.sequences
         if first_chunks:
@@ -277,11 +277,11 @@ class KvCacheManager:
         return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))
 
     def reused_tokens(self, request: LlmRequest) -> int:
-        """Tokens at the front of the prompt that were in the cache when the request claimed its blocks."""
+        """Tokens at the front of the prompt that were cached when the request claimed its blocks."""
         return self.sequences.reused_tokens.get(request.seq_slot, 0) if self.owns(request) else 0
 
     def blocks_since_start(self, request: LlmRequest) -> tuple[int, int]:
-        """Blocks the request has got since it claimed its first ones: taken from the pool, and found in the cache."""
+        """Blocks that the request has got since its first claim: taken from the pool, and found in the cache."""
         if not self.owns(request):
             return 0, 0
         unit, beams = self.tokens_per_block, request.beam_width
@@ -291,19 +291,19 @@ class KvCacheManager:
         return first - reused + grown * beams, reused
 
     def publish_context(self, request: LlmRequest, computed_tokens: int) -> None:
-        """Let other prompts use the full blocks of the prompt that are computed; not the block of its last token.
+        """Make the computed full blocks of the prompt reusable, except for the block of its last token.
 
-        To be called when the step that computed them has succeeded.
+        Call it when the step that computed them has succeeded.
         """
         if self.cache is not None and self.owns(request):
             tokens = min(request.prompt_len, computed_tokens) - 1
             self.cache.publish(request, self.sequences.table(request)[0].tolist(), tokens, with_rest=False)
 
     def release(self, request: LlmRequest, computed_tokens: int = 0, is_worthless: bool = False) -> None:
-        """Give back everything the request holds; nothing happens when it holds nothing.
+        """Release all that the request holds, if anything.
 
-        computed_tokens   with one beam, so many tokens of the request but for the last are left for other prompts
-        is_worthless      a step may have left anything in its blocks: their retention priorities end here
+        computed_tokens   with one beam, so many tokens of the request, less one, become reusable for other prompts
+        is_worthless      the content of its blocks is undefined: their retention priorities end here
         """
         if self.cache is not None:
             tokens = min(request.num_tokens, computed_tokens, self.kv_length(request) + 1) - 1
@@ -315,20 +315,20 @@ class KvCacheManager:
                     self.pool.set_priority(block_id, DEFAULT_PRIORITY)
         if self.owns(request):
             for beam in range(request.beam_width):
-                # What follows in a prompt is of use only as long as what comes before is there: it goes first. Where
-                # nothing is cached the blocks used last are used next, so that a large pool is not touched whole.
+                # A later block of a prompt is of use only while the earlier ones are there, so it is released first.
+                # Where nothing is cached, the blocks used last are used next: a large pool is then not touched whole.
                 self.pool.give_back(self.block_ids(request, beam)[::-1], front=self.cache is None)
             self.sequences.remove(request)
 
     def fork(self, request: LlmRequest) -> list[BlockCopy]:
-        """What gives all beams the last block of the prompt once it was computed for the first beam."""
+        """The copies that give all beams the last block of the prompt, which was computed for the first beam."""
         table = self.sequences.table(request)[:, :block_needs.ceil_div(request.prompt_len, self.tokens_per_block)]
         return claims.copies_of_first_beam(table, (request.prompt_len - 1) % self.tokens_per_block + 1)
 
     def reorder(self, request: LlmRequest, parents: Sequence[int]) -> list[BlockCopy]:
         """Make each beam continue from its parent. Takes no block; the next claim reports the tables.
 
-        Returns what has to be copied before the next step.
+        Returns the copies to be made before the next step.
         """
         assert len(parents) == request.beam_width
         if list(parents) == list(range(request.beam_width)):
@@ -339,20 +339,20 @@ class KvCacheManager:
         return copies
 
     def rewind(self, requests: Sequence[LlmRequest], num_tokens: int | Sequence[int]) -> None:
-        """Take back the last tokens these requests claimed. Their blocks are the next to be handed out.
+        """Take back the last tokens that these requests claimed. Their blocks are the next to be handed out.
 
         num_tokens   of each request, or one number for all. `unread_steps` tokens can always be taken back, and the
-                     drafts of the newest step besides; more only while what is needed has not left the window.
+                     drafts of the newest step as well; more only while the needed blocks have not left the window.
 
-        Raises InternalError when a shortened sequence could not continue: it holds no blocks, blocks that it looks at
-        have left the window, or its last block is in another table too. Nothing was changed then.
+        Raises InternalError when a shortened sequence could not continue: it holds no blocks, blocks that it attends to
+        have left the window, or its last block is in another table too. Nothing is changed then.
         """
         claims.rewind(requests, num_tokens, self.sequences, self.pool, self.window,
                       keeps_prompts=self.cache is not None)
 
     def _with_drafts(self, generation: Sequence[LlmRequest], slots: np.ndarray, lengths: np.ndarray,
                      num_drafts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The lengths with one token and these drafts more, blocks per beam that some of the slots take, these slots.
+        """(lengths with one token and these drafts more, blocks per beam that growing slots take, the growing slots).
 
         Raises InternalError.
         """
@@ -363,10 +363,10 @@ class KvCacheManager:
         ends, last = -(-grown // self.tokens_per_block), self.sequences.last_blocks[slots]
         wrong = (drafts < 0) | (drafts > self.window.max_draft_len) | ((ends > last) & (drafts > 0))
         if wrong.any():
-            place = int(wrong.argmax())
+            index = int(wrong.argmax())
             raise InternalError(
-                f"{generation[place]} is to claim {drafts[place]} drafts after {lengths[place]} tokens",
-                f"0 to {self.window.max_draft_len} drafts that fit into the {last[place]} blocks of all its tokens")
+                f"{generation[index]} is to claim {drafts[index]} drafts after {lengths[index]} tokens",
+                f"0 to {self.window.max_draft_len} drafts that fit into the {last[index]} blocks of all its tokens")
         counts = ends - self.sequences.ends[slots]
         growing = counts > 0
         return grown, counts[growing], slots[growing]
@@ -387,8 +387,8 @@ class KvCacheManager:
         return self.sequences.add_blocks(slots, taken, counts)
 
     def _leave_window(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Give back the blocks that these sequences, with only the first token of their step, will not look at."""
+        """Release the blocks that these sequences, with only the first token of their step, will not attend to."""
         dropped = self.window.num_dropped(lengths)
-        for place in np.flatnonzero(dropped > self.sequences.dropped[slots]).tolist():
-            for row in self.sequences.drop_up_to(int(slots[place]), int(dropped[place]), self.window.sink_blocks):
+        for index in np.flatnonzero(dropped > self.sequences.dropped[slots]).tolist():
+            for row in self.sequences.drop_up_to(int(slots[index]), int(dropped[index]), self.window.sink_blocks):
                 self.pool.give_back(row, front=self.cache is None)

@@ -1,4 +1,4 @@
-"""A throwaway budget of blocks for one scheduling pass: it knows what a claim of the plan will take."""
+"""The budget of blocks for one scheduling pass: it knows how many blocks a claim of the plan will take."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -17,12 +17,12 @@ _draft_len = attrgetter("draft_len")
 
 
 class KvLedger:
-    """What a plan may still spend. Nothing is taken from the pool: the loop claims for real once the plan is made.
+    """What a plan may still spend. Nothing is taken from the pool: the loop claims the blocks when the plan is made.
 
-    A first chunk shares what is cached of its prompt. Cached blocks that running sequences hold cost nothing; those
-    that are free are taken from the free blocks like any other, once for all first chunks of the plan. Who will hold
-    what is therefore kept account of: a block of a request that the plan pauses is free unless others hold it or the
-    plan shares it already.
+    A first chunk shares the cached blocks of its prompt. Those that running sequences hold cost nothing; free ones are
+    taken from the free blocks like any other, once for all first chunks of the plan. The ledger therefore tracks who
+    will hold each block: a block of a request that the plan pauses is free unless another request holds it or the plan
+    shares it already.
 
     available_blocks   free blocks of the pool, less what was spent, plus what was refunded
     """
@@ -47,7 +47,10 @@ class KvLedger:
         return blocks <= self.available_blocks
 
     def spend(self, blocks: int, starting: LlmRequest | None = None) -> None:
-        """Take blocks from the budget, with a first chunk for the request that starts with them."""
+        """Take blocks from the budget.
+
+        starting   the request whose first chunk takes them, if it is one
+        """
         self.available_blocks -= blocks
         if starting is not None and self._cache is not None and not self._sequences.has(starting):
             found = self._cache.shareable(starting)
@@ -55,11 +58,11 @@ class KvLedger:
             self._kept_by_plan.update(found[self._reservations.kept_columns(starting):])
 
     def is_refundable(self, request: LlmRequest) -> bool:
-        """Whether a plan may count on this request's blocks. Not while a step that is in flight may read them."""
+        """Whether a plan may count on this request's blocks. Not while a step in flight may read them."""
         return request.request_id not in self._inflight_request_ids
 
     def refund(self, request: LlmRequest) -> None:
-        """Count the blocks of a request that this plan pauses as free, but for those that stay in use."""
+        """Count the blocks of a request that this plan pauses as free, except for those that stay in use."""
         assert self.is_refundable(request)
         owners = self._sequences.owners_of(request)
         self._refunded.update(owners)
@@ -73,9 +76,9 @@ class KvLedger:
         return self._reservations.to_start(request) - len(self._in_use(request))
 
     def blocks_for_next_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
-        """Free blocks the request takes in its next step; with look-ahead, in its next two.
+        """Free blocks that the request takes in its next step; with look-ahead, in its next two.
 
-        Every draft counts as accepted, before the first chunk as far as the pool goes.
+        Every draft counts as accepted; before the first chunk, as many as the pool has room for.
         """
         if not self._sequences.has(request):
             return self._reservations.to_start_with_drafts(request) - len(self._in_use(request))
@@ -94,7 +97,8 @@ class KvLedger:
                                                  2 * tokens if two_step_lookahead else tokens)
 
     def blocks_to_completion(self, request: LlmRequest) -> int:
-        """Free blocks the request takes until its last token, if those it has to itself now come free in a window."""
+        """Free blocks that the request takes until its last token, if its own blocks become free when they leave the
+        window."""
         if self._sequences.has(request):
             return self._reservations.of_owners([request])
         in_use = self._in_use(request)
@@ -102,19 +106,19 @@ class KvLedger:
         if self._kept is None:
             self._kept = self._reservations.kept_blocks()
         if self._kept is not None:
-            # A sequence that slides past a shared block takes another for it, and does not free it.
+            # A sequence that slides past a shared block takes another one for it, and does not free it.
             first_kept = self._reservations.kept_columns(request)
-            num_in_use = len([place for place, node in in_use if place >= first_kept and (
+            num_in_use = len([index for index, node in in_use if index >= first_kept and (
                 node.block_id in self._kept or node in self._kept_by_plan)])
         return self._reservations.most_blocks(request) - num_in_use
 
     def blocks_to_completion_of_started(self) -> int:
-        """Free blocks that all who hold blocks take until their last tokens."""
+        """Free blocks that all requests with blocks take until their last tokens."""
         return self._reservations.of_all_owners()
 
     def _in_use(self, request: LlmRequest) -> list[tuple[int, PrefixNode]]:
-        """The cached blocks of the prompt that a sequence will hold when the request is claimed, with their places."""
+        """The cached blocks of the prompt that a sequence will hold when the request is claimed, with their indices."""
         if self._cache is None:
             return []
-        return [(place, node) for place, node in enumerate(self._cache.shareable(request)) if node in self._shared or (
+        return [(index, node) for index, node in enumerate(self._cache.shareable(request)) if node in self._shared or (
             node.block_id is not None and self._pool.owners(node.block_id) > self._refunded[node.block_id])]

@@ -1,6 +1,6 @@
-"""Which adapters are on the device, in how many of its pages: accounting only.
+"""Which adapters are on the device, and how many of its pages they take: accounting only.
 
-An adapter is known by its task id. Requests without one cost nothing.
+The key of an adapter is its task id. Requests without one cost nothing.
 """
 
 from collections import Counter, OrderedDict
@@ -12,7 +12,7 @@ from ..requests.llm_request import LlmRequest
 
 
 class PeftCacheManager:
-    """A fixed number of device pages. An adapter stays while a request uses it, and after that until others need room.
+    """A fixed number of device pages. An adapter stays while a request uses it, and then until others need its pages.
 
     pages_of   pages an adapter takes, by task id
     """
@@ -42,7 +42,7 @@ class PeftCacheManager:
         return [] if task_id is None else self._pages[task_id]
 
     def claim(self, requests: Iterable[LlmRequest]) -> list[AdapterLoad]:
-        """Hold the adapters of these requests on the device; those that hold theirs already are fine. All or nothing.
+        """Hold the adapters of these requests on the device, unless they hold theirs already. All or nothing.
 
         Raises OutOfResourceError when they do not fit.
         """
@@ -64,7 +64,7 @@ class PeftCacheManager:
         return loads
 
     def release(self, request: LlmRequest) -> None:
-        """The request does not use its adapter any more; nothing happens when it holds none."""
+        """The request no longer uses its adapter, if it holds one."""
         task_id = self._holders.pop(request, None)
         if task_id is not None:
             self._users[task_id] -= 1
@@ -73,7 +73,7 @@ class PeftCacheManager:
                 self._idle[task_id] = None
 
     def figures(self) -> dict[str, int]:
-        """What statistics say; loads and evictions are counted since construction."""
+        """Figures for the statistics; loads and evictions are counted since construction."""
         free = self.free_pages
         return {"LoRA Device Pages": self.max_device_pages, "Free LoRA Device Pages": free,
                 "Used LoRA Device Pages": self.max_device_pages - free, "LoRA Adapters On Device": len(self._pages),
@@ -101,7 +101,7 @@ class PeftCacheManager:
 
 
 class PageLedger:
-    """What a plan may still spend: the adapters of the requests it takes, each counted once."""
+    """The pages that a plan may still spend: each adapter of its requests counts once."""
 
     __slots__ = ("available_pages", "_manager", "_counted")
 

@@ -1,4 +1,4 @@
-"""What blocks still hold from earlier prompts: found, published, overwritten."""
+"""The content of earlier prompts that blocks still hold: look-ups, publication, overwriting."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,10 +12,10 @@ from .prefix_index import DIGEST_BITS, BlockKey, Domain, PrefixIndex, PrefixNode
 class PrefixCache:
     """Blocks of a pool whose content may be used again.
 
-    A block that is cached and that nobody owns is free like any other; when it is handed out its content goes to the
-    host's pool if there is one and it is worth it, or is lost, and with it the way to all that follows.
+    A cached block without an owner is free like any other. When it is handed out, its content moves to the host's pool
+    if there is one and the content is worth it; otherwise it is lost, and with it all blocks that follow it.
 
-    copies            what the device has to copy before the next step, in order
+    copies            for the device to make before the next step, in order
     reused_blocks     blocks that prompts did not have to compute
     evicted_blocks    blocks whose content was lost while it could be found
     """
@@ -34,7 +34,7 @@ class PrefixCache:
         self._keys: dict[int, tuple[LlmRequest, list[BlockKey]]] = {}
         self._walks: dict[int, tuple[LlmRequest, int, list[PrefixNode]]] = {}
 
-    # Looking up. What was hashed and found for a request is remembered until the request is released.
+    # Looking up. A request's digests and the nodes found for it are kept until the request is released.
 
     def matched(self, request: LlmRequest) -> list[PrefixNode]:
         """The full blocks of the prompt that are cached, from the first on."""
@@ -46,7 +46,8 @@ class PrefixCache:
         return nodes
 
     def shareable(self, request: LlmRequest) -> list[PrefixNode]:
-        """Those of them that the request can use. The last token of a prompt is always computed, so its block never."""
+        """Those of them that the request can use. The last token of a prompt is always computed, so its block is never
+        one."""
         return self.matched(request)[:(request.prompt_len - 1) // self.tokens_per_block]
 
     def is_owned(self, node: PrefixNode) -> bool:
@@ -54,19 +55,19 @@ class PrefixCache:
         return node.block_id is not None and self.pool.owners(node.block_id) > 0
 
     def first_new_key(self, request: LlmRequest) -> bytes | None:
-        """Names the prompt up to and including its first full block that is not cached; None when there is none."""
+        """The digest of the prompt up to and including its first full block that is not cached; None: there is none."""
         matched = len(self.matched(request))
         if matched == request.prompt_len // self.tokens_per_block:
             return None
         return self._keys_of(request, matched + 1)[matched].digest
 
     def will_publish_more(self, request: LlmRequest) -> bool:
-        """Whether that block can be found once the prompt is computed. The block of the last token cannot, while the
-        request runs."""
+        """Whether that block can be found when the prompt is computed. The block of the last token cannot be found
+        while the request runs."""
         return len(self.matched(request)) < (request.prompt_len - 1) // self.tokens_per_block
 
     def similar(self, request: LlmRequest, matched: Sequence[PrefixNode]) -> tuple[PrefixNode | None, int]:
-        """The block that has the most of the tokens behind the matched ones, and how many of them."""
+        """The block that has the most of the tokens after the matched ones, and how many of them."""
         parent = matched[-1] if matched else self.index.root(_domain(request))
         start = len(matched) * self.tokens_per_block
         end = min(start + self.tokens_per_block, request.prompt_len - 1)
@@ -79,7 +80,7 @@ class PrefixCache:
         return parent.most_similar_child(tokens, extra_ids) if self.enable_partial_reuse else (None, 0)
 
     def forget_request(self, request: LlmRequest) -> None:
-        """Its tokens are about to change, or it is gone."""
+        """The tokens of the request are about to change, or the request has ended."""
         self._keys.pop(request.request_id, None)
         self._walks.pop(request.request_id, None)
 
@@ -90,9 +91,9 @@ class PrefixCache:
             keys = []
             self._keys[request.request_id] = request, keys
         unit = self.tokens_per_block
-        for place in range(len(keys), count):
+        for index in range(len(keys), count):
             parent = keys[-1].digest if keys else self.index.root_digest(_domain(request))
-            keys.append(self.index.key(parent, *self._content(request, place * unit, (place + 1) * unit)))
+            keys.append(self.index.key(parent, *self._content(request, index * unit, (index + 1) * unit)))
         return keys[:count]
 
     def _content(self, request: LlmRequest, start: int, end: int) -> tuple[list[int], list[int] | None]:
@@ -105,25 +106,25 @@ class PrefixCache:
     # Publishing.
 
     def publish(self, request: LlmRequest, row: Sequence[int], num_tokens: int, with_rest: bool) -> None:
-        """Let others find the first tokens of a request, which are in these blocks, computed.
+        """Let other prompts find the first tokens of a request, which are computed and in these blocks.
 
-        row         its blocks in token order, negative where it does not hold one any more
-        with_rest   also a last block that is not full; nobody may write to it afterwards
+        row         its blocks in token order, negative where it has released one
+        with_rest   also a last block that is not full; it must not be written to afterwards
         """
         full, rest = divmod(num_tokens, self.tokens_per_block)
         keys = self._keys_of(request, full)
         node = None
-        for place in range(full + (1 if with_rest and rest else 0)):
-            if place < full:
-                key = keys[place]
+        for index in range(full + (1 if with_rest and rest else 0)):
+            if index < full:
+                key = keys[index]
             else:
                 parent_digest = keys[-1].digest if keys else self.index.root_digest(_domain(request))
                 key = self.index.key(parent_digest, *self._content(request, num_tokens - rest, num_tokens))
             if node is None:
                 node = self.index.grow_root(_domain(request))
             child = node.child(key)
-            if child is None and row[place] >= 0:
-                child = self.index.insert(node, key, row[place])
+            if child is None and row[index] >= 0:
+                child = self.index.insert(node, key, row[index])
             if child is None:
                 break
             node = child
@@ -133,12 +134,12 @@ class PrefixCache:
     # Overwriting.
 
     def take(self, count: int) -> list[int]:
-        """Blocks from the pool, whose content is thereby moved or lost.
+        """Take blocks from the pool. Their content is moved or lost.
 
         Raises OutOfBlocksError.
         """
         if count > 1 and self.pool.has_priorities and count <= len(self.pool.free):
-            # What one of them takes along of others' contents may put these first.
+            # Losing the content of one may move others to the front of the order.
             return [block_id for _ in range(count) for block_id in self.take(1)]
         taken = self.pool.take(count)
         for block_id in taken:
@@ -155,7 +156,7 @@ class PrefixCache:
         if in_the_way is not None:
             self.evicted_blocks += self._lose(in_the_way)
             if node.block_id is None:
-                return True                                    # it was below, and is lost already
+                return True                                    # it was below that one, and is lost already
         host_id = self.host.put(node, priority)
         if host_id is None:
             return False
@@ -164,7 +165,7 @@ class PrefixCache:
         return True
 
     def bring_back(self, node: PrefixNode) -> None:
-        """Give the content of a host block a block of the pool again. The node must be pinned."""
+        """Bring the content of a host block back to a block of the pool. The node must be pinned."""
         host_id = node.host_id
         assert host_id is not None
         (block_id,) = self.take(1)
@@ -174,7 +175,7 @@ class PrefixCache:
         self.index.move(node, block_id, None)
 
     def _lose(self, node: PrefixNode) -> int:
-        """Content and all that follows it cannot be found any more. Returns how many blocks that were."""
+        """Make the content, and all that follows it, impossible to find. Returns how many blocks those were."""
         gone = self.index.remove(node)
         self.pool.note_contents_lost([below.block_id for below in gone if below.block_id is not None])
         for below in gone:
@@ -184,7 +185,7 @@ class PrefixCache:
         return len(gone)
 
     def take_over(self, node: PrefixNode) -> int:
-        """A block nobody owns, with its content, for one owner who may write to it."""
+        """Give a block without an owner, with its content, to one owner that may write to it."""
         block_id = node.block_id
         assert block_id is not None
         self.pool.share(block_id)

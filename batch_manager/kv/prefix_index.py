@@ -1,8 +1,8 @@
 """Finds blocks whose content is the beginning of another prompt: a tree with one node per block.
 
-A node is found by a keyed digest over the way from the root to it, and then compared: its tokens, its extra ids and
-its parent, which is the node the walk came from. Two prompts whose digests are equal by chance, or by somebody's
-intent, are therefore told apart; the one that came second is not stored.
+A node is found by a keyed digest over the path from the root to it, and then compared: its tokens, its extra ids and
+its parent, which is the node that the walk came from. Two prompts whose digests are equal, by chance or by intent, are
+therefore told apart; the second one is not stored.
 """
 
 from array import array
@@ -21,7 +21,7 @@ class Domain(NamedTuple):
     """Prompts of different domains never share a block.
 
     adapter_id       None: no adapter
-    cache_salt       whatever the user gave to keep its prompts apart; None: nothing
+    cache_salt       given by the user to keep prompts apart; None: none was
     uses_extra_ids   tokens carry extra ids, for content that token ids do not tell apart
     """
 
@@ -31,7 +31,7 @@ class Domain(NamedTuple):
 
 
 class BlockKey(NamedTuple):
-    """One block of a prompt: its digest and what the digest is of, apart from the blocks before it."""
+    """One block of a prompt: its digest and the content that the digest covers, besides the blocks before it."""
 
     digest: bytes
     tokens: tuple[int, ...]
@@ -41,8 +41,8 @@ class BlockKey(NamedTuple):
 class PrefixNode:
     """The content of one block.
 
-    block_id   where it is in the pool, None when it is not
-    host_id    where it is in the host's pool, None when it is not
+    block_id   its block in the pool; None: it is not there
+    host_id    its block in the host's pool; None: it is not there
     """
 
     __slots__ = ("key", "parent", "children", "block_id", "host_id", "_in_order", "_contents")
@@ -57,7 +57,7 @@ class PrefixNode:
         self._contents: list[Content] = []                   # theirs
 
     def child(self, key: BlockKey) -> "PrefixNode | None":
-        """The block that goes on from here with exactly these tokens."""
+        """The block that continues from here with exactly these tokens."""
         found = self.children.get(key.digest)
         if found is None or found.key.tokens != key.tokens or found.key.extra_ids != key.extra_ids:
             return None
@@ -65,14 +65,14 @@ class PrefixNode:
 
     def most_similar_child(self, tokens: Sequence[int],
                            extra_ids: Sequence[int] | None) -> "tuple[PrefixNode | None, int]":
-        """The block that goes on from here with the most of these tokens, and how many.
+        """The block that continues from here with the most of these tokens, and how many.
 
-        In lexical order that is a neighbour of the place where they would stand.
+        In lexical order it is a neighbour of the position at which they would be inserted.
         """
         content = _content(tokens, extra_ids)
-        place = bisect_left(self._contents, content)
+        index = bisect_left(self._contents, content)
         best, most = None, 0
-        for neighbour in range(max(place - 1, 0), min(place + 1, len(self._contents))):
+        for neighbour in range(max(index - 1, 0), min(index + 1, len(self._contents))):
             length = _common_length(self._contents[neighbour], content)
             if length > most:
                 best, most = self._in_order[neighbour], length
@@ -80,15 +80,15 @@ class PrefixNode:
 
     def attach(self, child: "PrefixNode") -> None:
         content = _content(child.key.tokens, child.key.extra_ids)
-        place = bisect_left(self._contents, content)
-        self._contents.insert(place, content)
-        self._in_order.insert(place, child)
+        index = bisect_left(self._contents, content)
+        self._contents.insert(index, content)
+        self._in_order.insert(index, child)
         self.children[child.key.digest] = child
 
     def detach(self, child: "PrefixNode") -> None:
-        place = bisect_left(self._contents, _content(child.key.tokens, child.key.extra_ids))
-        assert self._in_order[place] is child
-        del self._contents[place], self._in_order[place], self.children[child.key.digest]
+        index = bisect_left(self._contents, _content(child.key.tokens, child.key.extra_ids))
+        assert self._in_order[index] is child
+        del self._contents[index], self._in_order[index], self.children[child.key.digest]
 
 
 class PrefixIndex:
@@ -96,7 +96,7 @@ class PrefixIndex:
 
     digest_bits   fewer than 256 only to provoke collisions in tests
     nodes         block id -> node, of those that are in the pool
-    version       another number after every change
+    version       changes with every change of the trees
     """
 
     def __init__(self, digest_bits: int = DIGEST_BITS) -> None:
@@ -123,7 +123,7 @@ class PrefixIndex:
         return BlockKey(self._digest(*fields), tuple(tokens), None if extra_ids is None else tuple(extra_ids))
 
     def _digest(self, *fields: tuple[str, Hashable]) -> bytes:
-        """Of fields with a name, a type and a length each, so that no value can pass for two, or for another one."""
+        """Digest of fields with a name, a type and a length each, so that no value can pass for two or for another."""
         state = blake2b(key=self._secret)
         for name, value in fields:
             data = value if isinstance(value, bytes) else repr(value).encode()
@@ -138,7 +138,7 @@ class PrefixIndex:
         return self._roots.get(domain)
 
     def walk(self, domain: Domain, keys: Sequence[BlockKey]) -> list[PrefixNode]:
-        """The blocks that hold the beginning of a prompt, as many as follow one another."""
+        """The blocks that hold the beginning of a prompt, up to the first that is missing."""
         node = self._roots.get(domain)
         found: list[PrefixNode] = []
         if node is None:
@@ -165,7 +165,7 @@ class PrefixIndex:
     # Changing.
 
     def grow_root(self, domain: Domain) -> PrefixNode:
-        """The root of a domain, made when it is not there."""
+        """The root of a domain, which is made if there is none."""
         root = self._roots.get(domain)
         if root is None:
             root = self._roots[domain] = PrefixNode(BlockKey(self.root_digest(domain), ()), None)
@@ -173,7 +173,7 @@ class PrefixIndex:
         return root
 
     def insert(self, parent: PrefixNode, key: BlockKey, block_id: int) -> PrefixNode | None:
-        """A new node; None when its digest belongs to other content, or the block is found by another key already."""
+        """Add a node. None if its digest belongs to other content, or the block has another key already."""
         if key.digest in parent.children or block_id in self.nodes:
             return None
         node = self.nodes[block_id] = PrefixNode(key, parent, block_id)
@@ -183,7 +183,7 @@ class PrefixIndex:
         return node
 
     def move(self, node: PrefixNode, block_id: int | None, host_id: int | None) -> None:
-        """Note that the content of a node is somewhere else now."""
+        """Record that the content of a node is in another block now."""
         if node.block_id is not None:
             del self.nodes[node.block_id]
         node.block_id, node.host_id = block_id, host_id
@@ -191,7 +191,7 @@ class PrefixIndex:
             self.nodes[block_id] = node
 
     def remove(self, node: PrefixNode) -> list[PrefixNode]:
-        """Take out a node and all below it, which nobody could reach any more. Returns them."""
+        """Remove a node and all nodes below it, which could no longer be reached. Returns them."""
         gone, waiting = [], [node]
         while waiting:
             below = waiting.pop()

@@ -1,10 +1,10 @@
-"""What sequences will hold at most: a plan that leaves room for it never runs out of blocks.
+"""The most blocks that sequences will hold: a plan that leaves room for them never runs out of blocks.
 
-Three effects make the bound exceed what lengths imply. A prompt is stored whole before anything of it leaves the
-window. A sequence that slides takes its next block before it gives the oldest one back. And a block that several
-sequences hold does not come back when one of them slides past it, although that one takes another in its place.
+Three effects make the bound exceed what lengths imply. A prompt is stored whole before any block of it leaves the
+window. A sequence that slides takes its next block before it releases the oldest one. And a block that several
+sequences hold does not become free when one of them slides past it, although that one takes another block for it.
 
-A step with drafts takes several blocks at once, and what a rewind could bring back into the window is not given back.
+A step with drafts takes several blocks at once, and blocks that a rewind could bring back into the window are kept.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Reservations:
 
     @property
     def max_draft_len(self) -> int:
-        """Drafts that a step adds to a sequence at most."""
+        """The most drafts that a step adds to a sequence."""
         return self._window.max_draft_len
 
     def to_start(self, request: LlmRequest, draft_len: int = 0) -> int:
@@ -38,7 +38,7 @@ class Reservations:
                                             request.beam_width, own_last=self._with_reuse)
 
     def to_start_with_drafts(self, request: LlmRequest) -> int:
-        """Blocks of the whole prompt, with room for its drafts as far as window and pool go."""
+        """Blocks of the whole prompt, with room for as many of its drafts as window and pool allow."""
         blocks = self.to_start(request)
         if not (self._window.max_draft_len and request.draft_len):
             return blocks
@@ -48,19 +48,20 @@ class Reservations:
     def most_blocks(self, request: LlmRequest, *, with_pauses: bool = False) -> int:
         """Blocks that a sequence holds at most, from its start to its last token, if it shares none with others.
 
-        with_pauses   it may be paused at any time: what it generated is part of its prompt then, and stored whole, so
-                      that a window saves nothing
+        with_pauses   it may be paused at any time: its output is then part of its prompt and stored whole, so that a
+                      window saves nothing
         """
         window = self._window.without_sliding if with_pauses else self._window
         return block_needs.most_blocks(request.prompt_len, request.max_new_tokens, window, request.beam_width,
                                        own_last=self._with_reuse)
 
     def of_owners(self, requests: Sequence[LlmRequest]) -> int:
-        """Blocks that these requests may still take, if what they give back comes free."""
+        """Blocks that these requests may still take, if the blocks that they release become free."""
         return self._of_slots(self._sequences.slots_of(requests))
 
     def of_all_owners(self) -> int:
-        """Blocks that all sequences together may still take, those included that do not come back from a window."""
+        """Blocks that all sequences together may still take, with those that do not become free when they leave a
+        window."""
         reserved = self._of_slots(self._sequences.taken_slots())
         if self._slides_shared:
             kept, dropped = self._holders()
@@ -68,7 +69,7 @@ class Reservations:
         return reserved
 
     def kept_blocks(self) -> set[int] | None:
-        """Blocks that a sequence holds until its end; None: all that are held are."""
+        """Blocks that some sequence holds until its end; None: all blocks that are held."""
         if not (self._window.slides and self._with_reuse):
             return None
         kept, _ = self._holders()
@@ -91,19 +92,19 @@ class Reservations:
         if window.slides:
             held = ends - sequences.dropped[slots]
             most = np.minimum(last, window.most_held)
-            for place in np.flatnonzero(beams > 1).tolist():
-                owner = sequences.owners[slots[place]]
-                held[place] = len(set(sequences.table(owner).ravel().tolist()) - {UNUSED})
-                most[place] = block_needs.blocks_with_last_one(
+            for index in np.flatnonzero(beams > 1).tolist():
+                owner = sequences.owners[slots[index]]
+                held[index] = len(set(sequences.table(owner).ravel().tolist()) - {UNUSED})
+                most[index] = block_needs.blocks_with_last_one(
                     owner.prompt_len, owner.max_new_tokens, window, owner.beam_width, own_last=self._with_reuse)
             next_step = sequences.new_blocks(slots, 1 + window.max_draft_len) * beams
             remaining = np.minimum(remaining, np.maximum(most - held, next_step))
         return int(remaining.sum())
 
     def _holders(self) -> tuple[np.ndarray, np.ndarray]:
-        """Per block the sequences that hold it until their end, and those that will slide past it.
+        """For each block, the number of sequences that hold it until their end, and of those that will slide past it.
 
-        Sequences share blocks of the prompt only, and those the beams of one have in common: the first one's will do.
+        Sequences share blocks of the prompt only, which all beams of one have in common: the first beam's are enough.
         """
         kept, dropped = (np.zeros(self._pool.num_blocks, np.int64) for _ in range(2))
         for slot in self._sequences.taken_slots().tolist():

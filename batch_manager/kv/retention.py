@@ -1,4 +1,4 @@
-"""From what a request asks about keeping its tokens to priorities of blocks."""
+"""From a request's retention configuration to priorities of blocks."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from .eviction import DEFAULT_PRIORITY
 
 def ranges_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int,
                      seq_len: int) -> list[TokenRangeRetentionConfig | None]:
-    """Per block the range that contains its first token, None where there is none."""
+    """For each block, the range that contains its first token; None where there is none."""
     ranges = retention.token_range_retention_configs
     starts = [part.token_start for part in ranges]
     found = []
     for first_token in range(0, ceil_div(seq_len, tokens_per_block) * tokens_per_block, tokens_per_block):
-        place = bisect_right(starts, first_token) - 1
-        part = ranges[place] if place >= 0 else None
+        index = bisect_right(starts, first_token) - 1
+        part = ranges[index] if index >= 0 else None
         if part is not None and part.token_end is not None and part.token_end <= first_token:
             part = None
         found.append(part)
@@ -26,15 +26,15 @@ def ranges_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int,
 
 
 def priorities_of_blocks(retention: KvCacheRetentionConfig, tokens_per_block: int, seq_len: int) -> list[int | None]:
-    """Per block its priority, None where the request does not say."""
+    """For each block, its priority; None where the request gives none."""
     return [None if part is None else part.priority for part in ranges_of_blocks(retention, tokens_per_block, seq_len)]
 
 
 def retain_prompt(pool: BlockPool, request: LlmRequest, block_ids: Sequence[int], found: int,
                   tokens_per_block: int) -> None:
-    """Give the blocks of a prompt the priorities its request asks for.
+    """Give the blocks of a prompt the priorities that its request asks for.
 
-    found   so many of them had their content already: where the request does not say they stay as they are
+    found   so many of them had their content already; they keep their priority where the request gives none
     """
     if request.retention is None:
         for block_id in block_ids[found:]:
@@ -42,10 +42,10 @@ def retain_prompt(pool: BlockPool, request: LlmRequest, block_ids: Sequence[int]
         return
     parts = ranges_of_blocks(request.retention, tokens_per_block, request.prompt_len)
     parts += [parts[-1]] * (len(block_ids) - len(parts))       # the last block of each beam
-    for place, (block_id, part) in enumerate(zip(block_ids, parts, strict=True)):
+    for index, (block_id, part) in enumerate(zip(block_ids, parts, strict=True)):
         if part is not None:
             pool.set_priority(block_id, part.priority, _seconds(part.duration_ms))
-        elif place >= found:
+        elif index >= found:
             pool.set_priority(block_id, DEFAULT_PRIORITY)
 
 

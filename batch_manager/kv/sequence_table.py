@@ -1,4 +1,4 @@
-"""Which blocks a sequence holds and how many tokens they have room for: one row per slot, columns of numpy."""
+"""Which blocks a sequence holds, and how many tokens they have room for: NumPy columns with one row per slot."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 class SequenceTable:
     """What the sequences hold. Slots and columns grow on demand; beam b of slot s is row s * max_beam_width + b.
 
-    owners         [slots] the request a slot belongs to, or None
-    kv_lengths     [slots] tokens there is room for in the KV cache
-    ends           [slots] blocks per beam the tokens so far fill, those that were dropped included
-    dropped        [slots] blocks per beam that were given back because they left the attention window
+    owners         [slots] the request that a slot belongs to, or None
+    kv_lengths     [slots] tokens that there is room for in the KV cache
+    ends           [slots] blocks per beam that the tokens so far fill, dropped ones included
+    dropped        [slots] blocks per beam that were released because they left the attention window
     last_blocks    [slots] blocks per beam that all its tokens will fill, those that will be dropped included
     beam_widths    [slots] rows in use; 0 without an owner
-    reused_tokens  slot -> tokens of its prompt that were in the cache when it started
+    reused_tokens  slot -> tokens of its prompt that were cached when it started
     block_ids      [slots * max_beam_width, blocks] in token order; UNUSED where dropped, stale past `ends`
 
-    Entries are what changed in block_ids: rows, indices, block ids, each [u] int32.
+    Entries are changes of block_ids: rows, indices, block ids, each [u] int32.
     """
 
     def __init__(self, tokens_per_block: int, max_beam_width: int = 1) -> None:
@@ -64,7 +64,7 @@ class SequenceTable:
         return self.block_ids[first:first + request.beam_width, :self.ends[request.seq_slot]]
 
     def blocks_of_beam(self, request: LlmRequest, beam: int) -> list[int]:
-        """What one beam holds, in token order."""
+        """The blocks of one beam, in token order."""
         row = self.table(request)[beam].tolist()
         return [block_id for block_id in row if block_id != UNUSED] if self.dropped[request.seq_slot] else row
 
@@ -78,7 +78,7 @@ class SequenceTable:
     def slots_of(self, requests: Sequence[LlmRequest]) -> np.ndarray:
         """The slots of requests that all hold blocks, [n], not to be written to.
 
-        The answer is kept: planning and claiming ask for the same requests, iteration after iteration.
+        The result is kept: planning and claiming ask for the same requests in every iteration.
 
         Raises InternalError.
         """
@@ -89,7 +89,7 @@ class SequenceTable:
         return self._answer
 
     def find_slots(self, requests: Sequence[LlmRequest]) -> np.ndarray:
-        """`slots_of`, without keeping the answer.
+        """`slots_of`, without keeping the result.
 
         Raises InternalError.
         """
@@ -101,7 +101,8 @@ class SequenceTable:
         return np.array(slots, np.intp)
 
     def new_blocks(self, slots: np.ndarray, tokens: "int | np.ndarray" = 1) -> np.ndarray:
-        """Blocks per beam that these sequences take for so many more tokens each, [n]; not beyond their last tokens."""
+        """Blocks per beam that these sequences take for so many more tokens each, [n], but not beyond their last
+        tokens."""
         grown = -(-(self.kv_lengths[slots] + tokens) // self.tokens_per_block)
         new: np.ndarray = np.minimum(grown, self.last_blocks[slots]) - self.ends[slots]
         return new
@@ -202,7 +203,7 @@ class SequenceTable:
         return rows.astype(np.int32), indices.astype(np.int32), np.array(block_ids, np.int32)
 
     def drop_up_to(self, slot: int, num_dropped: int, kept: int) -> list[list[int]]:
-        """Forget blocks of a slot until so many are dropped, behind the first `kept`; returns them by beam."""
+        """Drop blocks of a slot after the first `kept`, until so many are dropped. Returns them by beam."""
         first, width = slot * self.max_beam_width, self.beam_widths[slot]
         left = self.block_ids[first:first + width, kept + self.dropped[slot]:kept + num_dropped]
         gone: list[list[int]] = left.tolist()

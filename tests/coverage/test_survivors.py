@@ -22,7 +22,7 @@ def is_in_order(one: Survivor) -> bool:
 
 def test_a_listed_change_has_its_lines_and_a_reason():
     assert [one for one in SURVIVORS if not is_in_order(one)] == []
-    right = Survivor("batch_manager/kv/window.py", "return behind * (behind > 0)", "return behind * (behind >= 0)",
+    right = Survivor("batch_manager/kv/window.py", "outside *= outside > 0", "outside *= outside >= 0",
                      "zero times anything is zero")
     assert is_in_order(right)
     for wrong in ({"file": "batch_manager/clock.py"}, {"source": "return nothing"}, {"mutant": right.source},

@@ -54,7 +54,7 @@ def test_the_audit_finds(damage, make_request):
     kv.claim([make_request(0, 9), make_request(1, 4)], [])
     audit(kv)
     damage(kv)
-    with pytest.raises(InternalError, match="the KV cache's books do not agree"):
+    with pytest.raises(InternalError, match="the KV cache's accounting does not agree"):
         audit(kv)
 
 
