@@ -1,8 +1,8 @@
-"""From what a callback returned to a request that can run, or to the reason why not.
+"""Turns an item that the get callback returned into a request that can run, or into an error with the reason.
 
-Every reason for refusing one request lives here. The order of checks is: type, rank and element count, before anything
-is copied; bytes; the copy; the values of the copy. The copy is what runs, so a user who changes a tensor after handing
-it over changes nothing.
+Every reason for refusing a single request is here. The order of checks is: type, rank and element count, before
+anything is copied; bytes; the copy; the values of the copy. The copy is what runs, so changing a tensor after it was
+handed over has no effect.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -43,8 +43,8 @@ from .reading import MAX_WORD_LIST_SIZE, Bound, Given, few, floats, ids, integer
 from .response_options import ResponseOptions
 from .retention import KvCacheRetentionConfig, copied_retention
 
-# What is documented and checked but does not run yet, and what it would be. A value other than the neutral one is
-# refused by name, and only `draft_input_ids` has one: no tokens. Building a feature means deleting its rows.
+# Tensors that are documented and checked but do not run yet, and their features. A value other than the neutral one is
+# refused by name, and only `draft_input_ids` has one: no tokens. A feature that is built loses its rows here.
 NOT_BUILT: dict[str, str] = {
     "lora_task_id": "a LoRA adapter",
     "lora_weights": "a LoRA adapter",
@@ -53,15 +53,15 @@ NOT_BUILT: dict[str, str] = {
     "draft_logits": "speculative decoding",
 }
 
-# Refused by name where batches are static, built or not: the padded batch of the original has no place for them.
+# Refused by name where batches are static, built or not: TensorRT-LLM's padded batch does not have them.
 NOT_IN_STATIC_BATCHES: dict[str, str] = {
     "embedding_bias": "a bias on the logits",
     "draft_input_ids": "speculative decoding",
     "draft_logits": "speculative decoding",
 }
 
-# Refused by name with several beams, built or not: a draft is of one text, and a search ranks by log-probabilities of
-# its own.
+# Refused by name with several beams, built or not: a draft continues one sequence, and a search ranks by
+# log-probabilities of its own.
 NOT_WITH_BEAMS: dict[str, str] = {
     "return_top_log_probs": "the likeliest tokens",
     "raw_log_probs": "log-probabilities of the model's own logits",
@@ -69,7 +69,7 @@ NOT_WITH_BEAMS: dict[str, str] = {
     "draft_logits": "speculative decoding",
 }
 
-# Members of a static batch must agree on which of these they set; to what is up to each.
+# Members of a static batch must set the same ones of these; each to a value of its own.
 SAMPLING_OPTIONS = frozenset(parameter.tensor for parameter in PARAMETERS.values()) - {"beam_width"}
 
 MAX_CACHE_SALT = 1024
@@ -100,8 +100,8 @@ class Admitted:
     setup        what the device must know about it
     response     what its responses hold
     num_bytes    its tensors and the logits it will get back
-    warnings     what was changed to make it fit, one sentence each
-    prompt_table   embeddings of its virtual tokens; None: its prompt has none
+    warnings     changes that made it fit, one sentence each
+    prompt_table   embeddings of its prompt-tuning tokens; None: its prompt has none
     arrival_time   seconds of the engine's clock, as the request has it; None: it has none
     """
 
@@ -116,7 +116,7 @@ class Admitted:
 
 @dataclass(slots=True)
 class _Looked:
-    """A request after the first checks: plain scalars, and tensors that are known to be of a fair type and size."""
+    """A request after the first checks: plain scalars, and tensors of an allowed type and size."""
 
     scalars: dict[str, Any] = field(default_factory=dict)
     few: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -132,16 +132,16 @@ class _Looked:
 
 
 class Admission:
-    """Decides about one item at a time; what it decides does not depend on those before.
+    """Decides about one item at a time, independently of earlier ones.
 
     max_request_bytes         bytes of one request's tensors
     gather_context_logits, gather_generation_logits   whether requests may ask for them
     exclude_input_in_output   responses that are not streamed leave the prompt out
     logits_post_processor_batched   the one that requests name "batched"; None: there is none
-    static_batching           requests run in static batches: streaming has no effect but that the one response holds
-                              the new tokens only, and each request says whom it can share a batch with
+    static_batching           requests run in static batches: streaming has no effect except that the one response
+                              holds the new tokens only, and each request has a batch_key
     blocks_of                 KV cache blocks a request may hold at a time; None: one for each of its tokens, rounded up
-    guard                     of the engine: values of a request may be of the user's making
+    guard                     of the engine: values of a request may be objects of the user's classes
     """
 
     def __init__(self, limits: Limits, *, max_request_bytes: int = 64 * 1024 * 1024, gather_context_logits: bool = True,
@@ -182,8 +182,8 @@ class Admission:
     def admit(self, item: object) -> Admitted:
         """The request, ready to run.
 
-        Raises InvalidRequestError, or RequestTooLargeError when the whole KV cache could not hold it, and nothing
-        else, whatever `item` is and does.
+        Raises InvalidRequestError, or RequestTooLargeError if the whole KV cache could not hold it, and nothing else,
+        whatever `item` is and does.
         """
         request_id = usable_id(item)
         found = self._look_guarded(item)
@@ -202,7 +202,7 @@ class Admission:
         raise type(error)(where + error.fact, error.expectation, error.fix)
 
     def _look_guarded(self, item: object) -> "_Looked | InvalidRequestError":
-        """All that touches objects of the user's making, who may raise or answer anything, happens in here."""
+        """All code that touches objects of the user's classes, which may raise or return anything, runs in here."""
         try:
             with self._in_request:
                 return self._look(item)
@@ -236,7 +236,7 @@ class Admission:
             given = look(spec, value, Bound(*self._max_sizes[name], self.max_request_bytes - looked.num_bytes))
             looked.tensors[name] = given
             looked.num_bytes += given.num_bytes
-        if looked.num_bytes > self.max_request_bytes:              # by what came behind its largest tensor
+        if looked.num_bytes > self.max_request_bytes:              # by tensors that came after its largest one
             raise InvalidRequestError(f"the request's tensors have {looked.num_bytes:,} bytes",
                                       f"together they may have max_request_bytes = {self.max_request_bytes:,}",
                                       "send less, or raise max_request_bytes")
@@ -273,7 +273,7 @@ class Admission:
                                       "pass a function of (request_id, logits, token_ids) that returns the logits")
         try:
             signature(given).bind(0, None, [])
-        except ValueError:                                         # some builtins tell nobody what they take
+        except ValueError:                                         # some builtins have no signature
             pass
         except TypeError:
             raise InvalidRequestError("logits_post_processor cannot be called with three arguments",
@@ -282,7 +282,7 @@ class Admission:
         return given
 
     def _decide(self, request_id: int, looked: _Looked) -> Admitted:
-        """Copies and checks values. Everything here is plain numbers and arrays."""
+        """Copies and checks values. All values here are plain numbers and arrays."""
         for name in ("input_ids", "request_output_len"):
             if name not in looked.scalars and name not in looked.tensors:
                 raise InvalidRequestError(f"{name} is missing", "every request needs input_ids and request_output_len",
@@ -314,8 +314,8 @@ class Admission:
             token_extra_ids=values.get("input_token_extra_ids"),
             retention=looked.retention,
             batch_key=_batch_key(looked, end_ids, sampling) if self.static_batching else None,
-            # Logits come from computing, so nothing of the prompt may be found in the KV cache: it gets a salt that
-            # nobody else has. No other one is an integer.
+            # Logits exist only for computed tokens, so no part of the prompt may be found in the KV cache: it gets a
+            # salt that no other request has. No other salt is an integer.
             cache_salt=next(self._own_salts) if return_context_logits else _cache_salt(looked, prompt_table))
         self._check_blocks(request)
         return Admitted(
@@ -441,7 +441,7 @@ class Admission:
 
     def _refuse_what_is_not_built(self, looked: _Looked, values: Mapping[str, Any], beam_width: int) -> None:
         asked = [name for name, value in looked.scalars.items() if value != TENSORS[name].default]
-        # An adapter of zeros, or of no rows, is one that was asked for; only a bias of zeros is the same as none.
+        # An adapter of zeros, or of no rows, is still an adapter; only a bias of zeros is the same as none.
         asked += [name for name, value in values.items()
                   if (value.any() if name == "embedding_bias" else isinstance(value, np.ndarray) or value)]
         for name in asked:
@@ -458,7 +458,7 @@ class Admission:
                                           f"leave {name} out")
 
     def _fit(self, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
-        """The number of tokens that may be generated, and what there is to say about it.
+        """The number of tokens that may be generated, and warnings about it.
 
         Raises for a request that would wait for ever.
         """
@@ -502,18 +502,19 @@ def _batch_key(looked: _Looked, end_ids: Sequence[int], sampling: SamplingConfig
 
 
 def _cache_salt(looked: _Looked, prompt_table: PromptTable | None) -> Hashable:
-    """Only prompts with the same one share blocks. Virtual ids mean something else in every table, so its digest is
-    part of it."""
+    """Only prompts with the same salt share blocks. Prompt-tuning ids have other embeddings in every table, so the
+    table's digest is part of the salt."""
     return looked.cache_salt if prompt_table is None else (looked.cache_salt, prompt_table.digest)
 
 
 def usable_id(item: Any) -> int | None:
-    """The id under which a refusal of `item` can be sent, or None when it has none. Never raises.
+    """The id under which a refusal of `item` can be sent; None if it has none. Never raises.
 
-    Anything with an attribute `request_id` that is a valid id has one, so that whoever waits for it is answered.
+    Any object with an attribute `request_id` that is a valid id has one, so that a client that waits for it is
+    answered.
     """
     try:
-        request_id = item.request_id    # no code but the user's runs in here, and none of his runs below
+        request_id = item.request_id    # only code of the user runs in here, and none of it runs below
     except BaseException:  # noqa: B036  not even SystemExit of a hostile object may end the worker
         return None
     try:

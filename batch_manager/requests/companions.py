@@ -1,4 +1,4 @@
-"""Tensors of a request that mean something only together, or must agree in size."""
+"""Tensors of a request that have a meaning only together, or must agree in size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from ..config import Limits
 from ..errors import InvalidRequestError
 from ..handover import num_beam_candidates
 
-# Continuations that a step of one request's beam search looks at. Each step sorts so many, at the cost of the others.
+# Continuations that a step of one request's beam search examines. Each step sorts so many, which delays all requests.
 MAX_BEAM_CANDIDATES = 16_384
 
 
 def check_companions(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any],
                      end_ids: Sequence[int], limits: Limits) -> None:
-    """Raises InvalidRequestError when one of them is missing, or two do not agree.
+    """Raises InvalidRequestError if one of them is missing, or two do not agree.
 
     scalars   the request's numbers and flags, by name
     shapes    of its other tensors, by name; values are the checked copies of these

@@ -1,4 +1,4 @@
-"""What a user hands over: `InferenceRequest`, and the table of the tensors it may carry."""
+"""`InferenceRequest`, and the table of the tensors that it may have."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Shape(Enum):
 
 
 class Content(Enum):
-    """What the values are. A bool is no number; an integer is one."""
+    """The kind of a tensor's values. A bool is no number; an integer is one."""
 
     FLAG = "a bool, or an integer 0 or 1"
     INTEGER = "integers of any width"
@@ -39,11 +39,11 @@ class TensorSpec:
     """One documented tensor of a request.
 
     name       on the wire
-    content    what its values are
+    content    the kind of its values
     shape      how they are arranged
-    default    the value that a missing tensor stands for; None: nothing
-    parameter  the field of SamplingConfig that it sets, if it sets one
-    aliases    further names it is known by in Python
+    default    the value of a missing tensor; None: it has none
+    parameter  the field of SamplingConfig that it sets; None: it sets none
+    aliases    further names in Python
     """
 
     name: str
@@ -61,12 +61,12 @@ def _sampling_specs() -> list[TensorSpec]:
             for name, parameter in PARAMETERS.items()]
 
 
-# wire name -> what it may hold. The properties of InferenceRequest are made from this table, and admission walks it.
+# wire name -> specification. The properties of InferenceRequest are made from this table, and admission uses it.
 TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
     TensorSpec("input_ids", Content.INTEGER, Shape.ROW),
     TensorSpec("input_token_extra_ids", Content.INTEGER, Shape.ROW),
     TensorSpec("request_output_len", Content.INTEGER, Shape.SCALAR, aliases=("max_new_tokens",)),
-    TensorSpec("input_lengths", Content.INTEGER, Shape.SCALAR),         # obsolete: accepted and not looked at
+    TensorSpec("input_lengths", Content.INTEGER, Shape.SCALAR),         # obsolete: accepted and ignored
     TensorSpec("end_id", Content.INTEGER, Shape.FEW, -1),
     TensorSpec("pad_id", Content.INTEGER, Shape.SCALAR, -1),
     *_sampling_specs(),
@@ -93,26 +93,26 @@ _WIRE_NAMES: dict[str, str] = {name: spec.name for spec in TENSORS.values() for 
 
 
 class InferenceRequest(TensorAttributes):
-    """One request: an id, named tensors, and a few options that are no tensors.
+    """One request: an id, named tensors, and a few options that are not tensors.
 
     Each documented tensor is a property under its wire name (and its aliases, such as `max_new_tokens` for
     `request_output_len`): reading gives the value as it was set, or None; setting None removes it. Values are torch
     CPU tensors, numpy arrays, or plain ints, floats, bools and lists of them.
 
-    request_id              0 <= id < 2^64, free for reuse once its final response was sent
+    request_id              0 <= id < 2^64; it may be used again when its final response has been sent
     is_streaming            a response for each new token; the tensor `streaming` says the same
     logits_post_processor   (request_id, logits [1, beams, vocab], token_ids of each beam) -> logits: called on the
-                            worker thread before each token is drawn, once a token, and again where a step that failed
-                            runs again. Or "batched": the one of Parts(logits_post_processor_batched=...), for all
-                            requests that name it at once. decoding/logits_post_processors.py says more
-    priority                0..1, a larger one goes first
+                            worker thread before each token is sampled, once per token, and again if a step that failed
+                            runs again. Or "batched": the one of Parts(logits_post_processor_batched=...), which is
+                            called once for all requests that name it. See decoding/logits_post_processors.py
+    priority                0..1; a request of larger priority goes first
     deadline_s              seconds from arrival until the request is ended as timed out; None: never
-    arrival_time            when the server got it: seconds of `time.monotonic()`, or of the clock in Parts. Its queue
-                            time and deadline_s count from then; None: from admission
-    cache_salt              reuse of cached prefixes stays among requests with the same salt
-    kv_cache_retention_config   how long what the request leaves in the KV cache should be kept; None: as long as others
+    arrival_time            when the server received it: seconds of `time.monotonic()`, or of the clock in Parts. Its
+                            queue time and deadline_s count from then; None: from admission
+    cache_salt              only requests with the same salt reuse each other's cached prefixes
+    kv_cache_retention_config   how long the request's cached blocks should be kept; None: as long as others
 
-    Only the id and the names are checked here: the values belong to the user until the request is handed over, and
+    Only the id and the names are checked here. The values belong to the user until the request is handed over; they
     are copied and checked then. A subclass may add attributes of its own if it declares them in its class body.
 
     Raises InvalidRequestError for an unusable id and for an unknown name, with the nearest known one.
@@ -140,12 +140,12 @@ class InferenceRequest(TensorAttributes):
         @property
         def request_id(self) -> int: ...
     else:
-        # Read by C: an exception that another thread raises cannot be mistaken for one that reading the id raised.
+        # Read in C: an exception of another thread cannot be mistaken for one of reading the id.
         request_id = property(attrgetter("_request_id"))
 
     @property
     def input_tensors(self) -> dict[str, Any]:
-        """The tensors that were set, by wire name: a new dictionary with the values as they were given."""
+        """The tensors that were set, by wire name: a new dictionary with the values as given."""
         return dict(self._tensors)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -178,7 +178,7 @@ for _name, _wire_name in _WIRE_NAMES.items():
 
 def checked_request_id(request_id: Any) -> int:
     """The id as a plain int. Raises InvalidRequestError unless it is an integer in 0..2^64-1; a bool is none."""
-    # By their types and the methods of those, so that nothing an object says of itself is run.
+    # By the types' own methods, so that no code of the object's class is run.
     if issubclass(type(request_id), np.integer):
         request_id = np.integer.item(request_id)
     if not issubclass(type(request_id), int) or type(request_id) is bool:
@@ -191,7 +191,7 @@ def checked_request_id(request_id: Any) -> int:
     return plain
 
 
-# What other engines call it, where that is not near to our name of it.
+# Names in other engines that are not similar to the name here.
 _WORDS_OF_OTHER_ENGINES = {
     "stop": "stop_words_list takes the tokens of each stop word, [1, 2, n]",
     "stop_sequences": "stop_words_list takes the tokens of each stop word, [1, 2, n]",

@@ -1,11 +1,11 @@
-"""A running request: facts about its text, and where it stands.
+"""A running request: its tokens and its state.
 
     CONTEXT_INIT --last chunk done--> GENERATION_IN_PROGRESS --one token left--> GENERATION_TO_COMPLETE
          ^                                     |                                        |
          +------------- paused ----------------+            stop, length, word, error   v
                                                +--------------------------------> GENERATION_COMPLETE
 
-Blocks, sampling state, timing and what was already sent are kept elsewhere, by request id or by slot.
+Blocks, sampling state, timings and deliveries are kept elsewhere, by request id or by slot.
 """
 
 from collections.abc import Hashable, Sequence
@@ -18,31 +18,31 @@ NO_SLOT = -1
 
 
 class LlmRequest:
-    """One request that was admitted. Changed by the loop only, on the worker thread.
+    """One admitted request. Only the loop changes it, on the worker thread.
 
     request_id          the user's id
-    tokens              per beam, the prompt and what was generated
+    tokens              for each beam, the prompt and the output
     orig_prompt_len     tokens of the user's prompt
-    prompt_len          tokens to compute in the context phase: the prompt, after a pause with the generated tokens
+    prompt_len          tokens to compute in the context phase: the prompt, and after a pause the output so far
     max_new_tokens      tokens still allowed after prompt_len
-    final_length        tokens at which it has all it asked for; a pause does not change it
+    final_length        tokens at which its output is complete; a pause does not change it
     beam_width, lora_task_id, priority   as asked; a larger priority goes first
     draft_len           draft tokens that its next step is to verify
     draft_tokens        these tokens
-    batch_key           what it must have in common with those it shares a static batch with; None where none is formed
-    cache_salt          only requests with the same one share what is in the KV cache
+    batch_key           equal for all members of a static batch; None where batches are not static
+    cache_salt          only requests with the same one share cached blocks
     token_extra_ids     one per prompt token, for content that token ids do not tell apart; None: there is none
     retention           how long its part of the KV cache should be kept; None: as long as others'
-    in_lockstep         its next step can be launched only when its last one was read: it has beams, or a function of
-                        the user looks at its tokens
+    in_lockstep         its next step can be launched only when its last one has been read: it has beams, or a function
+                        of the user reads its tokens
     state               see the table above; a launched last chunk already counts as done
-    context_position    tokens of the context that are computed, those of launched steps included
-    context_read        those of them whose step was read
+    context_position    computed tokens of the context, those of launched steps included
+    context_read        those of them whose step has been read
     seq_slot            row of the per-sequence state, NO_SLOT before activation
     num_pauses          how often it was paused
 
-    Steps may be launched before the last one was read. `tokens` are those that were read; the KV cache manager knows
-    the launched length.
+    Steps may be launched before the last one has been read. `tokens` are those that have been read; the KV cache
+    manager knows the launched length.
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
@@ -78,7 +78,7 @@ class LlmRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt plus generated tokens; beams are of one length as long as they run."""
+        """Prompt plus generated tokens; running beams have equal lengths."""
         return len(self.tokens[0])
 
     @property
@@ -110,7 +110,7 @@ class LlmRequest:
 
     @property
     def is_started(self) -> bool:
-        """It has computed something that a pause would throw away."""
+        """It has computed tokens that a pause would discard."""
         return self.state in _GENERATING or (self.state is LlmRequestState.CONTEXT_INIT and self.context_position > 0)
 
     @property
@@ -118,13 +118,13 @@ class LlmRequest:
         return self.state is LlmRequestState.GENERATION_COMPLETE
 
     def skip_context(self, length: int) -> None:
-        """Note that the first tokens of the context need not be computed; the last one always is."""
+        """Record that the first tokens of the context need not be computed; the last one always is."""
         assert self.is_context and self.is_first_context_chunk and 0 <= length < self.prompt_len
         self.context_position = self.context_read = length
 
     def advance_context(self, chunk_length: int) -> None:
-        """Note that a step was launched which computes the next tokens of the context; the last ones move the request
-        to generation."""
+        """Record that a step was launched which computes the next tokens of the context. The last chunk moves the
+        request to generation."""
         assert self.is_context and 0 < chunk_length <= self.remaining_context
         self.context_position += chunk_length
         if self.context_position == self.prompt_len:
@@ -132,23 +132,23 @@ class LlmRequest:
                           else LlmRequestState.GENERATION_TO_COMPLETE)
 
     def unlaunch_context(self, start: int) -> None:
-        """Take back what was launched of the context from a position on."""
+        """Take back the launched part of the context from a position on."""
         assert not self.is_finished and self.context_read <= start <= self.context_position
         self.state = LlmRequestState.CONTEXT_INIT
         self.context_position = start
 
     def read_context(self, end: int) -> None:
-        """Note that the step was read that computed the context up to a position."""
+        """Record that the step which computed the context up to a position has been read."""
         assert self.context_read < end <= self.context_position
         self.context_read = end
 
     def add_token(self, token: int) -> bool:
-        """Append a generated token (beam width 1). True when it was the last one asked for."""
+        """Append a generated token (beam width 1). True if the output is complete."""
         self.tokens[0].append(token)
         return self.note_length()
 
     def note_length(self) -> bool:
-        """Note how many tokens there are (beam width 1). True when none is left of those asked for."""
+        """Set the state by the number of tokens (beam width 1). True if the output is complete."""
         left = self.final_length - len(self.tokens[0])
         if left > 1:
             return False
@@ -157,42 +157,42 @@ class LlmRequest:
         return not left
 
     def add_tokens(self, tokens: Sequence[int]) -> bool:
-        """Append generated tokens, no more than were asked for (beam width 1). True when the last one was added."""
+        """Append generated tokens, no more than were asked for (beam width 1). True if the output is complete."""
         return any([self.add_token(token) for token in tokens])
 
     def propose(self, draft_tokens: Sequence[int]) -> None:
-        """Let the next generation step verify these drafts (beam width 1); none: it is a plain one.
+        """Let the next generation step verify these drafts (beam width 1); none: it is a plain step.
 
-        At most one less than the tokens still asked for, so that each could be accepted.
+        There may be at most one less than the tokens still to generate, so that each could be accepted.
         """
         assert self.beam_width == 1 and len(draft_tokens) < max(self.final_length - self.num_tokens, 1)
         self.draft_tokens, self.draft_len = draft_tokens, len(draft_tokens)
 
     def add_to_beams(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Make each beam the text of its parent and one token more. It is not the last one asked for."""
+        """Make each beam the sequence of its parent plus one token, which is not the last one asked for."""
         before, taken = self.tokens, set()
         self.tokens = []
         for parent, token in zip(parents, tokens, strict=True):
-            text = before[parent] if parent not in taken else before[parent][:-1]    # its first child has added to it
+            sequence = before[parent] if parent not in taken else before[parent][:-1]    # the first child has added one
             taken.add(parent)
-            self.tokens.append(text)
-            text.append(token)
+            self.tokens.append(sequence)
+            sequence.append(token)
         left = self.final_length - self.num_tokens
         assert self.is_generating and left > 0
         if left == 1:
             self.state = LlmRequestState.GENERATION_TO_COMPLETE
 
     def set_beams(self, generated: Sequence[Sequence[int]]) -> None:
-        """Replace what was generated by the final texts, best first; beams there are none for are left empty."""
+        """Replace the output by the final outputs, best first; beams without one are left empty."""
         prompt = self.tokens[0][:self.prompt_len]
-        self.tokens = [prompt + list(text) for text in generated]
+        self.tokens = [prompt + list(output) for output in generated]
         self.tokens += [list(prompt) for _ in range(self.beam_width - len(generated))]
 
     def finish(self) -> None:
         self.state = LlmRequestState.GENERATION_COMPLETE
 
     def pause(self, max_input_len: int) -> None:
-        """Back to the context phase; what was generated becomes part of the prompt.
+        """Return to the context phase; the output becomes part of the prompt.
 
         With beams all generated tokens are dropped, and so are tokens beyond max_input_len.
         Source: TensorRT-LLM's LlmRequest::pause.
@@ -214,7 +214,7 @@ class LlmRequest:
 
 
 def add_a_token_to_each(requests: Sequence[LlmRequest], tokens: Sequence[int]) -> list[LlmRequest]:
-    """`add_token` for each of these requests. Those for which it was the last one asked for.
+    """`add_token` for each of these requests. Returns those whose output is complete.
 
     One loop without calls: it takes two thirds of the time.
     """

@@ -1,4 +1,4 @@
-"""Embeddings that a request brings along for virtual tokens of its prompt: prompt tuning."""
+"""Embeddings that a request brings for the prompt-tuning tokens of its prompt."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +19,12 @@ class PromptTable:
     rows: np.ndarray
 
     def embeddings(self, token_ids: np.ndarray) -> np.ndarray | None:
-        """Rows of the virtual tokens among `token_ids`, in order; None where there are none."""
+        """Rows of the prompt-tuning tokens among `token_ids`, in order; None if there are none."""
         virtual = token_ids[token_ids >= self.first_id]
         return self.rows[virtual - self.first_id] if len(virtual) else None
 
     @cached_property
     def digest(self) -> bytes:
-        """Differs between tables that differ: virtual ids mean nothing without it."""
+        """Differs between tables that differ: the ids of prompt-tuning tokens have no meaning without it."""
         return blake2b(np.ascontiguousarray(self.rows).data, digest_size=32,
                        person=b"prompt table").digest() + str(self.rows.shape).encode()

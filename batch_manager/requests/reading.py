@@ -1,8 +1,8 @@
-"""Values of a user's tensors, read without trusting them.
+"""Reads the values of a user's tensors without trusting them.
 
-`look` finds out type, shape and size and copies nothing but the references of a list, whose length it checked first;
-`ids`, `words`, `floats` and `integers` copy what was looked at and check the copy. Only plain types are read: a
-subclass could answer anything when asked for its length or its content.
+`look` determines type, shape and size, and copies only the references of a list, whose length it has checked first;
+`ids`, `words`, `floats` and `integers` copy the values and check the copy. Only plain types are read: a subclass could
+return anything for its length or its content.
 """
 
 import sys
@@ -26,8 +26,8 @@ _INTEGERS = frozenset([int, *(np.dtype(letter).type for letter in "bBhHiIlLqQ")]
 _FLOATS = frozenset([float, *(np.dtype(letter).type for letter in "efdg")])
 _NUMPY_SCALARS = (_INTEGERS | _FLOATS | {np.bool_}) - {int, float}
 _KINDS = {Content.FLAG: "biu", Content.INTEGER: "iu", Content.NUMBER: "iuf"}
-# What an element of a TABLE takes once it was copied; as given it may take more, or less. A row that is a list is
-# copied as a tuple first.
+# Bytes of an element of a TABLE in the copy; as given it may take more, or less. A row that is a list is copied as a
+# tuple first.
 _BYTES_KEPT = {Content.INTEGER: 8, Content.NUMBER: 4}
 _BYTES_OF_A_ROW = 64
 _KIND_IN_WORDS = {"b": "bools", "i": "integers", "u": "unsigned integers", "f": "floats", "c": "complex numbers",
@@ -36,10 +36,10 @@ _KIND_IN_WORDS = {"b": "bools", "i": "integers", "u": "unsigned integers", "f": 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A tensor as it was given: its type, shape and size are allowed, its values are unknown.
+    """A tensor as given: its type, shape and size are allowed, its values are not known.
 
     shape       without the leading batch dimension of 1; of a list of words (words, tokens of all)
-    num_bytes   of the tensor as it was given or as it will be copied, whichever is more
+    num_bytes   of the tensor as given or of its copy, whichever is more
     source      a plain array that may still be the user's memory, or plain numbers in a tuple, of tuples if 2-d
     is_bfloat16   the array holds the bits of such numbers, for which numpy has no type
     """
@@ -56,8 +56,8 @@ class Bound:
     """How large a tensor may be.
 
     size        elements
-    reason      what to say about more
-    num_bytes   bytes the request has left
+    reason      the message for more
+    num_bytes   bytes that the request has left
     """
 
     size: int
@@ -139,9 +139,9 @@ def few(spec: TensorSpec, value: Any) -> tuple[int, ...]:
 
 
 def ids(given: Given, vocab_size: int, virtual: int = 0) -> list[int]:
-    """Token ids of the vocabulary, and `virtual` more behind it, which stand for the rows of a prompt table.
+    """Token ids of the vocabulary, and `virtual` more after it, which are the rows of a prompt table.
 
-    The message says where a wrong one stands, not which it is: it is part of a text.
+    The message has the position of a wrong id, not the id, because that is part of a prompt.
     """
     limit = vocab_size + virtual
     source = given.source
@@ -228,7 +228,7 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
 
 
 def _is_torch_tensor(value: Any) -> bool:
-    # Whoever holds a tensor has imported torch; this file must not.
+    # A process that has a tensor has imported torch; this file must not.
     torch = sys.modules.get("torch")
     return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
 
@@ -363,7 +363,7 @@ def _check_ids(what: str, tokens: Sequence[int], vocab_size: int, virtual: int =
 
 
 def _outside_vocabulary(what: str, position: int, vocab_size: int, virtual: int) -> InvalidRequestError:
-    rows = f", or of the {virtual:,} rows behind it that prompt_vocab_size says" if virtual else ""
+    rows = f", or of the {virtual:,} rows after it that prompt_vocab_size names" if virtual else ""
     table = ", and prompt_vocab_size to the prompt table" if virtual else ""
     return InvalidRequestError(f"{what} holds an id outside 0..{vocab_size + virtual - 1} at position {position}",
                                f"every id must be one of the model's vocabulary of {vocab_size:,}{rows}",

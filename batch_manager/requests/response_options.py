@@ -1,18 +1,18 @@
-"""What a request wants to be sent."""
+"""Which responses and tensors a request asks for."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """Which responses and tensors a request gets, and until when.
+    """The responses and tensors of a request, and its deadline.
 
     is_streaming     a response for each new token
     exclude_input    output_ids of a response that is not streamed leaves the prompt out
     deadline_s       seconds from arrival; None: no deadline
-    top_log_probs    how many of the likeliest tokens go with each token; 0: none
-    return_perf_metrics   the final response has them
-    pad_id           what fills the rows of output_ids after shorter beams
+    top_log_probs    how many of the likeliest tokens are returned with each token; 0: none
+    return_perf_metrics   the final response has the metrics
+    pad_id           fills the rows of output_ids after shorter beams
     """
 
     is_streaming: bool = False
@@ -27,6 +27,6 @@ class ResponseOptions:
 
     @property
     def asks_for_more(self) -> bool:
-        """Whether a response holds more than tokens, metrics aside."""
+        """Whether a response holds more than tokens and metrics."""
         return (self.return_log_probs or self.return_context_logits or self.return_generation_logits
                 or self.top_log_probs > 0)

@@ -1,4 +1,4 @@
-"""An interrupted request, as the request that goes on with it elsewhere."""
+"""Makes a request that continues an interrupted one elsewhere."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ..sampling_config import shown, top_p_behind
 from .inference_request import TENSORS, InferenceRequest
 from .reading import Bound, look, scalar, words
 
-_ANY_SIZE = Bound(2**63, "", 2**63)     # the engine says what is too large
+_ANY_SIZE = Bound(2**63, "", 2**63)     # the engine refuses what is too large
 
 
 def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> InferenceRequest:
@@ -18,19 +18,20 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
 
         requests.put(resume(request, tokens))         # the queue of another manager, in this process or another
 
-    What a request gets depends on the request, the weights and the seed only. So the prompt and the tokens so far, with
-    the same options, go on identically on any engine with the same checkpoint: bit by bit with `deterministic=True`,
-    else within the rounding of the dtype. `request_output_len` and `min_length` count the tokens that are left,
-    `prompt_ignore_length` does not reach into the tokens, and a decaying top-p begins where it had got to.
+    The output of a request depends on the request, the weights and the seed only. So the prompt and the tokens so far,
+    with the same options, continue identically on any engine with the same checkpoint: bit by bit with
+    `deterministic=True`, otherwise within the rounding of the dtype. `request_output_len` and `min_length` count the
+    tokens that are left, `prompt_ignore_length` does not include the tokens, and a decaying top-p begins at the value
+    that it had reached.
 
-    request   as it was handed over; it stays as it is
-    tokens    that it generated, without an end id: those of all its responses; none: a copy of the request
+    request   as it was handed over; it is not changed
+    tokens    that it has generated, without an end id: those of all its responses; none: a copy of the request
 
     The new request has the same id. Its responses hold the tokens after `tokens`; a response that is not streamed holds
     the prompt with `tokens` before them, unless the engine has `exclude_input_in_output`. Log-probabilities,
-    `cum_log_probs` and generation logits are of the tokens after `tokens`. `deadline_s` counts anew, from the arrival
-    of the new request. A logits post-processor gets `tokens` as a part of the prompt; what it keeps itself is the
-    caller's.
+    `cum_log_probs` and generation logits are of the tokens after `tokens`. `deadline_s` counts from the arrival of the
+    new request. A logits post-processor gets `tokens` as a part of the prompt; the caller restores any state of its
+    own.
 
     Raises InvalidRequestError for what cannot be resumed: beams, a request that has all its tokens or ended with a stop
     word, context logits (they were of the first prompt), draft tokens, a decaying top-p with a reset id, and tokens
@@ -42,14 +43,14 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     tensors = request.input_tensors
     tokens = _integers("tokens", tokens)
     if tokens:
-        _go_on(tensors, tokens)
+        _resume(tensors, tokens)
     return InferenceRequest(
         request.request_id, tensors, is_streaming=request.is_streaming, priority=request.priority,
         logits_post_processor=request.logits_post_processor, deadline_s=request.deadline_s,
         cache_salt=request.cache_salt, kv_cache_retention_config=request.kv_cache_retention_config)
 
 
-def _go_on(tensors: dict[str, Any], tokens: list[int]) -> None:
+def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:
     """Change the tensors of a request to those of the request that resumes it."""
     for name, refused in (("beam_width", lambda value: value != 1), ("return_context_logits", bool)):
         if name in tensors and refused(value := _scalar(tensors, name)):

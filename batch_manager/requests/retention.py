@@ -25,8 +25,8 @@ class TokenRangeRetentionConfig:
 
     token_start   0 or more
     token_end     exclusive, above token_start; None: to the end of the prompt
-    priority      0..100; blocks of a lower one are overwritten first. 35 is that of blocks of which nothing is said
-    duration_ms   whole milliseconds after a block was last in use for which the priority holds, then it is 35 again;
+    priority      0..100; blocks of a lower priority are overwritten first. Blocks without a configuration have 35
+    duration_ms   whole milliseconds after the last use of a block during which the priority holds; then it is 35 again;
                   None: for ever
 
     Raises InvalidRequestError.
@@ -49,12 +49,12 @@ class TokenRangeRetentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheRetentionConfig:
-    """How long what a request leaves in the KV cache should be kept. It moves the order in which cached blocks are
-    overwritten and nothing else; without KvCacheConfig.enable_block_reuse it does nothing.
+    """How long a request's blocks in the KV cache should be kept. It changes only the order in which cached blocks are
+    overwritten; without KvCacheConfig.enable_block_reuse it has no effect.
 
     token_range_retention_configs   parts of the prompt, which do not overlap, at most 1,024; other parts have
-                                    priority 35, or the one they had when they were found in the cache
-    decode_retention_priority       of the blocks that generated tokens begin, 0..100
+                                    priority 35, or the priority that they had when they were found in the cache
+    decode_retention_priority       of the blocks whose first token is generated, 0..100
     decode_duration_ms              as TokenRangeRetentionConfig.duration_ms
 
     Raises InvalidRequestError.
@@ -90,7 +90,7 @@ class KvCacheRetentionConfig:
 
 
 def copied_retention(given: object) -> KvCacheRetentionConfig | None:
-    """A checked copy of what a request carries. Raises InvalidRequestError."""
+    """A checked copy of a request's configuration. Raises InvalidRequestError."""
     if given is None:
         return None
     if type(given) is not KvCacheRetentionConfig:

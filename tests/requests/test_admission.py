@@ -638,7 +638,7 @@ def test_the_text_of_a_virtual_token_without_a_row_tells_the_vocabulary_from_the
     for prompt in ([1, VOCAB + 4, VOCAB + 5], np.array([1, VOCAB + 4, VOCAB + 5])):
         assert refusal(input_ids=prompt, **table) == (
             "[INVALID_REQUEST] request 7: input_ids holds an id outside 0..104 at position 2; every id must be one of "
-            "the model's vocabulary of 100, or of the 5 rows behind it that prompt_vocab_size says; check that the "
+            "the model's vocabulary of 100, or of the 5 rows after it that prompt_vocab_size names; check that the "
             "tokenizer belongs to this model, and prompt_vocab_size to the prompt table")
 
 
