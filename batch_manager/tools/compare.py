@@ -33,6 +33,7 @@ from typing import Any
 
 from .compare_figures import FIGURES as SIDE_FIGURES
 from .compare_results import FOREIGN_CORES, ComparisonError, compare_results, compared, disturbed
+from .standard_output import discard_standard_output
 from .whole_file import write_whole
 
 __all__ = ["Comparison", "ComparisonError", "compare", "compare_results", "main", "read_results"]
@@ -41,7 +42,7 @@ TIMES = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "itl_ms_mean"
          "peak_rss_mb")
 FIGURES = (*RATES, *TIMES)
 SAME_IN_ALL = ("workload", "n", "threads", "precision", "prompt_tokens", "output_tokens")
-WRONG = 2
+WRONG, INTERRUPTED = 2, 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +149,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             _compare_pairs(options)
         else:
             _compare_sides(options, is_apart, after)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_standard_output()
     except (ComparisonError, OSError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return WRONG
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
 
 

@@ -114,11 +114,10 @@ def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]],
 def table(found: Sequence[Difference]) -> list[str]:
     """Lines for people."""
     rows = [["", "better", "A", "B", "B / A", "of any two runs", ""]]
-    for one in found:
-        rows.append([one.figure.name, "higher" if one.figure.higher_is_better else "lower", f"{median(one.a):,.6g}",
-                     f"{median(one.b):,.6g}", f"{one.ratio:.3f}",
-                     f"{one.smallest_ratio:.3f} to {one.largest_ratio:.3f}" if len(one.a) + len(one.b) > 2 else "-",
-                     one.verdict()])
+    rows += [[one.figure.name, "higher" if one.figure.higher_is_better else "lower", f"{median(one.a):,.6g}",
+              f"{median(one.b):,.6g}", f"{one.ratio:.3f}",
+              f"{one.smallest_ratio:.3f} to {one.largest_ratio:.3f}" if len(one.a) + len(one.b) > 2 else "-",
+              one.verdict()] for one in found]
     if all(row[5] == "-" for row in rows[1:]):
         rows = [[*row[:5], *row[6:]] for row in rows]
     left = {0, 1, len(rows[0]) - 1}

@@ -38,14 +38,25 @@ from .drawn_workload import (
     print_summary,
 )
 from .lengths import Lengths
+from .standard_output import discard_standard_output
 
 __all__ = ["FIRST_ORDINARY_TOKEN", "OUTPUTS", "PROMPTS", "Lengths", "at_least", "main", "make_workload"]
+INTERRUPTED = 130
 KINDS = ("token-norm-dist", "token-unif-dist", "log-normal", "dataset", "trace", "sample-trace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write what the arguments ask for; the exit status. Without a kind: log-normal or fixed lengths."""
-    arguments = [*(sys.argv[1:] if argv is None else argv)]
+    try:
+        return _main([*(sys.argv[1:] if argv is None else argv)])
+    except BrokenPipeError:
+        discard_standard_output()
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in KINDS:
         from .workload_kinds import main as main_of_kind
 

@@ -36,9 +36,10 @@ DATASET_HELP = f"""Texts and a tokenizer, or token ids.
     batch-manager workload dataset prompts.jsonl --tokenizer FOLDER --output-tokens 64 --out w.json
 {FORMATS_HELP[1:]}"""
 TRACE_HELP = f"""Lengths and times of a trace; prompts are random tokens, a function of --random-seed. Prompts that
-share ids of blocks in a Mooncake trace share these tokens, so that block reuse shows what the trace has. Requests
-without tokens of a prompt or an output are left out; how many is said. Two traces that are made up come with the
-package: sample:azure and sample:mooncake.
+share ids of blocks in a Mooncake trace share these tokens, so that block reuse shows what the trace has. A
+prompt that is cut keeps its beginning, so what prompts share is a larger part of them then. Requests without tokens of
+a prompt or an output are left out; how many is said. Two traces that are made up come with the package: sample:azure
+and sample:mooncake.
 
     batch-manager workload trace sample:mooncake --count 20 --max-input-tokens 2000 --time-scale 0.5 --out w.json
 {FORMATS_HELP[1:]}"""

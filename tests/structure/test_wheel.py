@@ -63,6 +63,7 @@ def test_a_wheel_holds_every_source_file_and_the_typing_marker(wheel):
     assert held == sources | kernels
     assert "batch_manager/triton_kernels/__init__.py" in held
     assert "batch_manager/py.typed" in wheel
+    assert {"batch_manager/tools/samples/azure.csv", "batch_manager/tools/samples/mooncake.jsonl"} <= set(wheel)
     compiled_here = {path.name for path in (REPOSITORY / "triton_kernels/cpu/native").glob("*.[ch]")}
     assert compiled_here == {name.rpartition("/")[2] for name in wheel if name.endswith((".c", ".h"))} != set()
 

@@ -38,6 +38,10 @@ def row(lines, figure):
     return line.split()
 
 
+def words(text):
+    return text.split()
+
+
 def difference(name, a, b):
     return Difference(FIGURES[name], tuple(a), tuple(b))
 
@@ -89,7 +93,8 @@ def test_figures_that_a_run_lacks_or_that_are_zero_are_left_out():
 def test_one_file_each(write):
     lines = compare_results(write("a.json"), str(write("b.json", output_tok_s=330.0)))
     assert lines[0].startswith("A: 1 run of ") and lines[1].endswith("b.json")
-    assert row(lines, "output_tok_s") == "output_tok_s higher 300 330 1.100 one run each: no spread known".split()
+    assert row(lines, "output_tok_s") == words(
+        "output_tok_s higher 300 330 1.100 one run each: no spread known")
     assert row(lines, "itl_ms_p50")[1] == "lower"
     assert not any(line.startswith("warning") for line in lines)
 
@@ -99,8 +104,8 @@ def test_several_files_and_a_list_in_a_file(write, tmp_path):
     both = tmp_path / "b.json"
     both.write_text(json.dumps([{**RESULT, "output_tok_s": 330.0}, {**RESULT, "output_tok_s": 336.0}]))
     lines = compare_results(files_a, both)
-    assert row(lines, "output_tok_s") == (
-        "output_tok_s higher 301.5 333 1.104 1.089 to 1.120 B is better: larger than the spread").split()
+    assert row(lines, "output_tok_s") == words(
+        "output_tok_s higher 301.5 333 1.104 1.089 to 1.120 B is better: larger than the spread")
     assert row(lines, "itl_ms_p50")[-3:] == ["within", "the", "spread"]
     report = compared(files_a, both).record()
     assert report["b"] == [f"{both}[0]", f"{both}[1]"]
@@ -190,7 +195,7 @@ def test_the_command(write, tmp_path, capsys):
     out = tmp_path / "out.json"
     assert main([a, b, "--out", str(out), "--figure", "output_tok_s", "--", c, c]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert row(lines, "output_tok_s")[-7:] == "B is better: larger than the spread".split()
+    assert row(lines, "output_tok_s")[-7:] == words("B is better: larger than the spread")
     assert not any(line.startswith("itl") for line in lines)
     assert json.loads(out.read_text())["a"] == [a, b]
     for wrong in ([], [a], [a, b, c], [a, "--"], ["--", a], [a, str(tmp_path / "none")]):

@@ -1,6 +1,8 @@
 """`batch-manager workload KIND`: what each writes, and what is refused."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -159,3 +161,15 @@ def test_a_folder_that_is_not_there_is_refused_before_the_work(tmp_path, capsys)
     for arguments in ([], UNIFORM):
         assert main([*arguments, "--out", str(tmp_path / "none" / "w.json")]) == 2
         assert "is in a folder that does not exist; " in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough():
+    command = f"{sys.executable} -m batch_manager.tools workload sample-trace --num-requests 20000 --out - | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("TIMESTAMP")
+
+
+def test_a_full_disk(capsys):
+    assert main([*UNIFORM, "--out", "/dev/full"]) == 2
+    assert capsys.readouterr().err == ("workload: /dev/full: it cannot be written: No space left on device; expected a "
+                                       "file that can be, and room for it; correct the path, or make room\n")

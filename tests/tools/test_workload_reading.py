@@ -246,6 +246,15 @@ def test_tokens_beyond_the_vocabulary_are_refused(write):
         read_workload(write(FILES["array"]), vocab_size=7)
 
 
+def test_prompts_that_would_fill_the_memory_are_refused_before_they_are_made(write, monkeypatch):
+    path = write("arrival_s,input_tokens,output_tokens\n0,1000,1\n0,2000000000,1\n")
+    with pytest.raises(DatasetError, match=r":3: the prompts up to here have 2000001000 tokens, about 75 GiB; this "):
+        monkeypatch.setattr("batch_manager.tools.datasets.reading.memory_bytes", lambda: 64 << 30)
+        read_workload(path, vocab_size=100)
+    assert len(list(read_arrivals(path))) == 2
+    assert read_workload(path, Selection(count=1), vocab_size=100)["n"] == 1
+
+
 def test_files_that_cannot_be_opened_and_formats_that_do_not_exist(tmp_path, write):
     assert refusal(tmp_path / "none").startswith(": it cannot be opened: No such file or directory; ")
     assert refusal(tmp_path).startswith(": it cannot be opened: Is a directory; ")
@@ -328,6 +337,16 @@ class ChatTokenizer:
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         return "".join(f"<{one['role'][0]}>{one['content']}" for one in messages) + "<a>" * add_generation_prompt
+
+
+def test_texts_whose_tokenizer_is_not_the_models(write):
+    with pytest.raises(DatasetError, match=":1: the prompt holds the token 252; the vocabulary has 100 tokens"):
+        read_workload(write('{"prompt": "ü", "max_tokens": 1}\n'), vocab_size=100, tokenizer=ChatTokenizer())
+
+
+def test_the_lines_of_many_records_are_found_in_one_pass(write):
+    samples = ",\n".join(['{"input_ids": [1], "output_len": 1}'] * 3000)
+    assert refusal(write(f"[\n{samples},\n7]")).startswith(":3002: samples[3000] is 7; ")
 
 
 def test_conversations_with_the_tokenizers_template(write):

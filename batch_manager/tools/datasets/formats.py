@@ -88,13 +88,10 @@ def _object_of(line: bytes) -> dict[str, Any] | None:
 
 def _document_format(document: JsonDocument) -> str:
     """By the first item of the array, else by the members beside it."""
-    item: Any = None
-    is_empty = True
-    for _, item in document.items(ARRAY_NAMES):
-        is_empty = False
-        break
-    if is_empty:
+    first = next(document.items(ARRAY_NAMES), None)
+    if first is None:
         raise DatasetError(document.place(0), "the array is empty", "expected at least one request", NOT_CUT)
+    item = first[1]
     keys = set(item) if type(item) is dict else set()
     document.members.clear()
     if "max_tokens" in keys and type(item.get("prompt")) is list:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from typing import Any
 
 from .errors import DatasetError, quoted
@@ -24,10 +24,13 @@ class JsonDocument:
         self.name = name
         self.members: dict[str, Any] = {}
         self._text = COMMENT.sub(_blank, text) if "//" in text or "/*" in text else text
+        self._known = 0, 1    # a position, and the line it is in
         self._decoder = json.JSONDecoder(parse_constant=_refuse)
 
     def place(self, position: int) -> str:
-        return f"{self.name}:{self._text.count(chr(10), 0, position) + 1}"
+        known, line = self._known if self._known[0] <= position else (0, 1)    # records are asked for one after another
+        self._known = position, line + self._text.count("\n", known, position)
+        return f"{self.name}:{self._known[1]}"
 
     def items(self, array_names: Collection[str]) -> Iterator[tuple[int, Any]]:
         """(position, item) of the array; in an object: of the member with one of these names."""
@@ -41,7 +44,8 @@ class JsonDocument:
         if (end := self._skip(end)) != len(self._text):
             raise self._wrong(end, "expected the end of the file")
 
-    def _object(self, start: int, array_names: Collection[str]) -> Iterator[tuple[int, Any]]:
+    def _object(self, start: int, array_names: Collection[str]) -> Generator[tuple[int, Any], None, int]:
+        """Returns where it ends; so does `_array`."""
         at, found = self._skip(start + 1), False
         while not self._text.startswith("}", at):
             key_at = at
@@ -63,7 +67,7 @@ class JsonDocument:
                                "force another format with --format, or correct the file")
         return at + 1
 
-    def _array(self, start: int) -> Iterator[tuple[int, Any]]:
+    def _array(self, start: int) -> Generator[tuple[int, Any], None, int]:
         at = self._skip(start + 1)
         while not self._text.startswith("]", at):
             item_at = at

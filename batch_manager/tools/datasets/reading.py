@@ -11,11 +11,13 @@ from ..traffic import Arrival
 from .errors import DatasetError, quoted
 from .formats import open_records
 from .prompts import BlockIds, PromptMaker
-from .records import Record
+from .records import Record, tokens_of
 from .selection import ReadReport, Selection, select
 from .source import Source
 
 SAMPLING = "greedy, ignore EOS, exactly max_tokens"
+BYTES_PER_TOKEN = 40       # of a list of Python's numbers
+SHARE_OF_MEMORY = 0.5      # the rest is for writing the workload, and for the engine
 FILES_OWN = ("seed", "vocab", "mode", "rate", "sampling")    # what a workload file says stays
 COMPUTED = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_tokens", "prompt_len", "output_len",
             "sampling")
@@ -70,8 +72,14 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
         report.format, reader = open_records(source, format, vocab_size=vocab_size, tokenizer=tokenizer,
                                              output_tokens=output_tokens)
         as_recorded = selection.keeps_all()
-        requests = [_request(record, number, prompts, as_recorded=as_recorded)
-                    for number, record in enumerate(select(reader, selection, report))]
+        requests: list[dict[str, Any]] = []
+        num_tokens = 0
+        for record in select(reader, selection, report):
+            place, num_tokens = reader.place(record.position), num_tokens + record.input_tokens
+            _check_memory(num_tokens, place)
+            if report.format == "texts":    # the readers of tokens have looked
+                tokens_of(record.prompt, place, "the prompt", vocab_size)
+            requests.append(_request(record, len(requests), prompts, as_recorded=as_recorded))
     workload = summarised(requests, seed=selection.seed, vocab_size=vocab_size)
     if report.format == "workload" and as_recorded:
         own = {name: value for name, value in reader.members.items() if name != "requests"}
@@ -102,6 +110,19 @@ def summarised(requests: Sequence[dict[str, Any]], *, seed: int, vocab_size: int
 
 def length_summary(lengths: np.ndarray) -> dict[str, float]:
     return {"median": float(np.median(lengths)), "mean": float(lengths.mean()), "max": int(lengths.max())}
+
+
+def _check_memory(num_tokens: int, place: str) -> None:
+    """Raises DatasetError for prompts that would fill the machine's memory."""
+    needed, memory = num_tokens * BYTES_PER_TOKEN, memory_bytes()
+    if needed > memory * SHARE_OF_MEMORY:
+        raise DatasetError(place, f"the prompts up to here have {num_tokens} tokens, about {needed / 2**30:.0f} GiB",
+                           f"this machine has {memory / 2**30:.0f} GiB of memory",
+                           "take fewer requests with --count, or shorter ones with --max-input-tokens")
+
+
+def memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _request(record: Record, number: int, prompts: PromptMaker, *, as_recorded: bool) -> dict[str, Any]:

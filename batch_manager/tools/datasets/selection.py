@@ -24,7 +24,8 @@ class Selection:
     time_scale          recorded times are multiplied by this: 0.5 is twice as fast as recorded
     first               so many requests are left out at the beginning
     count               at most so many are taken; None: all
-    max_input_tokens    of a prompt; None: any length
+    max_input_tokens    of a prompt; None: any length. A prompt that is cut keeps its beginning, so what prompts share
+                        is a larger part of them then
     max_output_tokens   of an output; None: any length
     longer              "clip": what is longer is cut; "drop": the request is left out and does not count
     sort                by arrival, which holds all requests in memory. Without, times that go backwards are refused in

@@ -51,9 +51,7 @@ class Source:
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """(number from 1, text without its end) of every line that is not blank."""
-        number = 0
-        for line in self._binary_lines():
-            number += 1
+        for number, line in enumerate(self._binary_lines(), 1):
             text = self._decoded(line, number).strip()
             if text:
                 yield number, text

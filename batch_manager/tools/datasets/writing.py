@@ -65,7 +65,8 @@ def dataset_text(workload: dict[str, Any], name: str) -> str:
 def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
     """Write the pieces; a file that is there is replaced when all are written. "-" is the standard output.
 
-    Raises DatasetError when it cannot be written, and what the pieces raise; the file is as it was then.
+    Raises DatasetError when it cannot be written, BrokenPipeError where nothing reads the standard output any more, and
+    what the pieces raise; the file is as it was then.
     """
     try:
         if os.fspath(path) == STDOUT:
@@ -74,8 +75,10 @@ def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
         else:
             write_whole(Path(path), lambda file: file.writelines(pieces))
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and os.fspath(path) == STDOUT:
+            raise
         raise DatasetError(os.fspath(path), f"it cannot be written: {error.strerror or error}",
-                           "expected a file in a folder that exists", "correct the path, or make room") from None
+                           "expected a file that can be, and room for it", "correct the path, or make room") from None
 
 
 def check_writable(path: str | os.PathLike) -> None:
