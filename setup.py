@@ -15,6 +15,7 @@ setup(
         *(f"{KERNELS}.{name}" for name in find_packages("triton_kernels")),
     ],
     package_dir={KERNELS: "triton_kernels"},
+    include_package_data=False,    # MANIFEST.in is for the source distribution
     package_data={"batch_manager": ["py.typed", "tools/results/*.jsonl", "tools/samples/*.csv",
                                     "tools/samples/*.jsonl"],
                   f"{KERNELS}.cpu.native": ["*.c", "*.h"]},

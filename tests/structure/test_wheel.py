@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -43,6 +44,30 @@ def wheel(tmp_path_factory):
         return archive.namelist()
 
 
+@pytest.fixture(scope="module")
+def source_distribution(tmp_path_factory):
+    """What a source distribution of the checkout holds, unpacked."""
+    if installed_setuptools() < NEEDED_SETUPTOOLS:
+        pytest.skip(f"a source distribution takes setuptools >= {NEEDED_SETUPTOOLS}; it is not installed")
+    folder = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(REPOSITORY, folder / "copy", symlinks=True, ignore=shutil.ignore_patterns(
+        ".git", ".venv", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis", "*.gguf"))
+    backend_call("build_sdist", folder / "copy", folder)
+    (path,) = folder.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return unpacked
+
+
+def backend_call(function: str, source: Path, target: Path) -> None:
+    """Run a function of setuptools' build backend in a folder, as `python -m build` does."""
+    result = subprocess.run(
+        [sys.executable, "-c", f"import setuptools.build_meta as backend; backend.{function}({str(target)!r})"],
+        cwd=source, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
 def installed_setuptools() -> int:
     try:
         return int(importlib.metadata.version("setuptools").split(".")[0])
@@ -63,9 +88,39 @@ def test_a_wheel_holds_every_source_file_and_the_typing_marker(wheel):
     assert held == sources | kernels
     assert "batch_manager/triton_kernels/__init__.py" in held
     assert "batch_manager/py.typed" in wheel
-    assert {"batch_manager/tools/samples/azure.csv", "batch_manager/tools/samples/mooncake.jsonl"} <= set(wheel)
+    for kind in ("*.jsonl", "*.csv"):
+        data = {f"batch_manager/{path.relative_to(REPOSITORY / 'batch_manager').as_posix()}"
+                for path in (REPOSITORY / "batch_manager").rglob(kind)}
+        assert data == {name for name in wheel if name.endswith(kind[1:])} != set()
     compiled_here = {path.name for path in (REPOSITORY / "triton_kernels/cpu/native").glob("*.[ch]")}
     assert compiled_here == {name.rpartition("/")[2] for name in wheel if name.endswith((".c", ".h"))} != set()
+
+
+def test_a_wheel_has_no_other_files(wheel):
+    """Neither tests nor examples, nor what a run left behind."""
+    known = (".py", "py.typed", ".c", ".h", ".jsonl", ".csv")
+    assert [name for name in wheel if ".dist-info/" not in name and not name.endswith(known)] == []
+    metadata = {name.partition(".dist-info/")[2] for name in wheel if ".dist-info/" in name}
+    assert metadata == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
+
+
+def test_a_source_distribution_has_what_is_tracked(source_distribution):
+    """Tests, examples and documents too."""
+    tracked = subprocess.run(["git", "-C", str(REPOSITORY), "ls-files", "-z"], capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("there is no git repository to compare it with")
+    missing = [name for name in tracked.stdout.split("\0") if name and (REPOSITORY / name).exists()
+               and not (source_distribution / name).exists()]
+    assert missing == []
+    for name in ("tests/conftest.py", "examples/quickstart.py", "docs/contract.md", "CHANGELOG.md"):
+        assert (source_distribution / name).is_file()
+
+
+def test_a_source_distribution_builds_the_same_wheel(source_distribution, wheel, tmp_path):
+    backend_call("build_wheel", source_distribution, tmp_path)
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        assert sorted(archive.namelist()) == sorted(wheel)
 
 
 def test_the_installation_in_use_has_one_top_level_name():
