@@ -19,6 +19,7 @@ pytest.importorskip("starlette", reason="starlette is not installed: the OpenAI 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: the OpenAI server was not tried")
 pytest.importorskip("torch")
 
+from batch_manager.extras.openai.responses import LARGEST_BODY  # noqa: E402
 from batch_manager.extras.tokenizer import load_tokenizer  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -187,6 +188,8 @@ def test_errors_have_openais_shape_and_class(client, server):
                          answer.json()["error"]["message"])
     answer = httpx.post(f"{server.url}/v1/completions", content=b"{", headers={"X-Request-Id": "mine"})
     assert answer.status_code == 400 and "no JSON" in answer.json()["error"]["message"]
+    answer = httpx.post(f"{server.url}/v1/completions", content=b" " * (LARGEST_BODY + 1))
+    assert answer.status_code == 413 and "the body is larger than" in answer.json()["error"]["message"]
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "mine"})
     assert answer.headers["x-request-id"] == "mine"
 

@@ -299,6 +299,6 @@ def test_without_jinja2_or_with_an_old_one_the_error_says_what_to_do(tmp_path, m
 def test_variables_may_be_called_anything_but_messages(tmp_path):
     here = folder(tmp_path, chat_template="{{ messages[0].content }} in {{ folder }}")
     assert chat_prompt(here, [{"role": "user", "content": "hi"}], folder="a drawer") == "hi in a drawer"
+    variables = {"messages": []}
     with pytest.raises(InvalidRequestError, match="a variable is called messages; "):
-        variables = {"messages": []}
         chat_prompt(here, [], **variables)
