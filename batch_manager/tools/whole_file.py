@@ -15,6 +15,15 @@ def write_whole(path: Path, write: Callable[[IO[str]], object]) -> None:
     take its place. Where writing fails, the file is as it was and no .part stays. Raises OSError, and what `write`
     raises.
     """
+    try:
+        _write(path, write)
+    except OSError as error:            # one of a full disk does not say of which file
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write(path: Path, write: Callable[[IO[str]], object]) -> None:
     if path.exists() and not path.is_file():
         with path.open("w", encoding="utf-8", newline="") as file:
             write(file)

@@ -14,6 +14,7 @@ from batch_manager.tools.bench.composition import (
     iterations_of,
     over_time,
     times_by_batch,
+    with_idle_times,
 )
 from batch_manager.tools.bench.measurement import Measurement
 from batch_manager.tools.bench.options import parse_options
@@ -88,7 +89,8 @@ def test_the_points_of_a_sweep_lie_where_its_figures_are():
 def test_few_iterations_are_drawn_as_they_are_and_many_as_means_over_time():
     few = [Iteration(0.0, 1.0, 5, 0, 3, 0, 64, None), Iteration(2.0, 4.0, 0, 2, 4, 0, 64, None)]
     assert over_time(few, [5, 0]) == [(0.0, 1.0, 5), (2.0, 4.0, 0)]
-    assert over_time(few, [3, 4], holds=True) == [(0.0, 2.0, 3), (2.0, 4.0, 4)]
+    assert [(one.begin_s, one.end_s, one.used) for one in with_idle_times(few)] == [
+        (0.0, 1.0, 3), (1.0, 2.0, 0), (2.0, 4.0, 4)]
     many = [iteration(number) for number in range(2 * MOST_SPANS)]
     spans = over_time(many, [float(number % 2) for number in range(len(many))])
     assert len(spans) == MOST_SPANS and all(amount == pytest.approx(0.5) for *_, amount in spans)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,8 @@ MOST_SIZES, FEWEST_STEPS = 16, 5    # batch sizes likewise, and steps that a poi
 class Iteration:
     """One record of the statistics.
 
-    begin_s, end_s   seconds from the beginning of the first iteration; it began when the one before ended, or later
+    begin_s, end_s   seconds from the beginning of the first iteration; it began when the one before ended or, where the
+                     engine was idle meanwhile, later
     context          tokens of prompts that it computed
     generating       requests that it generated for
     used, cached     KV cache blocks that running requests hold, and free ones whose content prompts may still find
@@ -43,6 +44,8 @@ def iterations_of(records: Sequence[str]) -> list[Iteration]:
         began = end - record["Iteration Latency Microseconds"] / 1e6
         start = began if start is None else start
         begin = max(began - start, found[-1].end_s) if found else 0.0
+        if found and record["Active Request Count"] > record["New Requests"]:       # the engine was not idle before
+            begin = found[-1].end_s
         counter, micro_batch = record["Iteration Counter"], record["MicroBatch ID"]
         before = previous.get(micro_batch)
         # At most one record of another micro-batch lies between them.
@@ -55,17 +58,22 @@ def iterations_of(records: Sequence[str]) -> list[Iteration]:
     return found
 
 
-def over_time(iterations: Sequence[Iteration], amounts: Sequence[float], *, holds: bool = False
-              ) -> list[tuple[float, float, float]]:
-    """(begin, end, amount) in seconds: of each iteration, or where there are many of each of MOST_SPANS equal spans of
-    the whole time, with the mean over it.
+def with_idle_times(iterations: Sequence[Iteration]) -> list[Iteration]:
+    """With an iteration for each time in which there was none: no request ran, and what was cached stayed."""
+    out = list(iterations[:1])
+    for one in iterations[1:]:
+        if one.begin_s > out[-1].end_s:
+            out.append(replace(one, begin_s=out[-1].end_s, end_s=one.begin_s, context=0, generating=0, used=0,
+                               cached=out[-1].cached, since_s=None))
+        out.append(one)
+    return out
 
-    holds   between two iterations the amount is that of the earlier one, and not 0
-    """
+
+def over_time(iterations: Sequence[Iteration], amounts: Sequence[float]) -> list[tuple[float, float, float]]:
+    """(begin, end, amount) in seconds: of each iteration, or where there are many of each of MOST_SPANS equal spans of
+    the whole time, with the mean over it. While there was no iteration the amount is 0."""
     begins = np.array([one.begin_s for one in iterations])
     ends = np.array([one.end_s for one in iterations])
-    if holds:
-        ends[:-1] = begins[1:]
     if len(iterations) <= MOST_SPANS:
         return list(zip(begins.tolist(), ends.tolist(), amounts))
     of = np.array(amounts, float)

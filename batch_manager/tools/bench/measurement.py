@@ -50,7 +50,9 @@ class Measurement:
             if options.sweep is not None:
                 name, values = options.sweep
                 for number, value in enumerate(values, 1):
-                    self._serve(load_of(options, **{name: value}), f"{number} of {len(values)}")
+                    words = f"{value:g} requests/s" if name == "request_rate" else f"concurrency {value}"
+                    self._serve(load_of(options, **{name: value}), f"{words if value else 'all at once'}, {number} of "
+                                                                   f"{len(values)}")
                 return {**self._shared(), "kind": "sweep", "swept": name, "points": self.points}
             if options.find_saturation:
                 found = self._find_saturation()

@@ -8,7 +8,7 @@ from typing import Any
 from ..line_plot import Line, LinePlot, Point
 from ..stacked_plot import Panels, Span, StackedPlot
 from ..whole_file import write_whole
-from .composition import MOST_SPANS, Iteration, iterations_of, over_time, times_by_batch
+from .composition import MOST_SPANS, Iteration, iterations_of, over_time, times_by_batch, with_idle_times
 from .session import Served
 from .summary import load_words
 
@@ -95,12 +95,13 @@ def batch_plot(iterations: Sequence[Iteration], words: str, beam_width: int) -> 
 
 def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
     """How many blocks were held and cached, over time; with the size of the pool."""
+    count, iterations = len(iterations), with_idle_times(iterations)
     used, cached = ([float(getattr(one, name)) for one in iterations] for name in ("used", "cached"))
     pool = iterations[0].blocks
+    layers = [("held by running requests", used), *([("cached", cached)] if any(cached) else [])]
     is_near = max(map(sum, zip(used, cached))) >= WORTH_A_LINE * pool
     return _over_time("The KV cache", words if is_near else f"{words}; pool: {pool:,} blocks", "blocks",
-                      [("held by running requests", used), ("cached", cached)], iterations, holds=True,
-                      limit=(float(pool), "the pool") if is_near else None)
+                      layers, iterations, count=count, limit=(float(pool), "the pool") if is_near else None)
 
 
 def batch_size_plot(iterations: Sequence[Iteration], words: str) -> LinePlot | None:
@@ -117,14 +118,15 @@ def batch_size_plot(iterations: Sequence[Iteration], words: str) -> LinePlot | N
 
 
 def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str, Sequence[float]]],
-               iterations: Sequence[Iteration], *, holds: bool = False,
+               iterations: Sequence[Iteration], *, count: int | None = None,
                limit: tuple[float, str] | None = None) -> StackedPlot:
-    """layers   names, and an amount for each iteration"""
+    """layers   names, and an amount for each iteration
+    count    of iterations that the engine ran; None: all of these
+    """
     unit, scale = _time_unit(iterations[-1].end_s)
-    rows = zip(*(over_time(iterations, amounts, holds=holds) for _, amounts in layers))
+    rows = zip(*(over_time(iterations, amounts) for _, amounts in layers))
     spans = [Span(row[0][0] * scale, row[0][1] * scale, tuple(amount for *_, amount in row)) for row in rows]
-    count = len(iterations)
-    how = f"{count:,} steps" + (f" in {MOST_SPANS} means" if count > MOST_SPANS else "")
+    how = f"{count or len(iterations):,} steps" + (f" in {MOST_SPANS} means" if len(iterations) > MOST_SPANS else "")
     return StackedPlot(title, f"{words}; {how}", f"{unit} from the first step", y_label, [name for name, _ in layers],
                        spans, limit)
 
