@@ -1,10 +1,17 @@
 """The figures of a result that are compared, and the difference of two sides of runs in one of them."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one that can be computed with, and not True or False."""
+    return type(value) in (int, float) and abs(value) < MOST    # NaN is not less than anything
+
+
+MOST = 1e300
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +31,7 @@ class Figure:
         value: Any = result
         for key in self.path:
             value = value.get(key) if isinstance(value, Mapping) else None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return float(value) if is_number else None
+        return float(value) if is_number(value) else None
 
 
 def _latency(name: str, which: str) -> Figure:

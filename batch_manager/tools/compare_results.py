@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .compare_figures import FIGURES, Difference, differences, table
+from ..errors import printable
+from .compare_figures import FIGURES, Difference, differences, is_number, table
 
 FORMAT, FORMAT_VERSION = "batch-manager bench", 1
 SAME = ("workload", "n", "prompt_tokens", "output_tokens", "precision", "model")
@@ -157,8 +158,8 @@ def _load_of(result: Mapping[str, Any]) -> str:
     """How the requests arrived, in words."""
     if result.get("concurrency") is not None:
         return f"concurrency {result['concurrency']}"
-    if result.get("request_rate"):
-        return f"{result['request_rate']:g} requests/s"
+    if is_number(rate := result.get("request_rate")) and rate:
+        return f"{rate:g} requests/s"
     return "all at once" if result.get("mode", "offline") == "offline" else "arrival times of the workload"
 
 
@@ -204,7 +205,7 @@ def _said(result: Mapping[str, Any], path: Sequence[str]) -> str:
         value = value.get(key) if isinstance(value, Mapping) else None
     if value is None or value == "":
         return "none"
-    return value if isinstance(value, str) else json.dumps(value)
+    return printable(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _failed(name: str, runs: Sequence[Run]) -> list[str]:
@@ -220,8 +221,10 @@ def _disturbed(name: str, runs: Sequence[Run], foreign_cores: float) -> list[str
 
 def disturbed(results: Sequence[Mapping[str, Any]], foreign_cores: float) -> int:
     """Runs during which others took more than `foreign_cores` cores."""
-    meters = [result.get("cpu") or {} for result in results]
-    return sum(meter.get("foreign_cores", 0.0) + meter.get("steal_cores", 0.0) > foreign_cores for meter in meters)
+    meters = [meter if isinstance(meter := result.get("cpu"), Mapping) else {} for result in results]
+    taken = [[value for name in ("foreign_cores", "steal_cores") if is_number(value := meter.get(name))]
+             for meter in meters]
+    return sum(sum(cores) > foreign_cores for cores in taken)
 
 
 def _count(runs: Sequence[Run]) -> str:

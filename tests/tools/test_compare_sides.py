@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch_manager import Parts
@@ -214,3 +214,23 @@ def test_it_reads_what_bench_writes(tmp_path):
         (tmp_path / name).write_text(json.dumps(run))
     found = {one.figure.name for one in compared(tmp_path / "a", tmp_path / "b").differences["all at once"]}
     assert {"output_tok_s", "total_tok_s", "requests_s", "ttft_ms_p50", "tpot_ms_p99", "e2e_ms_p99"} <= found
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-10, 10) | st.just(10**400) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_result_with_anything_in_it_is_compared_or_refused_in_one_line(tmp_path_factory, data):
+    names = [*RESULT, "points", "saturation", "goodput", "model", "load_s"]
+    changes = data.draw(st.dictionaries(st.sampled_from(names), ANYTHING, max_size=4))
+    folder = tmp_path_factory.mktemp("changed")
+    (folder / "a").write_text(json.dumps(RESULT))
+    (folder / "b").write_text(json.dumps({**RESULT, **changes}))
+    for anyway in (False, True):
+        try:
+            assert compare_results(folder / "a", folder / "b", anyway=anyway)
+        except ComparisonError as error:
+            assert "; expected " in str(error) or "; this program reads " in str(error)

@@ -20,6 +20,7 @@ FILES = {
     "dataset": '{"metadata": {"workload_name": "n:1__m:2"}, // made by hand\n "samples": [\n'
                '{"input_ids": [5, 6], "output_len": 4, "delay": 0.5, "task_id": -1}, /* two\n lines */\n'
                '{"input_ids": [5], "output_len": 2, "delay": 0.25}, {"input_ids": [9], "output_len": 1, "delay": 0}]}',
+    "lines": '{"task_id": 0, "input_ids": [5, 6], "output_tokens": 4}\n{"input_ids": [8], "output_len": 2}\n',
     "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n"
              "2023-11-16 18:15:50.9951690,396,109\r\n2023-11-16 18:16:00.0000001,1,1",
     "azure 2024": "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00+00:00,7,5\n"
@@ -36,6 +37,7 @@ ARRIVALS = {
                  for i, one in enumerate(WORKLOAD["requests"])],
     "array": [Arrival(0.0, 3, 4, (0,)), Arrival(0.0, 1, 2, (1,))],
     "dataset": [Arrival(0.0, 2, 4, (0,)), Arrival(0.5, 1, 2, (1,)), Arrival(0.75, 1, 1, (2,))],
+    "lines": [Arrival(0.0, 2, 4, (0,)), Arrival(0.0, 1, 2, (1,))],
     "azure": [Arrival(0.0, 374, 44), Arrival(4.314579, 396, 109), Arrival(13.3194101, 1, 1)],
     "azure 2024": [Arrival(0.0, 7, 5), Arrival(0.00993, 2162, 5)],
     "mooncake": [Arrival(0.0, 700, 5, (0, 1)), Arrival(0.027, 1100, 6, (0, 3, 4)), Arrival(3.0, 700, 7, (0, 1))],
@@ -66,7 +68,7 @@ def refusal(path, **options):
 def test_the_format_is_known_by_its_content(name, write):
     report = ReadReport()
     assert list(read_arrivals(write(FILES[name]), report=report)) == ARRIVALS[name]
-    assert report.format == {"array": "dataset", "azure 2024": "azure"}.get(name, name)
+    assert report.format == {"array": "dataset", "lines": "dataset", "azure 2024": "azure"}.get(name, name)
     assert report.kept == len(ARRIVALS[name])
     assert list(read_arrivals(write(FILES[name]), format=report.format)) == ARRIVALS[name]
 
@@ -77,7 +79,7 @@ def test_a_workload_has_the_arrivals_of_the_same_file(name, write):
     lengths = [(one["arrival_s"], len(one["prompt"]), one["max_tokens"]) for one in made["requests"]]
     assert lengths == [(one.arrival_s, one.input_tokens, one.output_tokens) for one in ARRIVALS[name]]
     assert made["n"] == len(lengths) and made["prompt_tokens"] == sum(length for _, length, _ in lengths)
-    assert made["mode"] == ("offline" if name == "array" else "online")
+    assert made["mode"] == ("offline" if name in ("array", "lines") else "online")
     assert all(0 <= token < 100 for one in made["requests"] for token in one["prompt"])
     assert list(made)[:10] == list(WORKLOAD)[:10] and list(made)[-1] == "requests"
 
@@ -231,6 +233,9 @@ def test_files_that_are_compressed_with_gzip(name, write):
     (FILES["dataset"].replace(', "delay": 0}', "}"), ":5: samples[2] has no delay; expected a delay in all samples"),
     (FILES["dataset"].replace('"delay": 0}', '"delay": NaN}'), ":5:"),
     (FILES["dataset"].replace('"output_len": 1,', '"output_len": true,'), ":5: samples[2].output_len is True; "),
+    (FILES["lines"].replace("[8]", "8"), ":2: samples[1].input_ids is 8; expected a list of at least one token id"),
+    (FILES["lines"].replace("output_len", "len"), ":2: samples[1] has no output_len; expected an object with"),
+    (FILES["lines"][:-5], ":2:"),
     (FILES["dataset"] + "x", ":5:102: the text is 'x'; expected the end of the file"),
     (FILES["workload"].replace('"id": 2', '"id": 1'), ":1: requests[2].id is 1; expected every id once"),
     (FILES["workload"].replace('"id": 2', '"identity": 2'), ":1: requests[2] has no id; expected an object with id"),

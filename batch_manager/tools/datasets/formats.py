@@ -8,16 +8,17 @@ import orjson
 from .csv_traces import AZURE, BURSTGPT, PLAIN, CsvRecords, header_of
 from .errors import DatasetError, quoted
 from .json_document import JsonDocument
-from .json_files import SAMPLE_KEYS, SampleRecords, WorkloadRecords
+from .json_files import LENGTHS, TOKENS, SampleRecords, WorkloadRecords
+from .json_lines import JsonLines
 from .mooncake import KEYS as MOONCAKE_KEYS
 from .mooncake import MooncakeRecords
 from .records import RecordReader
 from .source import NOT_CUT, Source
-from .texts import ARRAY_NAMES, PROMPT_KEYS, TextLines, TextRecords
+from .texts import ARRAY_NAMES, PROMPT_KEYS, TextRecords
 
 FORMATS = {
     "workload": "JSON, as batch-manager workload writes it: {..., requests: [{id, arrival_s, max_tokens, prompt}]}",
-    "dataset": "JSON, for gptManagerBenchmark: [{input_ids, output_len}], or {metadata, samples: [... and delay]}",
+    "dataset": "JSON, for gptManagerBenchmark: {metadata, samples: [{input_ids, output_len, delay}]}, an array, lines",
     "azure": "CSV of Azure's LLM inference traces: TIMESTAMP,ContextTokens,GeneratedTokens",
     "mooncake": "JSON lines of Mooncake's traces: {timestamp (ms), input_length, output_length, hash_ids}",
     "burstgpt": "CSV of BurstGPT: Timestamp (s), Request tokens, Response tokens among its columns",
@@ -44,11 +45,13 @@ def open_records(source: Source, format: str | None, *, vocab_size: int | None, 
     if format == "mooncake":
         return format, MooncakeRecords(source)
     row = _object_of(line)
+    if format in (None, "dataset") and row is not None and TOKENS in row:
+        return "dataset", SampleRecords(JsonLines(source), vocab_size)
     if format in (None, "texts") and row is not None:
         if format is None and all(key in row for key in MOONCAKE_KEYS):
             return "mooncake", MooncakeRecords(source)
         if any(key in row for key in PROMPT_KEYS) or (format and not any(name in row for name in ARRAY_NAMES)):
-            return "texts", TextRecords(TextLines(source), tokenizer, output_tokens)
+            return "texts", TextRecords(JsonLines(source), tokenizer, output_tokens)
         if "timestamp" in row and "requests" not in row:    # a row that lacks something; the reader says what
             return "mooncake", MooncakeRecords(source)
     document = JsonDocument(source.name, source.text())
@@ -96,7 +99,7 @@ def _document_format(document: JsonDocument) -> str:
     document.members.clear()
     if "max_tokens" in keys and type(item.get("prompt")) is list:
         return "workload"
-    if keys & set(SAMPLE_KEYS):
+    if keys & {TOKENS, *LENGTHS} and not keys & set(PROMPT_KEYS):
         return "dataset"
     if keys & set(PROMPT_KEYS):
         return "texts"

@@ -5,10 +5,11 @@ from typing import Any
 
 from .errors import DatasetError, quoted
 from .json_document import JsonDocument
+from .json_lines import JsonLines
 from .records import Record, seconds, tokens_of, whole_number
 
 WORKLOAD_KEYS = ("id", "arrival_s", "max_tokens", "prompt")
-SAMPLE_KEYS = ("input_ids", "output_len")
+TOKENS, LENGTHS = "input_ids", ("output_len", "output_tokens")
 
 
 class WorkloadRecords:
@@ -40,14 +41,14 @@ class WorkloadRecords:
 
 class SampleRecords:
     """The samples of a dataset: an array of {input_ids, output_len}, or an object with `metadata` and `samples`, which
-    may have a `delay`: seconds from a sample to the next one. A RecordReader. `task_id` is left aside.
+    may have a `delay`: seconds from a sample to the next one; or such samples in lines. A RecordReader. `output_tokens`
+    is another name of output_len; `task_id` is left aside.
     """
 
-    is_whole = True
-
-    def __init__(self, document: JsonDocument, vocab_size: int | None) -> None:
+    def __init__(self, document: JsonDocument | JsonLines, vocab_size: int | None) -> None:
         self.members = document.members
         self.place = document.place
+        self.is_whole = isinstance(document, JsonDocument)
         self._document = document
         self._vocab_size = vocab_size
 
@@ -55,15 +56,16 @@ class SampleRecords:
         time_s, has_delays = 0.0, None
         for number, (position, sample) in enumerate(self._document.items(["samples"])):
             place, name = self.place(position), f"samples[{number}]"
-            _check_keys(sample, place, name, SAMPLE_KEYS)
+            length = next((key for key in LENGTHS if type(sample) is dict and key in sample), LENGTHS[0])
+            _check_keys(sample, place, name, (TOKENS, length))
             if has_delays is None:
                 has_delays = "delay" in sample
             elif has_delays != ("delay" in sample):
                 raise DatasetError(place, f"{name} has {'a' if 'delay' in sample else 'no'} delay",
                                    "expected a delay in all samples or in none", "correct the file")
-            prompt = tokens_of(sample["input_ids"], place, f"{name}.input_ids", self._vocab_size)
+            prompt = tokens_of(sample[TOKENS], place, f"{name}.{TOKENS}", self._vocab_size)
             yield Record(position, number, time_s if has_delays else None, len(prompt),
-                         whole_number(sample["output_len"], place, f"{name}.output_len", 1), prompt=prompt)
+                         whole_number(sample[length], place, f"{name}.{length}", 1), prompt=prompt)
             time_s += seconds(sample["delay"], place, f"{name}.delay") if has_delays else 0.0
 
 

@@ -3,28 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
-
 from ..traffic import PREFIX_TOKENS
 from .errors import DatasetError, quoted
+from .json_lines import parsed_line
 from .records import Record, seconds, whole_number
-from .source import NOT_CUT, Source
+from .source import Source
 
 KEYS = ("timestamp", "input_length", "output_length")
 MILLISECONDS = 1000
-
-
-def parsed_line(line: str, place: str) -> dict[str, Any]:
-    """The object that the line holds. Raises DatasetError."""
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DatasetError(f"{place}:{error.colno}", f"the line is no JSON: {error.msg}", "expected one object a line",
-                           f"{NOT_CUT}, or leave the line out") from None
-    if type(row) is not dict:
-        raise DatasetError(place, f"the line is {quoted(row)}", "expected one object a line",
-                           "correct the line, or leave it out")
-    return row
 
 
 class MooncakeRecords:

@@ -1,35 +1,19 @@
 """JSON and JSON lines of texts, with a tokenizer: prompts, conversations, instructions."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ...errors import BatchManagerError, ConfigError
 from .errors import DatasetError, quoted
 from .json_document import JsonDocument
-from .mooncake import parsed_line
+from .json_lines import JsonLines
 from .records import Record, seconds, whole_number
-from .source import Source
 
 PROMPT_KEYS = ("prompt", "text", "messages", "instruction")
 OUTPUT_KEYS = ("output", "completion", "response")
 LENGTH_KEYS = ("max_tokens", "output_tokens", "output_len")
 ARRAY_NAMES = ("data", "requests", "samples", "records")
-
-
-class TextLines:
-    """The objects of a file with one in each line: (position, object)."""
-
-    def __init__(self, source: Source) -> None:
-        self.members: dict[str, Any] = {}
-        self._source = source
-
-    def place(self, position: int) -> str:
-        return f"{self._source.name}:{position}"
-
-    def items(self, array_names: Iterable[str]) -> Iterator[tuple[int, Any]]:
-        for number, line in self._source.lines():
-            yield number, parsed_line(line, self.place(number))
 
 
 class TextRecords:
@@ -50,7 +34,7 @@ class TextRecords:
                 transformers
     """
 
-    def __init__(self, texts: TextLines | JsonDocument, tokenizer: Any, output_tokens: int | None) -> None:
+    def __init__(self, texts: JsonLines | JsonDocument, tokenizer: Any, output_tokens: int | None) -> None:
         self.members = texts.members
         self.place = texts.place
         self.is_whole = isinstance(texts, JsonDocument)
