@@ -1,4 +1,4 @@
-"""What a receiver will be told about the beams of a request, besides their tokens."""
+"""What will be sent about the beams of a request, besides their tokens."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,16 @@ import numpy as np
 from ..handover import Hypothesis
 from ..names import FinishReason
 from ..requests.llm_request import LlmRequest
-from .tensors import BeamText
+from .tensors import BeamOutput
 
-NO_TEXT = -np.inf
+NO_OUTPUT = -np.inf
 
 
 class BeamDelivery:
-    """The log-probabilities of the texts of a request, live ones until its search is over, then the final ones.
+    """The log-probabilities of the beams of a request: of the live ones until its search is over, then of the results.
 
-    Of each beam, in the order of `LlmRequest.tokens`. Log-probs of tokens, and the rows of logits they were drawn from,
-    are kept when somebody asked for them. A request that starts again after a pause starts here again, too.
+    They are in the order of `LlmRequest.tokens`. Log-probs of tokens, and the rows of logits that they were sampled
+    from, are kept if the request asked for them. A request that starts again after a pause starts here again, too.
     """
 
     def __init__(self, beam_width: int, *, keeps_log_probs: bool, keeps_logits: bool) -> None:
@@ -33,7 +33,7 @@ class BeamDelivery:
 
     def follow(self, parents: Sequence[int], log_probs: np.ndarray, logits: np.ndarray | None, *,
                is_first: bool) -> None:
-        """Every beam went on with its parent's output and a token.
+        """Every beam now continues its parent's output by one token.
 
         parents     [beams] the beam that each continues
         log_probs   [beams] float32, of the tokens; -inf where there is none
@@ -51,20 +51,20 @@ class BeamDelivery:
             self._logits.append(logits)
 
     def end(self, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None, *, is_first: bool) -> None:
-        """The search is over. Beams for which it has no text stand last."""
+        """The search is over. Beams without a result come last."""
         if is_first:
             self._start()
         missing = self._width - len(hypotheses)
-        self._finishes = [FinishReason(text.finish) for text in hypotheses] + [FinishReason.NOT_FINISHED] * missing
-        self._cum_log_probs = [text.cum_log_prob for text in hypotheses] + [NO_TEXT] * missing
-        self._log_probs = [text.log_probs for text in hypotheses] + [[]] * missing
-        self._rows = [text.rows for text in hypotheses] + [[]] * missing
+        self._finishes = [FinishReason(output.finish) for output in hypotheses] + [FinishReason.NOT_FINISHED] * missing
+        self._cum_log_probs = [output.cum_log_prob for output in hypotheses] + [NO_OUTPUT] * missing
+        self._log_probs = [output.log_probs for output in hypotheses] + [[]] * missing
+        self._rows = [output.rows for output in hypotheses] + [[]] * missing
         if self._keeps_logits:
             assert logits is not None
             self._logits.append(logits)
 
-    def texts(self, request: LlmRequest, reason: FinishReason) -> list[BeamText]:
-        """What there is of each beam, best first.
+    def outputs(self, request: LlmRequest, reason: FinishReason) -> list[BeamOutput]:
+        """The output of each beam, best first.
 
         reason   why the request ended; the beams of a search that is over have reasons of their own
         """
@@ -72,16 +72,16 @@ class BeamDelivery:
         if not generated[0] and self._finishes is None:    # it was paused, or has not begun
             self._start()
         best_first = sorted(range(self._width), key=lambda beam: -self._cum_log_probs[beam])
-        return [self._text(beam, generated[beam], reason)
+        return [self._output(beam, generated[beam], reason)
                 for beam in (range(self._width) if self._finishes else best_first)]
 
-    def _text(self, beam: int, generated: list[int], reason: FinishReason) -> BeamText:
+    def _output(self, beam: int, generated: list[int], reason: FinishReason) -> BeamOutput:
         if self._finishes is not None:
             reason = self._finishes[beam]
-        if self._cum_log_probs[beam] == NO_TEXT:
-            return BeamText([], FinishReason.NOT_FINISHED, NO_TEXT)
+        if self._cum_log_probs[beam] == NO_OUTPUT:
+            return BeamOutput([], FinishReason.NOT_FINISHED, NO_OUTPUT)
         logits = None
         if self._keeps_logits and generated:
             logits = np.stack([step[row] for step, row in zip(self._logits, self._rows[beam])])
-        return BeamText(generated, reason, self._cum_log_probs[beam],
+        return BeamOutput(generated, reason, self._cum_log_probs[beam],
                         self._log_probs[beam] if self._keeps_log_probs else None, logits)

@@ -1,4 +1,4 @@
-"""What each living request has not been told yet."""
+"""What each live request has still to be sent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from .tensors import build_beam_response, build_response, streamed_token_builder
 
 @dataclass(slots=True)
 class Delivery:
-    """One living request as its receiver sees it.
+    """One live request as its receiver sees it.
 
     num_sent            generated tokens already sent (streaming)
     log_probs           of every generated token not sent yet, when asked
@@ -27,8 +27,8 @@ class Delivery:
     top_log_probs       of every generated token not sent yet, step by step, when asked
     context_logits      [prompt, vocab], filled chunk by chunk, when asked; None once it was sent
     context_rows        rows of it that are filled, from the first; all of them are needed before it is sent
-    is_plain            nothing but tokens was asked for
-    beams               where there are several; what is said above of tokens is kept there then
+    is_plain            only tokens were asked for
+    beams               for several beams: it keeps the values of their tokens, instead of the fields above
     """
 
     options: ResponseOptions
@@ -44,12 +44,12 @@ class Delivery:
 
 
 class Deliveries:
-    """Keeps what each living request is still to be told, and builds its responses. It sends nothing.
+    """Keeps the values that each live request has still to be sent, and builds its responses. It sends nothing.
 
     vocab_size   columns of the logits that are returned
     to_tensor    makes the outgoing tensor of a NumPy array
-    listeners    deliveries of the requests that take something from every token: those that stream, or asked for more
-                 than tokens
+    listeners    deliveries of the requests that need a value of every token: those that stream, or asked for more than
+                 tokens
     asking       ids of those that asked for more than tokens
     """
 
@@ -77,8 +77,8 @@ class Deliveries:
             self.listeners[request_id] = delivery
 
     def note_context_logits(self, request: LlmRequest, start: int, logits: np.ndarray) -> None:
-        """Keep the rows of the user's prompt that are new: after a pause the prompt runs again, and generated tokens
-        run as context too."""
+        """Keep the new rows of the user's prompt: after a pause the prompt is computed again, and generated tokens are
+        computed as context."""
         delivery = self._deliveries[request.request_id]
         first, end = delivery.context_rows, min(start + len(logits), request.orig_prompt_len)
         if first >= end:
@@ -90,8 +90,8 @@ class Deliveries:
         delivery.context_rows = end
 
     def note_tokens(self, request: LlmRequest, output: StepOutput, start: int, stop: int) -> bool:
-        """Keep what belongs to the tokens start..stop of the output, which were just added to a listener. True when
-        they are to be streamed."""
+        """Keep the values of the tokens start..stop of the output, which were just added to a listener. True if they
+        are to be streamed."""
         delivery = self.listeners[request.request_id]
         options = delivery.options
         if not delivery.is_plain:
@@ -102,7 +102,7 @@ class Deliveries:
                 for log_prob in log_probs:
                     delivery.cum_log_prob += log_prob
             if options.return_generation_logits:
-                # A copy: the rows are part of an array with everybody's, which should not live as long as this request.
+                # A copy: the rows are part of an array of all requests, which should not live as long as this one.
                 delivery.generation_logits.extend(output.generation_logits[request.seq_slot][:stop - start].copy())
             if options.top_log_probs:
                 top = output.top_log_probs[request.seq_slot]
@@ -112,20 +112,20 @@ class Deliveries:
 
     def note_beams(self, request: LlmRequest, parents: Sequence[int], log_probs: np.ndarray,
                    logits: np.ndarray | None) -> None:
-        """Keep what belongs to the tokens that were just added to the beams of a request."""
+        """Keep the values of the tokens that were just added to the beams of a request."""
         beams = self._deliveries[request.request_id].beams
         assert beams is not None
         beams.follow(parents, log_probs, logits, is_first=request.num_generated_tokens == 1)
 
     def note_hypotheses(self, request: LlmRequest, hypotheses: Sequence[Hypothesis], logits: np.ndarray | None) -> None:
-        """Keep what belongs to the final outputs of a request, which has the live ones still."""
+        """Keep the values of the final outputs of a request. The request still has the live ones."""
         beams = self._deliveries[request.request_id].beams
         assert beams is not None
         beams.end(hypotheses, logits, is_first=request.num_generated_tokens == 0)
 
     def new_tokens(self, requests: Sequence[LlmRequest]) -> list[tuple[int, list[NamedTensor]]]:
-        """(id, tensors) of the streamed response of each request: the tokens that no response had yet. From here on
-        they count as sent.
+        """(id, tensors) of the streamed response of each request: the tokens that no response has had yet. They now
+        count as sent.
         """
         responses, listeners, build = [], self.listeners, streamed_token_builder(self._to_tensor)
         for request in requests:
@@ -141,23 +141,23 @@ class Deliveries:
         return responses
 
     def tensors_of(self, metrics: PerfMetrics) -> list[NamedTensor]:
-        """What the final response of a request that asked for metrics has after its other tensors."""
+        """The tensors that follow the others in the final response of a request that asked for metrics."""
         return metrics.tensors(self._to_tensor)
 
     def forget(self, request_id: int) -> Delivery | None:
-        """The request has ended; what it has not been told yet is returned, for its final."""
+        """The request has ended. Returns its delivery, for the final."""
         self.asking.discard(request_id)
         self.listeners.pop(request_id, None)
         return self._deliveries.pop(request_id, None)
 
     def clear(self) -> None:
-        """Forget everybody."""
+        """Forget all requests."""
         self._deliveries.clear()
         self.listeners.clear()
         self.asking.clear()
 
     def response(self, request: LlmRequest, delivery: Delivery, reason: FinishReason) -> list[NamedTensor]:
-        """The tensors of a response with all that the request has not been told yet."""
+        """The tensors of a response with all values that the request has still to be sent."""
         options, tokens, prompt_len = delivery.options, request.tokens[0], request.orig_prompt_len
         if delivery.is_plain:
             if options.is_streaming:
@@ -167,11 +167,11 @@ class Deliveries:
                 return build_response(options, tokens[:prompt_len], tokens[prompt_len:], reason,
                                       to_tensor=self._to_tensor)
 
-        # A response takes what was kept for it along: nothing is held twice, nothing is sent twice.
+        # A response takes the kept values with it: none is held twice, none is sent twice.
         first = delivery.num_sent if options.is_streaming else 0
         context_logits = delivery.context_logits if delivery.context_rows == prompt_len else None
         if delivery.beams is not None:
-            return build_beam_response(options, tokens[:prompt_len], delivery.beams.texts(request, reason),
+            return build_beam_response(options, tokens[:prompt_len], delivery.beams.outputs(request, reason),
                                        vocab_size=self._no_rows.shape[1], context_logits=context_logits,
                                        to_tensor=self._to_tensor)
         log_probs, generation_logits = delivery.log_probs, delivery.generation_logits

@@ -1,4 +1,4 @@
-"""A tensor of a response, made when it is read."""
+"""Tensors of a response, made when they are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ INT32 = np.dtype(np.int32)
 
 
 class UniformArray:
-    """An array of one value, made when somebody reads it."""
+    """An array of one value, made when it is read."""
 
     __slots__ = ("shape", "_dtype", "_value")
 
@@ -27,10 +27,10 @@ class UniformArray:
 class NamedTensor:
     """A tensor of a response and its name.
 
-    A response has seven of them and most receivers read one or two, so the array is made when it is first read where
-    its values are known without it (UniformArray), and the tensor is made of the array when it is first read
-    (`to_tensor`; None: what was given is the tensor, or the array is). Array and tensor share their memory, whichever
-    threads read them first: what was made is put into the dictionary in one step, by whoever is first.
+    A response has seven of them, and most receivers read one or two. So an array whose values are known without it
+    (UniformArray) is made when it is first read, and the tensor is made from the array when it is first read
+    (`to_tensor`; None: the given object is the tensor, or the array is). Array and tensor share their memory, whichever
+    threads read them first: the first thread puts its object into the dictionary in one step, and all threads use it.
     """
 
     __slots__ = ("name", "_given", "_to_tensor", "__dict__")
@@ -42,7 +42,7 @@ class NamedTensor:
 
     @property
     def array(self) -> np.ndarray:
-        """The NumPy array, for whoever needs no tensor."""
+        """The NumPy array, for receivers that need no tensor."""
         given = self._given
         if type(given) is np.ndarray:
             return given
@@ -72,8 +72,8 @@ class NamedTensor:
 
 
 class PreparedTensor(NamedTensor):
-    """A tensor whose name, value and `to_tensor` are attributes of its class: making one makes one object, and runs no
-    Python. `prepared` makes the classes. A copy is a NamedTensor.
+    """A tensor whose name, value and `to_tensor` are attributes of its class: creating one makes one object and runs no
+    Python code. `prepared` makes the classes. A copy is a NamedTensor.
     """
 
     __slots__ = ()
@@ -84,7 +84,7 @@ class PreparedTensor(NamedTensor):
 
 
 class OneTokenTensor(PreparedTensor):
-    """The ids of one token [1, 1, 1]. Whoever makes one sets `token`."""
+    """The ids of one token [1, 1, 1]. The caller sets `token`."""
 
     __slots__ = ("token",)
     token: int

@@ -1,4 +1,4 @@
-"""Timings of a request, and what it took of the KV cache: the tensors after the seven of a final response."""
+"""Timings of a request and its use of the KV cache: the tensors after the seven of a final response."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -14,20 +14,20 @@ NANOSECONDS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """What the final response of a request with `return_perf_metrics` tells, each field a tensor int64 [1].
+    """The metrics in the final response of a request with `return_perf_metrics`; each field is a tensor int64 [1].
 
     Times are nanoseconds of the engine's clock, which is `time.monotonic` unless Parts has another one. 0 stands for a
     moment that never came.
 
-    arrival_time_ns             `arrival_time` of the request; where it has none, its admission
+    arrival_time_ns             `arrival_time` of the request; without one, its admission
     first_scheduled_time_ns     its first chunk was put into a step
     first_token_time_ns         the step with its first token was read
-    last_token_time_ns          the last step that drew a token for it was read; an end id is one
+    last_token_time_ns          the last step that sampled a token for it was read; an end id is one
     kv_cache_alloc_new_blocks   blocks that were taken from the pool for it, those after a pause included
     kv_cache_reused_blocks      blocks found in the cache instead, likewise
-    cached_tokens               tokens of its prompt that were found when it started first
+    cached_tokens               tokens of its prompt that were cached when it started for the first time
     num_pauses                  how often it was paused
-    recomputed_tokens           computed tokens that these pauses threw away
+    recomputed_tokens           computed tokens that these pauses discarded
     """
 
     arrival_time_ns: int = 0

@@ -1,4 +1,4 @@
-"""What is sent back: the list of `NamedTensor`, in the documented order, shapes and dtypes.
+"""The tensors of a response: a list of `NamedTensor` in the documented order, shapes and dtypes.
 
     output_ids          int32    [1, beam, n]                       streaming: the new tokens only
     sequence_length     int32    [1, beam]                          valid entries of each row of output_ids
@@ -13,23 +13,23 @@ and after them, only for requests with `return_top_log_probs` = k:
     top_log_prob_ids    int32    [1, 1, generated, k]               likeliest first; of equals the lowest id first
     top_log_probs       float32  [1, 1, generated, k]               -inf, and id 0, where fewer than k are possible
 
-Logits are the model's own: row i of context_logits follows token i of the prompt, row i of generation_logits is what
-token i was drawn from, before penalties, temperature or anything else was done to it. Log-probs are of the distribution
-after all of that, before top-k and top-p (triton_kernels/sample_token.py); with `raw_log_probs` of the distribution
-that the model's own logits have.
+Logits are the model's own: row i of context_logits follows token i of the prompt; token i was sampled from row i of
+generation_logits, which is the row before penalties, temperature and all other changes. Log-probs are of the
+distribution after these, before top-k and top-p (triton_kernels/sample_token.py); with `raw_log_probs`, of the
+distribution of the model's own logits.
 
-With beams log-probs are what biases, penalties and bans made of those that the temperature left, so they need not sum
-to one over the vocabulary (decoding/stages.py). Beams come best first. The end id counts in cum_log_probs, which is
-then what the beams were ranked by before len_penalty, though it has no place in the other tensors. A beam for which the
-model allows no text has finish_reason 0, no tokens and cum_log_probs -inf.
+With beams, biases, penalties and bans change the log-probs after the temperature, so these need not sum to one over the
+vocabulary (decoding/stages.py). Beams come best first: they are ranked by cum_log_probs after len_penalty. The end id
+counts in cum_log_probs, although it is not in the other tensors. A beam for which the model allows no output has
+finish_reason 0, no tokens and cum_log_probs -inf.
 
-In a streamed response *generated* is the number of its new tokens, everywhere but in cum_log_probs, which sums from
-the start of the request; so pieces of a tensor put behind one another are the tensor of a response that is not
-streamed. Context logits go with the first streamed response; later ones carry the dummy, and so does a request that
-ends before its prompt was computed.
+In a streamed response *generated* is the number of its new tokens, except in cum_log_probs, which sums from the start
+of the request; so the concatenated pieces of a tensor are the tensor of a response that is not streamed. Context logits
+are in the first streamed response; later ones have the dummy, and so has a request that ends before its prompt is
+computed.
 
-Nothing in a response is shared: not with our buffers, not with another response, not one tensor with another. A
-callback may keep or change what it got.
+A response shares no memory with the engine's buffers or with another response, and its tensors share none with each
+other. A callback may keep or change them.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ from .named_tensor import INT32, NamedTensor, UniformArray, prepared, prepared_t
 
 FLOAT32 = np.dtype(np.float32)
 
-# What most responses hold, made into arrays where somebody reads them.
+# The values of most responses; the arrays are made when they are read.
 ZERO, NO_GENERATION_LOGITS = UniformArray((1, 1, 1), FLOAT32), UniformArray((1, 1, 1, 1), FLOAT32)
 ONE, ZERO_ROW = UniformArray((1, 1), INT32, 1), UniformArray((1, 1), FLOAT32)
 FINISH_REASONS = {int(reason): UniformArray((1, 1), INT32, int(reason)) for reason in FinishReason}
@@ -58,14 +58,14 @@ RESPONSE_TENSORS = ("output_ids", "sequence_length", "context_logits", "generati
 
 
 @dataclass(frozen=True, slots=True)
-class BeamText:
-    """What one beam came to.
+class BeamOutput:
+    """The output of one beam.
 
     generated           [n] tokens, without the end id
     finish_reason       FinishReason
-    cum_log_prob        of the whole text, the end id included if it ended so
-    log_probs           [n], or None when nobody asked
-    generation_logits   [n, vocab], or None when nobody asked or n = 0
+    cum_log_prob        of the whole output, with the end id if that ended it
+    log_probs           [n]; None if the request did not ask for them
+    generation_logits   [n, vocab]; None if the request did not ask for them, or n = 0
     """
 
     generated: Sequence[int]
@@ -90,7 +90,7 @@ def build_response(
 ) -> list[NamedTensor]:
     """The tensors of one response of a request of beam width 1.
 
-    prompt              the user's prompt; not looked at when streaming
+    prompt              the user's prompt; ignored when streaming
     generated           not streaming: all generated tokens; streaming: this response's new ones. May be empty
     finish_reason       FinishReason; NOT_FINISHED for a streamed response that is not the last
     log_probs           [n] one for each of `generated`; needed when options ask for them and n > 0
@@ -98,14 +98,14 @@ def build_response(
     context_logits      [prompt, vocab], or its chunks in order, or None for the dummy
     generation_logits   [n, vocab] or n rows, one for each of `generated`; None for the dummy
     top_log_probs       of `generated`, in pieces
-    to_tensor           makes the outgoing tensor of a fresh numpy array, such as torch.from_numpy; None: leave it
+    to_tensor           makes the outgoing tensor from a fresh NumPy array, such as torch.from_numpy; None: leave it
 
-    What the options do not ask for is not sent, even if it is given. Everything that is sent is a copy.
+    Values that the options do not ask for are not sent, even if they are given. All values that are sent are copies.
     """
     num_new = len(generated)
     length = num_new if options.is_streaming or options.exclude_input else len(prompt) + num_new
     output_ids = empty((1, 1, length), INT32)
-    if length == 1 == num_new:    # much faster than an assignment from a list, and each streamed token comes here
+    if length == 1 == num_new:    # much faster than an assignment from a list; the case of each streamed token
         output_ids.fill(generated[0])
     elif length:
         output_ids[0, 0, :length - num_new] = prompt if length > num_new else ()
@@ -151,8 +151,8 @@ def build_response(
 
 @lru_cache(maxsize=8)
 def streamed_token_builder(to_tensor: Callable[[np.ndarray], Any] | None) -> Callable[[int], list[NamedTensor]]:
-    """A function of a token: what `build_response` makes of one streamed token, where nothing but tokens was asked for
-    and more will follow. It takes a third of the time; most responses of a server are of this kind.
+    """A function of a token that returns the same as `build_response` for one streamed token, if only tokens were asked
+    for and more will follow. It takes a third of the time; most responses of a server are of this kind.
 
     to_tensor   as in `build_response`
     """
@@ -172,7 +172,7 @@ def streamed_token_builder(to_tensor: Callable[[np.ndarray], Any] | None) -> Cal
 def build_beam_response(
     options: ResponseOptions,
     prompt: Sequence[int],
-    texts: Sequence[BeamText],
+    outputs: Sequence[BeamOutput],
     *,
     vocab_size: int,
     context_logits: np.ndarray | None = None,
@@ -181,38 +181,38 @@ def build_beam_response(
     """The tensors of the response of a request with beams.
 
     prompt              the user's prompt
-    texts               [beam], best first
+    outputs             [beam], best first
     vocab_size          columns of generation_logits
     context_logits      [prompt, vocab], or None for the dummy
     to_tensor           as in `build_response`
 
-    Every row is as long as the longest text: behind shorter ones, output_ids holds pad_id and the others zeros. What
-    the options do not ask for is not sent, even if it is given. Everything that is sent is a copy.
+    Every row is as long as the longest output: after shorter ones, output_ids has pad_id and the others have zeros.
+    Values that the options do not ask for are not sent, even if they are given. All values that are sent are copies.
     """
-    num_beams, longest = len(texts), max(len(text.generated) for text in texts)
+    num_beams, longest = len(outputs), max(len(output.generated) for output in outputs)
     start = 0 if options.exclude_input else len(prompt)
     output_ids = np.full((1, num_beams, start + longest), options.pad_id, INT32)
     output_ids[0, :, :start] = prompt if start else ()
     output_log_probs, cum_log_probs = zeros((1, num_beams, longest), FLOAT32), zeros((1, num_beams), FLOAT32)
-    for beam, text in enumerate(texts):
-        count = len(text.generated)
-        output_ids[0, beam, start:start + count] = text.generated
+    for beam, output in enumerate(outputs):
+        count = len(output.generated)
+        output_ids[0, beam, start:start + count] = output.generated
         if options.return_log_probs:
-            cum_log_probs[0, beam] = text.cum_log_prob
+            cum_log_probs[0, beam] = output.cum_log_prob
             if count:
-                output_log_probs[0, beam, :count] = text.log_probs
+                output_log_probs[0, beam, :count] = output.log_probs
 
     context, generation = zeros((1, 1, 1), FLOAT32), zeros((1, 1, 1, 1), FLOAT32)
     if options.return_context_logits and context_logits is not None:
         context = np.array(context_logits[None], FLOAT32)
     if options.return_generation_logits:
         generation = zeros((1, num_beams, longest, vocab_size), FLOAT32)
-        for beam, text in enumerate(texts):
-            if text.generation_logits is not None:
-                generation[0, beam, :len(text.generated)] = text.generation_logits
+        for beam, output in enumerate(outputs):
+            if output.generation_logits is not None:
+                generation[0, beam, :len(output.generated)] = output.generation_logits
 
-    lengths = np.array([[start + len(text.generated) for text in texts]], INT32)
-    finish = np.array([[text.finish_reason for text in texts]], INT32)
+    lengths = np.array([[start + len(output.generated) for output in outputs]], INT32)
+    finish = np.array([[output.finish_reason for output in outputs]], INT32)
     return [NamedTensor(name, array, to_tensor) for name, array in zip(RESPONSE_TENSORS, (
         output_ids, lengths, context, generation, output_log_probs, cum_log_probs, finish), strict=True)]
 
