@@ -35,7 +35,7 @@ def test_the_files_named_in_pyproject_have_no_type_errors(tmp_path):
     status, output = mypy(REPOSITORY, f"--cache-dir={tmp_path}")
     assert status == 0, output
     checked = int(re.search(r"no issues found in (\d+) source files", output)[1])
-    assert checked >= 100
+    assert checked >= 90
 
 
 @pytest.fixture
