@@ -204,6 +204,8 @@ class Source:
 def read(root: Path, name: str) -> list[Source]:
     sources = []
     for path in sorted(root.rglob("*.py")):
+        if path.is_relative_to(PACKAGE / "triton_kernels"):    # a link; unpacked from an archive, a copy
+            continue
         parts = [name, *path.relative_to(root).with_suffix("").parts]
         if parts[-1] == "__init__" and len(parts) > 2:
             parts.pop()
