@@ -286,13 +286,14 @@ class GenerationLoop:
         expired = self.intake.expired()
         for admitted in self.intake.withdraw(expired.keys()):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
-        for request in list(map(self.active.get, sorted(expired))):
+        for request_id in sorted(expired):
+            request = self.active.get(request_id)
             if request is None:
                 continue
             if request.total_generated_tokens:
                 self.finals.end(request, FinishReason.TIMED_OUT)
             else:
-                self.finals.fail(request, ErrorCode.DEADLINE, expired[request.request_id])
+                self.finals.fail(request, ErrorCode.DEADLINE, expired[request_id])
         if self.finals.held:
             self.finals.send_held()
 
