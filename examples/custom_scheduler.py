@@ -25,7 +25,7 @@ from batch_manager import (
     TrtGptModelType,
 )
 from batch_manager.testing import ScriptedBackend
-from batch_manager.tools.visualize import render_text
+from batch_manager.tools.draw.text import render_text
 
 LAST = 1000    # the request with this id asks the worker to finish the others and end
 

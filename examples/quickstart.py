@@ -38,7 +38,7 @@ from batch_manager import (
     TrtGptModelType,
 )
 from batch_manager.extras.text import TextStream
-from batch_manager.tools.visualize import render_text
+from batch_manager.tools.draw.text import render_text
 
 MODEL = Path(__file__).resolve().parent / "models" / "austen-4m"
 TOKENS_PER_BLOCK = 16

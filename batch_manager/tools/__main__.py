@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("compare", "say in what results of bench differ, and whether by more than their spread"),
     "host-bench": ("host_bench", "time the host's work in an iteration, around a scripted model"),
     "trace": ("trace", "say from a trace where the time of a request went; write it for Perfetto or as CSV"),
-    "draw": ("visualize", "draw who ran in which iteration, as text and as SVG"),
+    "draw": ("draw.command_line", "draw who ran in which iteration: as text, as SVG, as a page for a browser"),
 }
 INTERRUPTED = 130
 

@@ -22,6 +22,7 @@ from typing import IO
 
 from ..scheduling import waiting
 from ..stats.trace import IterationTrace, read_trace
+from .output_file import output_file
 from .request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, Life, Span, lives
 
 SENTENCES = {
@@ -191,21 +192,8 @@ def _run(options: argparse.Namespace, iterations: Iterator[IterationTrace]) -> i
             print("\n".join(why(life)))
         return 0
     write = write_perfetto if options.command == "perfetto" else write_csv
-    if options.out.exists() and not options.out.is_file():   # a pipe, /dev/stdout: nothing else can stand in its place
-        with options.out.open("w", encoding="utf-8", newline="") as file:
-            write(iterations, file)
-        return 0
-    out = Path(os.path.realpath(options.out))                # what a link points at is written, not the link
-    part = out.with_name(f"{out.name}.part")
-    if any(path.exists() and path.samefile(options.trace) for path in (out, part)):
-        raise ValueError(f"writing {options.out} would overwrite the trace itself; expected another file; name one")
-    try:
-        with part.open("w", encoding="utf-8", newline="") as file:
-            write(iterations, file)
-        part.replace(out)
-    except BaseException:
-        part.unlink(missing_ok=True)                         # nothing half written stays
-        raise
+    with output_file(options.out, source=options.trace) as file:
+        write(iterations, file)
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from batch_manager.stats.trace import IterationTrace
-from batch_manager.tools.visualize import render_text
+from batch_manager.tools.draw.text import render_text
 
 from .features import available
 from .history import to_line

@@ -93,12 +93,15 @@ def test_a_wheel_holds_every_source_file_and_the_typing_marker(wheel):
                 for path in (REPOSITORY / "batch_manager").rglob(kind)}
         assert data == {name for name in wheel if name.endswith(kind[1:])} != set()
     compiled_here = {path.name for path in (REPOSITORY / "triton_kernels/cpu/native").glob("*.[ch]")}
+    page = {f"batch_manager/tools/draw/page/{path.name}"
+            for path in (REPOSITORY / "batch_manager/tools/draw/page").iterdir()}
+    assert page and page <= set(wheel)
     assert compiled_here == {name.rpartition("/")[2] for name in wheel if name.endswith((".c", ".h"))} != set()
 
 
 def test_a_wheel_has_no_other_files(wheel):
     """Neither tests nor examples, nor what a run left behind."""
-    known = (".py", "py.typed", ".c", ".h", ".jsonl", ".csv")
+    known = (".py", "py.typed", ".c", ".h", ".jsonl", ".csv", ".js", ".css", ".html")
     assert [name for name in wheel if ".dist-info/" not in name and not name.endswith(known)] == []
     metadata = {name.partition(".dist-info/")[2] for name in wheel if ".dist-info/" in name}
     assert metadata == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}

@@ -9,7 +9,10 @@ import pytest
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy
 from batch_manager.stats.trace import IterationTrace, read_trace, write_trace
-from batch_manager.tools.visualize import main, parse_requests, render_svg, render_text, run_demo
+from batch_manager.tools.draw.command_line import main
+from batch_manager.tools.draw.demo import parse_requests, run_demo
+from batch_manager.tools.draw.svg import render_svg
+from batch_manager.tools.draw.text import render_text
 
 
 def record(iteration, context=(), generation=(), paused=(), finished=(), arrived=()):
@@ -219,7 +222,7 @@ def test_nothing_of_the_svg_lies_outside_it():
 
 
 def test_the_demonstration_runs_without_torch(tmp_path):
-    code = ("import sys; from batch_manager.tools.visualize import main; status = main(['--demo']);"
+    code = ("import sys; from batch_manager.tools.draw.command_line import main; status = main(['--demo']);"
             "assert not {'torch', 'triton'} & set(sys.modules); sys.exit(status)")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert result.returncode == 0, result.stderr

@@ -1,0 +1,148 @@
+"""`batch-manager draw`: pictures of a trace, or of a demonstration.
+
+    batch-manager draw trace.jsonl                          # as text
+    batch-manager draw trace.jsonl --html run.html          # a page for a browser; of runs of any size
+    batch-manager draw --demo --policy GUARANTEED_NO_EVICT --num-blocks 20 --svg schedule.svg
+
+A trace is what a `batch_manager.TraceFile` wrote: `Parts(trace=TraceFile("trace.jsonl"))`. The demonstration runs the
+real scheduler over a scripted model.
+Exit status: 0; 2: the arguments or a file are wrong, or the run is too large for text or SVG; 130: Ctrl-C.
+"""
+
+import argparse
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from ...config import KvCacheConfig, TrtGptModelOptionalParams
+from ...errors import BatchManagerError, ConfigError
+from ...names import ContextChunkingPolicy, SchedulerPolicy
+from ...stats.trace import IterationTrace, read_trace, write_trace
+from ..output_file import output_file
+from .demo import parse_requests, run_demo
+from .html import write_html
+from .small_run import FOR_SVG, FOR_TEXT, SmallRun
+from .svg import render_svg
+from .text import render_text
+from .timeline import Timeline
+
+DEMO_REQUESTS = "20+12,24+10,12+14@1,16+8@4,30+6@6"
+CHUNKING = {"off": None, "first_come_first_served": ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+            "equal_progress": ContextChunkingPolicy.EQUAL_PROGRESS}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.trace and options.positional:
+        parser.error(f"--trace is {options.trace} and the argument is {options.positional}; expected one trace")
+    options.trace = options.trace or options.positional
+    if bool(options.trace) == options.demo:
+        parser.error("expected either a trace or --demo")
+    try:
+        heading, text = _draw(options)
+    except (BatchManagerError, OSError, ValueError) as error:
+        of_file = options.trace and isinstance(error, ValueError) and not isinstance(error, BatchManagerError)
+        print(f"batch-manager draw: {f'{options.trace}: ' if of_file else ''}{error}", file=sys.stderr)
+        return 2
+    try:
+        print("\n\n".join([*heading, text]), flush=True)
+    except BrokenPipeError:                                  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    first, _, rest = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(prog="batch-manager draw", description=first, epilog=rest,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("positional", nargs="?", type=Path, metavar="TRACE", help="what a TraceFile wrote")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="the same")
+    parser.add_argument("--demo", action="store_true", help="run the scheduler over a scripted model and draw that")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: zoom, search, counters")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help=f"write the picture as SVG: {FOR_SVG}")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trace as JSON lines")
+    parser.add_argument("--width", type=int, default=100, help="columns of the text (default %(default)s)")
+    demo = parser.add_argument_group("the demonstration")
+    demo.add_argument("--requests", default=DEMO_REQUESTS, metavar="LIST",
+                      help="PROMPT+OUTPUT[@ITERATION], separated by commas (default %(default)s)")
+    demo.add_argument("--policy", default="MAX_UTILIZATION", type=str.upper, choices=SchedulerPolicy.__members__)
+    demo.add_argument("--chunking", default="off", type=str.lower, choices=CHUNKING, help="chunked context")
+    demo.add_argument("--num-blocks", type=int, default=14, help="KV cache blocks (default %(default)s)")
+    demo.add_argument("--tokens-per-block", type=int, default=8, help="tokens in a block (default %(default)s)")
+    demo.add_argument("--max-batch-size", type=int, default=4, help="requests in a step (default %(default)s)")
+    demo.add_argument("--max-num-tokens", type=int, default=48, help="tokens in a step (default %(default)s)")
+    return parser
+
+
+def _draw(options: argparse.Namespace) -> tuple[list[str], str]:
+    """Write the files that are asked for. Returns what was run, in words, and the picture as text."""
+    _refuse_one_name_for_two(options)
+    with ExitStack() as files:
+        # Opened before anything is read, so that a name that cannot be written is told at once.
+        opened = {name: files.enter_context(output_file(path, source=options.trace, mode="wb"))
+                  for name in ("html", "svg", "save") if (path := getattr(options, name))}
+        small = SmallRun(FOR_SVG if options.svg else FOR_TEXT, must_fit=bool(options.svg or not opened))
+        timeline = Timeline() if options.html else None
+        heading, iterations = _demo(options) if options.demo else ([], _read(options.trace))
+        noted = _noted(iterations, small, timeline)
+        if options.save:
+            write_trace(noted, opened["save"])
+        else:
+            deque(noted, maxlen=0)
+        if options.svg:
+            opened["svg"].write(render_svg(small.iterations).encode())
+        if timeline:
+            write_html(timeline, opened["html"], title=_title(options))
+    if small.iterations is None:
+        return heading, f"{options.html or options.save}: written; {small.told}, which is too much for text"
+    return heading, render_text(small.iterations, width=options.width)
+
+
+def _noted(iterations: Iterable[IterationTrace], *lists: SmallRun | Timeline | None) -> Iterator[IterationTrace]:
+    """The same, each appended to the lists: a trace is read once, and may be larger than the memory."""
+    for iteration in iterations:
+        for each in lists:
+            if each is not None:
+                each.append(iteration)
+        yield iteration
+
+
+def _refuse_one_name_for_two(options: argparse.Namespace) -> None:
+    named: dict[str, str] = {}
+    for option in ("html", "svg", "save"):
+        path = getattr(options, option)
+        if path and (other := named.setdefault(os.path.realpath(path), option)) != option:
+            raise ConfigError(f"--{other} and --{option} both name {path}", "two files", "name another one")
+
+
+def _title(options: argparse.Namespace) -> str:
+    return f"Demonstration, {options.policy}" if options.demo else options.trace.name
+
+
+def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace]]:
+    """What was run, in words, and its trace."""
+    if options.num_blocks < 1:
+        raise ConfigError(f"--num-blocks is {options.num_blocks}", "at least 1", "leave it out for the default")
+    chunking = CHUNKING[options.chunking]
+    params = TrtGptModelOptionalParams(
+        kv_cache_config=KvCacheConfig(tokens_per_block=options.tokens_per_block),
+        enable_chunked_context=chunking is not None,
+        context_chunking_policy=ContextChunkingPolicy.FIRST_COME_FIRST_SERVED if chunking is None else chunking,
+        max_batch_size=options.max_batch_size, max_num_sequences=options.max_batch_size * 4,
+        max_num_tokens=options.max_num_tokens)
+    policy = SchedulerPolicy[options.policy]
+    heading = [f"{policy.name}, {options.num_blocks} blocks of {options.tokens_per_block} tokens, at most "
+               f"{options.max_batch_size} requests and {options.max_num_tokens} tokens a step, chunked context: "
+               f"{options.chunking}"]
+    iterations = run_demo(parse_requests(options.requests), params, policy, options.num_blocks,
+                          say=lambda text: heading.append(f"refused: {text}"))
+    return heading, iterations
+
+
+def _read(path: Path) -> Iterator[IterationTrace]:
+    with path.open("rb") as file:
+        yield from read_trace(file)

@@ -1,0 +1,62 @@
+"""A run as one HTML file that needs nothing else: no network, no library. Its program is in page/."""
+
+from html import escape
+from importlib.resources import files
+from typing import IO
+
+from ..request_spans import CONTEXT, GENERATION, PAUSED, QUEUED
+from . import colours
+from .packing import pack
+from .timeline import Kind, Timeline
+
+# In the order in which they build on each other.
+SCRIPTS = ("unpack.js", "axis.js", "spans.js", "tiles.js", "rows.js", "counters.js", "details.js", "view.js", "main.js")
+COLOURS = {CONTEXT: colours.CONTEXT, GENERATION: colours.GENERATION, PAUSED: colours.PAUSED, QUEUED: colours.QUEUED}
+
+
+def write_html(timeline: Timeline, file: IO[bytes], *, title: str) -> None:
+    """Write the page. `title` may be any text."""
+    timeline.close()
+    page = files(__package__) / "page"
+    about = {"title": title, "summary": summary(timeline), "ended": list(colours.ENDED),
+             "colours": [list(_colour(kind)) for kind in timeline.kinds]}
+    parts = {
+        "TITLE": escape(title),
+        "SUMMARY": escape(about["summary"]),
+        "STYLE": (page / "view.css").read_text(encoding="utf-8"),
+        "SCRIPT": "\n".join((page / name).read_text(encoding="utf-8") for name in SCRIPTS),
+    }
+    # What is inserted is not searched again: a title may contain the name of a part.
+    before, _, after = (page / "view.html").read_text(encoding="utf-8").partition("{{DATA}}")
+    file.write(_filled(before, parts).encode())
+    file.write(pack(timeline, about))
+    file.write(_filled(after, parts).encode())
+
+
+def summary(timeline: Timeline) -> str:
+    """How much the run was, in words."""
+    words = [_count(len(timeline.rows), "request"), _count(len(timeline.numbers), "iteration")]
+    seconds = timeline.end_us / 1e6
+    if seconds > 0:
+        words.append(f"{seconds:,.3f} s" if seconds < 100 else f"{seconds:,.0f} s")
+    words.append(_count(timeline.tokens, "token") + " computed")
+    if seconds > 0:
+        words.append(f"{timeline.tokens / seconds:,.0f} tokens/s")
+    return ", ".join(words)
+
+
+def _filled(template: str, parts: dict[str, str]) -> str:
+    first, *rest = template.split("{{")
+    out = [first]
+    for piece in rest:
+        name, _, text = piece.partition("}}")
+        out += [parts[name], text]
+    return "".join(out)
+
+
+def _colour(kind: Kind) -> colours.Colour:
+    return COLOURS.get(kind[0]) or colours.of_waiting(kind[1])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,91 @@
+"""A timeline as bytes for a page, and back. page/unpack.js reads the same format.
+
+The bytes are base64 of a zlib stream. It holds the length of a header in four bytes, little endian; the header, JSON;
+then the columns that the header names, one after the other, with their numbers of values. A column holds the
+differences of successive values, the first to 0, folded to numbers that are not negative (0, -1, 1, -2, ... become
+0, 1, 2, 3, ...), in groups of seven bits, the lowest first; the eighth bit says that another group follows.
+"""
+
+import base64
+import zlib
+from collections.abc import Iterable, Iterator
+
+import orjson
+
+from .timeline import Timeline
+
+COMPRESSION = 6
+LARGEST = 2**53 - 1              # integers beyond it are not exact in a browser
+
+
+def pack(timeline: Timeline, about: dict) -> bytes:
+    """`about` is added to the header. Raises ValueError for a number that a browser cannot hold."""
+    columns = dict(_columns(timeline))
+    header = orjson.dumps(about | {
+        "kinds": [{"kind": kind, "reason": reason} for kind, reason in timeline.kinds],
+        "phases": list(timeline.phases_us),
+        "requests": ",".join(str(row.request_id) for row in timeline.rows),
+        "columns": [[name, len(values)] for name, values in columns.items()]})
+    packer = zlib.compressobj(COMPRESSION)
+    parts = [packer.compress(len(header).to_bytes(4, "little") + header)]
+    parts += [packer.compress(_encoded(name, values)) for name, values in columns.items()]
+    return base64.b64encode(b"".join([*parts, packer.flush()]))
+
+
+def unpack(packed: bytes) -> tuple[dict, dict[str, list[int]]]:
+    """The header, and name -> values of each column."""
+    content = zlib.decompress(base64.b64decode(packed))
+    begin = 4 + int.from_bytes(content[:4], "little")
+    header = orjson.loads(content[4:begin])
+    numbers = _numbers(content[begin:])
+    return header, {name: _summed(next(numbers) for _ in range(count)) for name, count in header["columns"]}
+
+
+def _columns(timeline: Timeline) -> Iterator[tuple[str, list[int]]]:
+    rows = timeline.rows
+    yield "iteration", timeline.numbers
+    yield "begin_us", [*timeline.begin_us, timeline.end_us] if timeline.numbers else []
+    yield from timeline.counters.items()
+    for phase, values in timeline.phases_us.items():
+        yield f"phase {phase}", values
+    yield "row_spans", [len(row.starts) for row in rows]
+    yield "row_end", [row.end for row in rows]
+    yield "row_ended", [int(row.has_ended) for row in rows]
+    yield "span_start", [start for row in rows for start in row.starts]
+    yield "span_kind", [kind for row in rows for kind in row.kinds]
+    yield "chunk_first", [first for row in rows for first in row.chunks[::2]]
+    yield "chunk_tokens", [tokens for row in rows for tokens in row.chunks[1::2]]
+
+
+def _encoded(name: str, values: Iterable[int]) -> bytes:
+    out = bytearray()
+    before = 0
+    for value in values:
+        if not -LARGEST <= value <= LARGEST:
+            raise ValueError(f"the trace has a {name} of {value}; expected at most {LARGEST}, which a browser "
+                             "holds exactly; the trace is damaged")
+        difference, before = value - before, value
+        folded = 2 * difference if difference >= 0 else -2 * difference - 1
+        while folded > 127:
+            out.append(folded & 127 | 128)
+            folded >>= 7
+        out.append(folded)
+    return bytes(out)
+
+
+def _numbers(content: bytes) -> Iterator[int]:
+    value = shift = 0
+    for byte in content:
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            yield -(value + 1 >> 1) if value & 1 else value >> 1
+            value = shift = 0
+
+
+def _summed(differences: Iterable[int]) -> list[int]:
+    value, values = 0, []
+    for difference in differences:
+        value += difference
+        values.append(value)
+    return values

@@ -1,0 +1,53 @@
+// Horizontal axes: from iterations to positions, which are iterations or seconds.
+
+const MIN_SECONDS_SHOWN = 1e-5, MIN_ITERATIONS_SHOWN = 2;
+
+class Axis {
+  /** positions: where each iteration begins, and where the last one ends. */
+  constructor(name, positions, minShown) {
+    this.name = name;
+    this.positions = positions;
+    this.minShown = minShown;
+  }
+
+  get end() { return this.positions[this.positions.length - 1]; }
+
+  /** The iteration at a position: the last one that begins there or before. */
+  indexAt(position) {
+    const last = this.positions.length - 2;
+    if (this.name === "iteration") return Math.max(0, Math.min(last, Math.floor(position)));
+    let low = 0, high = last;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.positions[middle] <= position) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+}
+
+function iterationAxis(count) {
+  return new Axis("iteration", Float64Array.from({ length: count + 1 }, (_, i) => i), MIN_ITERATIONS_SHOWN);
+}
+
+function timeAxis(beginUs) {
+  return new Axis("time", beginUs.map((us) => us / 1e6), MIN_SECONDS_SHOWN);
+}
+
+/** 1, 2 or 5 times a power of ten, at least `least`. */
+function niceStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map((each) => each * power).find((step) => step >= least * (1 - 1e-9));
+}
+
+function secondsText(seconds, step = 1e-6) {
+  const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9)));
+  return `${seconds.toFixed(digits)} s`;
+}
+
+function durationText(us) {
+  if (us >= 1e6) return `${(us / 1e6).toPrecision(3)} s`;
+  return us >= 1e3 ? `${(us / 1e3).toPrecision(3)} ms` : `${Math.round(us)} µs`;
+}
+
+function countText(value) { return Math.round(value).toLocaleString("en-US"); }

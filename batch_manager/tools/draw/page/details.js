@@ -1,0 +1,74 @@
+// What stands at a point, in words.
+
+/** {title, colour, facts: [[name, text], ...]} of a row (-1: none) and an iteration. */
+function describe(run, theme, { row, index }) {
+  const span = row < 0 ? undefined : spanHolding(run, row, index);
+  const facts = [["iteration", countText(run.iterations[index])], ...timeOf(run, index)];
+  if (span !== undefined) facts.push(...factsOfSpan(run, row, span));
+  facts.push(...factsOfIteration(run, index));
+  if (row < 0) return { title: "iteration", facts };
+  const kind = span === undefined ? wordsOutsideLife(run, row, index) : run.kindName(run.spanKind[span]);
+  return { title: `request ${run.ids[row]}: ${kind}`, facts,
+           colour: span === undefined ? undefined : theme.kinds[run.spanKind[span]] };
+}
+
+function spanHolding(run, row, index) {
+  return index >= run.rowStart(row) && index < run.rowEnd[row] ? run.spanAt(row, index) : undefined;
+}
+
+function wordsOutsideLife(run, row, index) {
+  return index < run.rowStart(row) ? "not here yet" : "gone";
+}
+
+function timeOf(run, index) {
+  return run.beginUs.at(-1) > 0 ? [["time", secondsText(run.beginUs[index] / 1e6)]] : [];
+}
+
+function factsOfSpan(run, row, span) {
+  const facts = [], start = run.spanStart[span], end = run.spanEnd(row, span);
+  if (run.isContext(span)) {
+    const chunk = run.chunkOf[span], first = run.chunkFirst[chunk], tokens = run.chunkTokens[chunk];
+    facts.push(["tokens", countText(tokens)], ["first position", countText(first)]);
+  }
+  const { kind, reason } = run.kinds[run.spanKind[span]];
+  if (reason) facts.push(["waits for", reason]);
+  if (end - start > 1) {
+    facts.push([kind === "generation" ? "generates in" : "lasts",
+                `${countText(run.iterations[start])} to ${countText(run.iterations[end - 1])}, ${countText(end - start)} iterations`]);
+  }
+  const us = run.beginUs[end] - run.beginUs[start];
+  if (us > 0) facts.push(["for", durationText(us)]);
+  if (end === run.rowEnd[row]) facts.push(["then", run.rowEnded[row] ? "ended" : "the trace ends"]);
+  return facts;
+}
+
+function factsOfIteration(run, index) {
+  const at = (name) => run.columns[name][index];
+  const facts = [["tokens of the step", `${countText(at("context_tokens"))} context, ${countText(at("generation_tokens"))} generation`]];
+  const blocks = ["live", "cached", "free"].map((name) => `${countText(at(`${name}_blocks`))} ${name}`);
+  facts.push(["KV cache blocks", blocks.join(", ")], ["queued requests", countText(at("queued_requests"))]);
+  const us = run.phases.reduce((sum, phase) => sum + at(`phase ${phase}`), 0);
+  if (us > 0) facts.push(["duration", durationText(us)]);
+  return facts;
+}
+
+/** Write a description into an element, as text: names come from the trace. */
+function showDescription(element, { title, colour, facts }) {
+  const heading = document.createElement("h2"), list = document.createElement("dl");
+  if (colour) heading.append(swatch(colour));
+  heading.append(title);
+  for (const [name, text] of facts) {
+    const term = document.createElement("dt"), value = document.createElement("dd");
+    term.textContent = name;
+    value.textContent = text;
+    list.append(term, value);
+  }
+  element.replaceChildren(heading, list);
+}
+
+function swatch(colour) {
+  const box = document.createElement("span");
+  box.className = "swatch";
+  box.style.background = colour;
+  return box;
+}

@@ -1,0 +1,70 @@
+// A run: requests as rows of spans, and a value an iteration of each counter.
+
+class Run {
+  constructor(header, columns) {
+    this.header = header;
+    this.kinds = header.kinds;
+    this.phases = header.phases;
+    this.ids = header.requests ? header.requests.split(",") : [];
+    this.iterations = columns.iteration;
+    this.beginUs = columns.begin_us;
+    this.rowEnd = columns.row_end;
+    this.rowEnded = columns.row_ended;
+    this.spanStart = columns.span_start;
+    this.spanKind = Uint16Array.from(columns.span_kind);
+    this.rowFirst = firstOfEach(columns.row_spans);
+    this.chunkFirst = columns.chunk_first;
+    this.chunkTokens = columns.chunk_tokens;
+    this.chunkOf = chunkOfEach(this.spanKind, this.kinds);
+    this.columns = columns;
+  }
+
+  get rows() { return this.ids.length; }
+
+  get count() { return this.iterations.length; }
+
+  /** The span of a row that holds an iteration, or the next one after it; rowFirst[row + 1] where there is none. */
+  spanAt(row, index) {
+    if (index >= this.rowEnd[row]) return this.rowFirst[row + 1];
+    let low = this.rowFirst[row], high = this.rowFirst[row + 1] - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.spanStart[middle] <= index) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+
+  /** The iteration after the last one of a span of a row. */
+  spanEnd(row, span) {
+    return span + 1 < this.rowFirst[row + 1] ? this.spanStart[span + 1] : this.rowEnd[row];
+  }
+
+  rowStart(row) { return this.spanStart[this.rowFirst[row]]; }
+
+  isContext(span) { return this.kinds[this.spanKind[span]].kind === "context"; }
+
+  kindName(code) {
+    const { kind, reason } = this.kinds[code];
+    return reason ? `${kind}: ${reason}` : kind;
+  }
+}
+
+/** Sums of all values before each: where the spans of each row begin. */
+function firstOfEach(counts) {
+  const first = new Uint32Array(counts.length + 1);
+  counts.forEach((count, i) => { first[i + 1] = first[i] + count; });
+  return first;
+}
+
+/** The number of each span among those of contexts: where its chunk stands. */
+function chunkOfEach(spanKind, kinds) {
+  const context = kinds.findIndex((each) => each.kind === "context");
+  const chunkOf = new Uint32Array(spanKind.length);
+  let chunks = 0;
+  for (let i = 0; i < spanKind.length; i++) {
+    chunkOf[i] = chunks;
+    if (spanKind[i] === context) chunks++;
+  }
+  return chunkOf;
+}

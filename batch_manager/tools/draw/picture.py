@@ -1,0 +1,82 @@
+"""What happened, cell by cell: one request in one iteration. For pictures of small runs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from ...stats.trace import IterationTrace
+
+SHORTEST_FOLD = 3
+
+ABSENT, WAITING, CONTEXT, GENERATION, PAUSED = "", ".", "C", "G", "P"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One request in one iteration.
+
+    kind     ABSENT, WAITING, CONTEXT, GENERATION or PAUSED
+    tokens   run in this iteration
+    ended    the request left in this iteration
+    """
+
+    kind: str = ABSENT
+    tokens: int = 0
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return self.kind + (str(self.tokens) if self.kind == CONTEXT else "") + ("*" if self.ended else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Iterations x requests. `rows[i][j]` is what `request_ids[j]` did in `iterations[i]`.
+
+    A request waits from its arrival, or where that was not noted from its first step, until it ends; an id that is
+    used again afterwards starts a second life in the same column.
+    """
+
+    iterations: list[int]
+    request_ids: list[int]
+    rows: list[list[Cell]]
+
+    @staticmethod
+    def of(trace: Iterable[IterationTrace]) -> "Picture":
+        alive: dict[int, bool] = {}         # in order of first appearance
+        numbers, cells_of = [], []
+        for record in trace:
+            ran = {request_id: Cell(PAUSED) for request_id in record.paused}
+            for request_id, _, tokens in record.context:
+                ran[request_id] = Cell(CONTEXT, tokens)
+            ran |= {request_id: Cell(GENERATION, 1) for request_id in record.generation}
+            alive |= dict.fromkeys((*record.arrived, *ran, *record.finished), True)
+            cells = {}
+            for request_id, is_alive in alive.items():
+                if is_alive:
+                    cell = ran.get(request_id, Cell(WAITING))
+                    ended = request_id in record.finished
+                    cells[request_id] = Cell(cell.kind, cell.tokens, ended)
+                    alive[request_id] = not ended
+            numbers.append(record.iteration)
+            cells_of.append(cells)
+        return Picture(numbers, list(alive), [[cells.get(i, Cell()) for i in alive] for cells in cells_of])
+
+    def columns(self) -> list[list[Cell]]:
+        """The same by request."""
+        return [[row[j] for row in self.rows] for j in range(len(self.request_ids))]
+
+    def folds(self) -> list[tuple[int, int]]:
+        """(first row, rows) of each run of equal rows; runs too short to be worth folding come one by one."""
+        folds = []
+        for _, run in groupby(range(len(self.rows)), key=lambda i: self.rows[i]):
+            indices = list(run)
+            if len(indices) >= SHORTEST_FOLD:
+                folds.append((indices[0], len(indices)))
+            else:
+                folds += [(i, 1) for i in indices]
+        return folds
+
+
+def span_of_iterations(iterations: list[int], start: int, count: int) -> str:
+    """The numbers of `count` iterations from the one at `start`: "7", or "7-20"."""
+    return str(iterations[start]) if count == 1 else f"{iterations[start]}-{iterations[start + count - 1]}"

@@ -1,0 +1,145 @@
+"""A run as spans and counters: its size is that of what changes, not that of requests times iterations."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...scheduling.waiting import IN_FLIGHT
+from ...stats.trace import IterationTrace
+from ..request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING
+
+Kind = tuple[str, str]                          # (kind, reason of WAITING), as batch_manager/tools/request_spans.py has
+
+FIXED_KINDS: tuple[Kind, ...] = ((CONTEXT, ""), (GENERATION, ""), (PAUSED, ""), (QUEUED, ""))
+COUNTERS = ("live_blocks", "cached_blocks", "free_blocks", "queued_requests", "context_tokens", "generation_tokens")
+
+
+@dataclass(slots=True)
+class Row:
+    """One life of a request. Iterations are counted from the beginning of the trace: 0, 1, 2, ...
+
+    starts       first iteration of each span; the next span begins where one ends
+    kinds        index into `Timeline.kinds` of each span
+    chunks       first position and tokens of each span of a context, flat, in order
+    end          iteration after its last one
+    has_ended    False: the trace ends before
+    """
+
+    request_id: int
+    starts: array
+    kinds: array
+    chunks: array
+    end: int = 0
+    has_ended: bool = False
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What a trace says, appended iteration by iteration.
+
+    rows         in order of arrival; an id that comes again begins another one
+    kinds        what the spans refer to
+    numbers      of the iterations, as the trace has them
+    begin_us     when each began, in microseconds since the first one; never less than the one before
+    counters     name -> a value an iteration
+    phases_us    phase -> a duration an iteration, 0 where the phase did not run
+
+    A context chunk is a span of its own. A request that a step in flight works on goes on with what it did.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=lambda: list(FIXED_KINDS))
+    numbers: list[int] = field(default_factory=list)
+    begin_us: list[int] = field(default_factory=list)
+    counters: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in COUNTERS})
+    phases_us: dict[str, list[int]] = field(default_factory=dict)
+    _origin_s: float = 0.0
+    _last_us: int = 0
+    _codes: dict[Kind, int] = field(default_factory=lambda: {kind: i for i, kind in enumerate(FIXED_KINDS)})
+    _alive: dict[int, Row] = field(default_factory=dict)
+    _doing: dict[int, set[int]] = field(default_factory=dict)     # code -> ids of the requests that do this
+
+    @property
+    def end_us(self) -> int:
+        """When the phases of the last iteration had ended."""
+        return self._last_us + sum(values[-1] for values in self.phases_us.values())
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all steps: tokens of contexts, and one a generating request."""
+        return sum(self.counters["context_tokens"]) + sum(self.counters["generation_tokens"])
+
+    def append(self, iteration: IterationTrace) -> None:
+        index = len(self.numbers)
+        self._count(iteration)
+        self._begin((QUEUED, ""), iteration.arrived, index, may_be_older=False)
+        for reason, ids in iteration.waiting.items():
+            if reason != IN_FLIGHT:
+                self._begin((WAITING, reason), ids, index)
+        for request_id, first, tokens in iteration.context:
+            self._begin_chunk(request_id, first, tokens, index)
+        self._begin((GENERATION, ""), iteration.generation, index)
+        self._begin((PAUSED, ""), iteration.paused, index)
+        for request_id in iteration.finished:
+            row = self._alive.pop(request_id, None)
+            if row is not None:
+                self._doing[row.kinds[-1]].discard(request_id)
+                row.end, row.has_ended = index + 1, True
+
+    def close(self) -> None:
+        """The trace is complete: rows that are alive end where it does."""
+        for row in self._alive.values():
+            row.end = len(self.numbers)
+
+    def _count(self, iteration: IterationTrace) -> None:
+        if not self.numbers:
+            self._origin_s = iteration.started_at_s
+        self._last_us = max(self._last_us, round(1e6 * (iteration.started_at_s - self._origin_s)))
+        values = (iteration.live_blocks, iteration.cached_blocks, iteration.free_blocks, iteration.queued_requests,
+                  sum(chunk[2] for chunk in iteration.context), len(iteration.generation))
+        for name, value in zip(COUNTERS, values, strict=True):
+            self.counters[name].append(value)
+        for phase in iteration.phases_us:
+            if phase not in self.phases_us:
+                self.phases_us[phase] = [0] * len(self.numbers)
+        for phase, times in self.phases_us.items():
+            times.append(iteration.phases_us.get(phase, 0))
+        self.numbers.append(iteration.iteration)
+        self.begin_us.append(self._last_us)
+
+    def _code(self, kind: Kind) -> int:
+        code = self._codes.get(kind)
+        if code is None:
+            code = self._codes[kind] = len(self.kinds)
+            self.kinds.append(kind)
+        return code
+
+    def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
+        """A span for each of them that did something else before."""
+        if not ids:
+            return
+        code = self._code(kind)
+        changed = set(ids).difference(self._doing.get(code, ()))
+        for request_id in ids if changed else ():
+            if request_id in changed and (may_be_older or request_id not in self._alive):
+                self._change(request_id, code, index)
+
+    def _begin_chunk(self, request_id: int, first: int, tokens: int, index: int) -> None:
+        row = self._change(request_id, self._codes[CONTEXT, ""], index)
+        row.chunks.extend((first, tokens))
+
+    def _change(self, request_id: int, code: int, index: int) -> Row:
+        row = self._alive.get(request_id)
+        if row is None:
+            row = self._alive[request_id] = Row(request_id, array("Q"), array("H"), array("q"))
+            self.rows.append(row)
+        else:
+            self._doing[row.kinds[-1]].discard(request_id)
+            if row.starts[-1] == index:                  # named twice in an iteration: the later one holds
+                row.starts.pop()
+                if self.kinds[row.kinds.pop()][0] == CONTEXT:
+                    del row.chunks[-2:]
+        row.starts.append(index)
+        row.kinds.append(code)
+        self._doing.setdefault(code, set()).add(request_id)
+        return row
