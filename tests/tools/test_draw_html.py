@@ -302,14 +302,21 @@ def test_the_levels_of_detail_agree_with_a_count_of_the_cells(traced):
                 assert expected[code] == pytest.approx(max(expected)), window
 
 
+# Frames are not drawn while chromium only dumps a page.
+FRAMES = "<script>window.requestAnimationFrame = (draw) => setTimeout(draw);</script></head>"
 LOOK = """<script>
-const wait = setInterval(() => {
+const wait = setInterval(async () => {
   if (!document.documentElement.dataset.openedMs) return;
   clearInterval(wait);
   const box = document.getElementById("rows").getBoundingClientRect(), said = [];
   for (const [x, row] of POINTS) {
     document.getElementById("charts").dispatchEvent(new PointerEvent("pointermove", {
       bubbles: true, clientX: box.left + x * box.width, clientY: box.top + 24 + (row + 0.5) * 24 }));
+    said.push(document.getElementById("details").innerText);
+  }
+  for (const key of ["+", "+", "ArrowLeft", "ArrowLeft", "ArrowLeft", "0", "Escape"]) {      // the pointer rests
+    document.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    await new Promise((done) => setTimeout(done, 60));
     said.push(document.getElementById("details").innerText);
   }
   document.getElementById("request").value = "77";
@@ -331,17 +338,19 @@ def test_a_browser_shows_what_the_pointer_is_on(tmp_path):
         IterationTrace(8, (), (42,), (), (41, 42), (), 1.03, {"start": 9000})]
     page = tmp_path / "page.html"
     points = [[0.2, 0], [0.2, 1], [0.7, 1], [0.7, 0]]
-    page.write_text(page_of(iterations).replace("</body>", LOOK.replace("POINTS", json.dumps(points))))
+    page.write_text(page_of(iterations).replace("</head>", FRAMES).replace(
+        "</body>", LOOK.replace("POINTS", json.dumps(points))))
     result = subprocess.run(
         [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
          "--window-size=1000,800", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
         capture_output=True, text=True, timeout=60)
     found = re.search(r'<pre id="said">([^<]*)</pre>', result.stdout)
     assert found, result.stdout[-2000:] + result.stderr[-2000:]
-    chunk, waits, second, paused, search, legend, message = json.loads(base64.b64decode(found.group(1)))
+    chunk, waits, second, paused, *moved, search, legend, message = json.loads(base64.b64decode(found.group(1)))
     words = [re.sub(r"\s+", " ", each) for each in (chunk, waits, second, paused)]
     assert words[0].startswith("request 41: context iteration 5 time 0.000000 s tokens 12 first position 0")
     assert words[1].startswith(f"request 42: waiting: {reason}") and "5 to 6, 2 iterations" in words[1]
     assert words[2].startswith("request 42: context iteration 7") and "tokens 20 first position 8" in words[2]
     assert "3 live, 0 cached, 4 free" in words[2] and words[3].startswith("request 41: paused iteration 7")
+    assert paused == moved[-2] == moved[-1] and "iteration\n7" in paused and len({*moved}) > 1
     assert search == "there is no request 77" and f"waiting: {reason}" in legend and message == ""

@@ -73,7 +73,7 @@ class CountersChart {
     const { context, view, theme } = this;
     scaleToPixels(context, this.canvas);
     context.fillStyle = theme.page;
-    context.fillRect(0, 0, view.left + view.width, this.height);
+    context.fillRect(0, 0, this.canvas.clientWidth, this.height);
     const columns = this.columns();
     let top = COUNTERS_TOP;
     for (const chart of this.charts) {

@@ -81,7 +81,7 @@ class Page {
   // ------------------------------------------------------------ what stands under the pointer
 
   showDetails() {
-    const at = this.pinned ?? this.pointer, details = byId("details");
+    const at = this.pinned ?? this.underPointer(), details = byId("details");
     const isVisible = at !== undefined && !this.drag?.hasMoved;
     for (const id of ["details", "crosshair", "row-mark"]) byId(id).hidden = !isVisible;
     if (!isVisible) return;
@@ -93,7 +93,8 @@ class Page {
   place(at, details) {
     const { view } = this, positions = view.axis.positions;
     const left = view.toX(positions[at.index]), right = view.toX(positions[at.index + 1]);
-    const x = this.pinned ? (left + right) / 2 : at.x, y = this.pinned ? AXIS_HEIGHT + view.toY(at.row + 0.5) : at.y;
+    const x = this.pinned ? (left + right) / 2 : this.pointer.x;
+    const y = this.pinned ? AXIS_HEIGHT + view.toY(at.row + 0.5) : this.pointer.y;
     const isInside = (each) => each >= view.left && each <= view.left + view.width;
     byId("crosshair").style.left = `${(left + right) / 2}px`;
     byId("crosshair").hidden = !isInside((left + right) / 2);
@@ -111,12 +112,15 @@ class Page {
                                 height: `${Math.max(2, view.rowHeight)}px` });
   }
 
-  /** The row and iteration under an event, with where that is on the charts; undefined outside. */
-  under(event) {
+  /** The row and iteration under the pointer now: what is there changes while it rests, by keys and the wheel. */
+  underPointer() {
+    return this.pointer && this.view.at(this.pointer.x, this.pointer.y - AXIS_HEIGHT);
+  }
+
+  /** Where an event happened on the charts. */
+  pointOf(event) {
     const box = byId("charts").getBoundingClientRect();
-    const x = event.clientX - box.left, y = event.clientY - box.top;
-    const at = this.view.at(x, y - AXIS_HEIGHT);
-    return at && { ...at, x, y };
+    return { x: event.clientX - box.left, y: event.clientY - box.top };
   }
 
   // ------------------------------------------------------------ pointer
@@ -147,13 +151,12 @@ class Page {
 
   onWheel(event) {
     event.preventDefault();
-    const box = byId("charts").getBoundingClientRect();
-    const x = event.clientX - box.left, y = event.clientY - box.top - AXIS_HEIGHT;
+    const { x, y } = this.pointOf(event);
     // With Shift, some browsers turn the wheel sideways.
     const along = event.shiftKey ? event.deltaY || event.deltaX : event.deltaY;
     const factor = Math.exp(-along * (event.deltaMode ? 30 : 1) * WHEEL_ZOOM);
     this.change((view) => {
-      if (event.shiftKey) view.zoomRows(factor, y);
+      if (event.shiftKey) view.zoomRows(factor, y - AXIS_HEIGHT);
       else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) view.pan(-event.deltaX, 0);
       else view.zoom(factor, x);
     });
@@ -166,7 +169,7 @@ class Page {
   }
 
   onMove(event) {
-    this.pointer = this.under(event);
+    this.pointer = this.pointOf(event);
     const { drag } = this;
     if (drag) {
       const dx = event.clientX - drag.x, dy = event.clientY - drag.y;
@@ -181,7 +184,8 @@ class Page {
   }
 
   onUp(event) {
-    if (this.drag && !this.drag.hasMoved) this.pinned = this.pinned ? undefined : this.under(event);
+    this.pointer = this.pointOf(event);
+    if (this.drag && !this.drag.hasMoved) this.pinned = this.pinned ? undefined : this.underPointer();
     this.endDrag();
   }
 
@@ -248,8 +252,8 @@ function showMessage(text) {
 
 async function open() {
   if (typeof DecompressionStream === "undefined") {
-    showMessage("This browser cannot unpack the data of this page: it has no DecompressionStream. Chrome and Edge have it " +
-                "from version 80, Safari from 16.4, Firefox from 113.");
+    showMessage("This browser cannot unpack the data of this page: it has no DecompressionStream. Open the page with Chrome " +
+                "or Edge from version 99, Safari from 16.4 or Firefox from 113.");
     return;
   }
   try {

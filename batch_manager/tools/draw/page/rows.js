@@ -25,7 +25,7 @@ class RowsChart {
     const { context, view, theme } = this;
     scaleToPixels(context, this.canvas);
     context.fillStyle = theme.page;
-    context.fillRect(0, 0, view.left + view.width, AXIS_HEIGHT + view.height);
+    context.fillRect(0, 0, this.canvas.clientWidth, this.canvas.clientHeight);
     drawTicks(context, view, this.run, theme, AXIS_HEIGHT);
     context.save();
     context.translate(0, AXIS_HEIGHT);
@@ -194,8 +194,8 @@ function fillBox(context, [x, y, width, height]) {
   }
 }
 
-/** Faint lines at round iterations or times, and above them what they are. */
-function drawTicks(context, view, run, theme, height, isLabelled = true) {
+/** Marks at round iterations or times, and above them what they are. */
+function drawTicks(context, view, run, theme, height) {
   const isTime = view.axis.name === "time", shown = view.end - view.begin;
   const least = shown / view.width * TICK_DISTANCE;
   const step = isTime ? niceStep(least) : Math.max(1, niceStep(least));
@@ -208,11 +208,10 @@ function drawTicks(context, view, run, theme, height, isLabelled = true) {
     const at = tick * step, x = view.toX(at + middle);
     if (!isTime && at >= run.count || x < view.left || x > view.left + view.width) continue;
     context.fillStyle = theme.grid;
-    context.fillRect(toPixel(x), isLabelled ? height - 5 : 0, 1 / devicePixelRatio, isLabelled ? 4 : height);
+    context.fillRect(toPixel(x), height - 5, 1 / devicePixelRatio, 4);
     context.fillStyle = theme.faint;
-    if (isLabelled) context.fillText(isTime ? secondsText(at, step) : countText(run.iterations[at]), x, height - 9);
+    context.fillText(isTime ? secondsText(at, step) : countText(run.iterations[at]), x, height - 9);
   }
-  if (!isLabelled) return;
   context.textAlign = "right";
   context.fillStyle = theme.faint;
   context.fillText("request", view.left - LABEL_GAP, height - 9);
