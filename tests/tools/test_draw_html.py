@@ -127,6 +127,13 @@ def test_large_and_negative_numbers_survive():
         pack(timeline_of([IterationTrace(2**60, (), (), (), ())]), {})
 
 
+def test_a_request_that_an_iteration_names_twice_has_one_span_there():
+    iterations = [IterationTrace(0, ((1, 0, 5), (2, 0, 7)), (), (1,), (), (1, 2)),
+                  IterationTrace(1, ((1, 3, 9),), (), (), (1,), ())]
+    assert rows_of(*unpack(pack(timeline_of(iterations), {}))) == [
+        (1, [("paused", "", 0, 0, 0), (CONTEXT, "", 1, 3, 9)], 2, True), (2, [(CONTEXT, "", 0, 0, 7)], 2, False)]
+
+
 class Reader(HTMLParser):
     """Checks nesting, and collects ids, texts and addresses."""
 
@@ -300,6 +307,21 @@ def test_the_levels_of_detail_agree_with_a_count_of_the_cells(traced):
             assert (share == 0) == (whole < 1e-12) and abs(share / 255 - whole) < 0.005, window
             if share:
                 assert expected[code] == pytest.approx(max(expected)), window
+
+
+@pytest.mark.skipif(NODE is None, reason="the page's program runs outside a browser with node, and there is none")
+def test_a_pixel_column_of_a_counter_shows_the_mean_and_the_largest_of_its_iterations():
+    draw = random.Random(5)
+    values = [draw.randrange(1000) for _ in range(77)]
+    ranges = sorted(sorted(draw.sample(range(78), 2)) for _ in range(200))
+    program = script_of("counters.js") + f"""
+const values = Float64Array.from({values}), largest = new Largest(values), series = new Series("", "", values);
+process.stdout.write(JSON.stringify({ranges}.map(([from, to]) => [largest.of(from, to), series.mean(from, to)])));
+"""
+    result = subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [[max(values[a:b]), pytest.approx(sum(values[a:b]) / (b - a))]
+                                         for a, b in ranges]
 
 
 # Frames are not drawn while chromium only dumps a page.
