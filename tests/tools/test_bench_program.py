@@ -27,6 +27,23 @@ from batch_manager.tools.workload import Lengths, make_workload
 TEN = make_workload(count=10, vocab_size=1000, prompts=Lengths(20, 0.5, 4, 60), outputs=Lengths(6, 0.5, 2, 12))
 LONG = make_workload(count=4, vocab_size=1000, prompts=Lengths(8, 0.1, 4, 9), outputs=Lengths(300, 0.1, 200, 400))
 
+# The program with a scripted backend, in a process of its own.
+SCRIPTED = """
+import sys
+from batch_manager import Parts
+from batch_manager.testing.scripted_backend import ScriptedBackend
+from batch_manager.tools.bench import __main__ as program, measurement, run
+
+def scripted(options, workload, parts, **more):
+    backend = ScriptedBackend(num_blocks=256, tokens_per_block=8, step_seconds=0.05)
+    return Session(options, workload, Parts(backend=backend), **more)
+
+run.vocabulary_of = lambda options: 1000
+Session, measurement.Session = measurement.Session, scripted
+print("ready", flush=True)
+sys.exit(program.main(sys.argv[1:]))
+"""
+
 
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
@@ -235,6 +252,19 @@ def test_a_workload_that_is_none_is_status_two(setting, capsys, text):
     assert "w.json" in capsys.readouterr().err and not (folder / "r.json").exists()
 
 
+def test_a_reader_that_goes_costs_no_file(tmp_path):
+    workload = dict(TEN, requests=TEN["requests"][:2], n=2)
+    (tmp_path / "w.json").write_text(json.dumps(workload))
+    process = subprocess.Popen([sys.executable, "-c", SCRIPTED, "--model", "none", "--workload", "w.json", "--out",
+                                "r.json", "--warm-up", "0", "--tokens-per-block", "8", "--quiet"], cwd=tmp_path,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    assert process.wait(timeout=30) == 0 and process.stderr.read() == ""
+    process.stderr.close()
+    assert read_result(tmp_path / "r.json")["n"] == 2
+
+
 def test_results_of_other_versions_are_refused_by_name(tmp_path):
     path = tmp_path / "r.json"
     good = {"format": "batch-manager bench", "format_version": FORMAT_VERSION, "kind": "run"}
@@ -251,16 +281,9 @@ def test_results_of_other_versions_are_refused_by_name(tmp_path):
 
 def test_ctrl_c_ends_the_engine_and_says_what_was_measured(tmp_path):
     Path(tmp_path / "long.json").write_text(json.dumps(LONG))
-    code = ("import sys\nfrom batch_manager import Parts\nfrom batch_manager.testing.scripted_backend import "
-            "ScriptedBackend\nfrom batch_manager.tools.bench import __main__ as program, measurement, run\n"
-            "run.vocabulary_of = lambda options: 1000\n"
-            "Session = measurement.Session\n"
-            "measurement.Session = lambda options, workload, parts, **more: Session(options, workload, Parts(backend="
-            "ScriptedBackend(num_blocks=256, tokens_per_block=8, step_seconds=0.05)), **more)\n"
-            "print('ready', flush=True)\nsys.exit(program.main(sys.argv[1:]))")
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "--model", "none", "--workload", "long.json", "--out", "r.json", "--warm-up", "0",
-         "--tokens-per-block", "8", "--log-iteration-data"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-c", SCRIPTED, "--model", "none", "--workload", "long.json", "--out", "r.json",
+         "--warm-up", "0", "--tokens-per-block", "8", "--log-iteration-data"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     process.stderr.readline()                        # the first iteration

@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
         measurement = Measurement(options, workload)
         result = measurement.run()
         points = [{"n": result["n"], **point} for point in measurement.points]
-        print_report(options.report, result, points)
+        try:
+            print_report(options.report, result, points)
+        except BrokenPipeError:                     # the reader, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         write_files(options, result, points, measurement.served)
     except (InputError, BatchManagerError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
