@@ -222,12 +222,13 @@ def test_what_follows_from_a_token_is_written_too(request, side, random, row_par
     assert torch.equal(last_tokens.cpu(), expected)
 
 
-def test_counts_that_are_given_are_used(assert_same_draw, run_kernel, random, row_parameters, integers):
+def test_counts_that_are_given_are_used(assert_same_draw, run_kernel, random, row_parameters, integers, is_recording):
     logits, parameters = random(3, 5000), row_parameters([1.0] * 3, [50, 0, 9], [0.9, 0.9, 0.0])
     counts = integers([[0] * 2048] * 3)
     tokens, _, _ = run_kernel("sample_token", logits, *parameters, counts=counts)
     assert torch.equal(tokens, assert_same_draw(logits, parameters))
-    assert counts.sum(1).tolist() == [5000, 0, 5000]       # what top-k looks at
+    if not is_recording:
+        assert counts.sum(1).tolist() == [5000, 0, 5000]       # what top-k looks at
 
 
 def test_top_p_of_what_top_k_keeps_ends_in_any_digit(assert_same_draw, random, row_parameters, dtype):
