@@ -31,14 +31,15 @@ class Order:
 
     raises      (slots of a part) -> the error that part raises, or None
     in_finish   when it is read, not when it runs
-    poisons     blocks that hold values which are not finite once it ran, from this token on: the first that it writes
+    poisons     slot -> blocks, and the first token in each, that hold values which are not finite once a batch with
+                that slot has run
     """
 
     raises: Callable[[list[int]], BaseException | None] = lambda slots: None
     in_finish: bool = False
     failures: dict[int, RowFailure] = field(default_factory=dict)
     spoils: Callable[[StepOutput, list[int]], StepOutput] | None = None
-    poisons: list[tuple[int, int]] = field(default_factory=list)
+    poisons: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 NO_ORDER = Order()
@@ -117,9 +118,10 @@ class SimulatedDevice(ScriptedBackend):
         return layout
 
     def _sums(self, batch: ScheduledBatch, step) -> np.ndarray:
-        poisoned = self.order_of(batch).poisons
-        for block_id, first_token in poisoned:                      # once its own tokens are written
-            self._poisoned[block_id, first_token:] = self._any_poisoned = True
+        slots = batch.slots()                                       # some of them, where a step is run in parts
+        for slot, blocks in self.order_of(batch).poisons.items():   # after its own tokens are written
+            for block_id, first_token in blocks if slot in slots else ():
+                self._poisoned[block_id, first_token:] = self._any_poisoned = True
         return super()._sums(batch, step)
 
     def _decode(self, batch: ScheduledBatch, step, sums: np.ndarray, failures: dict) -> StepOutput:
@@ -256,7 +258,7 @@ class SimulatedDevice(ScriptedBackend):
             first_token = start % size if start // size == (end - 1) // size else 0
             blocks = self._blocks_written(batch, victim)[-1:]
             self._blame_readers_of(blocks, batch, victim)
-            return Order(poisons=[(block_id, first_token) for block_id in blocks])
+            return Order(poisons={victim: [(block_id, first_token) for block_id in blocks]})
         if kind == "wrong_token":
             victim = rng.choice(rows)
             blame(victim, ErrorCode.INVALID_TOKEN)
