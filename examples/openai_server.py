@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -144,6 +145,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     host, port, drain_s = (given.pop(name) for name in ("host", "port", "drain_seconds"))
+    try:                                             # before the model is loaded
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        sys.exit(f"openai_server: cannot listen on {host}, port {port}: {error}; pass another --port")
     app = make_app(given.pop("model"), block_reuse=not given.pop("no_block_reuse"), **given)
     with contextlib.suppress(KeyboardInterrupt):     # of uvicorn, behind an orderly end
         DrainingServer(app, host, port, drain_s).run()

@@ -55,6 +55,7 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     files = _files(Path(folder))
     template = _template(*files, has_tools=tools is not None)
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True, **variables}
+    plain: dict[str, Any] = {}
     try:
         plain = {name: _plain(value, name) for name, value in given.items()}
         if not isinstance(plain["messages"], list) or not all(type(each) is dict for each in plain["messages"]):
@@ -70,6 +71,12 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
             raise ConfigError(f"the chat template left the sandbox: {_quoted(error)}",
                               "a template that reads messages and writes text",
                               f"do not use the template in {os.fspath(folder)!r}; look at what it does") from error
+        parts = next((n for n, message in enumerate(plain.get("messages", ())) if type(message.get("content")) is list),
+                     None)
+        if parts is not None:
+            raise InvalidRequestError(f"messages[{parts}] has a list of parts as its content, on which the chat "
+                                      f"template fails: {_quoted(error)}", "content that is text",
+                                      'join the texts of the parts: {"content": "".join(...)}') from error
         raise InvalidRequestError(f"the chat template cannot be applied: {_quoted(error)}",
                                   "messages in the order, and with the keys, that the template expects",
                                   f"correct the messages, or look at the template in {os.fspath(folder)!r}") from error

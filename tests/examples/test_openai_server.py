@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -330,6 +331,15 @@ def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode and "pass the path of one that is there" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_looked_for(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        command = [sys.executable, SERVER, "--model", "nowhere", "--port", str(other.getsockname()[1])]
+        ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                               capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "pass another --port" in ended.stderr
+    assert "nowhere" not in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_ctrl_c_tells_streams_that_run_and_ends_without_a_stack(folder, tmp_path):

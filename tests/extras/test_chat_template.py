@@ -65,6 +65,12 @@ def folder(path, **config):
     return path
 
 
+def test_parts_that_a_template_cannot_read_are_refused_by_their_message(tmp_path):
+    parts = [{"type": "text", "text": "Hello."}]
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\] has a list of parts.*join the texts of the parts"):
+        chat_prompt(folder(tmp_path, chat_template=CHATML), [*TALK[:1], {"role": "user", "content": parts}])
+
+
 @pytest.mark.parametrize("template", [CHATML, BLOCKS], ids=["chatml", "blocks"])
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"bos_token": "B"}])
 @pytest.mark.parametrize("tools", [None, TOOLS, []])
