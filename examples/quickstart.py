@@ -455,7 +455,12 @@ def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
-        return run(options, parts or {})
+        status = run(options, parts or {})
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:                              # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except BatchManagerError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1

@@ -101,6 +101,18 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
             "room for all of them", "a smaller dtype, or a larger device") from fault
 
 
+def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Refuse a checkpoint whose tensors are not those that the model takes, without reading one of them: as
+    `load_model` does, with the same texts. That tied tensors are equal is not looked at.
+
+    Raises ModelLoadError. The class is one of this package; others may need numbers to be made.
+    """
+    device = torch.device("meta")
+    with torch.inference_mode():
+        weights = checkpoint.weights(device, dtype)
+        weights.finish(model_class(spec, weights, LayerContext(device=device, dtype=dtype)).harmless_tensors)
+
+
 def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
                            free_bytes: int | None) -> None:
     """Raise InsufficientMemoryError where the weights alone are larger than what is free.

@@ -33,8 +33,8 @@ from typing import Any
 
 from .compare_figures import FIGURES as SIDE_FIGURES
 from .compare_results import FOREIGN_CORES, ComparisonError, compare_results, compared, disturbed
+from .output_file import output_file
 from .standard_output import discard_standard_output
-from .whole_file import write_whole
 
 __all__ = ["Comparison", "ComparisonError", "compare", "compare_results", "main", "read_results"]
 RATES = ("output_tok_s", "total_tok_s")
@@ -190,7 +190,8 @@ def _compare_sides(options: argparse.Namespace, is_apart: bool, after: Sequence[
     report = compared(side_a, side_b, anyway=options.anyway,
                       figures=options.figure or tuple(SIDE_FIGURES), foreign_cores=options.foreign)
     if options.out is not None:
-        write_whole(options.out, lambda file: json.dump(report.record(), file, indent=1))
+        with output_file(options.out) as file:
+            json.dump(report.record(), file, indent=1)
     print("\n".join(report.lines()))
 
 
@@ -206,7 +207,8 @@ def _compare_pairs(options: argparse.Namespace) -> None:
                   **{name: first[0][name] for name in SAME_IN_ALL},
                   "disturbed": [disturbed(first, options.foreign), disturbed(second, options.foreign)],
                   "figures": [one.record() for one in comparisons]}
-        write_whole(options.out, lambda file: json.dump(record, file, indent=1))
+        with output_file(options.out) as file:
+            json.dump(record, file, indent=1)
     print(f"{first[0]['workload']}: {len(first)} pairs of runs; a ratio above 1 means that {names[0]} is better\n")
     print(table(comparisons, *names))
     for name, side in zip(names, (first, second), strict=True):

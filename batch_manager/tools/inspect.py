@@ -3,8 +3,9 @@
     python -m batch_manager.tools.inspect FOLDER_OR_GGUF_FILE
     batch-manager inspect FOLDER --device cuda --free-memory-bytes 80000000000      # planned for another machine
 
-What cannot run is refused with the engine's own text; the exit status is then 1. That every tensor is there, and of the
-right shape, is looked at when they are loaded. The first inspection on a CPU may compile the package's C code, as the
+What cannot run is refused with the engine's own text. That every tensor is there, of the shape that the configuration
+implies, and that there is no other one, is checked for the package's own models; for those of transformers, and for
+registered classes, only as they are loaded. The first inspection on a CPU may compile the package's C code, as the
 first engine does. The engine is one with the defaults of GptManager in all that is no option here.
 """
 
@@ -22,7 +23,8 @@ from ..config import KvCacheConfig, TrtGptModelOptionalParams
 from ..errors import BatchManagerError, ConfigError, ModelLoadError, printable
 from ..models.end_ids import read_end_ids
 from ..models.implementation import NATIVE
-from ..models.loading import class_and_spec, refuse_too_many_weights, resolve_dtype
+from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
+from ..models.registry import is_shipped
 from ..runtime.device import device_name, free_memory, named_device, resolve_device
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory
@@ -71,6 +73,9 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     with suppress(ModelLoadError):      # it closes the files, and says that nobody asked for their tensors
         weights.finish()
     refuse_too_many_weights(stored, checkpoint, place, computed_in, free_bytes)
+    is_checked = implementation == NATIVE and is_shipped(spec.architecture, model_class)
+    if is_checked:
+        check_tensors(checkpoint, model_class, spec, computed_in)
     # Compiled code has its own copy of the embedding where that is the head too.
     shared = spec.vocab_size * spec.hidden_size if steps == "compiled" and spec.tie_word_embeddings else 0
     weight_bytes = (stored + shared) * computed_in.itemsize
@@ -86,6 +91,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     windows = sorted({layer.window for layer in spec.attention if layer.window is not None})
     return {
         "path": str(checkpoint.path), "architecture": spec.architecture, "model_implementation": implementation,
+        "tensors_are_checked": is_checked,
         "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
         "device": device if is_elsewhere else device_name(place),
         "dtype": str(computed_in).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
@@ -121,7 +127,9 @@ def described(facts: dict[str, Any]) -> str:
         f"  vocabulary     {facts['vocab_size']:,} tokens; end ids: {ends}",
         f"  context        {facts['max_seq_len']:,} tokens of {facts['max_position_embeddings']:,} that the model has "
         "positions for", "",
-        f"  weights        {size(facts['weight_bytes'])}, {facts['num_weights']:,} numbers are stored",
+        f"  weights        {size(facts['weight_bytes'])}, {facts['num_weights']:,} numbers are stored; "
+        + ("the tensors are those that the model takes" if facts["tensors_are_checked"] else
+           "whether these are the model's tensors is seen as they are loaded"),
         f"  one step       {size(facts['step_bytes'])} at most",
         f"  KV cache       {size(facts['pool_bytes'])}, {facts['num_blocks']:,} blocks of {facts['tokens_per_block']} "
         f"tokens and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} a token)",
@@ -137,8 +145,9 @@ def size(num_bytes: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what a checkpoint is and takes, or why it cannot run, and return 0 or 1."""
-    parser = argparse.ArgumentParser(prog="batch-manager inspect", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="batch-manager inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit status: 0 it can run; 1 it cannot; 2 an argument is wrong; 130 Ctrl-C")
     parser.add_argument("path", help="folder with config.json and *.safetensors, or .gguf file")
     parser.add_argument("--device", help="such as cpu or cuda:0; without it a GPU where there is one")
     parser.add_argument("--dtype", default="auto", help="in which it is to compute: float32, bfloat16, ... (auto)")

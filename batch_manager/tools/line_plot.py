@@ -98,7 +98,7 @@ def _labels(lines: Sequence[Line], frame: Frame) -> Iterator[str]:
             for left, top in ((x - width / 2, y - 7 - LABEL_HEIGHT), (x + 8, y - LABEL_HEIGHT / 2),
                               (x - 8 - width, y - LABEL_HEIGHT / 2), (x - width / 2, y + 7)):
                 box = (left, top, left + width, top + LABEL_HEIGHT)
-                inside = LEFT <= box[0] and box[2] <= RIGHT and TOP - 8 <= box[1] and box[3] <= BOTTOM
+                inside = box[0] >= LEFT and box[2] <= RIGHT and box[1] >= TOP - 8 and box[3] <= BOTTOM
                 if inside and not any(_overlap(box, other) for other in taken):
                     taken.append(box)
                     yield (f'<text class="label" x="{left + width / 2:.2f}" y="{top + LABEL_HEIGHT - 2:.2f}" '

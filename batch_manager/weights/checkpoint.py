@@ -50,7 +50,8 @@ class Checkpoint(Protocol):
         ...
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> StoredWeights:
-        """Open the files with the tensors. Their names are those of Hugging Face's checkpoints."""
+        """Open the files with the tensors. Their names are those of Hugging Face's checkpoints. On the device "meta"
+        they are checked as elsewhere, and have shapes and no numbers."""
         ...
 
 

@@ -121,7 +121,9 @@ class GgufWeights:
                                  "check that the file is complete")
 
     def _fill(self, target: torch.Tensor, place: Place) -> None:
-        """Write the tensor into `target`, which has its shape."""
+        """Write the tensor into `target`, which has its shape; on the device "meta" there is nothing to write."""
+        if target.device.type == "meta":
+            return
         with self._files.reading(place.tensor) as read:
             stored = self._tensors[place.tensor]
             make = self._makers[stored.kind]

@@ -33,7 +33,8 @@ class _Tensor:
 
 
 class SafetensorsWeights:
-    """The tensors of a folder, converted to one dtype on one device as they are asked for.
+    """The tensors of a folder, converted to one dtype on one device as they are asked for; on the device "meta" they
+    have shapes and no numbers, and none is read.
 
     `finish` raises when tensors are left that nobody asked for: a checkpoint with more in it than the model uses is
     another model.
@@ -45,6 +46,10 @@ class SafetensorsWeights:
         self._tensors: dict[str, _Tensor] = {}
         self._used: set[str] = set()
         self._open_all()
+
+    @property
+    def _is_meta(self) -> bool:
+        return self.device.type == "meta"
 
     @property
     def num_weights(self) -> int:
@@ -85,7 +90,7 @@ class SafetensorsWeights:
             return
         if to in self._tensors:
             self._check(name, self._tensors[to].stored.shape)
-        if to not in self._tensors or not torch.equal(self._read(name), self._read(to)):
+        if to not in self._tensors or not (self._is_meta or torch.equal(self._read(name), self._read(to))):
             raise ModelLoadError(f"{self._tensors[name].path}: {name!r} differs from {to!r}",
                                  "the two are one tensor when tie_word_embeddings is true",
                                  "set tie_word_embeddings to false, or leave the tensor out")
@@ -166,6 +171,8 @@ class SafetensorsWeights:
         """The tensor as its file has it. The library opened the file after its header was checked: it may be another
         by then, and is then read as that one says."""
         tensor = self._tensors[name]
+        if self._is_meta:
+            return torch.empty(tensor.stored.shape, dtype=self.dtype, device=self.device)
         try:
             found = tensor.reader.get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as fault:

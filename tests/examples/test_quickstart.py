@@ -48,6 +48,15 @@ def job(client):
 # the whole program
 
 
+def test_a_reader_that_has_seen_enough_is_no_error():
+    process = subprocess.Popen([sys.executable, QUICKSTART, "--max-new-tokens", "4"], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    with process.stderr:
+        assert (process.wait(timeout=120), process.stderr.read()) == (0, "")
+
+
 def test_piped_it_prints_plain_lines_texts_statistics_and_the_schedule():
     result = subprocess.run([sys.executable, QUICKSTART], capture_output=True, text=True, encoding="utf-8", timeout=120)
     out = result.stdout

@@ -8,6 +8,15 @@ from batch_manager.tools.bench.original_options import ALIASES, REFUSED
 NEEDED = ["--model", "none", "--workload", "w.json"]
 
 
+@pytest.mark.parametrize("more", [["--out", "w.json"], ["--out", "a", "--trace", "./a"],
+                                  ["--output-csv", "b", "--stats-csv", "b"]])
+def test_two_files_of_one_name_are_refused_before_the_work(more, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--model", "none", "--workload", "w.json", *more])
+    assert "both name" in capsys.readouterr().err
+
+
 def options(*more):
     return parse_options([*NEEDED, *more])
 

@@ -20,6 +20,7 @@ from batch_manager.tools.bench.measurement import Measurement
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.plots import file_words, plots, write_plots
 from batch_manager.tools.line_plot import Line, LinePlot, Point
+from batch_manager.tools.output_file import OutputFiles
 from batch_manager.tools.plot_frame import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, number, ticks
 from batch_manager.tools.stacked_plot import Panels, Span, StackedPlot
 from batch_manager.tools.workload import Lengths, make_workload
@@ -62,7 +63,8 @@ def test_a_serving_has_three_pictures_and_a_sweep_its_latencies_too(tmp_path):
     drawn = plots(result, measurement.points, measurement.served)
     assert {"throughput-time-to-first-token.svg", "throughput-between-tokens.svg", "throughput-end-to-end.svg",
             "batch-concurrency-1.svg", "kv-cache-concurrency-4.svg"} < drawn.keys() and len(drawn) == 9
-    write_plots(tmp_path / "a" / "b", drawn)
+    with OutputFiles() as files:
+        write_plots(tmp_path / "a" / "b", drawn, files)
     for path in (tmp_path / "a" / "b").iterdir():
         root = ElementTree.fromstring(path.read_text())
         texts = [text.text for text in root.iter(f"{SVG}text")]

@@ -283,8 +283,8 @@ def test_ctrl_c_ends_the_engine_and_says_what_was_measured(tmp_path):
     Path(tmp_path / "long.json").write_text(json.dumps(LONG))
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPTED, "--model", "none", "--workload", "long.json", "--out", "r.json",
-         "--warm-up", "0", "--tokens-per-block", "8", "--log-iteration-data"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE)
+         "--warm-up", "0", "--tokens-per-block", "8", "--log-iteration-data"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     process.stderr.readline()                        # the first iteration
     time.sleep(0.1)

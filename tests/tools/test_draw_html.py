@@ -2,10 +2,12 @@
 
 import base64
 import json
+import os
 import random
 import re
 import shutil
 import subprocess
+import threading
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -16,8 +18,9 @@ from batch_manager import IterationTrace, SchedulerPolicy, Trace
 from batch_manager.stats.trace import write_trace
 from batch_manager.tools.draw import packing
 from batch_manager.tools.draw.command_line import main
-from batch_manager.tools.draw.html import SCRIPTS, write_html
+from batch_manager.tools.draw.html import SCRIPTS, summary, write_html
 from batch_manager.tools.draw.packing import pack, unpack
+from batch_manager.tools.draw.text import render_text
 from batch_manager.tools.draw.timeline import COUNTERS, Timeline
 from batch_manager.tools.request_spans import CONTEXT, lives
 
@@ -194,7 +197,9 @@ def test_the_command_writes_page_and_svg_of_one_reading(tmp_path, traced, capsys
     trace, html, svg = (tmp_path / name for name in ("trace.jsonl", "run.html", "run.svg"))
     write(trace, traced(2))
     assert main([str(trace), "--html", str(html), "--svg", str(svg)]) == 0
-    assert "iteration" in capsys.readouterr().out
+    assert capsys.readouterr().out == (f"wrote {html}: {summary(timeline_of(traced(2)))}\nwrote {svg}\n")
+    assert main([str(trace), "--svg", str(svg), "--text"]) == 0
+    assert capsys.readouterr().out == f"{render_text(traced(2))}\n\nwrote {svg}\n"
     assert "trace.jsonl" in html.read_text() and svg.read_text().startswith("<svg")
     trace.write_bytes(trace.read_bytes()[:-20])
     assert main([str(trace), "--html", str(html)]) == 0
@@ -243,7 +248,20 @@ def test_a_long_run_is_drawn_as_a_page_and_refused_as_svg_and_text(tmp_path, cap
         assert f"more than {bound} iterations" in (told := capsys.readouterr().err) and "use --html FILE" in told
     assert not html.exists() and not svg.exists()
     assert main([str(trace), "--html", str(html)]) == 0
-    assert "run.html: written" in capsys.readouterr().out and html.stat().st_size < 100_000
+    assert "run.html: 1 request, 5,001 iterations" in capsys.readouterr().out and html.stat().st_size < 100_000
+    assert main([str(trace), "--html", str(html), "--text"]) == 2
+    assert "expected at most 5,000" in capsys.readouterr().err
+
+
+def test_beside_a_picture_on_standard_output_nothing_else_is_printed(tmp_path, capsys):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert main(["--demo", "--svg", str(pipe)]) == 0
+    reader.join(10)
+    told = capsys.readouterr()
+    assert told.out == "" and f"wrote {pipe}" in told.err and read[0].startswith("<svg")
 
 
 # the program of the page

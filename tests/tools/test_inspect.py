@@ -15,7 +15,7 @@ from batch_manager.models.loading import load_model  # noqa: E402
 from batch_manager.runtime import layouts  # noqa: E402
 from batch_manager.runtime.native_backend import build_native_backend  # noqa: E402
 from batch_manager.tools import __main__ as dispatcher  # noqa: E402
-from batch_manager.tools.inspect import inspect_model, main  # noqa: E402
+from batch_manager.tools.inspect import described, inspect_model, main  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 
@@ -119,6 +119,9 @@ def test_the_command_prints_text_or_json(capsys):
 @pytest.mark.parametrize(("change", "options", "fact"), [
     ({"architectures": ["UnheardOfForCausalLM"]}, [], "UnheardOfForCausalLM"),
     ({"num_hidden_layers": "four"}, [], "num_hidden_layers"),
+    ({"num_hidden_layers": 5}, [], "has no tensor 'model.layers.4."),
+    ({"num_hidden_layers": 3}, [], "which the model has not"),
+    ({"intermediate_size": 1024}, [], "has shape"),
     ({}, ["--free-memory-bytes", "1000000"], "do not fit"),
     ({}, ["--free-memory-bytes", "20000000"], "the KV cache needs"),
     ({}, ["--max-seq-len", "4096"], "max_seq_len is 4,096"),
@@ -143,13 +146,23 @@ def test_what_an_engine_refuses_is_refused_in_three_parts(tmp_path, capsys, chan
 
 
 def test_no_weights_are_loaded(monkeypatch):
-    from batch_manager.weights.safetensors_source import SafetensorsWeights
+    from batch_manager.weights import safetensors_source
 
-    def asked(*_):
-        raise AssertionError("a tensor was read")
+    class Unreadable:
+        def __init__(self, *_, **__):
+            pass
 
-    monkeypatch.setattr(SafetensorsWeights, "stacked", asked)
-    assert inspect_model(MODEL, device="cpu")["num_weights"] > 3_000_000
+        def get_tensor(self, name):
+            raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(safetensors_source, "safe_open", Unreadable)
+    facts = inspect_model(MODEL, device="cpu")
+    assert facts["num_weights"] > 3_000_000 and facts["tensors_are_checked"]
+
+
+def test_models_of_transformers_are_told_to_be_unchecked(capsys):
+    told = described(inspect_model(MODEL, device="cpu") | {"tensors_are_checked": False})
+    assert "whether these are the model's tensors is seen as they are loaded" in told
 
 
 def test_a_file_that_is_not_there_is_a_config_error():

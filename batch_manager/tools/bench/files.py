@@ -1,15 +1,13 @@
-"""The files that a benchmark writes, each whole or not at all."""
+"""The files that a benchmark writes: all of them, or none."""
 
 import argparse
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from ..whole_file import write_whole
+from ..output_file import OutputFiles
 from .plots import plots, write_plots
-from .result import write_result
 from .session import Served
 from .summary import csv_rows
 
@@ -17,16 +15,17 @@ from .summary import csv_rows
 def write_files(options: argparse.Namespace, result: dict[str, Any], points: Sequence[Mapping[str, Any]],
                 served: Sequence[Served]) -> None:
     """Every file that the options name. Raises OSError."""
-    if options.out is not None:
-        write_result(options.out, result)
-    if options.output_csv is not None:
-        write_whole(options.output_csv, lambda file: csv.writer(file).writerows(csv_rows(points)))
-    if options.responses_json_file is not None:
-        write_whole(options.responses_json_file, lambda file: json.dump(responses(served[0], options), file))
-    if options.stats_csv is not None:
-        write_stats(served[0].records, options.stats_csv)
-    if options.plot is not None:
-        write_plots(options.plot, plots(result, points, served))
+    with OutputFiles() as files:
+        if options.out is not None:
+            json.dump(result, files.open(options.out), indent=1)
+        if options.output_csv is not None:
+            csv.writer(files.open(options.output_csv)).writerows(csv_rows(points))
+        if options.responses_json_file is not None:
+            json.dump(responses(served[0], options), files.open(options.responses_json_file))
+        if options.stats_csv is not None:
+            write_stats(served[0].records, files.open(options.stats_csv))
+        if options.plot is not None:
+            write_plots(options.plot, plots(result, points, served), files)
 
 
 def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -38,13 +37,10 @@ def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any
              "error": served.receipts[request["id"]].error} for request in served.requests]
 
 
-def write_stats(records: list[str], path: Path) -> None:
-    """The statistics of the manager as CSV, one row an iteration. Raises OSError."""
+def write_stats(records: list[str], file: IO[str]) -> None:
+    """The statistics of the manager as CSV, one row an iteration."""
     rows = [json.loads(record) for record in records]
     names = sorted({name for row in rows for name in row})
-
-    def write(file: Any) -> None:
-        writer = csv.DictWriter(file, names, restval=0)
-        writer.writeheader()
-        writer.writerows(rows)
-    write_whole(path, write)
+    writer = csv.DictWriter(file, names, restval=0)
+    writer.writeheader()
+    writer.writerows(rows)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..line_plot import Line, LinePlot, Point
+from ..output_file import OutputFiles
 from ..stacked_plot import Panels, Span, StackedPlot
-from ..whole_file import write_whole
 from .composition import MOST_SPANS, Iteration, iterations_of, over_time, times_by_batch, with_idle_times
 from .session import Served
 from .summary import load_words
@@ -44,12 +44,11 @@ def plots(result: Result, points: Sequence[Result], served: Sequence[Served]) ->
     return found
 
 
-def write_plots(folder: Path, drawn: Mapping[str, Plot]) -> None:
+def write_plots(folder: Path, drawn: Mapping[str, Plot], files: OutputFiles) -> None:
     """Into the folder, which is made. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, plot in drawn.items():
-        text = plot.render()
-        write_whole(folder / name, lambda file, text=text: file.write(text))
+        files.open(folder / name).write(plot.render())
 
 
 def file_words(words: str) -> str:

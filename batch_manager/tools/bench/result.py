@@ -20,7 +20,6 @@ from typing import Any
 
 from ..._version import __version__
 from ..provenance import commit_of_the_checkout, machine, versions
-from ..whole_file import write_whole
 from .errors import InputError
 
 FORMAT, FORMAT_VERSION = "batch-manager bench", 1
@@ -45,11 +44,6 @@ def python_version() -> str:
 def version_text() -> str:
     torch = sys.modules.get("torch")
     return f"batch_manager {__version__}" + ("" if torch is None else f", torch {torch.__version__}")
-
-
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Whole, or not at all. Raises OSError."""
-    write_whole(path, lambda file: json.dump(result, file, indent=1))
 
 
 def read_result(path: Path) -> dict[str, Any]:

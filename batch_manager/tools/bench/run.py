@@ -6,6 +6,7 @@ from typing import Any
 
 from ...config import Parts
 from ..datasets import DatasetError, ReadReport, Selection, read_workload
+from ..output_file import output_file
 from .engine import PRECISIONS, vocabulary_of
 from .errors import InputError
 from .files import write_stats
@@ -30,7 +31,8 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
         served = session.serve(load_of(options))
         result = {**shared_fields(options, workload, session), "kind": "run", **point_fields(options, workload, served)}
     if options.stats_csv is not None:
-        write_stats(served.records, options.stats_csv)
+        with output_file(options.stats_csv) as file:
+            write_stats(served.records, file)
     return result
 
 

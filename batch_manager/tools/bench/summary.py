@@ -96,13 +96,11 @@ def sweep_table(results: Sequence[Result]) -> str:
     has_goodput = any(result["goodput"] for result in results)
     rows = [["load", "requests/s", "tokens/s", "ttft p50", "p99", "itl p50", "p99", "e2e p50", "p99", "failed",
              *(["good/s", "share"] if has_goodput else [])]]
-    for result in results:
-        rows.append([load_words(result), number(result["requests_s"]), number(result["output_tok_s"]),
-                     *(number(result[f"{name}_ms_{which}"]) for name in ("ttft", "itl", "e2e")
-                       for which in ("p50", "p99")),
-                     str(result["failed"]),
-                     *([number(result["goodput"]["requests_s"]), f"{result['goodput']['share']:.1%}"]
-                       if has_goodput else [])])
+    rows += [[load_words(result), number(result["requests_s"]), number(result["output_tok_s"]),
+              *(number(result[f"{name}_ms_{which}"]) for name in ("ttft", "itl", "e2e") for which in ("p50", "p99")),
+              str(result["failed"]),
+              *([number(result["goodput"]["requests_s"]), f"{result['goodput']['share']:.1%}"] if has_goodput else [])]
+             for result in results]
     return "\n".join([*aligned(rows), "", "ttft, itl and e2e in milliseconds"])
 
 

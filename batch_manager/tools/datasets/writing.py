@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from ..output_file import output_file, why_not_writable
 from ..traffic import Arrival
-from ..whole_file import why_not_writable, write_whole
 from .csv_traces import AZURE, PLAIN
 from .errors import DatasetError
 from .mooncake import MILLISECONDS
@@ -73,7 +73,8 @@ def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
             sys.stdout.writelines(pieces)
             sys.stdout.flush()
         else:
-            write_whole(Path(path), lambda file: file.writelines(pieces))
+            with output_file(Path(path)) as file:
+                file.writelines(pieces)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and os.fspath(path) == STDOUT:
             raise

@@ -4,9 +4,11 @@
     batch-manager draw trace.jsonl --html run.html          # a page for a browser; of runs of any size
     batch-manager draw --demo --policy GUARANTEED_NO_EVICT --num-blocks 20 --svg schedule.svg
 
-A trace is what a `batch_manager.TraceFile` wrote: `Parts(trace=TraceFile("trace.jsonl"))`. The demonstration runs the
-real scheduler over a scripted model.
-Exit status: 0; 2: the arguments or a file are wrong, or the run is too large for text or SVG; 130: Ctrl-C.
+A trace is what a `batch_manager.TraceFile` wrote: `batch-manager bench --trace FILE`, or in a program
+`Parts(trace=TraceFile("trace.jsonl"))`. The demonstration runs the real scheduler over a scripted model. The text is
+printed where no file is named, or with --text.
+
+Exit status: 0 drawn; 2 an argument or a file is wrong, or the run is too large for text or SVG; 130 Ctrl-C.
 """
 
 import argparse
@@ -14,16 +16,15 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from ...config import KvCacheConfig, TrtGptModelOptionalParams
 from ...errors import BatchManagerError, ConfigError
 from ...names import ContextChunkingPolicy, SchedulerPolicy
 from ...stats.trace import IterationTrace, read_trace, write_trace
-from ..output_file import output_file
+from ..output_file import OutputFiles
 from .demo import parse_requests, run_demo
-from .html import write_html
+from .html import summary, write_html
 from .small_run import FOR_SVG, FOR_TEXT, SmallRun
 from .svg import render_svg
 from .text import render_text
@@ -43,13 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bool(options.trace) == options.demo:
         parser.error("expected either a trace or --demo")
     try:
-        heading, text = _draw(options)
+        told = _draw(options)
     except (BatchManagerError, OSError, ValueError) as error:
         of_file = options.trace and isinstance(error, ValueError) and not isinstance(error, BatchManagerError)
         print(f"batch-manager draw: {f'{options.trace}: ' if of_file else ''}{error}", file=sys.stderr)
         return 2
+    # Beside a picture on the standard output (--svg /dev/stdout) there must be nothing else.
+    is_apart = any(path.exists() and not path.is_file() for path in _outputs(options).values())
     try:
-        print("\n\n".join([*heading, text]), flush=True)
+        print(told, file=sys.stderr if is_apart else sys.stdout, flush=True)
     except BrokenPipeError:                                  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -65,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: zoom, search, counters")
     parser.add_argument("--svg", type=Path, metavar="FILE", help=f"write the picture as SVG: {FOR_SVG}")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the trace as JSON lines")
+    parser.add_argument("--text", action="store_true", help=f"print the text beside the files too: {FOR_TEXT}")
     parser.add_argument("--width", type=int, default=100, help="columns of the text (default %(default)s)")
     demo = parser.add_argument_group("the demonstration")
     demo.add_argument("--requests", default=DEMO_REQUESTS, metavar="LIST",
@@ -78,14 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _draw(options: argparse.Namespace) -> tuple[list[str], str]:
-    """Write the files that are asked for. Returns what was run, in words, and the picture as text."""
+def _outputs(options: argparse.Namespace) -> dict[str, Path]:
+    return {name: path for name in ("html", "svg", "save") if (path := getattr(options, name))}
+
+
+def _draw(options: argparse.Namespace) -> str:
+    """Write the files that are asked for. Returns what to print: what was run, in words, and the picture as text or
+    what was written."""
     _refuse_one_name_for_two(options)
-    with ExitStack() as files:
+    outputs = _outputs(options)
+    shows_text = options.text or not outputs
+    with OutputFiles(source=options.trace) as files:
         # Opened before anything is read, so that a name that cannot be written is told at once.
-        opened = {name: files.enter_context(output_file(path, source=options.trace, mode="wb"))
-                  for name in ("html", "svg", "save") if (path := getattr(options, name))}
-        small = SmallRun(FOR_SVG if options.svg else FOR_TEXT, must_fit=bool(options.svg or not opened))
+        opened = {name: files.open(path, "wb") for name, path in outputs.items()}
+        small = SmallRun(FOR_SVG if options.svg else FOR_TEXT) if options.svg or shows_text else None
         timeline = Timeline() if options.html else None
         heading, iterations = _demo(options) if options.demo else ([], _read(options.trace))
         noted = _noted(iterations, small, timeline)
@@ -97,9 +107,9 @@ def _draw(options: argparse.Namespace) -> tuple[list[str], str]:
             opened["svg"].write(render_svg(small.iterations).encode())
         if timeline:
             write_html(timeline, opened["html"], title=_title(options))
-    if small.iterations is None:
-        return heading, f"{options.html or options.save}: written; {small.told}, which is too much for text"
-    return heading, render_text(small.iterations, width=options.width)
+    written = [f"wrote {path}{f': {summary(timeline)}' if name == 'html' else ''}" for name, path in outputs.items()]
+    shown = [render_text(small.iterations, width=options.width)] if shows_text else []
+    return "\n\n".join([*heading, *shown, *(["\n".join(written)] if written else [])])
 
 
 def _noted(iterations: Iterable[IterationTrace], *lists: SmallRun | Timeline | None) -> Iterator[IterationTrace]:
@@ -113,9 +123,8 @@ def _noted(iterations: Iterable[IterationTrace], *lists: SmallRun | Timeline | N
 
 def _refuse_one_name_for_two(options: argparse.Namespace) -> None:
     named: dict[str, str] = {}
-    for option in ("html", "svg", "save"):
-        path = getattr(options, option)
-        if path and (other := named.setdefault(os.path.realpath(path), option)) != option:
+    for option, path in _outputs(options).items():
+        if (other := named.setdefault(os.path.realpath(path), option)) != option:
             raise ConfigError(f"--{other} and --{option} both name {path}", "two files", "name another one")
 
 

@@ -22,34 +22,25 @@ FOR_TEXT = Bounds("text", 5_000, 500)         # beyond them it is longer than a 
 
 
 class SmallRun:
-    """An append-only list that is given up when it grows beyond its bounds.
+    """An append-only list with bounds."""
 
-    iterations   None once it was given up
-    told         how far it had come then, in words
-    must_fit     raise ValueError then
-    """
-
-    def __init__(self, bounds: Bounds, *, must_fit: bool) -> None:
-        self.iterations: list[IterationTrace] | None = []
-        self.told = ""
-        self._bounds, self._must_fit = bounds, must_fit
+    def __init__(self, bounds: Bounds) -> None:
+        self.iterations: list[IterationTrace] = []
+        self._bounds = bounds
         self._request_ids: set[int] = set()
 
     def append(self, iteration: IterationTrace) -> None:
-        if self.iterations is None:
-            return
+        """Raises ValueError where the run is larger than its bounds."""
         self.iterations.append(iteration)
         ids = self._request_ids
         ids.update(iteration.arrived, iteration.generation, iteration.paused, iteration.finished,
                    (chunk[0] for chunk in iteration.context))
         bounds = self._bounds
         if len(self.iterations) > bounds.iterations:
-            self._give_up(f"the run has more than {bounds.iterations:,} iterations")
+            self._refuse(f"{bounds.iterations:,} iterations")
         elif len(ids) > bounds.requests:
-            self._give_up(f"the run has more than {bounds.requests:,} requests")
+            self._refuse(f"{bounds.requests:,} requests")
 
-    def _give_up(self, told: str) -> None:
-        self.iterations, self.told = None, told
-        if self._must_fit:
-            raise ValueError(f"{told}; expected {self._bounds} for {self._bounds.name}; use --html FILE, which draws "
-                             "runs of any size")
+    def _refuse(self, most: str) -> None:
+        raise ValueError(f"the run has more than {most}; expected {self._bounds} for {self._bounds.name}; use --html "
+                         "FILE, which draws runs of any size")

@@ -38,7 +38,10 @@ class Largest {
   }
 }
 
-/** The charts of a run: title, unit of the largest value, and series that stand on each other, the first lowest. */
+/**
+ * The charts of a run: title, unit of the largest value, and series that stand on each other, the first lowest.
+ * followsView: the scale is that of the visible iterations, so that one large value does not flatten all others.
+ */
 function chartsOf(run) {
   const column = (name) => run.columns[name];
   const stacked = (title, series, options = {}) => {
@@ -49,8 +52,8 @@ function chartsOf(run) {
     stacked("KV cache blocks", [new Series("live", "live", column("live_blocks")),
       new Series("cached", "cached", column("cached_blocks")), new Series("free", "free", column("free_blocks"))]),
     stacked("tokens of each step", [new Series("generation", "generation", column("generation_tokens")),
-      new Series("context", "context", column("context_tokens"))]),
-    stacked("queued requests", [new Series("queued", "queued", column("queued_requests"))]),
+      new Series("context", "context", column("context_tokens"))], { followsView: true }),
+    stacked("queued requests", [new Series("queued", "queued", column("queued_requests"))], { followsView: true }),
     stacked("duration of each iteration", run.phases.map(
       (phase, i) => new Series(phase, `phase${i % 8}`, column(`phase ${phase}`))), { text: durationText, followsView: true }),
   ];
