@@ -276,6 +276,28 @@ class KvCacheManager:
             copies, self.cache.copies = tuple(self.cache.copies), []
         return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))
 
+    def claim_tokens(self, generation: Sequence[LlmRequest], tokens: int) -> None:
+        """Make room for so many more tokens of each generating request, as `claim` does in so many steps. For a device
+        that reads no block tables: the changed entries are not returned.
+
+        Raises OutOfBlocksError, and InternalError where blocks leave an attention window or a sequence would be longer
+        than it may become; nothing is changed then.
+        """
+        sequences = self.sequences
+        slots = sequences.slots_of(generation)
+        lengths = sequences.kv_lengths[slots] + tokens
+        ends = -(-lengths // self.tokens_per_block)
+        if self._slides or (ends > sequences.last_blocks[slots]).any():
+            raise InternalError(f"{tokens} tokens are claimed at once", "room up to the last token, and no window")
+        counts = ends - sequences.ends[slots]
+        growing = counts > 0
+        if self.pool.has_timed_priorities:
+            self.pool.end_timed_priorities()
+        if growing.any():
+            needed = int((counts * sequences.beam_widths[slots]).sum())
+            self._grow(slots[growing], needed, counts[growing])
+        sequences.kv_lengths[slots] = lengths
+
     def reused_tokens(self, request: LlmRequest) -> int:
         """Tokens at the front of the prompt that were cached when the request claimed its blocks."""
         return self.sequences.reused_tokens.get(request.seq_slot, 0) if self.owns(request) else 0

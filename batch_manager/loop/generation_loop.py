@@ -112,6 +112,12 @@ class GenerationLoop:
         return self._report(record)
 
     @property
+    def has_room(self) -> bool:
+        """Whether one more request may become active."""
+        room = self._room()
+        return room is None or room > 0
+
+    @property
     def is_empty(self) -> bool:
         """Every item has had its final response, and nothing that was fetched is unread."""
         items = self.unanswered

@@ -158,7 +158,8 @@ class LlmRequest:
 
     def add_tokens(self, tokens: Sequence[int]) -> bool:
         """Append generated tokens, no more than were asked for (beam width 1). True if the output is complete."""
-        return any([self.add_token(token) for token in tokens])
+        self.tokens[0].extend(tokens)
+        return self.note_length()
 
     def propose(self, draft_tokens: Sequence[int]) -> None:
         """Let the next generation step verify these drafts (beam width 1); none: it is a plain step.

@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("bench.__main__", "serve a workload, or sweep its load, and say how fast that was"),
     "workload": ("workload", "write a workload for bench"),
     "compare": ("compare", "say in what results of bench differ, and whether by more than their spread"),
+    "simulate": ("simulate.__main__", "say what other settings, loads or more replicas would do, fitted on a trace"),
     "host-bench": ("host_bench", "time the host's work in an iteration, around a scripted model"),
     "trace": ("trace", "say from a trace where the time of a request went; write it for Perfetto or as CSV"),
     "draw": ("draw.command_line", "draw who ran in which iteration: as text, as SVG, as a page for a browser"),

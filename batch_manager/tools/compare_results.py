@@ -123,7 +123,7 @@ def _runs_of(result: Any, place: str) -> list[Run]:
         raise ComparisonError(f"{place} has format_version {result.get('format_version')!r}; this program reads "
                               f"{FORMAT_VERSION}; measure again, or compare with the program that wrote it")
     shared = {name: value for name, value in result.items() if name != "points"}
-    if "model" not in shared and (model := _model_of(result.get("command"))):
+    if "model" not in shared and (model := model_of(result.get("command"))):
         shared["model"] = model
     points = result.get("points")
     if result.get("kind") == SATURATION:
@@ -143,7 +143,7 @@ def _has_figure(result: Mapping[str, Any]) -> bool:
     return any(figure.value(result) is not None for figure in FIGURES.values())
 
 
-def _model_of(command: Any) -> str | None:
+def model_of(command: Any) -> str | None:
     """The name of the model's folder, from the arguments of the program."""
     if not isinstance(command, list):
         return None
@@ -155,7 +155,9 @@ def _model_of(command: Any) -> str | None:
 
 
 def _load_of(result: Mapping[str, Any]) -> str:
-    """How the requests arrived, in words."""
+    """How the requests arrived, in words; of a simulation that is one of several, its settings."""
+    if settings := result.get("settings"):
+        return ", ".join(f"{name} {value}" for name, value in settings.items())
     if result.get("concurrency") is not None:
         return f"concurrency {result['concurrency']}"
     if is_number(rate := result.get("request_rate")) and rate:

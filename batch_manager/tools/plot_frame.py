@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .svg import BLUE, FAINT, GRID, INK, ORANGE, document
+from .svg import BLUE, FAINT, GREEN, GREY, GRID, INK, ORANGE, PINK, YELLOW, document
 
-COLOURS = (BLUE, ORANGE)
+COLOURS = (BLUE, ORANGE, GREEN, PINK, YELLOW, GREY)
 WIDTH, HEIGHT, LEGEND_HEIGHT = 520, 320, 20
 LEFT, RIGHT, TOP, BOTTOM = 64, 496, 72, 268         # of the area that the points lie in
 MOST_INTERVALS = 5

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 INK, FAINT, GRID = "#1f2933", "#6b7785", "#e3e6ea"
 BLUE, ORANGE = "#2f6db5", "#e0803a"
+GREEN, PINK, YELLOW, GREY = "#3a9268", "#b5568f", "#c9a227", "#6f7a86"
 
 
 def document(width: float, height: float, elements: Iterable[str]) -> str:

@@ -135,3 +135,33 @@ def test_what_unread_steps_may_look_at_again_stays(make_request, start):
     audit(kv)
     with pytest.raises(InternalError, match="cannot be rewound by 2 tokens"):
         strict.rewind([strict.sequences.owners[0]], 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_block_reuse": True}])
+def test_tokens_claimed_at_once_are_those_of_as_many_claims(make_request, start, options):
+    def held(at_once):
+        kv = KvCacheManager(12, 4, 100, **options)
+        requests = [start(kv, make_request(number, length, max_new_tokens=20)) for number, length in ((0, 3), (1, 8))]
+        if at_once:
+            kv.claim_tokens(requests, 11)
+        else:
+            for _ in range(11):
+                kv.claim([], requests)
+        audit(kv)
+        return [(kv.kv_length(request), kv.held_blocks(request)) for request in requests], kv.free_blocks
+
+    assert held(True) == held(False)
+
+
+def test_more_tokens_than_there_is_room_for_are_not_claimed_at_once(make_request, start):
+    kv = KvCacheManager(4, 4, 100)
+    requests = [start(kv, make_request(number, 4, max_new_tokens=20)) for number in range(2)]
+    with pytest.raises(OutOfBlocksError):
+        kv.claim_tokens(requests, 8)
+    with pytest.raises(InternalError, match="25 tokens are claimed at once"):
+        kv.claim_tokens(requests[:1], 25)
+    assert [kv.kv_length(request) for request in requests] == [4, 4] and kv.free_blocks == 2
+    audit(kv)
+    kv = KvCacheManager(8, 2, 100, window=4)
+    with pytest.raises(InternalError, match="no window"):
+        kv.claim_tokens([start(kv, make_request(0, 4, max_new_tokens=20))], 2)

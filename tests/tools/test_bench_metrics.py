@@ -8,7 +8,7 @@ import pytest
 
 from batch_manager.tools.bench.client import Receipt
 from batch_manager.tools.bench.load import Load
-from batch_manager.tools.bench.metrics import Bounds, completion_rate, figures, summary
+from batch_manager.tools.bench.metrics import Bounds, completion_rate, figures, summary, weighted_summary
 from batch_manager.tools.bench.summary import csv_rows, lines, original_figures, table
 
 REQUESTS = [{"id": 1, "max_tokens": 3, "prompt": [5] * 10}, {"id": 2, "max_tokens": 4, "prompt": [5] * 6}]
@@ -73,9 +73,17 @@ def test_percentiles_are_numpy_s():
 
 
 def test_the_completion_rate_leaves_out_the_time_to_the_first_one():
-    at = [Receipt(final_s=seconds) for seconds in (10.0, 10.5, 11.0, 12.0)]
+    at = np.array([10.5, np.nan, 10.0, 11.0, 12.0])
     assert completion_rate(at) == 1.5
-    assert completion_rate(at[:1]) is None and completion_rate([Receipt(final_s=1.0)] * 3) is None
+    assert completion_rate(at[:2]) is None and completion_rate(np.ones(3)) is None
+
+
+def test_values_with_counts_have_the_summary_of_the_values_one_by_one():
+    random = np.random.default_rng(0)
+    for size in (1, 2, 7, 100):
+        values, counts = random.random(size).round(2), random.integers(1, 9, size)
+        assert weighted_summary(values, counts) == pytest.approx(summary(np.repeat(values, counts)), abs=1e-3)
+    assert weighted_summary(np.empty(0), np.empty(0, int)) is None
 
 
 def result_of(**changes):

@@ -128,9 +128,9 @@ def test_ticks_are_round_and_reach_the_largest_value(most, expected):
     assert ticks(most) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("lines", [[], [Line("", [])], [Line("a", [Point(1, 1, 1, 1)])] * 3])
+@pytest.mark.parametrize("lines", [[], [Line("", [])], [Line("a", [Point(1, 1, 1, 1)])] * 7])
 def test_a_plot_that_cannot_be_drawn_is_refused(lines):
-    with pytest.raises(ValueError, match="at least one point and at most 2 lines"):
+    with pytest.raises(ValueError, match="at least one point and at most 6 lines"):
         LinePlot("t", "", "x", "y", lines).render()
 
 

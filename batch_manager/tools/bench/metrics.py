@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .client import Receipt
+from .stamps import Stamps
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = ("ttft", "itl", "tpot", "e2e", "queue")
@@ -37,34 +38,14 @@ class Bounds:
     def __bool__(self) -> bool:
         return self.ttft_ms is not None or self.itl_ms is not None
 
-    def kept_by(self, receipt: Receipt) -> bool:
-        """False for a request that failed, or got no token."""
-        if receipt.error or not receipt.times:
-            return False
-        ttft_ms, itl = (receipt.times[0] - receipt.arrival_s) * 1e3, mean_itl_s(receipt)
-        return ((self.ttft_ms is None or ttft_ms <= self.ttft_ms)
-                and (self.itl_ms is None or itl is None or itl * 1e3 <= self.itl_ms))
-
-
-def mean_itl_s(receipt: Receipt) -> float | None:
-    """Mean time between the tokens of a request. None: it has fewer than two."""
-    times = receipt.times
-    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
-
-
-def latencies_s(receipts: Sequence[Receipt], *, streaming: bool) -> dict[str, np.ndarray]:
-    """Name of LATENCIES -> what was measured of it, in seconds; empty arrays for what is not known."""
-    done = [receipt for receipt in receipts if receipt.times and not receipt.error]
-    found = {
-        "ttft": [receipt.times[0] - receipt.arrival_s for receipt in done],
-        "itl": np.concatenate([np.empty(0), *(np.diff(receipt.times) for receipt in done)]),
-        "tpot": [itl for receipt in done if (itl := mean_itl_s(receipt)) is not None],
-        "e2e": [receipt.times[-1] - receipt.arrival_s for receipt in done],
-        "queue": [receipt.queue_s for receipt in done if receipt.queue_s is not None],
-    }
-    if not streaming:
-        found.update(ttft=[], itl=[], tpot=[])
-    return {name: np.asarray(values, float) for name, values in found.items()}
+    def keeps(self, stamps: Stamps) -> np.ndarray:
+        """[n] bool: the request keeps them. One that failed, or got no token, does not."""
+        kept = stamps.is_served
+        if self.ttft_ms is not None:
+            kept = kept & ((stamps.first_s - stamps.arrival_s) * 1e3 <= self.ttft_ms)
+        if self.itl_ms is not None:
+            kept = kept & ~(stamps.mean_gaps_s * 1e3 > self.itl_ms)
+        return kept
 
 
 def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receipt], wall_s: float, *,
@@ -75,34 +56,50 @@ def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receip
     streaming           whether tokens were stamped one by one
     counts_early_ends   a request with fewer tokens than it asked for has the wrong length; False: an end id is set
     """
-    of = [receipts[request["id"]] for request in requests]
-    latencies = latencies_s(of, streaming=streaming)
-    wrong = sum(bool(receipt.error) or len(receipt.tokens) > request["max_tokens"]
-                or (counts_early_ends and len(receipt.tokens) < request["max_tokens"])
-                for request, receipt in zip(requests, of))
-    failed = [(request["id"], receipt.error) for request, receipt in zip(requests, of) if receipt.error]
-    generated, prompts = sum(len(receipt.times) for receipt in of), sum(len(request["prompt"]) for request in requests)
-    requested = sum(request["max_tokens"] for request, receipt in zip(requests, of) if not receipt.error)
-    itl, good = latencies["itl"], len(of) - len(failed)
+    failures = [(request["id"], receipts[request["id"]].error) for request in requests
+                if receipts[request["id"]].error]
+    return figures_of(Stamps.of_receipts(requests, receipts), failures, wall_s, streaming=streaming, bounds=bounds,
+                      counts_early_ends=counts_early_ends)
+
+
+def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: float, *, streaming: bool = True,
+               bounds: Bounds = Bounds(), counts_early_ends: bool = True) -> dict[str, Any]:
+    """The same.
+
+    failures   (id, error) of each request that failed
+    """
+    served, generated, prompts = stamps.is_served, int(stamps.tokens.sum()), int(stamps.prompt_tokens.sum())
+    gaps, counts, tpot = stamps.gaps_s, stamps.gap_counts, stamps.mean_gaps_s[served]
+    latencies = {"ttft": (stamps.first_s - stamps.arrival_s)[served], "tpot": tpot[~np.isnan(tpot)],
+                 "e2e": (stamps.last_s - stamps.arrival_s)[served], "queue": stamps.queue_s[served]}
+    latencies["queue"] = latencies["queue"][~np.isnan(latencies["queue"])]
+    if not streaming:
+        latencies.update(ttft=np.empty(0), tpot=np.empty(0))
+        gaps, counts = np.empty(0), np.empty(0, np.int64)
+    wrong = stamps.has_failed | (stamps.tokens > stamps.wanted_tokens)
+    if counts_early_ends:
+        wrong |= stamps.tokens < stamps.wanted_tokens
+    good = len(stamps) - len(failures)
+    by_name = {name: summary(values * 1e3) for name, values in latencies.items()}
+    itl, ttft, e2e = weighted_summary(gaps * 1e3, counts), by_name["ttft"], by_name["e2e"]
     return {
         "output_tokens": generated,
         "prompt_tokens": prompts,
         "output_tok_s": round(generated / wall_s, 2),
         "total_tok_s": round((prompts + generated) / wall_s, 2),
-        **{f"{name}_ms_p{percent}": percentile_ms(latencies[name], percent) for name in ("ttft", "itl")
-           for percent in (50, 99)},
-        "itl_ms_mean": round(float(itl.mean()) * 1e3, 3) if len(itl) else None,
-        "e2e_ms_p50": percentile_ms(latencies["e2e"], 50),
-        "e2e_ms_p99": percentile_ms(latencies["e2e"], 99),
-        "wrong_length": wrong,
-        "failed": len(failed),
-        "failures": [{"id": request_id, "error": error} for request_id, error in failed[:MOST_FAILURES]],
+        **{f"{name}_ms_{which}": values[which] if values else None
+           for name, values in (("ttft", ttft), ("itl", itl)) for which in ("p50", "p99")},
+        "itl_ms_mean": itl["avg"] if itl else None,
+        **{f"e2e_ms_{which}": e2e[which] if e2e else None for which in ("p50", "p99")},
+        "wrong_length": int(wrong.sum()),
+        "failed": len(failures),
+        "failures": [{"id": request_id, "error": error} for request_id, error in failures[:MOST_FAILURES]],
         "requests_s": round(good / wall_s, 4),
-        "requested_tok_s": round(requested / wall_s, 2),
-        "latency_ms": {name: summary(values * 1e3) for name, values in latencies.items()},
-        "user_tok_s": summary(1 / latencies["tpot"][latencies["tpot"] > 0]),
-        "completion_rate": completion_rate(of),
-        "goodput": goodput(of, wall_s, bounds) if bounds else None,
+        "requested_tok_s": round(int(stamps.wanted_tokens[~stamps.has_failed].sum()) / wall_s, 2),
+        "latency_ms": {name: itl if name == "itl" else by_name[name] for name in LATENCIES},
+        "user_tok_s": summary(1 / tpot[tpot > 0]),
+        "completion_rate": completion_rate(stamps.final_s[~stamps.has_failed]),
+        "goodput": goodput(stamps, wall_s, bounds) if bounds else None,
     }
 
 
@@ -117,20 +114,34 @@ def summary(values: np.ndarray) -> dict[str, float] | None:
     return {name: round(float(value), 3) for name, value in zip(NAMES, numbers, strict=True)}
 
 
-def percentile_ms(seconds: np.ndarray, percent: float) -> float | None:
-    return round(float(np.percentile(seconds, percent)) * 1e3, 3) if len(seconds) else None
+def weighted_summary(values: np.ndarray, counts: np.ndarray) -> dict[str, float] | None:
+    """`summary` of each value as often as it is counted."""
+    order = np.argsort(values, kind="stable")
+    values, ends = values[order], np.cumsum(counts[order])
+    if not len(values):
+        return None
+    ranks = np.array(PERCENTILES) / 100 * (ends[-1] - 1)        # as numpy.percentile interpolates
+    below = values[np.searchsorted(ends, np.floor(ranks), side="right")]
+    above = values[np.searchsorted(ends, np.ceil(ranks), side="right")]
+    percentiles = below + (above - below) * (ranks - np.floor(ranks))
+    mean = float((values * counts[order]).sum() / ends[-1])
+    numbers = mean, values[0], values[-1], *percentiles
+    return {name: round(float(value), 3) for name, value in zip(NAMES, numbers, strict=True)}
 
 
-def completion_rate(receipts: Sequence[Receipt]) -> float | None:
+def completion_rate(finals_s: np.ndarray) -> float | None:
     """Requests a second that were done between the first final response and the last one: what there is before, while
-    the first request is computed, does not count. None: fewer than two ended, or all at once."""
-    finals = sorted(receipt.final_s for receipt in receipts if receipt.final_s is not None and not receipt.error)
-    span = finals[-1] - finals[0] if len(finals) > 1 else 0.0
-    return round((len(finals) - 1) / span, 4) if span > 0 else None
+    the first request is computed, does not count. None: fewer than two ended, or all at once.
+
+    finals_s   of requests that did not fail; NaN: there was none
+    """
+    finals_s = finals_s[~np.isnan(finals_s)]
+    span = float(np.ptp(finals_s)) if len(finals_s) > 1 else 0.0
+    return round((len(finals_s) - 1) / span, 4) if span > 0 else None
 
 
-def goodput(receipts: Sequence[Receipt], wall_s: float, bounds: Bounds) -> dict[str, float | None]:
+def goodput(stamps: Stamps, wall_s: float, bounds: Bounds) -> dict[str, float | None]:
     """Requests that keep the bounds: a second, and as a share of all."""
-    kept = sum(map(bounds.kept_by, receipts))
+    kept = int(bounds.keeps(stamps).sum())
     return {"ttft_ms": bounds.ttft_ms, "itl_ms": bounds.itl_ms, "requests_s": round(kept / wall_s, 4),
-            "share": round(kept / len(receipts), 4)}
+            "share": round(kept / len(stamps), 4)}

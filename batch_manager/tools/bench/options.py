@@ -24,7 +24,7 @@ DEFAULT_KV_GIB = 1.0
 OUTPUT_FILES = ("out", "output_csv", "responses_json_file", "stats_csv", "trace")
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """A line for most options, in a terminal that is wide enough."""
 
     def __init__(self, prog: str) -> None:
@@ -40,7 +40,7 @@ def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-ma
     report    default of --report
     """
     parser = argparse.ArgumentParser(prog=program, description=ABOUT, epilog=f"{told()}\n\n{HOW_IT_ENDS}",
-                                     formatter_class=_HelpFormatter, allow_abbrev=False,
+                                     formatter_class=HelpFormatter, allow_abbrev=False,
                                      usage=f"{program} --model FOLDER --workload FILE [option ...]")
     _add_engine(parser)
     _add_load(parser)
@@ -73,11 +73,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--chunked-context", action=flag,
         help="a prompt may be computed in chunks (on; V1 cannot)")
     add("--enable-trt-overlap", action=flag, default=False, help="two micro-batches of disjoint requests (off)")
-    add("--kv-gib", type=_positive, metavar="GIB",
+    add("--kv-gib", type=positive, metavar="GIB",
         help="GiB of the KV cache pool, through KvCacheConfig.max_tokens (1)")
     add("--max-tokens-in-paged-kvcache", type=at_least(1), metavar="N",
         help="tokens of the KV cache pool, instead of --kv-gib")
-    add("--kv-cache-free-gpu-mem-fraction", type=_positive, metavar="X",
+    add("--kv-cache-free-gpu-mem-fraction", type=positive, metavar="X",
         help="share of the free memory that the KV cache pool may take; alone, or beside --max-tokens-in-paged-kvcache")
     add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=KvCacheConfig().tokens_per_block,
         help=f"of the KV cache ({KvCacheConfig().tokens_per_block})")
@@ -105,7 +105,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--dataset-format", choices=FORMATS, help="of it (by content)")
     add("--tokenizer", type=Path, metavar="FOLDER", help="for texts (the model's)")
     add("--output-tokens", type=at_least(1), metavar="N", help="of texts that do not say how long their output is")
-    add("--time-scale", type=_positive, default=1.0, metavar="X",
+    add("--time-scale", type=positive, default=1.0, metavar="X",
         help="multiply the recorded arrival times: 0.5 is twice as fast (1)")
     add("--sort", action="store_true", help="sort a trace by arrival; without, times that go backwards are refused")
     add("--max-num-samples", type=at_least(1), metavar="N", help="no more than the first so many requests (all)")
@@ -150,8 +150,8 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
     add = parser.add_argument_group("measuring and output").add_argument
     add("--warm-up", type=at_least(0), metavar="N", default=1, help="full batches before the clock starts (1)")
-    add("--slo-ttft-ms", type=_positive, metavar="MS", help="bound of a request's time to the first token, for goodput")
-    add("--slo-itl-ms", type=_positive, metavar="MS", help="bound of a request's mean time between tokens, for goodput")
+    add("--slo-ttft-ms", type=positive, metavar="MS", help="bound of a request's time to the first token, for goodput")
+    add("--slo-itl-ms", type=positive, metavar="MS", help="bound of a request's mean time between tokens, for goodput")
     add("--slo-share", type=_share, default=0.9, metavar="S",
         help="share of the requests that --find-saturation wants within bounds (0.9)")
     add("--queue-times", action="store_true",
@@ -169,7 +169,7 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
     add("--log-iteration-data", action="store_true", help="print each record of the statistics on stderr")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="of the package's log on stderr (warning)")
     add("--trace", type=Path, metavar="FILE",
-        help="write a trace here, the warm-up's requests too; `batch-manager trace` reads it")
+        help="write a trace of the servings here; `batch-manager trace` reads it")
     add("--plot", type=Path, metavar="FOLDER",
         help="draw into this folder, as SVG: what steps computed, the KV cache, times by batch size and, of a sweep, "
              "latency by throughput")
@@ -186,7 +186,7 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not more than 0 and finite")

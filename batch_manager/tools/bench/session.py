@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ...config import Parts
-from ...stats.trace import TraceFile
+from ...stats.trace import IterationTrace, TraceFile
 from .client import Client, Receipt
 from .engine import make_manager, model_limits
 from .gate import Gate
@@ -62,6 +62,8 @@ class Session:
         self._served = 0
         self._stack = contextlib.ExitStack()
         self.client = Client(prompts_included=not options.exclude_input_in_output_seq)
+        self._is_warm = False
+        self._trace_file: TraceFile | None = None
         self.kv_tokens: int | None = None
         self.load_s = 0.0
 
@@ -79,7 +81,8 @@ class Session:
         vocab_size, max_seq_len, self.kv_tokens = model_limits(options, parts)
         vocab_size = self._workload["vocab"] if vocab_size is None else min(vocab_size, self._workload["vocab"])
         if options.trace is not None:
-            parts = replace(parts, trace=stack.enter_context(TraceFile(options.trace)))
+            self._trace_file = stack.enter_context(TraceFile(options.trace))
+            parts = replace(parts, trace=self._trace_iteration)
         client = self.client
         self.manager = manager = stack.enter_context(make_manager(
             options, parts, self.kv_tokens, get=client.get, send=client.send, stats=self._stats_callback()))
@@ -87,6 +90,11 @@ class Session:
             requests = warm_up_requests(options.max_batch, vocab_size, max_seq_len, number)
             client.serve(manager, requests, streaming=options.streaming, started=time.perf_counter())
         self.load_s = time.perf_counter() - loading
+        self._is_warm = True
+
+    def _trace_iteration(self, iteration: IterationTrace) -> None:
+        if self._is_warm and self._trace_file is not None:
+            self._trace_file(iteration)
 
     def _stats_callback(self) -> Callable[[str], None] | None:
         client, watch = self.client, self._watch

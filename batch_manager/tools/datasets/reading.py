@@ -39,14 +39,22 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
 
     Raises DatasetError, which says where: while iterating, also for a file that is not there.
     """
+    blocks = BlockIds()
+    for record in read_records(path, selection, format=format, tokenizer=tokenizer, output_tokens=output_tokens,
+                               report=report):
+        ids = record.prefix_ids if record.prompt is None else blocks.ids(record.prompt)
+        yield Arrival(record.time_s or 0.0, record.input_tokens, record.output_tokens, ids)
+
+
+def read_records(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
+                 tokenizer: Any = None, output_tokens: int | None = None,
+                 report: ReadReport | None = None) -> Iterator[Record]:
+    """As `read_arrivals`, with the tokens of the prompts that the file has."""
     report = ReadReport() if report is None else report
     with Source(path) as source:
         report.format, reader = open_records(source, format, vocab_size=None, tokenizer=tokenizer,
                                              output_tokens=output_tokens)
-        blocks = BlockIds()
-        for record in select(reader, selection or Selection(), report):
-            ids = record.prefix_ids if record.prompt is None else blocks.ids(record.prompt)
-            yield Arrival(record.time_s, record.input_tokens, record.output_tokens, ids)
+        yield from select(reader, selection or Selection(), report)
 
 
 def read_workload(path: str | os.PathLike, selection: Selection | None = None, *, vocab_size: int,

@@ -1,0 +1,102 @@
+"""The program `batch-manager simulate`, and `python -m batch_manager.tools.simulate`."""
+
+import argparse
+import csv
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import BatchManagerError
+from ...stats.trace import read_trace
+from ..bench.errors import InputError
+from ..bench.result import read_result
+from ..bench.summary import csv_rows
+from ..compare_results import model_of
+from ..output_file import OutputFiles
+from ..provenance import commit_of_the_checkout, machine, versions
+from ..standard_output import discard_standard_output
+from .cost_fit import fit_cost
+from .options import parse_options
+from .report import run_table, sweep_plots, sweep_table
+from .study import Study
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+PROGRAM = "batch-manager simulate"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; its exit status."""
+    options = parse_options(argv)
+    logging.getLogger("batch_manager").setLevel("WARNING")
+    try:
+        return _fit(options) if options.fit is not None else _simulate(options)
+    except (InputError, BatchManagerError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _fit(options: argparse.Namespace) -> int:
+    traces = []
+    for path in options.fit:
+        try:
+            with open(path, "rb") as file:
+                traces.append(list(read_trace(file)))
+        except ValueError as error:
+            raise InputError(f"{path}: {error}") from error
+    cost = fit_cost(traces, {
+        **_about_run(options.result), "traces": [path.name for path in options.fit], "variant": options.variant,
+        "machine": machine(), "packages": versions("torch", "triton", "numpy"), "commit": commit_of_the_checkout()})
+    cost.write(Path(options.out))
+    if options.report == "json":
+        print(Path(options.out).read_text(encoding="utf-8"))
+    elif options.report == "table" and cost.error is not None:
+        print(f"{cost.about['steps']:,} steps, planned {'ahead of' if cost.is_asynchronous else 'between'} steps; "
+              f"{cost.error.words()}")
+    return DONE
+
+
+def _about_run(path: Path | None) -> dict[str, Any]:
+    """What the result of a run says of it that is also true of its simulation."""
+    if path is None:
+        return {}
+    result = read_result(path)
+    run = {name: result.get(name) for name in ("precision", "threads", "kv_precision", "cpu_compile",
+                                               "model_implementation")}
+    return {"model": model_of(result.get("command")), **run}
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    study = Study(options)
+    for note in () if options.quiet else study.notes:
+        print(f"{PROGRAM}: {options.workload}: {note}", file=sys.stderr)
+    result = study.run()
+    try:
+        if options.report == "json":
+            print(json.dumps(result), flush=True)
+        elif options.report == "table":
+            print(run_table(result) if result["kind"] == "run" else sweep_table(result), flush=True)
+    except BrokenPipeError:
+        discard_standard_output()
+    points = [{"n": result["n"], **point} for point in study.points]
+    with OutputFiles() as files:
+        if options.out is not None:
+            json.dump(result, files.open(options.out), indent=1)
+        if options.output_csv is not None:
+            csv.writer(files.open(options.output_csv)).writerows(csv_rows(points))
+        if options.plot is not None:
+            options.plot.mkdir(parents=True, exist_ok=True)
+            for name, plot in sweep_plots(result).items():
+                files.open(options.plot / name).write(plot.render())
+    for point in points:
+        for failure in point["failures"]:
+            print(f"{PROGRAM}: request {failure['id']}: {failure['error']}", file=sys.stderr)
+    return FAILED if any(point["failed"] for point in points) else DONE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,63 @@
+"""The engine that is simulated, by the options of the manager that matter to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...build import build_loop
+from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from ...loop.generation_loop import GenerationLoop
+from ...names import SchedulerPolicy, TrtGptModelType
+from ...seams import BackendInfo
+from ...stats.trace import IterationTrace
+from .backend import SimulatedBackend
+from .cost_model import CostModel
+from .log_book import LogBook
+from .traffic import MOST_VOCABULARY
+from .virtual_time import VirtualClock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """By the names of TrtGptModelOptionalParams and KvCacheConfig.
+
+    num_blocks    of the KV cache pool
+    max_seq_len   positions of the model
+    """
+
+    num_blocks: int
+    max_seq_len: int
+    tokens_per_block: int = 64
+    policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
+    max_batch_size: int = 32
+    max_num_tokens: int = 512
+    max_num_sequences: int | None = None
+    enable_chunked_context: bool = True
+    enable_block_reuse: bool = False
+    enable_trt_overlap: bool = False
+
+
+def make_loop(settings: EngineSettings, cost: CostModel, clock: VirtualClock, log_book: LogBook, *,
+              get: Callable[[int], list], send: Callable[..., None], seed: tuple[int, ...] = (0,),
+              trace: Callable[[IterationTrace], None] | None = None) -> tuple[GenerationLoop, SimulatedBackend]:
+    """The production loop around a backend that takes the time `cost` says. Raises ConfigError for settings that a
+    manager would refuse."""
+    num_slots = settings.max_num_sequences or settings.max_batch_size
+    info = BackendInfo(
+        vocab_size=MOST_VOCABULARY, max_seq_len=settings.max_seq_len, num_blocks=settings.num_blocks,
+        tokens_per_block=settings.tokens_per_block, num_slots=max(num_slots, settings.max_batch_size),
+        dispatch="simulated", device="none", dtype="none", is_asynchronous=cost.is_asynchronous, copies_blocks=True)
+    backend = SimulatedBackend(info, cost, clock, log_book, seed)
+    loop = build_loop(
+        model_path=None, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1,
+        scheduler_policy=settings.policy, get_inference_requests_cb=get, send_response_cb=send,
+        poll_stop_signal_cb=None, return_batch_manager_stats_cb=None,
+        optional_params=TrtGptModelOptionalParams(
+            kv_cache_config=KvCacheConfig(max_tokens=settings.num_blocks * settings.tokens_per_block,
+                                          tokens_per_block=settings.tokens_per_block,
+                                          enable_block_reuse=settings.enable_block_reuse),
+            max_batch_size=settings.max_batch_size, max_num_tokens=settings.max_num_tokens,
+            max_num_sequences=settings.max_num_sequences, enable_trt_overlap=settings.enable_trt_overlap,
+            enable_chunked_context=settings.enable_chunked_context),
+        terminate_req_id=None, exclude_input_in_output=True,
+        parts=Parts(backend=backend, clock=clock, trace=trace))
+    return loop, backend

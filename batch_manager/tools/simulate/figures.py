@@ -1,0 +1,66 @@
+"""What a result says of a simulation: the figures of a benchmark, and what only a simulation knows."""
+
+from typing import Any
+
+import numpy as np
+
+from ..bench.load import Load
+from ..bench.metrics import Bounds, figures_of
+from ..bench.stamps import Stamps
+from .fleet import Run
+
+
+def point_fields(run: Run, load: Load, mode: str, bounds: Bounds, simulated_in_s: float) -> dict[str, Any]:
+    """Of one simulation, by the names of `batch-manager bench`.
+
+    extrapolated   share of the steps that are larger than any the cost model was fitted on, and in what
+    replicas       how many; requests, tokens and seconds of steps: the least and the most that one of them had
+    """
+    stamps = stamps_of(run)
+    failures = sorted(run.log_book.errors.items())
+    steps = sum(replica.backend.steps for replica in run.replicas)
+    beyond: dict[str, int] = {}
+    for replica in run.replicas:
+        for name, count in replica.backend.beyond.items():
+            beyond[name] = beyond.get(name, 0) + count
+    steps_beyond = sum(replica.backend.steps_beyond for replica in run.replicas)
+    wall_s = max(run.wall_s, 1e-9)
+    span = float(np.ptp(stamps.arrival_s)) if len(stamps) else 0.0
+    return {
+        "mode": mode,
+        "request_rate": load.request_rate,
+        "concurrency": load.concurrency,
+        "offered_rate": round((len(stamps) - 1) / span, 4) if load.concurrency is None and span > 0 else None,
+        "wall_s": round(wall_s, 4),
+        **figures_of(stamps, failures, wall_s, bounds=bounds),
+        "steps": steps,
+        "busy_share": round(sum(replica.backend.busy_s for replica in run.replicas) / (wall_s * len(run.replicas)), 4),
+        "reused_tokens": sum(replica.reused_tokens for replica in run.replicas),
+        "recomputed_tokens": sum(replica.recomputed_tokens for replica in run.replicas),
+        "extrapolated": {"share": round(steps_beyond / max(steps, 1), 4), "steps": beyond},
+        "replicas": balance(run),
+        "simulated_in_s": round(simulated_in_s, 2),
+    }
+
+
+def stamps_of(run: Run) -> Stamps:
+    """In the order of the traffic."""
+    book, traffic = run.log_book, run.traffic
+    gaps, counts = book.gaps()
+    has_failed = np.zeros(len(traffic), bool)
+    has_failed[list(book.errors)] = True
+    return Stamps(
+        arrival_s=np.array(run.arrival_s, float), first_s=book.first_s, last_s=book.last_s, final_s=book.last_s,
+        queue_s=np.full(len(traffic), np.nan), tokens=book.tokens, wanted_tokens=traffic.output_tokens,
+        prompt_tokens=traffic.input_tokens, has_failed=has_failed, gaps_s=gaps, gap_counts=counts)
+
+
+def balance(run: Run) -> dict[str, Any]:
+    """How even the load of the replicas was."""
+    count = len(run.replicas)
+    served = np.bincount(run.log_book.replica[run.log_book.replica >= 0], minlength=count)
+    tokens = np.bincount(run.log_book.replica.clip(min=0), weights=run.log_book.tokens, minlength=count)
+    return {"count": count, "requests": [int(served.min()), int(served.max())],
+            "output_tokens": [int(tokens.min()), int(tokens.max())],
+            "busy_s": [round(min(replica.backend.busy_s for replica in run.replicas), 3),
+                       round(max(replica.backend.busy_s for replica in run.replicas), 3)]}

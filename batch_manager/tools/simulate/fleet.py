@@ -1,0 +1,122 @@
+"""Replicas under one stream of requests, in the order in which things happen."""
+
+import gc
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ...stats.trace import IterationTrace
+from .cost_model import CostModel
+from .engine_settings import EngineSettings
+from .log_book import LogBook
+from .replica import Replica
+from .routing import ROUTING
+from .traffic import Traffic
+
+STEPS_BETWEEN_COLLECTIONS = 20_000
+REQUESTS_BETWEEN_LOOKS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A simulation that is over.
+
+    wall_s      virtual seconds from the beginning to the last final response
+    arrival_s   [n] when each request arrived: in a closed loop that is not the traffic's own time
+    """
+
+    traffic: Traffic
+    log_book: LogBook
+    replicas: tuple[Replica, ...]
+    wall_s: float
+    arrival_s: "list[float]"
+
+
+def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num_replicas: int = 1,
+             routing: str = "round-robin", concurrency: int | None = None, seed: int = 0,
+             trace: Callable[[IterationTrace], None] | None = None, leaps: bool = True,
+             watch: Callable[[int, float], None] | None = None) -> Run:
+    """Serve the traffic to its last response.
+
+    routing       one of ROUTING
+    concurrency   so many requests are under way at a time; each of the others arrives when one is done, and arrival
+                  times are not looked at. None: they arrive at their times
+    seed          of how steps scatter around what is predicted
+    trace         of the first replica
+    leaps         run iterations in which nothing happens at once: faster, and the same figures
+    watch         (requests done, virtual seconds) called now and then
+
+    Raises ConfigError for settings that a manager would refuse.
+    """
+    log_book = LogBook(len(traffic))
+    arrival_s = traffic.arrival_s.tolist()
+    arriving = deque(range(len(traffic)))
+    due: list[tuple[float, int]] = []            # of a closed loop: (time, index)
+    ended_at, num_done = 0.0, 0
+
+    def on_final(index: int, now: float) -> None:
+        nonlocal ended_at, num_done
+        ended_at, num_done = max(ended_at, now), num_done + 1
+        if watch is not None and num_done % REQUESTS_BETWEEN_LOOKS == 0:
+            watch(num_done, now)
+        if concurrency is not None and arriving:
+            heapq.heappush(due, (now, arriving.popleft()))
+
+    replicas = tuple(Replica(number, settings, cost, traffic, log_book, seed=seed, on_final=on_final, leaps=leaps,
+                             trace=trace if number == 0 else None) for number in range(num_replicas))
+    router = ROUTING[routing](replicas, traffic)
+    if concurrency is not None:
+        due = [(0.0, arriving.popleft()) for _ in range(min(concurrency, len(arriving)))]
+    # Replicas with unfinished requests: (when the next iteration begins in which something happens, number). An entry
+    # of another time is an old one.
+    busy: list[tuple[float, int]] = []
+    with _few_collections() as collect:
+        while True:
+            if concurrency is None:
+                next_s = arrival_s[arriving[0]] if arriving else None
+            else:
+                next_s = due[0][0] if due else None
+            if busy and (next_s is None or busy[0][0] < next_s):
+                at, number = busy[0]
+                replica = replicas[number]
+                if not replica.unfinished or replica.next_s != at:
+                    heapq.heappop(busy)
+                    continue
+                replica.step()
+                collect()
+                if replica.unfinished:
+                    heapq.heapreplace(busy, (replica.next_s, number))
+                else:
+                    heapq.heappop(busy)
+            elif next_s is not None:
+                index = arriving.popleft() if concurrency is None else heapq.heappop(due)[1]
+                arrival_s[index] = next_s
+                replica = replicas[router.choose(index)]
+                before = replica.next_s if replica.unfinished else None
+                replica.hand_over(index, next_s)
+                if replica.next_s != before:
+                    heapq.heappush(busy, (replica.next_s, replica.number))
+            else:
+                return Run(traffic, log_book, replicas, ended_at, arrival_s)
+
+
+@contextmanager
+def _few_collections() -> Iterator[Callable[[], None]]:
+    """Python's garbage collector looks at everything that requests hold, again and again: a fifth of the time. Here it
+    runs when it is called, and then rarely."""
+    was_enabled, steps = gc.isenabled(), 0
+
+    def collect() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % STEPS_BETWEEN_COLLECTIONS == 0:
+            gc.collect(0)
+
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        if was_enabled:
+            gc.enable()

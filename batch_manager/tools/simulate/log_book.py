@@ -1,0 +1,62 @@
+"""What each request of a simulation got, and the times between tokens."""
+
+import numpy as np
+
+FIRST_SIZE = 1 << 12
+
+
+class LogBook:
+    """Columns with a row for each request, by its index; times are seconds since the simulation began.
+
+    first_s, last_s   of the first and the latest token; NaN: it has none
+    tokens            that came
+    replica           that served it; -1: none has
+    errors            index -> what it was refused or failed with
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        self.first_s = np.full(num_requests, np.nan)
+        self.last_s = np.full(num_requests, np.nan)
+        self.tokens = np.zeros(num_requests, np.int64)
+        self.replica = np.full(num_requests, -1, np.int32)
+        self.errors: dict[int, str] = {}
+        self._gaps = np.empty(FIRST_SIZE)
+        self._counts = np.empty(FIRST_SIZE, np.int64)
+        self._used = 0
+
+    def note(self, indices: np.ndarray, now: float) -> None:
+        """Each of these requests got a token. An index occurs once."""
+        before = self.last_s[indices]
+        gaps = now - before
+        self.last_s[indices] = now
+        self.tokens[indices] += 1
+        count = len(gaps)
+        # The requests that were in the step before all waited the same time.
+        if count and (gaps == gaps[-1]).all():
+            self._add(gaps[-1:], np.array([count]))
+            return
+        is_first = np.isnan(before)
+        if is_first.any():
+            self.first_s[indices[is_first]] = now
+            gaps = gaps[~is_first]
+        self._add(*np.unique(gaps, return_counts=True))
+
+    def note_run(self, indices: np.ndarray, times: np.ndarray) -> None:
+        """Each of these requests got a token at each of these times [k], which ascend. All had one before."""
+        self.note(indices, float(times[0]))
+        self.tokens[indices] += len(times) - 1
+        self.last_s[indices] = times[-1]
+        self._add(np.diff(times), np.full(len(times) - 1, len(indices)))
+
+    def gaps(self) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds, how often): the times between two tokens that follow each other, of all requests."""
+        return self._gaps[:self._used], self._counts[:self._used]
+
+    def _add(self, gaps: np.ndarray, counts: np.ndarray) -> None:
+        end = self._used + len(gaps)
+        if end > len(self._gaps):
+            size = max(2 * len(self._gaps), end)
+            self._gaps, self._counts = np.resize(self._gaps, size), np.resize(self._counts, size)
+        self._gaps[self._used:end] = gaps
+        self._counts[self._used:end] = counts
+        self._used = end

@@ -1,0 +1,83 @@
+"""From traces to the times that steps took."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ...stats.trace import IterationTrace
+from .step_shape import StepShape, shapes_of_trace
+
+US = 1e-6
+SHARE_READ_LATER = 0.5      # of the requests that ended: so many end after the iteration that launched their last step
+LEAST_WAIT = 0.02           # of the time between two reads: what waits less may not have kept the device busy
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """step_s: of the device, or of the CPU that computes the step; None: not known. host_s: of the rest of the
+    iteration; None: not known."""
+
+    shape: StepShape
+    step_s: float | None
+    host_s: float | None
+
+
+def measured_steps(iterations: Iterable[IterationTrace]) -> tuple[list[MeasuredStep], bool]:
+    """The steps of a trace, and whether the host planned each while the device computed the one before it."""
+    rows = [(iteration, shape) for iteration, shape in shapes_of_trace(iterations)]
+    is_asynchronous = _reads_later([iteration for iteration, _ in rows])
+    found = (_asynchronous if is_asynchronous else _in_lockstep)(rows)
+    return list(found), is_asynchronous
+
+
+def _reads_later(iterations: list[IterationTrace]) -> bool:
+    ended = later = 0
+    for iteration in iterations:
+        launched = {request_id for request_id, _, _ in iteration.context} | set(iteration.generation)
+        ended += len(iteration.finished)
+        later += sum(request_id not in launched for request_id in iteration.finished)
+    return later > SHARE_READ_LATER * ended
+
+
+def _in_lockstep(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[MeasuredStep]:
+    for number, (iteration, shape) in enumerate(rows):
+        if not _has_step(shape):
+            continue
+        step_s = US * (iteration.phases_us.get("start", 0) + iteration.phases_us.get("read", 0))
+        host_s = None
+        if number + 1 < len(rows) and _goes_on(iteration, rows[number + 1][0]):
+            host_s = max(rows[number + 1][0].started_at_s - iteration.started_at_s - step_s, 0.0)
+        yield MeasuredStep(shape, step_s or None, host_s)
+
+
+def _asynchronous(rows: list[tuple[IterationTrace, StepShape]]) -> Iterator[MeasuredStep]:
+    """A step that was launched in one iteration is read in the next. Where the host waits for it, it took the time from
+    the end of the read before to the end of its own."""
+    for number, (iteration, shape) in enumerate(rows):
+        if not _has_step(shape):
+            continue
+        step_s = host_s = None
+        if number + 1 < len(rows) and _goes_on(iteration, rows[number + 1][0]):
+            following = rows[number + 1][0]
+            between = _read_at(following) - _read_at(iteration)
+            waited = US * following.phases_us.get("read", 0)
+            if _has_step(rows[number - 1][1]) and number and waited > LEAST_WAIT * between > 0:
+                step_s = between
+            host_s = max(following.started_at_s - iteration.started_at_s - US * iteration.phases_us.get("read", 0), 0.0)
+        yield MeasuredStep(shape, step_s, host_s)
+
+
+def _has_step(shape: StepShape) -> bool:
+    return bool(shape.context_requests or shape.generation_requests)
+
+
+def _goes_on(iteration: IterationTrace, following: IterationTrace) -> bool:
+    """Whether a request runs in both, so that the engine was not idle between them."""
+    ran = {request_id for request_id, _, _ in iteration.context} | set(iteration.generation)
+    runs = {request_id for request_id, _, _ in following.context} | set(following.generation)
+    return following.iteration == iteration.iteration + 1 and not ran.isdisjoint(runs)
+
+
+def _read_at(iteration: IterationTrace) -> float:
+    """When the phase `read` of an iteration ended."""
+    phases = ("fetch", "schedule", "claim", "start", "read")
+    return iteration.started_at_s + US * sum(iteration.phases_us.get(phase, 0) for phase in phases)

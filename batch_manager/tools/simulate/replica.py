@@ -1,0 +1,116 @@
+"""One simulated engine."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ...requests.inference_request import InferenceRequest
+from ...stats.trace import IterationTrace
+from .cost_model import CostModel
+from .engine_settings import EngineSettings, make_loop
+from .leap import Leap, carry_out, possible_leap
+from .log_book import LogBook
+from .traffic import Traffic
+from .virtual_time import VirtualClock
+
+
+class Replica:
+    """Serves requests that are handed over by their index in the traffic.
+
+    number       of the replica, from 0
+    on_final     (index, time) called when a request has had its final response
+    seed         of how steps scatter, with the number
+    leaps        run iterations in which nothing happens at once, which changes no figure
+    unfinished   requests handed over that have had no final response
+    """
+
+    def __init__(self, number: int, settings: EngineSettings, cost: CostModel, traffic: Traffic, log_book: LogBook, *,
+                 seed: int = 0, leaps: bool = True, on_final: Callable[[int, float], None] | None = None,
+                 trace: Callable[[IterationTrace], None] | None = None) -> None:
+        self.number = number
+        self.clock = VirtualClock()
+        self.unfinished = 0
+        self._traffic, self._log_book, self._on_final = traffic, log_book, on_final
+        self._waiting: deque[int] = deque()
+        self._leaps = leaps and trace is None
+        self._leap: Leap | None = None
+        self._leapt = 0
+        self._loop, self.backend = make_loop(settings, cost, self.clock, log_book,
+                                             seed=(seed, number), get=self._get, send=self._send,
+                                             trace=trace)
+
+    @property
+    def next_s(self) -> float:
+        """When the next iteration begins in which something happens."""
+        return self.clock.now if self._leap is None else self._leap.end_s
+
+    @property
+    def iterations(self) -> int:
+        return self._loop.iteration + self._leapt
+
+    @property
+    def loop_iterations(self) -> int:
+        """Those that the loop itself ran; the others were leapt over."""
+        return self._loop.iteration
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the KV cache pool."""
+        return self._loop.kv.pool.num_blocks
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that were computed again after a pause."""
+        return self._loop.totals.recomputed_tokens
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were found in the KV cache."""
+        return self.backend.reused_tokens
+
+    def hand_over(self, index: int, now: float) -> None:
+        """A request arrives at this replica. An idle one begins at once."""
+        if not self.unfinished:
+            self.clock.now = max(self.clock.now, now)
+        elif self._leap is not None and self._loop.has_room:
+            self._leave_off(self._leap.begun_before(now))
+        self._waiting.append(index)
+        self._log_book.replica[index] = self.number
+        self.unfinished += 1
+
+    def step(self) -> None:
+        """The iterations up to the next one in which something happens, and that one. The replica must have an
+        unfinished request."""
+        if self._leap is not None:
+            self._leave_off(len(self._leap.ends_s))
+        before = self._loop.iteration, self.unfinished
+        self._loop.step(accept_new=True)
+        if (self._loop.iteration, self.unfinished) == before:
+            raise RuntimeError(f"replica {self.number} does nothing with {self.unfinished} unfinished requests")
+        if self._leaps and not (self._waiting and self._loop.has_room):
+            self._leap = possible_leap(self._loop, self.backend)
+
+    def _leave_off(self, count: int) -> None:
+        """Carry out so many iterations of the leap, and forget the rest."""
+        leap, self._leap = self._leap, None
+        assert leap is not None
+        carry_out(leap, count, self._loop, self.backend)
+        self._leapt += count
+
+    def _get(self, max_num_requests: int) -> list[InferenceRequest]:
+        waiting = self._waiting
+        count = len(waiting) if max_num_requests < 0 else min(max_num_requests, len(waiting))
+        return [self._request(waiting.popleft()) for _ in range(count)]
+
+    def _request(self, index: int) -> InferenceRequest:
+        return InferenceRequest(index, {
+            "input_ids": self._traffic.prompt(index),
+            "request_output_len": int(self._traffic.output_tokens[index]), "end_id": -1})
+
+    def _send(self, index: int, tensors: list[Any], is_final: bool, error: str) -> None:
+        if error:
+            self._log_book.errors[index] = error
+        if is_final:
+            self.unfinished -= 1
+            if self._on_final is not None:
+                self._on_final(index, self.clock.now)

@@ -1,0 +1,85 @@
+"""A simulation, or a sweep of them, as text and as a plot."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..bench.summary import aligned, number, table
+from ..line_plot import Line, LinePlot, Point
+from .study import value_words, words_of
+
+Result = Mapping[str, Any]
+MOST_LINES = 6
+
+
+def run_table(result: Result) -> str:
+    """One simulation, for people."""
+    replicas, rows = result["replicas"], []
+    if replicas["count"] > 1:
+        rows += [["replicas", str(replicas["count"])],
+                 ["requests of one", f"{replicas['requests'][0]:,} to {replicas['requests'][1]:,}"],
+                 ["its generated tokens", f"{replicas['output_tokens'][0]:,} to {replicas['output_tokens'][1]:,}"]]
+    rows += [["time in steps", f"{result['busy_share']:.1%}"],
+             ["prompt tokens found in the cache", f"{result['reused_tokens']:,}"],
+             ["tokens computed again after pauses", f"{result['recomputed_tokens']:,}"],
+             ["simulated in", f"{result['simulated_in_s']:.1f} s"]]
+    return "\n".join([table(result), "", *aligned(rows), *warnings([result])])
+
+
+def sweep_table(result: Result) -> str:
+    """A row for each simulation, the best one marked."""
+    points = result["points"]
+    names, best = list(points[0]["settings"]), best_point(points)
+    has_goodput = points[0]["goodput"] is not None
+    rows = [["", *names, "requests/s", "tokens/s", "ttft p50", "p99", "itl p50", "p99", "failed",
+             *(["good/s", "share"] if has_goodput else [])]]
+    for point in points:
+        rows.append(["*" if point is best else "", *(value_words(point["settings"][name]) for name in names),
+                     number(point["requests_s"]), number(point["output_tok_s"]),
+                     *(number(point[f"{name}_ms_{which}"]) for name in ("ttft", "itl") for which in ("p50", "p99")),
+                     str(point["failed"]),
+                     *([number(point["goodput"]["requests_s"]), f"{point['goodput']['share']:.1%}"]
+                       if has_goodput else [])])
+    told = "most requests a second within bounds" if has_goodput else "most tokens a second"
+    return "\n".join([*aligned(rows), "", f"ttft and itl in milliseconds; *: {told}", *warnings(points)])
+
+
+def best_point(points: Sequence[Result]) -> Result:
+    """With the most requests a second within bounds, or where there are no bounds with the most tokens a second."""
+    return max(points, key=lambda point: point["output_tok_s"] if point["goodput"] is None
+               else point["goodput"]["requests_s"])
+
+
+def warnings(points: Sequence[Result]) -> list[str]:
+    """What must be known of these figures."""
+    told = []
+    share = max(point["extrapolated"]["share"] for point in points)
+    if share:
+        names = sorted({name for point in points for name in point["extrapolated"]["steps"]})
+        told.append(f"extrapolated: up to {share:.1%} of the steps are larger than any that the cost model was fitted "
+                    f"on, in {', '.join(name.replace('_', ' ') for name in names)}")
+    return [""] * bool(told) + told
+
+
+def sweep_plots(result: Result) -> dict[str, LinePlot]:
+    """File name -> plot: each simulation a point, tokens a second against latency. The values of the first name of the
+    sweep are lines."""
+    points = result["points"]
+    first, *others = points[0]["settings"]
+    groups: dict[str, list[Result]] = {}
+    for point in points:
+        groups.setdefault(value_words(point["settings"][first]) if others else "", []).append(point)
+    found = {}
+    for latency, title in (("ttft", "Time to the first token"), ("itl", "Time between tokens")):
+        lines = []
+        for name, group in list(groups.items())[:MOST_LINES]:
+            drawn = [Point(point["output_tok_s"], point[f"{latency}_ms_p99"], point[f"{latency}_ms_p50"],
+                           point[f"{latency}_ms_p99"], words_of({each: point["settings"][each] for each in
+                                                                 others or [first]}))
+                     for point in group if point[f"{latency}_ms_p99"] is not None]
+            if drawn:
+                lines.append(Line(f"{first} {name}" if others else "", drawn))
+        if lines:
+            found[f"simulated-{latency}.svg"] = LinePlot(
+                f"{title} by throughput, simulated", "points: 99th percentiles; bars: down to the medians",
+                "generated tokens a second", "milliseconds", lines)
+    return found

@@ -1,0 +1,116 @@
+"""Which replica gets a request, by what a router in front of them can know."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ..traffic import PREFIX_TOKENS
+from .replica import Replica
+from .traffic import Traffic
+
+
+class Router(Protocol):
+    def choose(self, index: int) -> int:
+        """The number of the replica that gets a request of the traffic."""
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self, replicas: Sequence[Replica], traffic: Traffic) -> None:
+        self._count = len(replicas)
+        self._next = 0
+
+    def choose(self, index: int) -> int:
+        chosen, self._next = self._next, (self._next + 1) % self._count
+        return chosen
+
+
+class LeastLoaded:
+    """The one with the fewest unfinished requests; of several, the one that got a request least recently."""
+
+    def __init__(self, replicas: Sequence[Replica], traffic: Traffic) -> None:
+        self._replicas = replicas
+        self._turns = [0] * len(replicas)
+        self._turn = 0
+
+    def choose(self, index: int) -> int:
+        turns = self._turns
+        least = min(replica.unfinished for replica in self._replicas)
+        chosen = min((turns[replica.number], replica.number) for replica in self._replicas
+                     if replica.unfinished == least)[1]
+        self._turn += 1
+        turns[chosen] = self._turn
+        return chosen
+
+
+class LongestPrefix:
+    """The one that was sent the longest beginning of the prompt before, unless the load is out of balance.
+
+    Source: the cache-aware policy of SGLang's router (sgl-router, 2024). It keeps, for each replica, the prompts that
+    it sent there. A prompt goes to the replica with the longest match if that covers more than MATCH_SHARE of it, or
+    else to the least loaded one. Where the loads differ by more than MOST_DIFFERENCE requests and by the factor
+    MOST_RATIO, the match is not looked at. Here a prompt is known by the ids of its blocks of PREFIX_TOKENS tokens, and
+    of each replica the blocks that were used latest are kept.
+    """
+
+    MATCH_SHARE = 0.5
+    MOST_DIFFERENCE = 32
+    MOST_RATIO = 1.5
+    BLOCKS_KEPT = 1 << 16    # of each replica
+
+    def __init__(self, replicas: Sequence[Replica], traffic: Traffic) -> None:
+        self._replicas, self._traffic = replicas, traffic
+        self._least_loaded = LeastLoaded(replicas, traffic)
+        self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in replicas]
+
+    def choose(self, index: int) -> int:
+        blocks = self._blocks(index)
+        chosen = self._best_match(blocks)
+        if chosen is None:
+            chosen = self._least_loaded.choose(index)
+        seen = self._seen[chosen]
+        for block in blocks:
+            seen[block] = None
+            seen.move_to_end(block)
+        while len(seen) > self.BLOCKS_KEPT:
+            seen.popitem(last=False)
+        return chosen
+
+    def _best_match(self, blocks: Sequence[int]) -> int | None:
+        """None: no replica has seen enough of the prompt, or the load is out of balance."""
+        loads = [replica.unfinished for replica in self._replicas]
+        most, least = max(loads), min(loads)
+        if not blocks or (most - least > self.MOST_DIFFERENCE and most > self.MOST_RATIO * least):
+            return None
+        first = blocks[0]
+        matches = [(_matching(blocks, seen), -load, -number)
+                   for number, (seen, load) in enumerate(zip(self._seen, loads, strict=True)) if first in seen]
+        if not matches:
+            return None
+        length, _, number = max(matches)
+        return -number if length > self.MATCH_SHARE * len(blocks) else None
+
+    def _blocks(self, index: int) -> list[int]:
+        """Ids of the blocks of a prompt, each of all that is before it as well."""
+        if self._traffic.prefixes is not None:
+            return list(self._traffic.prefixes[index])
+        prompt = np.ascontiguousarray(self._traffic.prompt(index), np.int32)
+        ids, before = [], 0
+        for first in range(0, len(prompt) - PREFIX_TOKENS + 1, PREFIX_TOKENS):
+            before = hash((before, prompt[first:first + PREFIX_TOKENS].tobytes()))
+            ids.append(before)
+        return ids
+
+
+def _matching(blocks: Sequence[int], seen: OrderedDict[int, None]) -> int:
+    for number, block in enumerate(blocks):
+        if block not in seen:
+            return number
+    return len(blocks)
+
+
+ROUTING: dict[str, type[RoundRobin] | type[LeastLoaded] | type[LongestPrefix]] = {
+    "round-robin": RoundRobin, "least-loaded": LeastLoaded, "longest-prefix": LongestPrefix}

@@ -1,0 +1,166 @@
+"""What one command simulates: one setting, or each of a sweep."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...stats.trace import IterationTrace, TraceFile
+from ..bench.engine import POLICIES
+from ..bench.errors import InputError
+from ..bench.load import Load
+from ..bench.metrics import Bounds
+from ..bench.result import provenance, python_version, version_text
+from ..datasets import DatasetError, ReadReport, Selection, read_records, selection_of
+from .cost_model import CostModel
+from .engine_settings import EngineSettings
+from .figures import point_fields
+from .fleet import simulate
+from .options import combinations
+from .traffic import Traffic
+
+SECONDS_BETWEEN_LINES = 0.5
+OF_THE_RUN = ("model", "precision", "threads", "kv_precision", "cpu_compile", "model_implementation")
+
+
+class Study:
+    """options: as `parse_options` returns them, without --fit
+
+    points   what was simulated so far
+
+    Raises InputError for a cost model or a workload that cannot be read.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        cost = CostModel.read(options.cost)
+        self._cost = replace(cost, generation_spread=(), mixed_spread=()) if options.no_scatter else cost
+        self._report = ReadReport()
+        self._selection = _selection(options)
+        self._traffic = self._read(self._selection)
+        self.points: list[dict[str, Any]] = []
+
+    @property
+    def notes(self) -> list[str]:
+        """What was changed of the workload, in sentences."""
+        return self._report.notes()
+
+    def run(self) -> dict[str, Any]:
+        """The result, as it stands in the file. Raises ConfigError for settings that a manager would refuse."""
+        options = self._options
+        settings = combinations(options.sweep)
+        for number, changed in enumerate(settings, 1):
+            label = "" if len(settings) == 1 else f"{number} of {len(settings)}: {words_of(changed)}"
+            self.points.append(self._simulate(changed, label))
+        if not options.sweep:
+            return {**self._shared(), "kind": "run", **self.points[0]}
+        return {**self._shared(), "kind": "sweep", "swept": "settings", "points": self.points}
+
+    def _simulate(self, changed: dict[str, Any], label: str) -> dict[str, Any]:
+        options = argparse.Namespace(**{**vars(self._options), **changed})
+        traffic = self._traffic
+        if "request_rate" in changed:
+            traffic = self._read(_selection(options))
+        began = time.perf_counter()
+        with ExitStack() as stack:
+            trace: Callable[[IterationTrace], None] | None = None
+            if options.trace is not None:
+                trace = stack.enter_context(TraceFile(options.trace))
+            run = simulate(traffic, self._settings(options, traffic), self._cost, num_replicas=options.replicas,
+                           routing=options.routing, concurrency=options.concurrency, seed=options.seed, trace=trace,
+                           leaps=not options.no_leaps,
+                           watch=stack.enter_context(_Progress(options, len(traffic), label)))
+        load = Load(request_rate=options.request_rate, concurrency=options.concurrency)
+        mode = "closed loop" if options.concurrency else "online" if traffic.arrival_s[-1] > 0 else "offline"
+        return {"settings": changed, **self._fields(options, run.replicas[0].num_blocks),
+                **point_fields(run, load, mode, Bounds(options.slo_ttft_ms, options.slo_itl_ms),
+                               time.perf_counter() - began)}
+
+    def _settings(self, options: argparse.Namespace, traffic: Traffic) -> EngineSettings:
+        tokens = options.max_tokens_in_paged_kvcache
+        num_blocks = self._cost.about.get("num_blocks", 0) if tokens is None else tokens // options.tokens_per_block
+        if not num_blocks:
+            raise InputError(f"the pool of the KV cache has no blocks: --max-tokens-in-paged-kvcache is {tokens}, and "
+                             f"a block holds {options.tokens_per_block} tokens; expected one block at least; say how "
+                             "many tokens it holds")
+        longest = int((traffic.input_tokens + traffic.output_tokens).max())
+        return EngineSettings(
+            num_blocks=num_blocks, max_seq_len=options.max_seq_len or longest,
+            tokens_per_block=options.tokens_per_block, policy=POLICIES[options.policy],
+            max_batch_size=options.max_batch, max_num_tokens=options.max_tokens_per_step,
+            max_num_sequences=options.max_num_sequences,
+            enable_chunked_context=options.chunked_context, enable_block_reuse=options.block_reuse,
+            enable_trt_overlap=options.enable_trt_overlap)
+
+    def _read(self, selection: Selection) -> Traffic:
+        options = self._options
+        try:
+            traffic = Traffic.of_records(read_records(
+                options.workload, selection, format=options.dataset_format, tokenizer=options.tokenizer,
+                output_tokens=options.output_tokens, report=self._report))
+        except (DatasetError, OSError) as error:
+            raise InputError(str(error)) from error
+        if not len(traffic):
+            raise InputError(f"{options.workload} has no requests to simulate; expected one at least; change what is "
+                             "selected of it")
+        return traffic
+
+    def _shared(self) -> dict[str, Any]:
+        options, cost = self._options, self._cost
+        return {
+            **provenance(options.command, "none"), "peer": "batch_manager simulate", "variant": options.variant,
+            "version": version_text(), "python": python_version(), "workload": Path(options.workload).name,
+            "n": len(self._traffic), **{name: cost.about.get(name) for name in OF_THE_RUN}, "streaming": True,
+            "beam_width": 1, "engine": "InflightFusedBatching", "seed": options.seed,
+            "cost": {"file": str(options.cost), "error": None if cost.error is None else cost.error.words(),
+                     "about": dict(cost.about)}}
+
+    def _fields(self, options: argparse.Namespace, num_blocks: int) -> dict[str, Any]:
+        return {"max_batch": options.max_batch, "max_tokens_per_step": options.max_tokens_per_step,
+                "scheduler": options.policy, "chunked_context": options.chunked_context,
+                "block_reuse": options.block_reuse, "tokens_per_block": options.tokens_per_block,
+                "kv_tokens": num_blocks * options.tokens_per_block, "routing": options.routing}
+
+
+def words_of(changed: dict[str, Any]) -> str:
+    """A setting of a sweep in words: "max_batch 8, policy max_utilization"."""
+    return ", ".join(f"{name} {value_words(value)}" for name, value in changed.items())
+
+
+def value_words(value: Any) -> str:
+    if type(value) is bool:
+        return "on" if value else "off"
+    return f"{value:g}" if type(value) is float else str(value)
+
+
+def _selection(options: argparse.Namespace) -> Selection:
+    try:
+        return selection_of(options)
+    except DatasetError as error:
+        raise InputError(str(error)) from error
+
+
+class _Progress:
+    """A line on stderr, where that is a terminal."""
+
+    def __init__(self, options: argparse.Namespace, total: int, label: str) -> None:
+        self._shows = not options.quiet and sys.stderr.isatty()
+        self._total, self._label = total, f"{label}: " if label else ""
+        self._next = time.perf_counter() + SECONDS_BETWEEN_LINES
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shows:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def __call__(self, done: int, now: float) -> None:
+        if self._shows and time.perf_counter() >= self._next:
+            self._next = time.perf_counter() + SECONDS_BETWEEN_LINES
+            print(f"\r\x1b[K{self._label}{done:,} of {self._total:,} requests done after {now:,.0f} simulated seconds",
+                  end="", file=sys.stderr, flush=True)

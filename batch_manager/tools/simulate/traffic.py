@@ -1,0 +1,91 @@
+"""The requests of a simulation: columns of numbers, and prompts that are made when they are asked for."""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ..datasets.records import Record
+from ..traffic import PREFIX_TOKENS
+
+Prompt = Callable[[int], np.ndarray]
+MOST_VOCABULARY = 1 << 30
+STEP_OF_BLOCKS = 0x9E3779B1
+
+
+class Traffic:
+    """Requests in the order of their arrival.
+
+    arrival_s       [n] float64, seconds, ascending, the first at 0 or later
+    input_tokens    [n] int64, of the prompt
+    output_tokens   [n] int64, that are generated
+    prompt          (index) -> [input tokens] int32; two prompts that begin with the same tokens share their beginning
+    prefixes        index -> ids of its blocks of PREFIX_TOKENS tokens, where they are known
+
+    Raises ValueError for columns that do not belong together.
+    """
+
+    def __init__(self, arrival_s: np.ndarray, input_tokens: np.ndarray, output_tokens: np.ndarray, prompt: Prompt, *,
+                 prefixes: Sequence[tuple[int, ...]] | None = None) -> None:
+        if not len(arrival_s) == len(input_tokens) == len(output_tokens):
+            raise ValueError("the columns have different lengths")
+        self.arrival_s, self.input_tokens, self.output_tokens = arrival_s, input_tokens, output_tokens
+        self.prompt, self.prefixes = prompt, prefixes
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @classmethod
+    def of_records(cls, records: Iterable[Record]) -> "Traffic":
+        """Of the requests of a file, which come in the order of their arrival. Prompts whose tokens the file has keep
+        them. The others share what their prefix ids say, and nothing else."""
+        times, inputs, outputs = array("d"), array("q"), array("q")
+        prefixes: list[tuple[int, ...]] = []
+        prompts: dict[int, np.ndarray] = {}
+        for index, record in enumerate(records):
+            times.append(record.time_s or 0.0)
+            inputs.append(record.input_tokens)
+            outputs.append(record.output_tokens)
+            prefixes.append(record.prefix_ids)
+            if record.prompt is not None:
+                prompts[index] = np.array(record.prompt, np.int32)
+        input_tokens = np.array(inputs, np.int64)
+        made = PromptMaker(input_tokens, prefixes if any(prefixes) else None)
+
+        def prompt(index: int) -> np.ndarray:
+            known = prompts.get(index)
+            return made(index) if known is None else known
+
+        return cls(np.array(times, float), input_tokens, np.array(outputs, np.int64), prompt,
+                   prefixes=None if prompts else prefixes)
+
+    @classmethod
+    def of_lengths(cls, arrival_s: np.ndarray, input_tokens: np.ndarray, output_tokens: np.ndarray) -> "Traffic":
+        """Prompts that share nothing."""
+        return cls(arrival_s, input_tokens, output_tokens, PromptMaker(input_tokens, None))
+
+
+class PromptMaker:
+    """Prompts of made-up tokens: a block of PREFIX_TOKENS tokens is a function of its id, the rest of the request.
+
+    A call costs little more than the copy of its tokens.
+    """
+
+    def __init__(self, input_tokens: np.ndarray, prefixes: Sequence[tuple[int, ...]] | None) -> None:
+        self._input_tokens, self._prefixes = input_tokens, prefixes
+        self._ramp = np.arange(max(int(input_tokens.max(initial=1)), PREFIX_TOKENS), dtype=np.int32)
+
+    def __call__(self, index: int) -> np.ndarray:
+        count = int(self._input_tokens[index])
+        tokens = self._ramp[:count] + np.int32(_first_token(index, 0x5BD1E995))
+        for number, block_id in enumerate(self._prefixes[index] if self._prefixes is not None else ()):
+            first = number * PREFIX_TOKENS
+            size = min(PREFIX_TOKENS, count - first)
+            if size <= 0:
+                break
+            tokens[first:first + size] = self._ramp[:size] + np.int32(_first_token(block_id, STEP_OF_BLOCKS))
+        return tokens
+
+
+def _first_token(number: int, step: int) -> int:
+    return (number + 1) * step % (MOST_VOCABULARY - (1 << 26))

@@ -1,0 +1,16 @@
+"""A clock that moves when the simulation says so."""
+
+from ...clock import SystemClock
+
+
+class VirtualClock(SystemClock):
+    """now   seconds since the simulation began"""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def timestamp(self) -> str:  
+        return f"{self.now:.6f}"

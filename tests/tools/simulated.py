@@ -1,0 +1,43 @@
+"""Traffic, settings and costs of small simulations."""
+
+import numpy as np
+
+from batch_manager import SchedulerPolicy
+from batch_manager.tools.datasets.records import Record
+from batch_manager.tools.simulate.cost_model import CostModel
+from batch_manager.tools.simulate.engine_settings import EngineSettings
+from batch_manager.tools.simulate.traffic import Traffic
+
+COST = CostModel(
+    {"constant": 4e-3, "generation_requests": 2e-4, "generation_requests_up_to_4": 1e-3, "cached_tokens": 1e-6},
+    {"constant": 6e-3, "context_tokens": 5e-5, "context_attention": 1e-8, "generation_requests": 3e-4,
+     "cached_tokens": 1e-6},
+    {"constant": 2e-4, "generation_requests": 1e-5},
+    generation_spread=(0.9, 0.95, 1.0, 1.05, 1.1), mixed_spread=(0.8, 1.0, 1.2))
+
+
+def random_settings(random):
+    size = int(random.choice([8, 16, 32]))
+    return EngineSettings(
+        num_blocks=int(random.integers(400 // size, 2000 // size)), max_seq_len=400, tokens_per_block=size,
+        policy=random.choice([SchedulerPolicy.GUARANTEED_NO_EVICT, SchedulerPolicy.MAX_UTILIZATION]),
+        max_batch_size=int(random.integers(1, 12)), max_num_tokens=int(random.integers(64, 300)),
+        max_num_sequences=[None, 3, 20][random.integers(3)], enable_block_reuse=bool(random.integers(2)),
+        enable_trt_overlap=random.random() < 0.15)
+
+
+def random_traffic(random, count):
+    records, now = [], 0.0
+    for number in range(count):
+        now += float(random.exponential(random.choice([0.001, 0.05, 0.3])))
+        prompt = None
+        length = int(random.integers(1, 300))
+        if random.random() < 0.5:            # some begin alike
+            prompt = [int(random.integers(3))] * int(random.integers(1, length + 1))
+            prompt += random.integers(3, 1000, length - len(prompt)).tolist()
+        records.append(Record(number, number, now, length, int(random.integers(1, 400 - length)), (), prompt))
+    return Traffic.of_records(records)
+
+
+def lengths(arrival_s, input_tokens, output_tokens):
+    return Traffic.of_lengths(np.array(arrival_s, float), np.array(input_tokens), np.array(output_tokens))

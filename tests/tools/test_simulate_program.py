@@ -1,0 +1,145 @@
+"""The program `batch-manager simulate`: fit, simulate, sweep, and refusals."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from batch_manager.stats.trace import TraceFile
+from batch_manager.tools.__main__ import main as batch_manager
+from batch_manager.tools.bench.result import read_result
+from batch_manager.tools.compare_results import compare_results
+from batch_manager.tools.simulate.__main__ import main
+from batch_manager.tools.simulate.fleet import simulate
+from batch_manager.tools.workload import Lengths, make_workload
+from tests.tools.simulated import COST, lengths
+from tests.tools.test_simulate import ENGINE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("simulate")
+    workload = make_workload(count=24, vocab_size=1000, prompts=Lengths(60, 0.8, 4, 200),
+                             outputs=Lengths(20, 0.5, 2, 60), rate=4.0)
+    (folder / "w.json").write_text(json.dumps(workload))
+    with TraceFile(folder / "run.trace") as trace:
+        simulate(lengths([n * 0.05 for n in range(40)], [50] * 40, [20] * 40), ENGINE, COST, trace=trace)
+    assert main(["--fit", str(folder / "run.trace"), "--out", str(folder / "cost.json"), "--report", "none"]) == 0
+    return folder
+
+
+@pytest.fixture
+def call(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return lambda *more: main(["--cost", "cost.json", "--workload", "w.json", *more])
+
+
+def test_a_run_is_told_and_written(call, folder, capsys):
+    assert call("--out", "a.json", "--output-csv", "a.csv", "--variant", "first") == 0
+    told = capsys.readouterr().out
+    assert "24 requests" in told and "time in steps" in told and "extrapolated: up to" in told
+    result = read_result(folder / "a.json")
+    assert result["kind"] == "run" and result["n"] == 24 and result["peer"] == "batch_manager simulate"
+    assert result["failed"] == 0 and result["ttft_ms_p99"] > 0 and result["scheduler"] == "guaranteed_no_evict"
+    assert (folder / "a.csv").read_text().count("\n") == 2
+    assert call("--out", "b.json", "--report", "json") == 0
+    assert json.loads(capsys.readouterr().out)["output_tokens"] == result["output_tokens"]
+    lines = "\n".join(compare_results(folder / "a.json", folder / "b.json"))
+    assert "1.000" in lines and "warning: variant differs" in lines
+
+
+def test_a_seed_is_one_simulation(call, folder):
+    for seed, name in ((1, "x.json"), (1, "y.json"), (2, "z.json")):
+        assert call("--out", name, "--report", "none", "--seed", str(seed)) == 0
+    x, y, z = (read_result(folder / name)["wall_s"] for name in ("x.json", "y.json", "z.json"))
+    assert x == y != z
+
+
+def test_a_sweep_marks_the_best_and_is_drawn(call, folder, capsys):
+    assert call("--sweep", "max_batch=1,4,16", "--sweep", "policy=guaranteed_no_evict,max_utilization", "--out",
+                "s.json", "--plot", "plots", "--slo-ttft-ms", "400") == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].split()[:2] == ["max_batch", "policy"] and sum(line.startswith("*") for line in told) == 1
+    result = read_result(folder / "s.json")
+    assert [point["settings"]["max_batch"] for point in result["points"]] == [1, 1, 4, 4, 16, 16]
+    share = [point["goodput"]["share"] for point in result["points"]]
+    assert share[0] < share[-1]
+    for name in ("simulated-ttft.svg", "simulated-itl.svg"):
+        assert (folder / "plots" / name).read_text().count("<circle") >= 6
+
+
+@pytest.mark.parametrize("swept", [
+    "request_rate=2,8", "concurrency=1,3", "replicas=1,2", "routing=round-robin,least-loaded", "block_reuse=on,off",
+    "max_tokens_in_paged_kvcache=2048,4096", "tokens_per_block=16,32", "max_num_sequences=8,40",
+    "chunked_context=on,off", "max_tokens_per_step=256,512"])
+def test_everything_can_be_swept(call, swept, capsys):
+    assert call("--sweep", swept, "--report", "json") == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert len(points) == 2 and all(point["output_tokens"] == points[0]["output_tokens"] for point in points)
+
+
+def test_a_trace_can_be_read_by_the_other_tools(call, folder, capsys):
+    assert call("--trace", "sim.trace", "--report", "none") == 0
+    assert batch_manager(["trace", "why", "1", "sim.trace"]) == 0
+    assert "request 1" in capsys.readouterr().out
+    assert batch_manager(["draw", "sim.trace", "--html", "sim.html"]) == 0
+    assert (folder / "sim.html").stat().st_size > 10_000
+
+
+def test_made_up_traces_are_simulated_by_their_names(call, capsys):
+    assert main(["--cost", "cost.json", "--workload", "sample:mooncake", "--count", "20", "--max-input-tokens", "600",
+                 "--replicas", "2", "--routing", "longest-prefix", "--block-reuse", "--max-tokens-in-paged-kvcache",
+                 "65536", "--report", "json", "--quiet"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["n"] == 20 and result["reused_tokens"] > 0 and result["replicas"]["count"] == 2
+
+
+@pytest.mark.parametrize("arguments, told", [
+    (["--cost", "cost.json"], "--cost and --workload are needed"),
+    (["--fit", "run.trace"], "without --out"),
+    (["--fit", "run.trace", "--out", "c.json", "--workload", "w.json"], "simulates nothing"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "size=1"], "is no sweep"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=0"], "a number of at least 1"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "policy=fast"], "has the value 'fast'"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=2,2"], "a value twice"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=2", "--sweep", "max_batch=4"], "twice"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=2", "--trace", "t"], "--trace and --sweep"),
+    (["--cost", "cost.json", "--workload", "w.json", "--concurrency", "2", "--request-rate", "1"], "leave one out"),
+    (["--cost", "cost.json", "--workload", "w.json", "--out", "no/such/folder"], "--out: no/such/folder"),
+    (["--cost", "cost.json", "--workload", "w.json", "--plot", "p"], "without --sweep")])
+def test_wrong_arguments_are_refused(call, arguments, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, told", [
+    (["--cost", "none.json", "--workload", "w.json"], "none.json cannot be read"),
+    (["--cost", "w.json", "--workload", "w.json"], "w.json is no cost model"),
+    (["--cost", "cost.json", "--workload", "none"], "none"),
+    (["--cost", "cost.json", "--workload", "cost.json"], "cost.json"),
+    (["--cost", "cost.json", "--workload", "w.json", "--time-scale", "-1"], "--time-scale is -1"),
+    (["--cost", "cost.json", "--workload", "w.json", "--request-rate", "-1"], "--request-rate is -1"),
+    (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-in-paged-kvcache", "3"], "has no blocks"),
+    (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-per-step", "8"], "max_num_tokens is 8"),
+    (["--fit", "w.json", "--out", "c.json"], "line 1 is not the header of a trace"),
+    (["--fit", "none.trace", "--out", "c.json"], "none.trace")])
+def test_wrong_files_and_settings_are_refused_and_leave_nothing(call, folder, arguments, told, capsys):
+    before = sorted(path.name for path in folder.iterdir())
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert told in errors and "Traceback" not in errors
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_requests_that_fail_are_named(call, capsys):
+    assert call("--max-seq-len", "100", "--report", "none") == 1
+    assert "max_seq_len - 1 = 99" in capsys.readouterr().err
+
+
+def test_no_torch_is_imported(folder):
+    code = ("import sys; from batch_manager.tools.__main__ import main; "
+            "status = main(['simulate', '--cost', 'cost.json', '--workload', 'w.json']); "
+            "sys.exit(status or 'torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], cwd=folder, stdout=subprocess.DEVNULL).returncode == 0
