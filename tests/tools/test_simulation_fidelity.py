@@ -1,0 +1,55 @@
+"""A simulation that is fitted on one recorded run predicts three others, and one with other settings.
+
+The runs were recorded by tests/campaign/simulation_fidelity.py: a Llama of 135M parameters in bf16 on one thread.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batch_manager.stats.trace import read_trace
+from batch_manager.tools.bench.load import Load
+from batch_manager.tools.bench.metrics import Bounds
+from batch_manager.tools.simulate.cost_fit import fit_cost
+from batch_manager.tools.simulate.engine_settings import EngineSettings
+from batch_manager.tools.simulate.figures import point_fields
+from batch_manager.tools.simulate.fleet import simulate
+from batch_manager.tools.simulate.traffic import Traffic
+
+DATA = Path(__file__).parent / "data" / "simulated_runs"
+RUNS = json.loads((DATA / "runs.json").read_text())
+THROUGHPUT, TAIL = 0.05, 0.10
+# Steps with four prompts beside 28 sequences: the fitted run has hardly any.
+WIDER = {("offline", "itl_ms_p99"): 0.15}
+
+
+@pytest.fixture(scope="module")
+def cost():
+    with gzip.open(DATA / "fitted.trace.gz") as file:
+        return fit_cost([read_trace(file)])
+
+
+def test_steps_that_were_not_fitted_are_predicted(cost):
+    assert cost.error.median < 0.05 and cost.error.p90 < 0.10 and abs(cost.error.total) < 0.01
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "fitted"])
+def test_figures_are_near_the_measured_ones(cost, name):
+    run = RUNS[name]
+    arrival_s, inputs, outputs = (np.array(column) for column in zip(*run["requests"], strict=True))
+    options = dict(zip(run["settings"][::2], map(int, run["settings"][1::2]), strict=True))
+    settings = EngineSettings(
+        num_blocks=cost.about["num_blocks"], max_seq_len=4096, max_batch_size=options.get("--max-batch", 32),
+        max_num_tokens=options.get("--max-tokens-per-step", 512))
+    errors = {"output_tok_s": [], "ttft_ms_p99": [], "itl_ms_p99": []}
+    for seed in range(5):                           # tails of so few requests differ from seed to seed
+        found = point_fields(simulate(Traffic.of_lengths(arrival_s, inputs, outputs), settings, cost, seed=seed),
+                             Load(), "", Bounds(), 0.0)
+        for figure, seen in errors.items():
+            seen.append(found[figure] / run["measured"][figure] - 1)
+    for figure, seen in errors.items():
+        bound = WIDER.get((name, figure), THROUGHPUT if figure == "output_tok_s" else TAIL)
+        assert abs(np.mean(seen)) < bound, f"{figure} is off by {np.mean(seen):+.1%}"
