@@ -1,10 +1,10 @@
-"""Write what the newest GPU report says into the README, or that nothing was measured.
+"""Write what the newest GPU report says into docs/performance.md, or that nothing was measured.
 
     python -m batch_manager.tools.gpu_table                                        from the results in the package
     python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl          with one more result
-    python -m batch_manager.tools.gpu_table --check                                does the README say just that?
+    python -m batch_manager.tools.gpu_table --check                                does the page say just that?
 
-The README has two lines between which this program writes; nothing else is touched. Exit status 1: the README differs
+The page has two lines between which this program writes; nothing else is touched. Exit status 1: the page differs
 (--check), or a file is no report.
 """
 
@@ -19,14 +19,14 @@ from .gpu_report.records import number, value, verdict
 from .marked_part import written_between
 from .results import add, newest
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 BEGIN = "<!-- written by python -m batch_manager.tools.gpu_table: begin -->"
 END = "<!-- written by python -m batch_manager.tools.gpu_table: end -->"
 NOT_MEASURED = "Not measured: no GPU has run this version."
 
 
 def text_of(lines: Sequence[dict[str, Any]]) -> str:
-    """What the README says of a report; of none, that nothing was measured."""
+    """What the page says of a report; of none, that nothing was measured."""
     if not lines:
         return NOT_MEASURED
     first = lines[0]
@@ -47,31 +47,31 @@ def _case(line: dict[str, Any]) -> str:
     return line["case"] if not line["note"] else f"{line['case']} ({line['note']})"
 
 
-def written_into(readme: str, text: str) -> str:
-    """The README with this text between its two lines. Raises ValueError where it has no such lines."""
-    return written_between(readme, BEGIN, f"\n{text}\n", END, what="the README", belongs="the table belongs")
+def written_into(page: str, text: str) -> str:
+    """The page with this text between its two lines. Raises ValueError where it has no such lines."""
+    return written_between(page, BEGIN, f"\n{text}\n", END, what="the page", belongs="the table belongs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m batch_manager.tools.gpu_table", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", type=Path, help="a report to add to the results first")
-    parser.add_argument("--readme", type=Path, default=README, help="(that of the checkout)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="(that of the checkout)")
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
     try:
         if options.add is not None and not options.check:
             print(f"added {add(options.add)}")
-        before = options.readme.read_text(encoding="utf-8")
+        before = options.page.read_text(encoding="utf-8")
         after = written_into(before, text_of(newest()))
     except (OSError, ValueError) as error:
         print(f"gpu_table: {error}", file=sys.stderr)
         return 1
     if before != after and options.check:
-        print("gpu_table: the README does not say what the newest result says; run this program", file=sys.stderr)
+        print("gpu_table: the page does not say what the newest result says; run this program", file=sys.stderr)
         return 1
     if not options.check:
-        options.readme.write_text(after, encoding="utf-8")
+        options.page.write_text(after, encoding="utf-8")
     return 0
 
 

@@ -306,10 +306,12 @@ PUBLIC_MODULES = ("batch_manager.aio", "batch_manager.extras.", "batch_manager.t
 
 
 def imported_by_users() -> Iterator[tuple[str, str, list[str]]]:
-    """(where, module of the package, names) of every import in the examples and in the README's Python blocks."""
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    texts = [(f"README.md block {number}", text)
-             for number, text in enumerate(re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S), 1)]
+    """(where, module of the package, names) of every import in the examples and in the Python blocks of the README and of
+    docs/."""
+    texts = [(f"{page.relative_to(REPOSITORY)} block {number}", text)
+             for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+             for number, text in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"),
+                                                      re.M | re.S), 1)]
     texts += [(path.relative_to(REPOSITORY).as_posix(), path.read_text(encoding="utf-8"))
               for path in sorted((REPOSITORY / "examples").rglob("*.py"))]
     for where, text in texts:

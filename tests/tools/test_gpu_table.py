@@ -1,4 +1,4 @@
-"""The README says what the newest result says, or that nothing was measured."""
+"""The performance page says what the newest result says, or that nothing was measured."""
 
 import json
 from pathlib import Path
@@ -21,15 +21,15 @@ def write(path, found):
     return path
 
 
-def test_the_readme_is_what_the_command_writes():
+def test_the_page_is_what_the_command_writes():
     assert main(["--check"]) == 0
 
 
 def test_without_a_result_it_says_so():
-    readme = written_into(f"a\n{BEGIN}\nold\n{END}\nb\n", text_of([]))
-    assert readme == f"a\n{BEGIN}\n{NOT_MEASURED}\n{END}\nb\n"
+    page = written_into(f"a\n{BEGIN}\nold\n{END}\nb\n", text_of([]))
+    assert page == f"a\n{BEGIN}\n{NOT_MEASURED}\n{END}\nb\n"
     with pytest.raises(ValueError, match="has no lines"):
-        written_into("a README without them", NOT_MEASURED)
+        written_into("a page without them", NOT_MEASURED)
 
 
 def test_a_result_becomes_a_table():
@@ -62,14 +62,14 @@ def test_the_newest_result_counts_and_a_dry_run_is_none(tmp_path, monkeypatch, c
         with pytest.raises(ValueError, match="says which commit"):
             results.add(write(tmp_path / "dirty", lines(Record("G1", "uniform", 1.0, 2.0), commit=commit)), store)
 
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{BEGIN}\n{NOT_MEASURED}\n{END}\n")
+    page = tmp_path / "performance.md"
+    page.write_text(f"{BEGIN}\n{NOT_MEASURED}\n{END}\n")
     monkeypatch.setattr(gpu_table, "newest", lambda: results.newest(store))
-    assert main(["--readme", str(readme), "--check"]) == 1
-    assert "does not say" in capsys.readouterr().err and NOT_MEASURED in readme.read_text()
-    assert main(["--readme", str(readme)]) == 0
-    assert "| 1.5 | 0.9 | yes |" in readme.read_text()
-    assert main(["--readme", str(readme), "--check"]) == 0
+    assert main(["--page", str(page), "--check"]) == 1
+    assert "does not say" in capsys.readouterr().err and NOT_MEASURED in page.read_text()
+    assert main(["--page", str(page)]) == 0
+    assert "| 1.5 | 0.9 | yes |" in page.read_text()
+    assert main(["--page", str(page), "--check"]) == 0
 
 
 def test_the_results_of_the_package_are_reports():

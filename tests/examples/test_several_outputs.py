@@ -1,4 +1,4 @@
-"""The README's way of asking for several texts after one prompt."""
+"""The way to ask for several outputs after one prompt that docs/requests.md shows."""
 
 import re
 from pathlib import Path
@@ -14,8 +14,8 @@ MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
 PROMPT = list(range(100, 100 + 40))
 
 
-def samples_of_the_readme():
-    blocks = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+def documented_samples():
+    blocks = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "docs" / "requests.md").read_text(encoding="utf-8"), re.M | re.S)
     (block,) = [block for block in blocks if block.startswith("def samples(")]
     names = {"InferenceRequest": InferenceRequest}
     exec(block, names)
@@ -33,7 +33,7 @@ def texts(make_manager, new_client, requests, **options):
 
 
 def test_samples_differ_and_each_is_what_its_seed_gives_alone(make_manager, new_client):
-    samples = samples_of_the_readme()
+    samples = documented_samples()
     together, _ = texts(make_manager, new_client, samples(10, PROMPT, 4, request_output_len=12))
     assert len({tuple(text) for text in together}) == 4
     alone, _ = texts(make_manager, new_client, samples(77, PROMPT, 4, request_output_len=12)[2:3])

@@ -1,0 +1,87 @@
+"""Every Python block of the README and of docs/ runs."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+tokenizers = pytest.importorskip("tokenizers")
+
+import batch_manager  # noqa: E402
+from batch_manager import InferenceRequest  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+# First line of a block -> the test that runs it.
+RUN_BY = {
+    '"""A server in forty lines: a queue of requests, four callbacks, three continued sentences."""':
+        "tests/examples/test_forty_lines.py runs the example, which is this block",
+    "from batch_manager.extras.llm import LLM": "tests/extras/test_llm.py runs the README's",
+    "def samples(first_id, prompt, count, **tensors):": "tests/examples/test_several_outputs.py",
+    "from batch_manager.aio import AsyncEngine, RequestFailed": "here",
+    "from batch_manager.extras.text import TextStream, chat_prompt": "here",
+    "class TopNSigma(batch_manager.LogitsStage):": "here",
+}
+
+
+def blocks():
+    return [block for page in PAGES
+            for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)]
+
+
+def block(first_line):
+    found = {each for each in blocks() if each.startswith(first_line)}
+    assert len(found) == 1, f"{len(found)} different blocks begin with {first_line!r}"
+    return found.pop()
+
+
+def test_every_block_is_run_by_a_test():
+    assert {each.splitlines()[0] for each in blocks()} == RUN_BY.keys()
+
+
+def test_pages_agree_on_the_five_lines():
+    block("from batch_manager.extras.llm import LLM")
+
+
+def test_asyncio(monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    body = "".join(f"    {line}\n" for line in block("from batch_manager.aio").splitlines())
+    names = {"tokenizer": tokenizer, "ids": tokenizer.encode("It is a truth universally acknowledged").ids}
+    exec(f"async def example():\n{body}    return result\n", names)
+    result = asyncio.run(asyncio.wait_for(names["example"](), 60))
+    assert len(result.tokens) == 64 and len(capsys.readouterr().out) > 64
+
+
+def test_text_of_tokens(tmp_path):
+    pytest.importorskip("jinja2")
+    names = {}
+    exec(block("from batch_manager.extras.text"), names)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    prompt_ids, stream = names["ask"](tokenizer, tmp_path, [{"role": "user", "content": "Good morning"}])
+    assert tokenizer.decode(prompt_ids) == "user: Good morning\n"
+    told = [names["on_response"](stream, tokenizer.encode(piece).ids, is_last)
+            for piece, is_last in (("Emma smiled,", False), (" and said so.\n\nUser: no", True))]
+    assert "".join(told) == "Emma smiled, and said so."
+
+
+def test_a_stage_of_ones_own(make_manager, new_client):
+    names = {"batch_manager": batch_manager, "torch": torch}
+    exec(block("class TopNSigma"), names)
+    client = new_client()
+    client.pending = [InferenceRequest(1, {"input_ids": list(range(100, 120)), "request_output_len": 12,
+                                           "temperature": 1.0, "runtime_top_p": 0.9, "random_seed": 3})]
+    seen = []
+    stage = names["TopNSigma"]()
+    apply = stage.apply
+    stage.apply = lambda logits, rows, active: (apply(logits, rows, active), seen.append(
+        (np.isfinite(logits.numpy()[active]).sum(1) < logits.shape[1]).all()))[0]
+    manager = make_manager(client, model_path=MODEL, num_threads=1, parts={"stages": [stage]})
+    client.wait_for_finals(1)
+    manager.shutdown()
+    assert len(seen) >= 12 and all(seen)
