@@ -1,0 +1,73 @@
+"""The site of the documents is built without a warning, and its links lead somewhere."""
+
+import html.parser
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Page(html.parser.HTMLParser):
+    """The targets of a page's links and pictures, and its anchors."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.targets, self.anchors = [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.anchors.add(given.get("id"))
+        if target := given.get("href" if tag == "a" else "src" if tag == "img" else ""):
+            self.targets.append(target)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("material", reason='mkdocs-material is not installed: the site was NOT built; ".[docs]" has it')
+    pytest.importorskip("mkdocstrings")
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)], cwd=REPOSITORY,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return {path.relative_to(folder).as_posix(): Page(path.read_text(encoding="utf-8"))
+            for path in folder.rglob("*.html")}, folder
+
+
+def test_all_pages_are_there(site):
+    pages, _ = site
+    assert {"index.html", "reference.html", *(f"{path.stem}.html" for path in (REPOSITORY / "docs").glob("*.md"))
+            } <= pages.keys()
+
+
+def test_links_of_the_site_lead_somewhere(site):
+    pages, folder = site
+    wrong, seen = [], 0
+    for name, page in pages.items():
+        if name == "404.html":
+            continue
+        for target in page.targets:
+            parts = urlsplit(target)
+            if parts.scheme or target.startswith("//"):
+                continue
+            seen += 1
+            path = (folder / name).parent / unquote(parts.path) if parts.path else folder / name
+            place = os.path.relpath(path, folder)
+            if not path.is_file() or parts.fragment and place in pages and unquote(
+                    parts.fragment) not in pages[place].anchors:
+                wrong.append(f"{name}: {target}")
+    assert seen > 500 and wrong == []
+
+
+def test_the_reference_has_every_public_name(site):
+    import batch_manager
+
+    pages, _ = site
+    anchors = {anchor.rsplit(".", 1)[-1] for anchor in pages["reference.html"].anchors if anchor and "." in anchor}
+    assert set(batch_manager.__all__) - anchors <= {"__version__"}
