@@ -1,7 +1,7 @@
-"""Hooks of the site: what Markdown files outside of docs/ and source files that pages link to become, and the reference.
+"""Hooks of the site: what files outside of docs/ that pages link to become, and the reference.
 
-README.md is the start page. Other Markdown files that pages link to are pages; other files are copied as they stand. Links
-are written anew for their places, so that the same text works in the repository and on the site.
+README.md is the start page. Other Markdown files that pages link to are pages; other files are copied as they stand.
+Links are written anew for their places, so that the same text works in the repository and on the site.
 """
 
 import ast

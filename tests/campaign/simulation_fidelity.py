@@ -1,7 +1,7 @@
 """How near `batch-manager simulate` comes to real runs: python -m tests.campaign.simulation_fidelity --model FOLDER
 
-Serves five workloads with a model on this machine, fits a cost model on the trace of the first, and predicts the others,
-which have other lengths, rates and shared beginnings. Nothing else should run meanwhile: what disturbs one run and not
+Serves five workloads with a model on this machine, fits a cost model on the trace of the first, and predicts the
+others, which have other lengths, rates and settings. Nothing else should run meanwhile: what disturbs one run and not
 the other counts as an error. Prints what the simulation says over what was measured.
 
     --rate-factor X   of the request rates of the default workloads, which suit a model that takes 20 ms a step
@@ -67,7 +67,8 @@ def keep(source: Path, target: Path) -> None:
         file.write((source / f"{FITTED}.trace").read_bytes())
     kept: dict[str, Any] = {}
     for name in WORKLOADS:
-        workload, result = (json.loads((source / f"{name}{suffix}").read_text()) for suffix in (".json", ".result.json"))
+        workload, result = (json.loads((source / f"{name}{suffix}").read_text())
+                            for suffix in (".json", ".result.json"))
         kept[name] = {
             "requests": [[request["arrival_s"], len(request["prompt"]), request["max_tokens"]]
                          for request in workload["requests"]],

@@ -15,7 +15,8 @@ PROMPT = list(range(100, 100 + 40))
 
 
 def documented_samples():
-    blocks = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "docs" / "requests.md").read_text(encoding="utf-8"), re.M | re.S)
+    page = (REPOSITORY / "docs" / "requests.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     (block,) = [block for block in blocks if block.startswith("def samples(")]
     names = {"InferenceRequest": InferenceRequest}
     exec(block, names)

@@ -306,8 +306,8 @@ PUBLIC_MODULES = ("batch_manager.aio", "batch_manager.extras.", "batch_manager.t
 
 
 def imported_by_users() -> Iterator[tuple[str, str, list[str]]]:
-    """(where, module of the package, names) of every import in the examples and in the Python blocks of the README and of
-    docs/."""
+    """(where, module of the package, names) of every import in the examples, and in the Python blocks of the README
+    and of docs/."""
     texts = [(f"{page.relative_to(REPOSITORY)} block {number}", text)
              for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
              for number, text in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"),

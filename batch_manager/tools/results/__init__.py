@@ -2,7 +2,7 @@
 
 Owns     the files, their names, and which of them is the newest
 Not      what is measured, which is `gpu_report`'s; there are no dry runs here, and nothing written by hand
-Yours    `python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl` adds a run and writes docs/performance.md
+Yours    `python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl` adds a run, and a table to docs/
 """
 
 import re

@@ -32,13 +32,12 @@ def sweep_table(result: Result) -> str:
     has_goodput = points[0]["goodput"] is not None
     rows = [["", *names, "requests/s", "tokens/s", "ttft p50", "p99", "itl p50", "p99", "failed",
              *(["good/s", "share"] if has_goodput else [])]]
-    for point in points:
-        rows.append(["*" if point is best else "", *(value_words(point["settings"][name]) for name in names),
-                     number(point["requests_s"]), number(point["output_tok_s"]),
-                     *(number(point[f"{name}_ms_{which}"]) for name in ("ttft", "itl") for which in ("p50", "p99")),
-                     str(point["failed"]),
-                     *([number(point["goodput"]["requests_s"]), f"{point['goodput']['share']:.1%}"]
-                       if has_goodput else [])])
+    rows += [["*" if point is best else "", *(value_words(point["settings"][name]) for name in names),
+              number(point["requests_s"]), number(point["output_tok_s"]),
+              *(number(point[f"{name}_ms_{which}"]) for name in ("ttft", "itl") for which in ("p50", "p99")),
+              str(point["failed"]),
+              *([number(point["goodput"]["requests_s"]), f"{point['goodput']['share']:.1%}"] if has_goodput else [])]
+             for point in points]
     told = "most requests a second within bounds" if has_goodput else "most tokens a second"
     return "\n".join([*aligned(rows), "", f"ttft and itl in milliseconds; *: {told}", *warnings(points)])
 
