@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def run_as(name: str) -> int:
+    """What `python -m batch_manager.tools.MODULE` does: the command of this name, with the arguments of the program."""
+    return main([name, *sys.argv[1:]])
+
+
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}   {text}" for name, (_, text) in COMMANDS.items()]

@@ -48,6 +48,7 @@ from ..names import TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from ..seams import ModelBackend, PendingStep
 from ..testing.scripted_backend import ScriptedBackend
+from .__main__ import run_as
 from .bench.engine import POLICIES
 from .workload import at_least
 
@@ -331,6 +332,7 @@ def _spin(stop: threading.Event) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="batch-manager host-bench", description=__doc__,
+                                     epilog="exit status: 0 measured; 2 an argument is wrong; 130 Ctrl-C",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--batch", type=at_least(1), nargs="+", default=[1, 64, 256], help="requests in the batch (1 64 256)")
@@ -380,4 +382,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as("host-bench"))

@@ -11,7 +11,6 @@ first engine does. The engine is one with the defaults of GptManager in all that
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,6 +31,8 @@ from ..runtime.native_backend import step_bytes
 from ..runtime.step_compilation import may_compile
 from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
+from .__main__ import run_as
+from .standard_output import discard_standard_output
 
 SHORTEST_CONTEXT = 512      # of the table of sequences, unless the model's is shorter
 STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "triton": "Triton's kernels"}
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(json.dumps(facts) if options.json else described(facts), flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_standard_output()
         if isinstance(error, BrokenPipeError):               # the reader, `head` say, has seen enough
             return 0
         print(f"batch-manager inspect: {error}", file=sys.stderr)
@@ -180,4 +181,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as("inspect"))

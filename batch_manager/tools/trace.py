@@ -5,14 +5,15 @@
     batch-manager trace perfetto trace.jsonl out.json # for https://ui.perfetto.dev and chrome://tracing
     batch-manager trace csv trace.jsonl out.csv       # a row for each span of each request
 
-A trace is what a `batch_manager.TraceFile` wrote: `Parts(trace=TraceFile("trace.jsonl"))`.
-Exit status: 0; 1: there is no such request; 2: the arguments or the file are wrong.
+A trace is what a `batch_manager.TraceFile` wrote: `batch-manager bench --trace FILE`, or in a program
+`Parts(trace=TraceFile("trace.jsonl"))`.
+
+Exit status: 0 done; 1 there is no such request; 2 an argument or the file is wrong; 130 Ctrl-C.
 """
 
 import argparse
 import csv
 import json
-import os
 import statistics
 import sys
 from collections import defaultdict
@@ -22,8 +23,10 @@ from typing import IO
 
 from ..scheduling import waiting
 from ..stats.trace import IterationTrace, read_trace
+from .__main__ import run_as
 from .output_file import output_file
 from .request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, Life, Span, lives
+from .standard_output import discard_standard_output
 
 SENTENCES = {
     waiting.BATCH_SIZE: "waited: the steps had max_batch_size sequences",
@@ -151,15 +154,16 @@ def write_csv(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     first, _, rest = __doc__.partition("\n\n")
+    statuses = rest.strip().rpartition("\n\n")[2]
     parser = argparse.ArgumentParser(prog="batch-manager trace", description=first, epilog=rest,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    asked = commands.add_parser("why", help="where the time of one request went")
+    asked = commands.add_parser("why", help="where the time of one request went", epilog=statuses)
     asked.add_argument("request_id", type=int)
-    slowest = commands.add_parser("slowest", help="the requests that took longest")
+    slowest = commands.add_parser("slowest", help="the requests that took longest", epilog=statuses)
     slowest.add_argument("--count", type=int, default=5, help="how many (%(default)s)")
-    perfetto = commands.add_parser("perfetto", help="write JSON for Perfetto and chrome://tracing")
-    table = commands.add_parser("csv", help="write a table of spans")
+    perfetto = commands.add_parser("perfetto", help="write JSON for Perfetto and chrome://tracing", epilog=statuses)
+    table = commands.add_parser("csv", help="write a table of spans", epilog=statuses)
     for command in (asked, slowest, perfetto, table):
         command.add_argument("trace", type=Path, metavar="TRACE", help="what a TraceFile wrote")
     for command in (perfetto, table):
@@ -171,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with options.trace.open("rb") as file:
             return _run(options, read_trace(file))
     except BrokenPipeError:                                  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_standard_output()
         return 0
     except (OSError, ValueError) as error:
         told = error if isinstance(error, OSError) else f"{options.trace}: {error}"
@@ -198,4 +202,4 @@ def _run(options: argparse.Namespace, iterations: Iterator[IterationTrace]) -> i
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as("trace"))

@@ -17,9 +17,6 @@ every --interval, whose fields are always the same ones in the same order; "-" i
 Percentiles are those of the buckets of /metrics; a file has the mean time in the queue alone. A file is read from its
 last MiB on, and may be replaced by another or cut short. An address must be that of one engine: where the workers of
 gunicorn share it, each answer is of another one, and rates are wrong.
-
-Exit status: 0 after --count, 1 where the source cannot be read for longer than --timeout, 2 for a wrong command line,
-130 after Ctrl-C.
 """
 
 import argparse
@@ -47,6 +44,8 @@ SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.0, 5.0      # that are waited for
 
 # Shows figures, and why nothing new is known, or "".
 Show = Callable[[Figures, str], None]
+EXIT_STATUSES = ("exit status: 0 after --count; 1 the source could not be read for longer than --timeout; 2 an argument "
+                 "is wrong; 130 Ctrl-C")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="batch-manager watch", description=__doc__,
+    parser = argparse.ArgumentParser(prog="batch-manager watch", description=__doc__, epilog=EXIT_STATUSES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("file", nargs="?", metavar="FILE", help="a file of statistics, as JSON lines")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import BatchManagerError
+from ..standard_output import discard_standard_output
 from .errors import BenchmarkError, InputError
 from .files import write_files
 from .measurement import Measurement
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
         try:
             print_report(options.report, result, points)
         except BrokenPipeError:                     # the reader, `head` say, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_standard_output()
         write_files(options, result, points, measurement.served)
     except (InputError, BatchManagerError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)

@@ -1,7 +1,5 @@
 """`python -m batch_manager.tools.draw`: what `batch-manager draw` does."""
 
-import sys
+from ..__main__ import run_as
 
-from ..__main__ import main
-
-raise SystemExit(main(["draw", *sys.argv[1:]]))
+raise SystemExit(run_as("draw"))

@@ -23,6 +23,7 @@ from ...errors import BatchManagerError, ConfigError
 from ...names import ContextChunkingPolicy, SchedulerPolicy
 from ...stats.trace import IterationTrace, read_trace, write_trace
 from ..output_file import OutputFiles
+from ..standard_output import discard_standard_output
 from .demo import parse_requests, run_demo
 from .html import summary, write_html
 from .small_run import FOR_SVG, FOR_TEXT, SmallRun
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(told, file=sys.stderr if is_apart else sys.stdout, flush=True)
     except BrokenPipeError:                                  # the reader, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_standard_output()
     return 0
 
 
