@@ -44,8 +44,8 @@ SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.0, 5.0      # that are waited for
 
 # Shows figures, and why nothing new is known, or "".
 Show = Callable[[Figures, str], None]
-EXIT_STATUSES = ("exit status: 0 after --count; 1 the source could not be read for longer than --timeout; 2 an argument "
-                 "is wrong; 130 Ctrl-C")
+EXIT_STATUSES = ("exit status: 0 after --count; 1 the source could not be read for longer than --timeout; 2 an "
+                 "argument is wrong; 130 Ctrl-C")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
