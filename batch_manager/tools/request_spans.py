@@ -1,5 +1,6 @@
 """From a trace to what each request did when: spans of time that add up to its life."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -60,7 +61,8 @@ def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
     """The requests of a trace, each when it has ended; those that have not come last. An id may come again.
 
     A request that a step in flight works on goes on with what it did. What was computed in an iteration is counted
-    until the next one begins, in the last one until its phases have ended.
+    until the next one begins. In the last one, and in one that leaves the engine idle, it is counted until its phases
+    have ended.
     """
     alive: dict[int, Life] = {}
     last: IterationTrace | None = None
@@ -69,12 +71,15 @@ def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
             yield from _note(last, iteration.started_at_s, alive)
         last = iteration
     if last is not None:
-        yield from _note(last, last.started_at_s + 1e-6 * sum(last.phases_us.values()), alive)
+        yield from _note(last, math.inf, alive)
     yield from alive.values()
 
 
 def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> Iterator[Life]:
-    """What an iteration did, which lasted until `end_s`. Mutates `alive`; yields those whose lives it ended."""
+    """What an iteration did. Mutates `alive`; yields those whose lives it ended.
+
+    end_s   when the next one began
+    """
     number, begin_s = iteration.iteration, iteration.started_at_s
     did: dict[int, tuple[str, str, int, int]] = {i: (QUEUED, "", 0, 0) for i in iteration.arrived}
     for reason, ids in iteration.waiting.items():
@@ -87,6 +92,8 @@ def _note(iteration: IterationTrace, end_s: float, alive: dict[int, Life]) -> It
     for request_id in did:
         if request_id not in alive:
             alive[request_id] = Life(request_id, number, number)
+    if end_s == math.inf or alive.keys() <= {*iteration.finished}:     # the engine is idle until the next request
+        end_s = min(end_s, begin_s + 1e-6 * sum(iteration.phases_us.values()))
     for request_id, life in alive.items():
         life.last_iteration = number
         last = life.spans[-1] if life.spans else None

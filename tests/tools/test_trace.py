@@ -64,6 +64,16 @@ def test_the_queue_and_an_id_that_comes_again():
         (7, [(QUEUED, "", 1), (CONTEXT, "", 1)], 4.75)]
 
 
+def test_the_time_in_which_the_engine_is_idle_is_nobodys():
+    iterations = [
+        IterationTrace(0, ((7, 0, 4),), (), (), (), (7,), 1.0, {"start": 9000}),
+        IterationTrace(1, (), (7,), (), (7,), (), 1.01, {"start": 5000, "advance": 1000}),
+        IterationTrace(2, ((8, 0, 4),), (), (), (8,), (8,), 9.0, {"start": 2000})]
+    first, second = lives(iterations)
+    assert first.seconds == pytest.approx(0.016) and second.seconds == pytest.approx(0.002)
+    assert "16.000 ms from its arrival" in why(first)[0]
+
+
 def test_a_pause_and_what_is_computed_again(traced, new_request):
     iterations = traced([new_request(1, [1] * 6, 20), new_request(2, [2] * 6, 20)],
                         backend={"num_blocks": 5, "tokens_per_block": 8, "max_seq_len": 32})
