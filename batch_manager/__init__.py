@@ -2,8 +2,8 @@
 
 Public are the names below, the programs in `batch_manager.tools`, the adapters in `batch_manager.extras`, and
 `batch_manager.testing` for tests of your own parts; other modules may change at any time. The names are served lazily,
-so that importing one folder of the package does not import the others (torch in particular). Inside the package nobody
-imports from here.
+so that importing one folder of the package does not import the others (torch in particular). No module of
+the package imports from here.
 """
 
 from importlib import import_module

@@ -42,7 +42,7 @@ def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any,
             ("poll_stop_signal_cb", poll_cb, ()), ("return_batch_manager_stats_cb", stats_cb, ("json",)), *hooks):
         if returns_before_it_runs(callback, may_yield=name in ("get_inference_requests_cb", "poll_stop_signal_cb")):
             raise ConfigError(f"{name} is an async or a generator function",
-                              "the worker calls it, and nobody would run it to its end",
+                              "the worker calls it, and would not run it to its end",
                               "give it a plain function, for instance one that uses loop.call_soon_threadsafe")
         if callback is not None and not can_be_called_with(callback, len(takes)):
             raise ConfigError(f"{name} cannot be called with {len(takes)} arguments",
@@ -71,7 +71,7 @@ def can_be_called_with(function: Callable[..., Any], count: int) -> bool:
 
 
 def returns_before_it_runs(callback: Callable[..., Any] | None, *, may_yield: bool) -> bool:
-    """Whether calling it only makes something that somebody else has to run: `async def`, and generators.
+    """Whether calling it only makes something that other code has to run: `async def`, and generators.
 
     may_yield   what it returns is iterated over, so it may be a generator function
     """

@@ -61,7 +61,7 @@ def build_loop(
         refuse_what_static_batching_is_not(optional_params, parts)
         optional_params = replace(optional_params, kv_cache_config=without_block_reuse(
             optional_params.kv_cache_config, "TrtGptModelType.V1 computes every prompt whole"))
-        scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # whoever starts has all it may need
+        scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # a request that starts has all it may need
     clock = reliable(parts.clock)
     guard = Guard(clock.monotonic, heartbeat, optional_params.log_callback_errors)
     backend = _make_backend(model_path, model_type, max_beam_width, optional_params, parts)
@@ -159,7 +159,7 @@ def serves_as_many(kv_cache_manager: KvCacheManager, limits: Limits) -> bool:
 def refuse_what_static_batching_is_not(params: TrtGptModelOptionalParams, parts: Parts) -> None:
     """Raise ConfigError, by name, for an option that means nothing where a batch runs in lockstep."""
     contradictions = {
-        "enable_trt_overlap": (params.enable_trt_overlap, "there is one batch at a time, and nobody joins it"),
+        "enable_trt_overlap": (params.enable_trt_overlap, "there is one batch at a time, and no request joins it"),
         "enable_chunked_context": (params.enable_chunked_context, "all prompts of a batch are computed in one step"),
         "Parts.scheduler": (parts.scheduler is not None, "static batching is a scheduler of its own"),
     }

@@ -21,7 +21,7 @@ class SystemClock:
 
 
 class ReliableClock:
-    """Another clock, whose failures cost nobody a response.
+    """Another clock, whose failures cost no response.
 
     While that one raises, or says what can be no time, it goes on from its last answer as the system's does; a
     `timestamp` that is no text is the system's.
@@ -62,7 +62,7 @@ class ReliableClock:
         if self._failing_since is None:
             self._failing_since = now
             if is_a(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                raise error                             # the first is meant for whoever asks for `health`
+                raise error                             # the first is meant for the caller of `health`
         self._note(error)
         return self._last + (now - self._failing_since)
 

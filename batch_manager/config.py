@@ -31,7 +31,7 @@ class KvCacheConfig:
     sink_token_length          first tokens that stay visible although outside the window
     free_gpu_memory_fraction   share of the memory free after the weights are loaded, 0 < x <= 1; on a CPU of the free
                                host memory, and there the default pool is at most 2 GiB
-    enable_block_reuse         prompts begin behind what is cached of the prompts and texts before them
+    enable_block_reuse         prompts begin after their cached tokens, of earlier prompts and outputs
     enable_partial_reuse       also the cached beginning of a block, which is copied while others use it
     tokens_per_block           power of two; a context chunk that is not the last is a multiple of it
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool

@@ -3,7 +3,7 @@
     BatchManagerError
     ├── ConfigError (ValueError)            nothing started: raised in the constructor's caller
     │   ├── ModelLoadError                  a checkpoint that cannot be read; names file and field
-    │   │   └── UnsupportedModelError       an architecture nobody registered; lists what is known
+    │   │   └── UnsupportedModelError       an architecture that is not registered; lists what is known
     │   └── InsufficientMemoryError         bytes wanted, bytes free, the knob that helps
     ├── RequestError                        one request dies; its final response carries the text
     │   ├── InvalidRequestError (ValueError)

@@ -1,8 +1,8 @@
 """Ends a process that was forked inside foreign code and leaves it, into a worker that the parent has too.
 
-Its requests are the parent's, so it must answer nobody and ask nobody. It ends where it leaves the guarded block it was
-forked in, as a thread's function ends its thread. A child that stays in the foreign code (subprocess, multiprocessing)
-never gets there.
+Its requests are the parent's, so it must send no response and ask for no request. It ends where it leaves the guarded
+block it was forked in, as a thread's function ends its thread. A child that stays in the foreign code (subprocess,
+multiprocessing) never gets there.
 """
 
 import os

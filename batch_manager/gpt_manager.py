@@ -222,7 +222,7 @@ class GptManager:
 
     def __enter__(self) -> "GptManager":
         self._check_process()
-        # A worker that `terminate_req_id` ended may have done so before the block began: nobody closed this manager.
+        # A worker that `terminate_req_id` ended may have done so before the block began: this manager was not closed.
         if self._control.stopped.is_set and self._control.draining:
             raise ManagerClosedError("this manager was shut down", "a manager runs once", "make a new one")
         return self

@@ -115,7 +115,7 @@ class Guard:
 class GuardedBlock:
     """What the two kinds of blocks have in common. A block may be entered any number of times, but not inside itself.
 
-    seconds   spent inside; whoever reads it may set it to zero
+    seconds   spent inside; a reader may set it to zero
     """
 
     __slots__ = ("seconds", "_guard", "_name", "_started")

@@ -113,13 +113,14 @@ def _same(first: Any, second: Any) -> bool:
 class ContextWork:
     """One context chunk of one sequence.
 
-    token_ids       [n] int32, n >= 1: the chunk. An id that is not below the vocabulary is that of a virtual token: it
-                    has a place among the others and an embedding of its own
+    token_ids       [n] int32, n >= 1: the chunk. An id that is not below the vocabulary is that of a prompt-tuning
+                    token: it has a place among the others and an embedding of its own
     start           tokens of this sequence already in the KV cache = position of token_ids[0]; more than 0 also in a
                     first chunk, when the beginning of the prompt was found in the cache
     is_last_chunk   the step also yields tokens of the sequence
     setup           given with the first chunk after admission or resume, else None
-    embeddings      [v, hidden size] float32: those of the v virtual tokens of the chunk, in order; None: it has none
+    embeddings      [v, hidden size] float32: those of the v prompt-tuning tokens of the chunk, in order; None: it
+                    has none
     num_drafts      of a last chunk, how many of its last tokens are draft tokens: the step yields 1 to 1 + num_drafts
                     tokens
     """
@@ -176,8 +177,8 @@ class BlockTableUpdates:
     slots, indices, block_ids   [u] int32. Where sequences may have beams, what is called a slot here is the row of one
                                 beam: slot * ScheduledBatch.max_beam_width + beam
     They are applied in order; doing so twice is harmless. Entries past a sequence's length are stale and must not be
-    read, and so are those of blocks that were given back because they left the window: -1, or a block that is somebody
-    else's by now.
+    read, and so are those of blocks that were given back because they left the window: -1, or a block of another
+    sequence by now.
     """
 
     slots: np.ndarray
@@ -357,12 +358,12 @@ class StepOutput:
                         id and not part of the output), STOP_WORDS or NOT_FINISHED; lengths are counted by the host. Of
                         a search that is over it is not looked at
     row_starts          [r + 1] int32: row i has tokens row_starts[i]..row_starts[i + 1]; None: each row has one
-    log_probs           [n] float32, or None when nobody in the batch asked and none has beams; under the distribution
-                        the token was sampled from, after everything done to its logits and the temperature, before
-                        top-k and top-p; under the model's own for the slots that asked for `raw_log_probs`. With beams,
-                        with what biases, penalties and bans made of them; -inf: there are fewer continuations than
-                        beams, this beam has none
-    parents             [n] int32: with beams, the beam that each token continues; 0 behind a context, when there is
+    log_probs           [n] float32, or None when no request of the batch asked and none has beams; under the
+                        distribution the token was sampled from, after everything done to its logits and the
+                        temperature, before top-k and top-p; under the model's own for the slots that asked for
+                        `raw_log_probs`. With beams, with what biases, penalties and bans made of them; -inf: there are
+                        fewer continuations than beams, this beam has none
+    parents             [n] int32: with beams, the beam that each token continues; 0 after a context, when there is
                         but one. None: no sequence has beams
     hypotheses          slot -> the results of a search that is over, best first, as many as beams or fewer
     context_logits      slot -> [chunk tokens, vocab] float32, for the slots that asked; as the model gave them

@@ -37,7 +37,7 @@ def list_worker(control: Abortable) -> None:
     """
     _controls[control] = None
     if _is_exiting:    # looked at after it was put on the list; the hook does the two in the other order
-        raise ManagerClosedError("the interpreter is ending", "a worker that starts now would be told by nobody",
+        raise ManagerClosedError("the interpreter is ending", "a worker that starts now would not be told",
                                  "make managers before the main thread ends")
 
 

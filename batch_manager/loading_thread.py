@@ -24,7 +24,7 @@ class Loading(Generic[Loaded]):
 
     loaded           what `load` returned, or nothing
     error            what it raised, or None
-    is_interrupted   nobody waits for it any more
+    is_interrupted   no thread waits for it any more
     """
 
     worker = None    # no callback runs on it; interpreter_exit asks
@@ -63,7 +63,7 @@ class Loading(Generic[Loaded]):
 
 
 def check_interruption() -> None:
-    """To be called now and then by what loads. Raises KeyboardInterrupt when nobody waits for it any more."""
+    """To be called now and then by what loads. Raises KeyboardInterrupt when no thread waits for it any more."""
     loading = getattr(_here, "loading", None)
     if loading is not None and loading.is_interrupted:
         raise KeyboardInterrupt("the loading was interrupted")
@@ -89,7 +89,7 @@ def in_a_thread_of_its_own(load: Callable[[], Loaded], undo: Callable[[Loaded], 
         if loading.error is None:
             return loading.loaded[0]
         if loading.is_interrupted:
-            raise ManagerClosedError("the interpreter is ending", "a model that is loaded now would serve nobody",
+            raise ManagerClosedError("the interpreter is ending", "a model that is loaded now would serve no request",
                                      "make managers before the main thread ends")
         raise loading.error
     except BaseException:

@@ -57,7 +57,7 @@ class FinishReason(IntEnum):
 
     @property
     def is_natural(self) -> bool:
-        """The sequence itself came to an end; nobody cut it short."""
+        """The sequence itself came to an end; it was not cut short."""
         return self in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
 
 
@@ -92,7 +92,7 @@ class ErrorCode(Enum):
 
     @property
     def is_retryable(self) -> bool:
-        """The answer is still owed: the same request may succeed later, or at another instance."""
+        """The request may still be answered: the same request may succeed later, or at another instance."""
         return self in (ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED)
 
     @property

@@ -49,7 +49,7 @@ def _refuse_what_lacks_a_method(backend: Any) -> None:
 
 
 def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """The factory, with what it returns looked at before anybody uses it."""
+    """The factory, with a check of what it returns."""
     if factory is None:
         return None
 
@@ -68,7 +68,7 @@ def checked_attention(factory: Callable[..., Any] | None) -> Callable[..., Any] 
 
 
 def checked_stages(part: Any) -> Callable[..., tuple[Any, ...]] | None:
-    """A factory (num_slots, device) of the stages of `Parts.stages`, with each looked at before anybody uses it."""
+    """A factory (num_slots, device) of the stages of `Parts.stages`, with a check of each."""
     if part is None:
         return None
 

@@ -1,4 +1,4 @@
-"""The protocols behind which parts can be replaced. Structural: implement the methods, inherit nothing."""
+"""The protocols of the parts that can be replaced. Structural: implement the methods, inherit nothing."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +17,7 @@ class BackendInfo:
     tokens_per_block      tokens one block holds
     num_slots             sequences the backend can hold state for
     dispatch              which implementation of the kernels runs: "triton", "torch" or "scripted"
-    hidden_size           entries of a token's embedding; 0: embeddings of virtual tokens are not taken
+    hidden_size           entries of a token's embedding; 0: embeddings of prompt-tuning tokens are not taken
     device, dtype         in words, for logs and stats
     attention_window      tokens a token sees, itself included, besides the first `sink_tokens`: blocks that no later
                           one sees are given to others. None: tokens see all before them

@@ -131,11 +131,11 @@ def _state_of(loop: GenerationLoop, control: WorkerControl) -> str:
 
 def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float,
                num_loops_inside: int = LOOPS_AROUND_THE_WORKER) -> None:
-    """The worker: iterations until it is told to stop, then an answer for whoever is left.
+    """The worker: iterations until it is told to stop, then an answer for the requests that are left.
 
     Whatever is raised, by a step or by another thread in this one, the worker goes on from here: it fails the engine,
-    which answers everybody, and comes back until nobody is left. The jump of a loop back to its `try` is outside of it.
-    What strikes right there, behind another exception, is caught by the next of these loops, which lie in each other.
+    which answers all requests, and comes back until none is left. The jump of a loop back to its `try` is outside of
+    it. An exception right there, after another one, is caught by the next of these loops, which lie in each other.
     """
     while not control.stopped.is_set:
         try:
@@ -148,7 +148,7 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
 
 
 def _go_on(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
-    """Serve until told to stop, and end. Begins with what the exception left behind that ended the last call."""
+    """Serve until told to stop, and end. Begins with what the exception that ended the last call left."""
     if not control.claim_the_loop():    # the constructor failed, and closes it
         control.wake.wait_and_clear(idle_poll_interval_s)
         return
@@ -182,13 +182,13 @@ def _is_done(loop: GenerationLoop, control: WorkerControl) -> bool:
 
 
 def close_worker(control: WorkerControl) -> None:
-    """The end, for everybody to see."""
+    """The end, for all threads to see."""
     forget_worker(control)
     control.stopped.set()
 
 
 def _failure_of(error: BaseException) -> BatchManagerError:
-    """What everybody is told when a step raised what nothing inside contains: a lost device, or a bug."""
+    """What all requests are told when a step raised what nothing inside contains: a lost device, or a bug."""
     if is_a(error, (DeviceLostError, InternalError)):
         return error
     return InternalError(f"the engine raised {type_name(error)}", "it cannot go on",

@@ -5,7 +5,7 @@
     git diff | python examples/chat.py --prompt - --system "Summarise this."      # one answer, and nothing else
 
 Each turn sends the whole conversation again; what of it the KV cache still has is not computed again, and the line
-behind each answer says how much that was. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
+after each answer says how much that was. Ctrl-C stops an answer. Needs: pip install -e ".[text,gguf]"
 """
 
 import argparse
@@ -150,7 +150,7 @@ def main() -> int:
     if question == "-":
         question = sys.stdin.read().removesuffix("\n").removesuffix("\r")
     if question is not None and not question.strip():
-        print("chat: the prompt is empty; a question is expected; pass it behind --prompt, or to stdin with --prompt -",
+        print("chat: the prompt is empty; a question is expected; pass it after --prompt, or to stdin with --prompt -",
               file=sys.stderr)
         return 1
     records: deque = deque(maxlen=1)
@@ -185,7 +185,7 @@ if __name__ == "__main__":
     try:
         raise SystemExit(main())
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):                 # that one: whoever read the answer has gone
+        if not isinstance(error, BrokenPipeError):                 # that one: the reader of the answer has gone
             print(f"chat: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

@@ -37,7 +37,7 @@ tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
 end_id = tokenizer.token_to_id("</s>")
 guided = GuidedDecoding(f"{model}/tokenizer.json", vocab_size=tokenizer.get_vocab_size(), end_id=end_id)
 
-# Compiled once, for any number of requests. A text is constrained from the first token behind its prompt on.
+# Compiled once, for any number of requests. A text is constrained from the first token after its prompt on.
 kinds = [("The lady, in a few words:\n", guided.json_schema(SCHEMA)), ("They walked on.", guided.regex(SENTENCE))]
 requests, texts, calls = queue.Queue(), {}, []
 for request_id in range(2 * COPIES):

@@ -4,8 +4,8 @@
 
 A capacity scheduler answers one question an iteration: who may hold KV cache blocks? This one reserves, as
 GUARANTEED_NO_EVICT does, all that a started request may still need, and then starts waiting requests by the work they
-ask for instead of by their arrival. Short requests no longer wait behind long ones, and to keep the long ones from
-waiting for ever, whoever was passed over too often goes first.
+ask for instead of by their arrival. Short requests no longer wait for long ones, and to keep the long ones from
+waiting for ever, a request that was passed over too often goes first.
 
 It runs over a scripted model, so that the pictures come at once; hand the same class to a GptManager on a real one:
 `GptManager(..., parts=Parts(scheduler=ShortestJobFirst))`.

@@ -20,7 +20,7 @@ requests.put(InferenceRequest(LAST))
 
 
 def get_inference_requests(max_num_requests):
-    """Called at the start of every iteration: whoever is returned joins the batch at once."""
+    """Called at the start of every iteration: returned requests join the batch at once."""
     return [requests.get() for _ in range(min(max_num_requests, requests.qsize()))]
 
 

@@ -9,7 +9,7 @@ its id decides: a second run gives the same texts, in bfloat16 up to rounding (s
 
 Each line of the output has the `id` and either `text`, `num_tokens` and `finish_reason`, or `error` (`code`,
 `message`). Lines come in the order in which the texts end. A line is written once its text is whole: what a run that
-was killed had begun is computed again, and no input line is answered twice. A request whose answer is still owed, as
+was killed had begun is computed again, and no input line is answered twice. A request that may still be answered, as
 at shutdown, is not answered, and the exit status is then 1: run the command again. One run may write an output at a
 time. A file that holds anything else is not written to, and the exit status is 2.
 """
@@ -142,7 +142,7 @@ def parsed(line: bytes) -> Any:
 def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flight: int,
         must_end: threading.Event) -> tuple[int, int]:
     """(lines written, lines left)."""
-    waiting, running, written, owed = prompts(path, answered), set(), 0, 0
+    waiting, running, written, unanswered = prompts(path, answered), set(), 0, 0
     with ThreadPoolExecutor(in_flight) as pool:
         while True:
             while len(running) < 2 * in_flight and not must_end.is_set():
@@ -151,20 +151,20 @@ def run(llm: LLM, path: str, output: BinaryIO, answered: set[str | int], in_flig
                     break
                 running.add(pool.submit(answer, llm, *line))
             if must_end.is_set():
-                llm.close()                    # what runs ends with SHUTDOWN, which is owed
+                llm.close()                    # what runs ends with SHUTDOWN: it stays unanswered
             if not running:
                 break
             done: set[Future] = wait(running, timeout=0.2, return_when=FIRST_COMPLETED).done
             running -= done
             for future in done:
                 result = future.result()
-                owed += result is None
+                unanswered += result is None
                 if result is not None:
                     output.write(encoded(json.dumps(result, ensure_ascii=False)) + b"\n")
                     written += 1
             output.flush()
         os.fsync(output.fileno())
-    return written, owed + sum(1 for _ in waiting)
+    return written, unanswered + sum(1 for _ in waiting)
 
 
 def encoded(text: str) -> bytes:
@@ -173,7 +173,7 @@ def encoded(text: str) -> bytes:
 
 
 def answer(llm: LLM, line_id: str | int, prompt: Any, options: dict[str, Any] | str) -> dict[str, Any] | None:
-    """A line of the output; None: the answer is still owed."""
+    """A line of the output; None: the request is still unanswered."""
     if isinstance(options, str):
         return {"id": line_id, "error": {"code": "INVALID_REQUEST", "message": options}}
     try:

@@ -109,8 +109,8 @@ async def server_error(_: Request, __: Exception) -> Response:
 class DrainingServer(uvicorn.Server):
     """On SIGTERM new requests are answered 503, those that run go on for `drain_s` seconds, and the process ends.
 
-    The port stays open meanwhile, so that /health tells a load balancer. Ctrl-C waits for nobody: what runs is told so.
-    A second signal ends the process at once.
+    The port stays open meanwhile, so that /health tells a load balancer. Ctrl-C waits for no request: what runs is
+    told so. A second signal ends the process at once.
     """
 
     def __init__(self, app: Starlette, host: str, port: int, drain_s: float) -> None:
@@ -150,7 +150,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"openai_server: cannot listen on {host}, port {port}: {error}; pass another --port")
     app = make_app(given.pop("model"), block_reuse=not given.pop("no_block_reuse"), **given)
-    with contextlib.suppress(KeyboardInterrupt):     # of uvicorn, behind an orderly end
+    with contextlib.suppress(KeyboardInterrupt):     # of uvicorn, after an orderly end
         DrainingServer(app, host, port, drain_s).run()
 
 

@@ -115,7 +115,7 @@ class Job:
 class Client:
     """The four callbacks and the trace, all called on the worker's thread, one at a time.
 
-    events   (what, job) for whoever shows them: "arrived", "text", "paused", "over"
+    events   (what, job) for the display: "arrived", "text", "paused", "over"
     """
 
     def __init__(self, jobs: list[Job], stop_id: int | None = None, stop_after: int = 0) -> None:
@@ -128,7 +128,7 @@ class Client:
         self.started = self.ended = 0.0
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
-        """Whoever is due in this iteration. A server would empty its queue here."""
+        """The requests that are due in this iteration. A server would empty its queue here."""
         due: list[InferenceRequest] = []
         is_idle = all(job.is_over for job in self.jobs.values() if job not in self.to_come)
         while self.to_come and len(due) < max_num_requests:
@@ -423,7 +423,7 @@ def run(options: argparse.Namespace, parts: dict) -> int:
     paused = [job for job in jobs if job.pauses and job.is_over and not job.error]
     print()
     if not paused:
-        print("Nobody had to be paused.")
+        print("No request had to be paused.")
     for job, alone in run_alone(paused, options, parts) if paused else ():
         is_same = alone.tokens[: len(job.tokens)] == job.tokens and not alone.error
         print(f"[{job.id}] paused {job.pauses}x; run again alone, without a pause: "

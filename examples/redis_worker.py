@@ -143,7 +143,7 @@ class Worker:
         self.call("set_idle", milliseconds, *chain.from_iterable(owned))
 
     def fetch(self) -> None:
-        """Entries that nobody keeps any more, then new ones: no more than the engine has room for."""
+        """Entries without a worker, then new ones: no more than the engine has room for."""
         with self.lock:
             room = self.room - len(self.inbox)
         if room <= 0:

@@ -281,7 +281,7 @@ def save_model(model, tokenizer, folder):
         (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    # Rename at the end, so that whoever loads the folder meanwhile never sees half a file.
+    # Rename at the end, so that a program that loads the folder meanwhile never sees half a file.
     save_file(weights, folder / "model.safetensors.new", metadata={"format": "pt"})
     (folder / "model.safetensors.new").replace(folder / "model.safetensors")
 

@@ -49,7 +49,7 @@ def _ban_ngrams_kernel(
 
 
 def ban_ngrams(logits, history, history_row, length, size):
-    """Changes and returns `logits`; see the module's docstring for shapes. Columns behind all lengths cost time."""
+    """Changes and returns `logits`; see the module's docstring for shapes. Columns after all lengths cost time."""
     num_rows, vocabulary = logits.shape
     assert logits.stride(1) == 1 and history.stride(1) == 1
     if num_rows == 0 or history.shape[1] == 0:

@@ -3,8 +3,8 @@
 Pure host arithmetic. A tile has as many tokens as a program's tile of queries has rows. Its row of the list starts a
 program for each query head, as many as the queries of all its tokens fill.
 
-The tile height depends on the head size and the element size alone, so whoever packs a step can make the list without
-knowing the device.
+The tile height depends on the head size and the element size alone, so the code that packs a step can make the list
+without knowing the device.
 """
 
 import numpy as np

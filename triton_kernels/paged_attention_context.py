@@ -8,7 +8,7 @@ Shapes      query                    [T, HQ, D]   T packed tokens; heads contigu
                                                         values are already in it
             block_table              [rows, max_blocks] int32   pages of a sequence, in order. An entry whose page
                                                         holds no visible key is not looked at: its block may have
-                                                        been given to somebody else.
+                                                        been given to another one.
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
             kv_lengths               [C] int32   keys of each sequence after this step's tokens
             work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the

@@ -12,7 +12,7 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
             kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
             block_table              [rows, max_blocks] int32   pages of a sequence, in order, the newest token's
                                                         included. An entry whose page holds no visible key is not looked
-                                                        at: its block may have been given to somebody else.
+                                                        at: its block may have been given to another one.
             kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
             work_list                [W, 4] int32   from `decode_work_list` for the same lengths, window and sink, on
                                                     the queries' device; -1 in its first column is padding

@@ -2,7 +2,7 @@
 
     block_table.flat[table_entries[i]] = table_blocks[i]
     token[t] = last_tokens[slots[t], positions[t] mod C]     of the first R rows: sequences that generate
-               fed_tokens[t - R]                             of the others: tokens of contexts
+               input_tokens[t - R]                             of the others: tokens of contexts
     out[t]   = embedding[token[t]], or token[t] where there is no table
     cleared  = 0
 
@@ -11,7 +11,7 @@ Shapes      block_table              [rows, m] int32, contiguous
             table_blocks             [u] int32
             last_tokens              [S, C] int64, contiguous; C a power of two
             slots, positions         [R] int64   positions may be longer
-            fed_tokens               [T - R] int64   may be empty
+            input_tokens               [T - R] int64   may be empty
             embedding                [V, H]   contiguous rows, any row stride; None: the tokens themselves are wanted
             cleared                  [q, c] int32, contiguous: memory that later kernels of the step add to; None: none
             out                      [T, H] in the dtype of the embedding, contiguous, or [T] int64; None: made
@@ -76,12 +76,12 @@ def _prepare_step_kernel(
 
 
 def prepare_step(
-    block_table, table_entries, table_blocks, last_tokens, slots, positions, fed_tokens, embedding=None, cleared=None,
+    block_table, table_entries, table_blocks, last_tokens, slots, positions, input_tokens, embedding=None, cleared=None,
     out=None,
 ):
     """One launch; see the module's docstring for shapes."""
     num_slots, num_changes = len(slots), len(table_entries)
-    num_rows, num_cleared = num_slots + len(fed_tokens), 0 if cleared is None else len(cleared)
+    num_rows, num_cleared = num_slots + len(input_tokens), 0 if cleared is None else len(cleared)
     hidden_size = 1 if embedding is None else embedding.shape[1]
     if out is None:
         like = last_tokens if embedding is None else embedding
@@ -91,7 +91,7 @@ def prepare_step(
     assert columns & (columns - 1) == 0 and last_tokens.is_contiguous() and block_table.is_contiguous()
     assert out.is_contiguous() and (embedding is None or embedding.stride(1) == 1)
     assert cleared is None or cleared.is_contiguous()
-    assert all(values.is_contiguous() for values in (table_entries, table_blocks, slots, positions, fed_tokens))
+    assert all(values.is_contiguous() for values in (table_entries, table_blocks, slots, positions, input_tokens))
     num_programs = max(num_rows, num_cleared) + triton.cdiv(num_changes, CHANGES.value)
     if num_programs == 0:
         return out
@@ -99,7 +99,7 @@ def prepare_step(
     block = min(MAX_BLOCK, triton.next_power_of_2(hidden_size))
     width = 0 if cleared is None else cleared.shape[1]
     _prepare_step_kernel[(num_programs, triton.cdiv(hidden_size, block))](
-        block_table, table_entries, table_blocks, last_tokens, slots, positions, fed_tokens, embedding, cleared, out,
+        block_table, table_entries, table_blocks, last_tokens, slots, positions, input_tokens, embedding, cleared, out,
         num_rows, num_slots, num_changes, num_cleared, hidden_size, 0 if embedding is None else embedding.stride(0),
         COLUMNS=columns, LOOKS_UP=embedding is not None, BLOCK=block,
         CLEARED=width, CLEARED_POW2=triton.next_power_of_2(max(width, 1)), num_warps=4,

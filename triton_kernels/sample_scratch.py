@@ -1,4 +1,4 @@
-"""Memory that `sample_token` takes beside its results. Pure arithmetic, so that whoever plans memory can count it."""
+"""Memory that `sample_token` takes beside its results. Pure arithmetic, so that a memory plan can count it."""
 
 MAX_BLOCK = 4096        # logits of a piece of a row
 BUCKETS = 2048          # values of a digit of a logit, 11 bits
@@ -13,7 +13,7 @@ def num_digits(element_size_bytes: int) -> int:
 def num_amounts(digits: int) -> int:
     """Histograms of a row beside the counts of its first digits.
 
-    Of the digits behind the first: counts and weights of what may be the last token of top-k. Of all digits: weights
+    Of the digits after the first: counts and weights of what may be the last token of top-k. Of all digits: weights
     for top-p.
     """
     return 3 * digits - 2

@@ -23,10 +23,10 @@ Shapes      logits                   [R, V]   any float dtype, contiguous rows, 
             only_greedy              True: the caller knows that every row is greedy
             slots                    [R] int64   where in temperature, top_k, top_p, min_p, seed and end_id the numbers
                                      of a row are: these are [S] then. None: row r has those at r
-            end_id                   [R] int32   the token that ends a sequence; -1: none does. None: nobody asks
+            end_id                   [R] int32   the token that ends a sequence; -1: none does. None: no row asks
             finish                   [R] any integer dtype   1 where a token is its sequence's end_id, else 0
             last_tokens              [S, C] int64, contiguous, C a power of two: a token is kept at
-                                     [slots, position mod C]. None: nobody asks
+                                     [slots, position mod C]. None: no row asks
             counts                   [R, BUCKETS] int32, zeros: memory to work with. None: made
 Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit, the lowest id among
             equals.
@@ -39,7 +39,7 @@ A program is a row and a piece of the vocabulary, so that a few rows occupy a de
 
     pieces    the maximum of each piece, its id, the sum of weights; for top-k how many logits have which first digit
     digits    the thresholds of top-k, then of top-p, digit by digit. A digit is 11 bits of the integer that orders like
-              a logit, or the last 10: two have all of a 16-bit logit, three of a float32. For each digit behind the
+              a logit, or the last 10: two have all of a 16-bit logit, three of a float32. For each digit after the
               first, the logits that agree with the threshold so far are counted, and weighed, by that digit. The first
               of these passes weighs all logits by their first digit as well, for top-p: what top-k takes away from that
               is known when the passes of top-k are over. Weights are integers, in units of 2^-40 of the largest: their
@@ -62,7 +62,7 @@ from .sample_scratch import MAX_BLOCK, num_amounts, num_digits
 
 BUCKETS = tl.constexpr(NUM_BUCKETS)
 LAST_BUCKETS = tl.constexpr(1024)       # of the last of three digits
-FIRST_SHIFT = tl.constexpr(21)          # bits behind each digit
+FIRST_SHIFT = tl.constexpr(21)          # bits after each digit
 SECOND_SHIFT = tl.constexpr(10)
 TOP_K = tl.constexpr(0)
 TOP_P = tl.constexpr(1)
@@ -83,8 +83,8 @@ def _load_piece(row_ptr, piece, num_tokens, BLOCK: tl.constexpr):
 @triton.jit
 def _heat_log2(temperature):
     """What a difference of logits is multiplied by in the exponent of two."""
-    heat = tl.where(temperature == 0.0, 1.0, temperature)
-    return tl.minimum(LOG2_E / heat, 1e38)                # 0 * inf is NaN: stay finite
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    return tl.minimum(LOG2_E / divisor, 1e38)                # 0 * inf is NaN: stay finite
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _amounts(amount_ptr, row, which, DIGITS: tl.constexpr):
 
 @triton.jit
 def _next_digit(amount, digits, missing, VALUES: tl.constexpr):
-    """(digits and the next one, what is missing behind it), from the amounts by that digit.
+    """(digits and the next one, what is missing after it), from the amounts by that digit.
 
     digits    of the threshold so far, 0 before the first
     missing   what the logits with these digits have to reach together
@@ -207,7 +207,7 @@ def _kept_by_top_k(amount_ptr, row, digits, DIGITS: tl.constexpr):
 def _sample_piece_kernel(
     logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, best_token_ptr, total_ptr,
     count_ptr,                          # [R, BUCKETS] int32, zeros before; of rows with a filter, as the next one is
-    amount_ptr,                         # [R, 3 * DIGITS - 2, BUCKETS] int64: zeros behind this
+    amount_ptr,                         # [R, 3 * DIGITS - 2, BUCKETS] int64: zeros after this
     num_tokens,                         # V
     logits_stride_r,                    # elements from one row to the next
     DIGITS: tl.constexpr, BLOCK: tl.constexpr,

@@ -28,7 +28,7 @@ class AsyncEngine:
             result = await engine.generate({"input_ids": ids, "request_output_len": 64})
 
     Requests may come from any number of event loops, and from threads. Each event loop that waits for responses is
-    woken once for all responses of an iteration. Where nobody refers to the engine any more it ends, as a GptManager
+    woken once for all responses of an iteration. An engine without references ends, as a GptManager
     does.
     """
 
@@ -158,7 +158,7 @@ class AsyncEngine:
 class Stream:
     """What a request generates, as an async iterator of Delta. One coroutine reads it.
 
-    Where the reader is slower than the engine, what it has not read is one delta. A request that nobody reads any more
+    Where the reader is slower than the engine, what it has not read is one delta. A request without a reader
     is stopped: the task was cancelled, the stream was dropped, or `cancel` was called. One that the engine had not
     taken yet never runs.
 
@@ -167,7 +167,7 @@ class Stream:
     """
 
     def __init__(self, engine: AsyncEngine, mailbox: Mailbox) -> None:
-        self._engine, self._mailbox = engine, mailbox      # whoever reads keeps the engine
+        self._engine, self._mailbox = engine, mailbox      # a reader keeps the engine
         self._tokens: list[int] = []
         self._is_over = False
 
@@ -184,7 +184,7 @@ class Stream:
             with contextlib.suppress(ManagerClosedError):      # in a forked child
                 engine._manager.notify()
         if mailbox.loop is not None:
-            with contextlib.suppress(RuntimeError):            # the loop was closed: nobody waits
+            with contextlib.suppress(RuntimeError):            # the loop was closed: no task waits
                 mailbox.loop.call_soon_threadsafe(mailbox.wake)
 
     def __aiter__(self) -> Self:

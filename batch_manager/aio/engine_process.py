@@ -278,7 +278,7 @@ class Link:
                 self._said_ended, self.health = True, health
 
     def _pass_stops_on(self) -> None:
-        """Dropped streams and closed event loops leave stops and wake nobody: a stream may be dropped by the garbage
+        """Dropped streams and closed event loops leave stops and wake no thread: a stream may be dropped by the garbage
         collector while its thread holds any lock."""
         if self._switchboard.has_stops:
             self.work.set()

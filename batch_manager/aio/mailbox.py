@@ -1,4 +1,4 @@
-"""What a request has been sent and nobody has read yet: written by the engine's worker, read on an event loop."""
+"""What a request was sent and its reader has not read yet: written by the worker, read on an event loop."""
 
 import asyncio
 from collections import deque
@@ -24,7 +24,7 @@ class RequestFailed(BatchManagerError):
 
     code           ErrorCode
     message        its text, without the code
-    is_retryable   the answer is still owed: the same request may succeed later, or at another instance
+    is_retryable   the request may still be answered: the same request may succeed later, or at another instance
     tokens         generated before the failure, as far as they were streamed
     """
 
@@ -96,13 +96,13 @@ Piece = tuple[list[int], FinishReason, list[NamedTensor] | None]
 class Mailbox:
     """Responses of one request, in order, until its final one.
 
-    The worker appends and somebody on an event loop takes, each by one operation of a deque: there is no lock, and an
+    The worker appends and a reader on an event loop takes, each by one operation of a deque: there is no lock, and an
     exception or the garbage collector may come anywhere.
 
     wants         what of a response the request needs beside its tokens
     loop          the event loop that waits; None: no coroutine waits yet
     is_listed     the worker has put it on the list of those to wake; for the worker alone
-    is_cancelled  nobody will read what comes
+    is_cancelled  what comes will not be read
     has_ended     its final response, or why there will be none, is in it
     """
 

@@ -20,10 +20,10 @@ CLOSED = ManagerClosedError("the engine was closed", "an engine runs once", "sen
 
 
 class Switchboard:
-    """The worker holds this and nothing that holds the engine, so that an engine nobody refers to ends.
+    """The worker holds this and nothing that holds the engine, so that an engine without references ends.
 
     Threads meet in single operations of deques and dictionaries. Ids are never used twice, so that a stop which comes
-    too late stops nobody.
+    too late stops no request.
 
     takes_all      requests wait in the engine, by priority and deadline, and are refused with QUEUE_FULL beyond its
                    bounds; else they wait here, in order, without a bound, until there is room for them
@@ -55,7 +55,7 @@ class Switchboard:
             self._end_all(self.closed)
 
     def stop(self, mailbox: Mailbox) -> None:
-        """Nobody reads this mailbox any more. Never blocks, and may be called while garbage is collected."""
+        """This mailbox has lost its reader. Never blocks, and may be called while garbage is collected."""
         mailbox.is_cancelled = True
         if not mailbox.has_ended:
             self._stops.append(mailbox.request_id)
@@ -132,14 +132,14 @@ class Switchboard:
         to_wake, self._to_wake = self._to_wake, []
         for mailbox in to_wake:
             mailbox.is_listed = False
-            # None: whoever begins to wait sets it, and looks once more behind that.
+            # None: a reader that begins to wait sets it, and then looks once more.
             if mailbox.loop is not None:
                 by_loop.setdefault(mailbox.loop, []).append(mailbox)
         for loop, mailboxes in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_wake, mailboxes)
                 self.num_wake_ups += 1
-            except RuntimeError:               # the loop was closed: nobody will read
+            except RuntimeError:               # the loop was closed: it has no reader
                 for mailbox in mailboxes:
                     self.stop(mailbox)
 

@@ -23,7 +23,7 @@ class PackedStep:
     query_starts   [n + 1] int32   offsets of the sequences in the packed tokens
     kv_lengths     [n] int32   tokens in the KV cache once this step's are written
     block_tables   [n, m] int32   block ids in order, m the longest table of the step. Entries past a sequence's own,
-                   and of blocks it gave back because they left its window, are -1 or name anybody's: not to be read
+                   and of blocks it gave back because they left its window, are -1 or name any block: not to be read
     num_contexts   c
     logits_rows    [r] int64   packed indices of the tokens after which one is sampled, in batch order: the last one of
                    each sequence that yields a token; where it has draft tokens, these and the one before them

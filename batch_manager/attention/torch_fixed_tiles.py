@@ -169,7 +169,7 @@ class FixedTileAttention(TorchPagedAttention):
         return attended.div_(total)
 
     def _of_rows(self, of_heads, count):
-        """[kv heads, group] numbers of heads -> [kv heads, count, 1] of rows; past the group's own rows, anybody's."""
+        """[kv heads, group] numbers of heads -> [kv heads, count, 1] of rows; past the group's own rows, any row's."""
         head = torch.arange(count, dtype=torch.int64, device=self.device) % self.group
         return of_heads[:, head, None]
 
@@ -231,7 +231,7 @@ class FixedTileAttention(TorchPagedAttention):
     def _tile_pages(self, step, indices, first_position, length, tiles, window):
         """Page numbers of layer 0 for tiles [n, m], in the order (key or value, tile, sequence, head, page in tile).
 
-        A block that the sequence does not have, or that nobody sees and may be somebody else's, is read as its last.
+        A block that the sequence does not have, or that no token sees and may have another owner, is read as its last.
         """
         own_last = ((length - 1) // self.block)[:, None, None]
         column = tiles[:, :, None] * self.pages_per_tile + np.arange(self.pages_per_tile)

@@ -32,14 +32,14 @@ class _Tile:
     rows     packed rows
     sinks    first keys of the sequence that all rows see and that lie apart from the others
     keys     the keys from the first one in the first row's window to the last row's own
-    behind   [rows, n] or None: 0, and -inf where one of the first n of `keys` has left a row's window
+    window_mask   [rows, n] or None: 0, and -inf where one of the first n of `keys` has left a row's window
     first    positions of the first row and of the first of `keys`
     """
 
     rows: slice
     sinks: int
     keys: slice
-    behind: torch.Tensor | None
+    window_mask: torch.Tensor | None
     first: tuple[int, int]
 
 
@@ -75,7 +75,7 @@ class _Group:
 class TorchPagedAttention:
     """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]; `sink` as in windows.py.
 
-    A block that no query of the step sees is not gathered: it may be somebody else's by now, and 0 * NaN is NaN.
+    A block that no query of the step sees is not gathered: it may have another owner by now, and 0 * NaN is NaN.
     """
 
     dispatch = "torch"
@@ -96,7 +96,7 @@ class TorchPagedAttention:
         self._slopes = {slopes: torch.tensor(slopes, dtype=torch.float32, device=self.device).view(kv_heads, self.group)
                         for _, slopes, _ in self._kinds if slopes is not None}
         square = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device)
-        self._ahead, self._behind = square.triu(1), square.tril(-1)
+        self._ahead, self._window_mask = square.triu(1), square.tril(-1)
 
         # The pool as rows and as pages, starting at each layer, so that one step's indices serve all layers.
         pages = kv_pool.view(-1, block * head_size)
@@ -174,8 +174,8 @@ class TorchPagedAttention:
             by_row = scores.view(self.kv_heads, self.group, count, -1)
             self._add_positions(layer, tile, by_row)
             by_row[..., -count:].add_(self._ahead[:count, :count])
-            if tile.behind is not None:
-                by_row[..., tile.sinks : tile.sinks + tile.behind.shape[1]].add_(tile.behind)
+            if tile.window_mask is not None:
+                by_row[..., tile.sinks : tile.sinks + tile.window_mask.shape[1]].add_(tile.window_mask)
             per_row = None if sink_logits is None else sink_logits.repeat_interleave(count, 1)
             attended = torch.bmm(_softmax(scores, per_row), _seen(value, tile))
             result[tile.rows].view(split).copy_(attended.view(rows.shape).permute(2, 0, 1, 3))
@@ -228,16 +228,18 @@ class TorchPagedAttention:
         """Rows row .. end - 1 of the packed step; `missing` keys between the sinks and the windows are not there."""
         first, stop = row + row_to_position, end + row_to_position                    # positions
         if window and first - window + 1 > self.sink:
-            # A gap behind the sinks, and each row sees one key of the first less than the row before it.
-            keys, behind = slice(first - window + 1 - missing, stop - missing), self._behind[: end - row, : end - row]
-            return _Tile(slice(row, end), self.sink, keys, behind, (first, first - window + 1))
-        behind = None
+            # A gap after the sinks, and each row sees one key of the first less than the row before it.
+            keys = slice(first - window + 1 - missing, stop - missing)
+            return _Tile(slice(row, end), self.sink, keys, self._window_mask[: end - row, : end - row],
+                         (first, first - window + 1))
+        window_mask = None
         if window and stop - window > self.sink:
             key = torch.arange(stop - window, dtype=torch.int64, device=self.device)
             query = torch.arange(first, stop, dtype=torch.int64, device=self.device)[:, None]
             outside = (key <= query - window) & (key >= self.sink)
-            behind = torch.zeros(outside.shape, dtype=self.dtype, device=self.device).masked_fill_(outside, -torch.inf)
-        return _Tile(slice(row, end), 0, slice(stop), behind, (first, 0))
+            window_mask = torch.zeros(outside.shape, dtype=self.dtype, device=self.device)
+            window_mask.masked_fill_(outside, -torch.inf)
+        return _Tile(slice(row, end), 0, slice(stop), window_mask, (first, 0))
 
     def _plan_group(self, step, members, lengths, seen, window, slopes, factor):
         """seen   `blocks_seen` of all generating sequences; None without a window: each sees all its blocks"""

@@ -32,7 +32,7 @@ def blocks_seen(first_position: np.ndarray, length: np.ndarray, block: int, wind
                 sink: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The blocks with a key that some query from first_position to length - 1 sees, element by element.
 
-    Returns   (sink blocks 0 .. s - 1, skipped blocks behind them, blocks seen in all); the seen blocks after the sinks
+    Returns   (sink blocks 0 .. s - 1, skipped blocks after them, blocks seen in all); the seen blocks after the sinks
               are s + skipped .. the last. Skipped ones may have been given back: what they hold must not be read.
     """
     first = np.maximum(first_position - window + 1, 0) // block if window else np.zeros_like(first_position)

@@ -128,7 +128,7 @@ def to_log_probs(logits: torch.Tensor, temperature: torch.Tensor, rows: BeamRows
         parts = [np.arange(group.first, group.first + group.count) for group in rows.groups if group.search.is_changed]
     finite = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     for part in parts:
-        # A view where it is everybody: rows of logits are large.
+        # A view where it is every row: rows of logits are large.
         of = slice(None) if len(part) == len(logits) else torch.from_numpy(part).to(logits.device)
         log_probs = log_distribution(logits[of], temperature[of])
         logits[of], finite[of] = log_probs, log_probs.amax(1).isfinite()

@@ -101,7 +101,7 @@ class BeamSearch:
 
     num_candidates  continuations that `advance` takes
     cum_log_probs   [beams] float32 of the live texts: one, empty, before the first step, then `width`; -inf: none
-    last_tokens     [width] int32: what the live texts end with, and what the next step is fed
+    last_tokens     [width] int32: what the live sequences end with: input tokens of the next step
     texts           [beams, n] int32: what was generated of the live texts; None where nothing depends on it
     stop_words      those of the sequence; None: it has none, else it has texts
     is_changed      stages act on its log-probabilities
@@ -238,8 +238,8 @@ class BeamSearches:
         """The search has sampled the tokens of this position and is now `after`."""
         self._rings[slot].put(0, position + 1, (position + 1, after))
 
-    def fed_tokens(self, generation: GenerationWork) -> np.ndarray:
-        """[g * beam width] int32: the tokens a generation step is fed."""
+    def input_tokens(self, generation: GenerationWork) -> np.ndarray:
+        """[g * beam width] int32: the input tokens of a generation step."""
         return np.concatenate([self.at(slot, kv_length + 1).last_tokens for slot, kv_length in zip(
             generation.slots.tolist(), generation.kv_lengths.tolist())])
 

@@ -25,7 +25,7 @@ class BeamStopWords:
         self._prompt_end = prompt[max(len(prompt) - longest, 0) :]
 
     def ended(self, texts: np.ndarray, parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """[k] bool: whether tokens[i], behind the text parents[i], is the last one of a word.
+        """[k] bool: whether tokens[i], after the sequence parents[i], is the last one of a word.
 
         texts   [beams, n] int32, generated so far
         """

@@ -152,13 +152,13 @@ class GptDecoder:
         """The next step's input is what was sampled, and what is sampled next depends on it."""
         of = drawn.rows
         if of.features & HISTORY:
-            self.history.append(of, of.having(HISTORY), drawn.tokens)
+            self.history.append(of, of.active(HISTORY), drawn.tokens)
         if of.features & STAGES:
             self.stages.keep(of, drawn.tokens)
         self.state.last_tokens.put(of.device_slots, of.device_positions, drawn.tokens.long())
 
     def plain_counts(self, num_rows: int) -> torch.Tensor:
-        """Memory for `draw_plainly` of rows that may be sampled. Whoever draws sets it to zeros before."""
+        """Memory for `draw_plainly` of rows that may be sampled. The caller sets it to zeros before."""
         return torch.empty((num_rows, BUCKETS), dtype=torch.int32, device=self.state.device)
 
     def draw_plainly(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
@@ -184,7 +184,7 @@ class GptDecoder:
         if not self._one_by_one:
             return raw_log_probs(logits, rows)
         return torch.cat([raw_log_probs(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)))
-                          for row in np.flatnonzero(rows.having(RAW_LOG_PROBS)).tolist()])
+                          for row in np.flatnonzero(rows.active(RAW_LOG_PROBS)).tolist()])
 
     def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> Sampled:
         """raw: what `raw_log_probs` gave for these rows; None: none of them asked"""
@@ -197,10 +197,10 @@ class GptDecoder:
             tokens, _, finite = self._sample_token(logits, **self._greedy(len(logits)))
             log_probs = None
         else:
-            wants_log_prob = rows.having(LOG_PROBS)
+            wants_log_prob = rows.active(LOG_PROBS)
             tokens, log_probs, finite = self._sample_token(
                 logits, position=rows.device_positions.int(),
-                wants_log_prob=torch.from_numpy(wants_log_prob & ~rows.having(REPORTED)),
+                wants_log_prob=torch.from_numpy(wants_log_prob & ~rows.active(REPORTED)),
                 **{argument: rows.column(name) for name, argument in SAMPLED_BY.items()})
             if not rows.features & LOG_PROBS:
                 log_probs = None
@@ -213,7 +213,7 @@ class GptDecoder:
 
     def _given_finite(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
         """[r] bool: which rows that stages will change are finite before that."""
-        changed = rows.having(STAGES)
+        changed = rows.active(STAGES)
         if logits.device.type != "cpu" or changed.all():
             return logits.amax(1).isfinite()
         finite = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
@@ -239,7 +239,7 @@ class GptDecoder:
             raw_of = [None] * len(rows)
         else:
             own = iter(raw.split(1))
-            raw_of = [next(own).clone() if asks else None for asks in rows.having(RAW_LOG_PROBS).tolist()]
+            raw_of = [next(own).clone() if asks else None for asks in rows.active(RAW_LOG_PROBS).tolist()]
         return Sampled.joined([
             self._stage_and_sample(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)), raw_of[row])
             for row in range(len(rows))])

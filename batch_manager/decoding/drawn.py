@@ -56,12 +56,12 @@ class Drawn:
     tokens            [r] int32 or int64; meaningless where not finite
     finish            [r] uint8
     finite            [r] bool: False where no token can be sampled from a row's logits
-    log_probs         [r] float32, or None when nobody asked; 0 in the rows of those who did not
+    log_probs         [r] float32, or None when no request asked; 0 in the rows of requests that did not
     emptied           [r] bool: not finite, but finite before the stages: they left nothing, or a NaN or +inf; None: no
                       row has a stage
     post_processed    the rows that users' functions changed; None when there are none
-    logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when nobody asked
-    top               the likeliest tokens of rows; None when nobody asked
+    logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when no request
+    asked top               the likeliest tokens of rows; None when no request asked
     beams             what was sampled for beams; None when there are none
     """
 

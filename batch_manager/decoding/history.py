@@ -16,10 +16,10 @@ class TokenHistory:
 
     tokens   [rows, capacity] int32: the token of position p in column p. A slot's row is the slot; where beams want
              a history, slot * most beams + beam. `device_rows_of` is where that is decided. Columns at
-             and behind the position that is drawn, and rows of slots without a history, hold anything.
+             and after the position that is sampled, and rows of slots without a history, hold anything.
 
     The token drawn is written at its position, so a step may run twice. What beams hold changes with their parents: it
-    is written whole, before each step, by whoever knows where that step began. Grows by doubling, to the longest
+    is written whole, before each step, by the code that knows where that step began. Grows by doubling, to the longest
     sequence, and to the most beams.
     """
 

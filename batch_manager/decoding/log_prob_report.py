@@ -56,15 +56,15 @@ def log_distribution(logits: torch.Tensor, temperature: torch.Tensor) -> torch.T
     Shapes    logits [n, vocab] float32; temperature [n] float32
     Mutates   logits
     """
-    heat = temperature.where(temperature != 0, 1)
+    divisor = temperature.where(temperature != 0, 1)
     # What is divided is at most 0, so that a small temperature makes no infinity of it.
-    return logits.sub_(logits.amax(1, keepdim=True)).div_(heat[:, None]).log_softmax(1)
+    return logits.sub_(logits.amax(1, keepdim=True)).div_(divisor[:, None]).log_softmax(1)
 
 
 def raw_log_probs(logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
     """[q, vocab] float32: the model's own distributions, of the rows that asked for them. `logits` is as the model gave
     it, and stays so."""
-    asked = torch.from_numpy(np.flatnonzero(rows.having(RAW_LOG_PROBS))).to(logits.device)
+    asked = torch.from_numpy(np.flatnonzero(rows.active(RAW_LOG_PROBS))).to(logits.device)
     own = logits[asked].float()
     return log_distribution(own, torch.ones(len(own), dtype=torch.float32, device=own.device))
 
@@ -75,12 +75,12 @@ def report(logits: torch.Tensor, rows: LogitsRows, tokens: torch.Tensor, log_pro
 
     logits      [r, vocab], after the stages
     tokens      [r]: what was sampled
-    log_probs   [r] float32; None: nobody asked
+    log_probs   [r] float32; None: no request asked
     raw         [q, vocab] float32: what `raw_log_probs` gave for these rows; None: none of them asked
     Mutates     log_probs: of the rows that asked for REPORTED
     """
-    asked = np.flatnonzero(rows.having(REPORTED))
-    is_top, is_raw = rows.having(TOP_LOG_PROBS)[asked], rows.having(RAW_LOG_PROBS)[asked]
+    asked = np.flatnonzero(rows.active(REPORTED))
+    is_top, is_raw = rows.active(TOP_LOG_PROBS)[asked], rows.active(RAW_LOG_PROBS)[asked]
     top = np.flatnonzero(is_top)
     there, top_there, raw_there, starts = send([
         asked, top, np.flatnonzero(is_raw), np.arange(len(top) + 1, dtype=np.int32)])

@@ -11,11 +11,11 @@ called. Logits are float32 tensors on the engine's device; on a GPU the current 
                     one call for all requests of a step that asked for it; changes the tensor in place. Indexed or
                     iterated over, the tensor is a list of the requests' [1, beams, vocab]
 
-token_ids holds, per beam, the prompt and what was generated so far; the lists are the function's to keep. Behind the
+token_ids holds, per beam, the prompt and what was generated so far; the lists are the function's to keep. After the
 prompt there is one beam, however many a request asked for.
 
 A function that raises, returns something else, or leaves NaN, +inf or no token at all in a row ends its own request.
-One that has something to tell whoever waits for the response raises InvalidRequestError with it.
+One with a message for the receiver of the response raises InvalidRequestError with it.
 A batched one that raises for several requests is called again for fewer of them, with the step, until it is known whom
 it cannot do.
 
@@ -65,7 +65,7 @@ class _Rows:
     processor: LogitsPostProcessor
 
     def token_ids(self) -> list[list[int]]:
-        """Behind a context there is one row still, whatever the beams."""
+        """After a context there is one row still, whatever the beams."""
         return self.processor.token_ids()[: self.end - self.first]
 
 
@@ -73,7 +73,7 @@ class LogitsPostProcessors:
     """The functions of the sequences that have one, by slot."""
 
     def __init__(self) -> None:
-        # The host drops a request's function with the request; a slot that nobody has taken since must not keep it.
+        # The host drops a request's function with the request; a slot without a new owner must not keep it.
         self._of_slot: WeakValueDictionary[int, LogitsPostProcessor] = WeakValueDictionary()
         self._in_post_processor = Guard().raising("logits post-processor")
 

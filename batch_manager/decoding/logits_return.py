@@ -1,4 +1,4 @@
-"""Logits that go back to whoever asked for them: as the model gave them, before any stage, float32 on the host."""
+"""Logits for the requests that asked for them: as the model gave them, before any stage, float32 on the host."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torc
 
 def generation_logits(logits: torch.Tensor, rows: LogitsRows) -> tuple[list[int], torch.Tensor]:
     """(slots that asked, copies of their rows [q, vocab])."""
-    asked = np.nonzero(rows.having(GENERATION_LOGITS))[0]
+    asked = np.nonzero(rows.active(GENERATION_LOGITS))[0]
     return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]
 
 

@@ -36,7 +36,7 @@ class LogitsRows:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def having(self, feature: int) -> np.ndarray:
+    def active(self, feature: int) -> np.ndarray:
         """[r] bool on the host: which rows have a feature."""
         return (self._features & feature) != 0
 
@@ -70,7 +70,7 @@ class LogitsRows:
 
         Of sequences for which a stage that is active needs it; the numbers of other rows mean nothing.
         """
-        return (self._history.up_to(int(self.positions[self.having(HISTORY)].max(initial=0))),
+        return (self._history.up_to(int(self.positions[self.active(HISTORY)].max(initial=0))),
                 self._history.device_rows_of(self.draw_rows), self.device_positions)
 
     def part(self, of: slice) -> "LogitsRows":

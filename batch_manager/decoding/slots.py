@@ -161,7 +161,7 @@ class SlotState:
         plane, index, is_float = self.place(name)
         return plane.there[index].view(torch.float32) if is_float else plane.there[index]
 
-    def having(self, feature: int, slots: np.ndarray) -> np.ndarray:
+    def active(self, feature: int, slots: np.ndarray) -> np.ndarray:
         """[n] bool: which of the sequences in these slots have a feature."""
         return (self.features[slots] & feature) != 0
 

@@ -92,7 +92,7 @@ class Stages:
         try:
             for bit, stage in self._by_bit:
                 if rows.features & bit:
-                    stage.apply(logits, rows, rows.having(bit))
+                    stage.apply(logits, rows, rows.active(bit))
         except Exception:
             self.raised_last = stage
             raise

@@ -1,6 +1,6 @@
-"""A top-p that shrinks while a sequence is written, and starts anew behind a certain token.
+"""A top-p that shrinks while a sequence is written, and starts anew after a certain token.
 
-    after each token that was drawn    top_p = max(top_p * decay, min), or what it was at first, behind the reset id
+    after each token that was drawn    top_p = max(top_p * decay, min), or what it was at first, after the reset id
 
 Source   Lee et al., "Factuality enhanced language models for open-ended text generation", 2022; the rule is that of
          TensorRT-LLM. There it goes with top-p alone; here top-k may stand beside it.

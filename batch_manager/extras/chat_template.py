@@ -38,7 +38,7 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
                 tokens of the folder (`bos_token`, `eos_token`, ...) are variables too
 
     Encode the result with `add_special_tokens=False`: the template has written them. A user's text that looks like a
-    special token is one then; whoever must keep them apart looks for them before.
+    special token is one then; a host that must keep them apart looks for them first.
 
     Nothing that is passed is mutated, and templates reach none of it: they get copies made of dictionaries, lists,
     texts, numbers, booleans and None. Anything else is refused by name. A template can compute for as long as it likes.

@@ -48,7 +48,7 @@ class GeneratedText:
         return text
 
     def rest(self) -> str:
-        """What was kept back, where no further delta comes: the request failed, or nobody waits for its end."""
+        """What was kept back, where no further delta comes: the request failed, or its end has no reader."""
         return self._stream.finish()
 
     def _up_to_a_stop(self, delta: Delta, tokens: Sequence[int]) -> str:

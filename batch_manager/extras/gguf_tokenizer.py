@@ -203,7 +203,7 @@ def _sentence_piece(metadata: "_Metadata", tokens: list[str], kinds: list[int]) 
               if kind in (CONTROL, USER_DEFINED) and n not in special]
     if begins_with_space and within:
         # Some originals do, and some do not.
-        raise metadata.fault("tokenizer.ggml.add_space_prefix", "a file that says whether a text behind a special "
+        raise metadata.fault("tokenizer.ggml.add_space_prefix", "a file that says whether a text after a special "
                              "token gets a space too", f"set or missing, and there is the token {within[0]!r:.60}")
     unknown = metadata.token_id("tokenizer.ggml.unknown_token_id", len(tokens))
     if unknown is None:

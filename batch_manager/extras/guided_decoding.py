@@ -164,7 +164,7 @@ def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:
 
 def _catch_up(session: _Session, tokens: list[int]) -> None:
     """Show the matcher the tokens it has not seen. A step that runs again shows it none."""
-    if session.prompt_length is None:                # the first call is for the first token behind the prompt
+    if session.prompt_length is None:                # the first call is for the first token after the prompt
         session.prompt_length = session.num_tokens = len(tokens)
     if session.num_tokens > len(tokens):
         session.matcher.reset()

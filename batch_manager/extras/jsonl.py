@@ -11,7 +11,7 @@ from typing import Self
 __all__ = ["JsonlStatistics"]
 
 SECONDS_BETWEEN_FLUSHES = 1.0
-IDLE = '"Active Request Count":0,'    # no further record need follow, and whoever reads the file should know
+IDLE = '"Active Request Count":0,'    # no further record need follow, and a reader of the file should know
 
 
 class JsonlStatistics:

@@ -315,7 +315,7 @@ class _Request:
                  text: GeneratedText, completion: Completion) -> None:
         self.mailbox, self.completion = mailbox, completion
         self.is_over, self.failure = False, None
-        self._manager, self._switchboard = manager, switchboard      # whoever reads keeps the engine
+        self._manager, self._switchboard = manager, switchboard      # a reader keeps the engine
         self._request, self._text = request, text
         self._handed_over = 0.0
         self._first_token: float | None = None
@@ -354,7 +354,7 @@ class _Request:
         return piece
 
     def end(self, reason: FinishReason) -> None:
-        """Nobody reads any further."""
+        """The reader has gone."""
         if not self.is_over:
             self.is_over = True
             self.completion.text += self._text.rest()

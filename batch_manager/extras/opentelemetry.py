@@ -56,7 +56,7 @@ class OpenTelemetryStatistics(LatestStatistics):
 
     Records are those of one engine. Any thread may observe and collect. Gauges fall to zero where the engine has
     `flush_stats_when_idle=True`, which sends a record when the last request has left. The meter shows no more of it
-    once nobody refers to this object.
+    once this object has no reference.
     """
 
     def __init__(self, model: str, meter: Meter | None = None, *, operation_name: str = "text_completion",

@@ -69,7 +69,7 @@ class LatestStatistics:
 
     Any thread may read. An iteration costs the parsing of its record and some additions.
 
-    Raises ConfigError for a model that is no text: later it would be whoever scrapes who is told.
+    Raises ConfigError for a model that is no text: later only the scraper would be told.
     """
 
     def __init__(self, model: str) -> None:

@@ -54,7 +54,7 @@ class TextStream:
     skip_special_tokens   leave out special tokens, such as the end id
 
     However the tokens are cut into pushes, the pieces that `push` and `finish` return are, joined, what
-    `tokenizer.decode(prompt_ids + tokens)` has behind `tokenizer.decode(prompt_ids)`. Where the second is no beginning
+    `tokenizer.decode(prompt_ids + tokens)` has after `tokenizer.decode(prompt_ids)`. Where the second is no beginning
     of the first, because the prompt ends within a character, it is what follows the longest beginning they have in
     common. What is returned is never taken back: bytes of a character that is not complete, a space that the
     tokenizer may still remove, and a run of byte tokens (`<0xE4>`, which are text only if the whole run is UTF-8) are
@@ -180,7 +180,7 @@ class _StopStrings:
         return self._next[state].get(character, 0)
 
     def scan(self, state: int, text: str) -> tuple[int, int, str | None]:
-        """(state, position behind the first stop string, that string); the string is None where there is none."""
+        """(state, position after the first stop string, that string); the string is None where there is none."""
         position = 0
         while position < len(text):
             if not state:

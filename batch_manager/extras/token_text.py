@@ -177,7 +177,7 @@ class Rule:
     before          done to each token
     joins           "text"; "bytes": every token is bytes, as in ByteLevel; "runs": some tokens are single bytes, and a
                     run of them is text only if the whole run is UTF-8, as in ByteFallback
-    after           done to each token behind the runs
+    after           done to each token after the runs
     steps           makers of what is done to the joined text
     """
 
@@ -259,7 +259,7 @@ class Pieces(dict):
         return piece
 
     def piece(self, token_id: int, is_first: bool = False, is_first_after: bool = False) -> Any:
-        """The piece of a token that is or is not the first one, before and behind the runs of bytes."""
+        """The piece of a token that is or is not the first one, before and after the runs of bytes."""
         token = self._token_of(token_id)
         if token is None or self._skips(token_id, token):
             return None

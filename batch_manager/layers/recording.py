@@ -168,8 +168,8 @@ class Recording:
     def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
         if not isinstance(matrix, PackedMatrix):
             raise NotRecordableError("one of its matrices is held in another form")
-        # A product reads whole vectors: behind the last column of a row there must be zeros, or columns of a layer.
-        # The rows that go in have nothing behind them.
+        # A product reads whole vectors: after the last column of a row there must be zeros, or columns of a layer.
+        # The rows that go in have nothing after them.
         if (rows.register == 0 or rows.column % INPUTS_ALIGNED) and rows.width % INPUTS_ALIGNED:
             raise NotRecordableError("a product takes rows that are not those of a layer")
         result = self.register(outputs) if adds_to is None else adds_to

@@ -1,4 +1,4 @@
-"""BLOOM, BLOOMZ: no positions but ALiBi's slopes, a norm behind the embedding, LayerNorm, an MLP of two matrices.
+"""BLOOM, BLOOMZ: no positions but ALiBi's slopes, a norm after the embedding, LayerNorm, an MLP of two matrices.
 
 Source   "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model" (arXiv 2211.05100); checkpoints as
          transformers saves BloomForCausalLM, with or without the `transformer.` prefix.
@@ -55,7 +55,7 @@ class Bloom:
         refuse_rotary(config)
         if not config.flag("alibi", True):
             raise config.fault("alibi", "true, or not there: this architecture has nothing else for positions")
-        # Products in slices, which leave out the biases behind attention and the MLP.
+        # Products in slices, which leave out the biases after attention and the MLP.
         if config.flag("slow_but_exact", False) and config.count("pretraining_tp", 1) > 1:
             raise config.fault("slow_but_exact", "false, where pretraining_tp is above 1")
         num_heads = config.count(name_in_use(config, "n_head", "num_attention_heads"), maximum=MAX_HEADS)
@@ -96,7 +96,7 @@ class Bloom:
                          tied_to=self.embedding if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Before the norm behind the embedding, which is for rows of a prompt-tuning table too."""
+        """Before the norm after the embedding, which is for rows of a prompt-tuning table too."""
         return self.embedding(token_ids)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:

@@ -35,7 +35,7 @@ from .model_spec import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconSpec(ModelSpec):
-    """is_parallel      the MLP stands beside attention, not behind it
+    """is_parallel      the MLP stands beside attention, not after it
     has_own_norms    beside each other, each of them has a norm of its own
     """
 
@@ -144,7 +144,7 @@ class _Layer:
         self.mlp_norm = None                               # the MLP is given what attention is given
         if spec.has_own_norms or not spec.is_parallel:
             self.mlp_norm = norm("ln_mlp" if spec.has_own_norms else "post_attention_layernorm")
-        # Stored by key heads, each one's query heads before it and its value behind it, however many those are.
+        # Stored by key heads, each one's query heads before it and its value after it, however many those are.
         order = torch.arange(sum(spec.qkv_sizes), dtype=torch.int64, device=context.device)
         order = order.view(spec.num_kv_heads, -1, spec.head_size)
         parts = (order[:, :-2], order[:, -2], order[:, -1])

@@ -17,7 +17,7 @@ MAX_ROTARY_ENTRIES = 2**27                           # 512 MiB of cosines and si
 
 # Fields that change what a model computes, with the values that leave the numbers alone. A file that says anything
 # else is refused by name, unless the class of its architecture says that it understands the field. What brings tensors
-# of its own, as experts do, is refused anyhow: nobody asks for those.
+# of its own, as experts do, is refused anyhow: no class asks for those.
 _NEUTRAL = {
     "quantization_config": (), "compression_config": (),
     "partial_rotary_factor": (1, 1.0), "rotary_pct": (1, 1.0), "rope_interleaved": (False,), "use_mrope": (False,),

@@ -1,4 +1,4 @@
-"""OPT: learned positions whose table begins two rows late, ReLU, norms before or behind attention and the network.
+"""OPT: learned positions whose table begins two rows late, ReLU, norms before or after attention and the network.
 
 Source   "OPT: Open Pre-trained Transformer Language Models" (arXiv 2205.01068); checkpoints as transformers saves
          OPTForCausalLM, with or without the `model.` prefix.
@@ -38,7 +38,7 @@ EPSILON = 1e-5
 class OptSpec(ModelSpec):
     """embedding_size       entries of a token's row; where they are not as many as the hidden size has, a product maps
                          them to it, and another one maps hidden states back before the head
-    norms_first          norms stand before attention and the network, else behind the sums
+    norms_first          norms stand before attention and the network, else after the sums
     has_last_norm        the last layer's rows are normed once more
     norms_have_weights   norms have weights and biases
     """

@@ -27,7 +27,7 @@ from ..sampling_config import (
     Range,
     SamplingConfig,
 )
-from .companions import check_companions
+from .dependent_tensors import check_dependent_tensors
 from .inference_request import (
     TENSORS,
     Content,
@@ -291,7 +291,7 @@ class Admission:
         values = self._values(looked)
         shapes = {name: given.shape for name, given in looked.tensors.items()}
         end_ids = self._end_ids(looked)
-        check_companions(looked.scalars, shapes, values, end_ids, self.limits)
+        check_dependent_tensors(looked.scalars, shapes, values, end_ids, self.limits)
         self._check_options(looked, values)
         self._refuse_what_is_not_built(looked, values, sampling.beam_width)
 

@@ -302,7 +302,7 @@ def _numbers(spec: TensorSpec, values: Sequence[Any], bound: Bound, before: int 
     before, bytes_before   elements of the tensor that were read already, and what they take
     """
     bound.check(spec.name, before + len(values), bytes_before + 8 * len(values))
-    numbers = tuple(values)             # from here on nobody else can change the list
+    numbers = tuple(values)             # from here on no other code can change the list
     bound.check(spec.name, before + len(numbers), bytes_before + 8 * len(numbers))
     types = set(map(type, numbers))
     if types <= {int}:

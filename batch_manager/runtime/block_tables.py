@@ -34,7 +34,7 @@ class BlockTables:
     def update(self, batch: ScheduledBatch) -> None:
         """Take over what changed since the last batch. Doing so again is harmless."""
         for work in batch.context:
-            if work.setup is not None:                            # somebody new in the slot, nothing mapped yet
+            if work.setup is not None:                            # a new sequence in the slot, nothing mapped yet
                 first = work.slot * batch.max_beam_width
                 stop = first + batch.max_beam_width
                 if stop > len(self.rows):

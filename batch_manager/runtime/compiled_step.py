@@ -40,7 +40,7 @@ class CompiledStep:
         self._capacity = 0
 
     def run(self, hidden: torch.Tensor, step: PackedStep) -> torch.Tensor:
-        """hidden [T, hidden size], which is overwritten -> the hidden states behind the model's last layer.
+        """hidden [T, hidden size], which is overwritten -> the hidden states after the model's last layer.
 
         Mutates   the pool's pages of the step's tokens
         Raises    MemoryError
@@ -86,7 +86,7 @@ class CompiledStep:
         return self._head.largest(hidden, self.threads)
 
     def _make_room(self, rows: int) -> None:
-        """Registers for so many rows: zeros, and what lies behind the last column of a row stays zero."""
+        """Registers for so many rows: zeros, and what lies after the last column of a row stays zero."""
         capacity, itemsize = max(rows, 2 * self._capacity), self._recording.dtype.itemsize
         self._memory = allocate(capacity * self._row_entries * itemsize)
         start = self._memory.ctypes.data
@@ -97,8 +97,8 @@ class CompiledStep:
 def arrange(recording: Recording) -> tuple[list[int], int]:
     """Where registers begin, in entries a row, and how many entries a row takes in all.
 
-    A register's place goes to another of the same stride behind its last use. One whose rows end before its stride does
-    keeps its place: what lies behind them is zeros, and has to stay so.
+    A register's place goes to another of the same stride after its last use. One whose rows end before its stride does
+    keeps its place: what lies after them is zeros, and has to stay so.
     """
     last_use = {register: index for index, used in enumerate(recording.uses) for register in used}
     offsets, free, total = [0] * len(recording.strides), {}, 0

@@ -59,7 +59,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Bytes of a GPU that are not free to anybody, as its driver says, when what was launched is done; 0 for a CPU."""
+    """Bytes of a GPU that are not free, as its driver says, when what was launched is done; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -90,7 +90,7 @@ class AllocatedMemory:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give what nobody uses any more back to the system."""
+    """Give unused memory back to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -183,7 +183,7 @@ class Uploads:
                 for array, start in zip(arrays, starts)]
 
     def into(self, there: torch.Tensor, array: np.ndarray) -> None:
-        """The bytes of an array to a tensor of uint8 on the device, of the same length, behind what was launched so
+        """The bytes of an array to a tensor of uint8 on the device, of the same length, after what was launched so
         far. The array may be written again at once."""
         if self._shares_memory:
             there.copy_(torch.from_numpy(array))
@@ -238,7 +238,7 @@ class CapturedGraph:
         self._graph.capture_end()
 
     def replay(self) -> None:
-        """Launch all of it, behind what the current stream has."""
+        """Launch all of it, after what the current stream has."""
         self._graph.replay()
 
 

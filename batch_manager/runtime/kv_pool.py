@@ -1,7 +1,7 @@
 """The tensor behind block ids: [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
 
 All layers of a block lie together, so that a block moves as one piece; the page of one head is contiguous. Zeroed once,
-because attention multiplies what lies behind a sequence's last token by zero and that must be a finite number.
+because attention multiplies what lies after a sequence's last token by zero and that must be a finite number.
 """
 
 import math

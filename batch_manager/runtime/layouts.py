@@ -24,7 +24,7 @@ class ModelCall:
     """One call of the model.
 
     padding      where the packed rows stand in a padded call; None: the call is packed
-    embeddings   [v, hidden size] float32: of the call's virtual tokens, in order; None: it has none
+    embeddings   [v, hidden size] float32: of the call's prompt-tuning tokens, in order; None: it has none
     """
 
     step: PackedStep

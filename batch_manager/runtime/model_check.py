@@ -1,4 +1,4 @@
-"""What a model returns, looked at while it is loaded: a class of somebody's may return anything."""
+"""Checks what a model returns while it is loaded: a class of the user's may return anything."""
 
 import torch
 

@@ -60,10 +60,10 @@ class ModelRunner:
         finally:
             self._model = model
 
-    def run(self, call: ModelCall, state: SlotState, fed_tokens: np.ndarray | None = None) -> CallResult:
+    def run(self, call: ModelCall, state: SlotState, input_tokens: np.ndarray | None = None) -> CallResult:
         """Changes nothing but the pages that the step's tokens belong to.
 
-        fed_tokens   [g] int32, the first tokens of the sequences that generate, if there are any; None: they are the
+        input_tokens   [g] int32, the first tokens of the sequences that generate, if there are any; None: they are the
                      ones that `state` drew last
         """
         step, padding = call.step, call.padding
@@ -73,8 +73,8 @@ class ModelRunner:
         slots, drawn_at = step.slots, step.kv_lengths
         arrays = [step.token_ids.astype(np.int64), step.positions.astype(np.int64), slots.astype(np.int64),
                   drawn_at.astype(np.int64)]
-        if generates and fed_tokens is not None:
-            arrays[0][num_context_tokens:] = fed_tokens
+        if generates and input_tokens is not None:
+            arrays[0][num_context_tokens:] = input_tokens
         if step.num_contexts:                              # those draw a token whose last chunk this is
             drawing = np.searchsorted(step.query_starts, step.logits_rows, side="right") - 1
             slots, drawn_at = slots[drawing], step.positions[step.logits_rows] + np.int32(1)
@@ -100,7 +100,7 @@ class ModelRunner:
         if step.num_verifying:
             first_rows, *more = more
             token_ids[first_rows] = state.last_tokens.at(generating_slots, positions[first_rows])
-        elif generates and fed_tokens is None:
+        elif generates and input_tokens is None:
             token_ids[num_context_tokens:] = state.last_tokens.at(generating_slots, positions[num_context_tokens:])
 
         hidden = self._model.embed(token_ids)
@@ -123,7 +123,7 @@ class ModelRunner:
         return CallResult(hidden, DrawRows(slots, drawn_at, device_slots, device_drawn_at), finite, returned_logits)
 
     def generate(self, given: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [r, vocab] behind one token a row, through an attention that was bound to their step.
+        """Logits [r, vocab] after one token a row, through an attention that was bound to their step.
 
         Shapes   as of `forward`
         """
@@ -162,7 +162,7 @@ class ModelRunner:
         slots = step.slots[:num_contexts]
         return {int(slots[row]): context_logits(
                     self.logits, hidden[step.query_starts[row] : step.query_starts[row + 1]], self._vocab_size)
-                for row in np.nonzero(state.having(CONTEXT_LOGITS, slots))[0].tolist()}
+                for row in np.nonzero(state.active(CONTEXT_LOGITS, slots))[0].tolist()}
 
 
 def join_rows(parts: list[DrawRows]) -> DrawRows:

@@ -116,7 +116,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         raise ConfigError(
             f"max_seq_len is {max_seq_len:,}", f"the model has positions for {spec.max_position_embeddings:,} tokens",
             f"set max_seq_len to at most {spec.max_position_embeddings:,} or leave it unset")
-    # A padded call is bounded by its sequences, not by its tokens. What does not fit all the same is run in halves.
+    # A padded call is bounded by its sequences, not by its tokens. What does not fit all the same is bisected.
     step_tokens = params.max_batch_size * max_seq_len if layout is layouts.padded else params.max_num_tokens
     one_block = block_bytes(spec, kv.tokens_per_block, loaded.dtype)
     windows, sink = effective_windows([layer.window for layer in spec.attention], kv.max_attention_window,
@@ -298,10 +298,10 @@ class NativeBackend:
                 self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
             if self._plain_steps is not None and self._plain_steps.serves(batch):
                 return self._plain_steps.start(batch)
-            fed_tokens = None
+            input_tokens = None
             if batch.generation.beam_width > 1:
-                fed_tokens = self._decoder.searches.fed_tokens(batch.generation)
-            calls = [self._runner.run(call, self._decoder.state, fed_tokens)
+                input_tokens = self._decoder.searches.input_tokens(batch.generation)
+            calls = [self._runner.run(call, self._decoder.state, input_tokens)
                      for call in self._layout(batch, self._tables, self.info.tokens_per_block)]
             return self._sample(batch, calls)
 

@@ -105,7 +105,7 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
 
 
 def virtual_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | None:
-    """[v, hidden size]: the embeddings of the contexts' virtual tokens, in packed order; None where there are none."""
+    """[v, hidden size]: the embeddings of the contexts' prompt-tuning tokens, in packed order. None: there are none."""
     given = [work.embeddings for work in context if work.embeddings is not None]
     return np.concatenate(given) if given else None
 
@@ -159,7 +159,7 @@ class ContextPlaces(NamedTuple):
 
     step         of the contexts alone
     table_rows   [c] int32   rows of the block tables
-    draws        [c] bool   whether a token is drawn behind the context: its last chunk runs
+    draws        [c] bool   whether a token is sampled after the context: its last chunk runs
     """
 
     step: PackedStep

@@ -11,7 +11,7 @@ from ..models.registry import Model
 
 class PaddedAttention:
     """An attention between padded rows: only the rows of tokens reach it, so that padding writes nothing to the cache
-    and nobody attends to it. A padding row gets zeros."""
+    and no token attends to it. A padding row gets zeros."""
 
     def __init__(self, attention: Attention, rows: torch.Tensor, num_rows: int) -> None:
         self.dispatch = attention.dispatch

@@ -103,7 +103,7 @@ class PlainSteps:
             self.graphs.run(shape)
         self.resident.are_sent()
         readback = Readback(self._device, {"results": self.inputs.tensors(shape).read_back}, is_reused=True)
-        return PlainStep(batch, shape, self._decoder.state.having, readback)
+        return PlainStep(batch, shape, self._decoder.state.active, readback)
 
     def write(self, batch: ScheduledBatch) -> StepShape:
         """Write the arrays of the step, in the memory that is sent to the device. Returns its shape."""
@@ -118,7 +118,7 @@ class PlainSteps:
             rows = padded(sequences, self._graph_rows) or sequences
             work = self._writer.plan(places, rows)
             shape = StepShape(rows, is_split=any(part_starts[-1] for _, part_starts in work),
-                              samples=bool(self._decoder.state.having(SAMPLES, places.slots).any()))
+                              samples=bool(self._decoder.state.active(SAMPLES, places.slots).any()))
         self._writer.write(shape, work, places, contexts)
         return shape
 
@@ -128,7 +128,8 @@ class PlainSteps:
         counts = decoder.plain_counts(shape.num_draws) if shape.samples else None
         prepared = self._prepare_step(
             self.resident.there, given.table_entries, given.table_blocks, decoder.state.last_tokens.values,
-            given.slots[: shape.rows], given.positions, given.fed_tokens, embedding=self._runner.table, cleared=counts)
+            given.slots[: shape.rows], given.positions, given.input_tokens, embedding=self._runner.table,
+            cleared=counts)
         self._attention.bind(given.generation, given.contexts)
         if given.contexts is None:
             logits = self._runner.generate(prepared, given.positions)
@@ -170,10 +171,10 @@ def _mixed_size(batch: ScheduledBatch, sizes: frozenset[tuple[int, int]]) -> tup
 class PlainStep:
     """A plain step that was launched.
 
-    having   (feature, slots [n]) -> [n] bool: which of the sequences in these slots have a feature
+    active   (feature, slots [n]) -> [n] bool: which of the sequences in these slots have a feature
     """
 
-    def __init__(self, batch: ScheduledBatch, shape: StepShape, having: Callable[[int, np.ndarray], np.ndarray],
+    def __init__(self, batch: ScheduledBatch, shape: StepShape, active: Callable[[int, np.ndarray], np.ndarray],
                  readback: Readback) -> None:
         self._micro_batch_id, self._shape, self._readback = batch.micro_batch_id, shape, readback
         self._contexts, self._slots, self._rows = batch.context, batch.generation.slots, slice(len(batch.generation))
@@ -181,7 +182,7 @@ class PlainStep:
             last = [index for index, work in enumerate(batch.context) if work.is_last_chunk]
             self._rows = np.array([*(shape.rows + index for index in last), *range(len(batch.generation))], np.int64)
             self._slots = np.array([*(batch.context[index].slot for index in last), *self._slots], np.int32)
-        self._asked = having(LOG_PROBS, self._slots)
+        self._asked = active(LOG_PROBS, self._slots)
 
     def finish(self) -> StepOutput:
         found, num_results = self._readback.wait()["results"], 4 * self._shape.num_draws

@@ -72,10 +72,10 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
     for index, norm in enumerate(operations):
         if not isinstance(norm, Norm) or not is_whole(norm.x, widths) or norm.result.register == recording.result:
             continue
-        behind = readers.get(norm.result.register, [])
-        if behind and all(takes_norm(index, reader) for reader in behind):
+        followers = readers.get(norm.result.register, [])
+        if followers and all(takes_norm(index, reader) for reader in followers):
             left_out.add(index)
-            norm_of |= dict.fromkeys(behind, norm)
+            norm_of |= dict.fromkeys(followers, norm)
 
     steps: list[Operation | FusedProduct] = []
     for index, operation in enumerate(operations):

@@ -10,10 +10,10 @@ On the device, at one address for the life of the engine:
     the block tables (`resident_tables.py`); numbers and newest tokens of each slot (`decoding/slots.py`); the pool
 In each step:
     one copy of the arrays below to one buffer on the device, from pinned memory of a ring (`device.Uploads`); one block
-    of results, copied to the host behind the step
+    of results, copied to the host after the step
 
-The arrays of a step lie behind one another at offsets that follow from its `StepShape`. Generation rows come first and
-contexts behind all of them, padding included: both begin at rows that the shape gives. Rows beyond the batch's are
+The arrays of a step lie one after another at offsets that follow from its `StepShape`. Generation rows come first and
+contexts after all of them, padding included: both begin at rows that the shape gives. Rows beyond the batch's are
 padding: their slot is one that no sequence has, their length is 0, their token is written nowhere. So whatever runs a
 step of some shape makes the same launches with the same arguments for each batch of that shape, and a graph of these
 launches can be replayed.
@@ -41,12 +41,12 @@ class StepTensors:
 
     slots           [R + C] int64   of the tokens that are drawn
     drawn_at        [R + C] int32   their positions
-    positions       [R + T] int64   of the tokens that are fed
+    positions       [R + T] int64   of the input tokens
     table_entries   [u] int64   entries of the flat block tables, and
     table_blocks    [u] int32   what they become
     generation      see GenerationInputs
-    fed_tokens      [T] int64   of contexts
-    draw_rows       [R + C] int64   behind which tokens others are drawn; None: behind each
+    input_tokens      [T] int64   of contexts
+    draw_rows       [R + C] int64   after which tokens others are sampled; None: after each
     contexts        see ContextInputs; None: T is 0
     results         [4, R + C] int32   tokens, finish reasons, whether logits are finite, the bits of log-probs
     context_sums    [T] float32   of the hidden states of each context token: not finite where one of them is not
@@ -59,7 +59,7 @@ class StepTensors:
     table_entries: torch.Tensor
     table_blocks: torch.Tensor
     generation: GenerationInputs
-    fed_tokens: torch.Tensor
+    input_tokens: torch.Tensor
     draw_rows: torch.Tensor | None
     contexts: ContextInputs | None
     results: torch.Tensor
@@ -110,7 +110,7 @@ class StepInputs:
         for index in range(len(self._attention.windows)):
             sections |= {f"work_{index}": (np.int32, (num_parts, 4)), f"starts_{index}": (np.int32, (rows + 1,))}
         if tokens:
-            sections |= {name: (np.int64, (tokens,)) for name in ("fed_tokens", "pool_slots")}
+            sections |= {name: (np.int64, (tokens,)) for name in ("input_tokens", "pool_slots")}
             sections |= {"draw_rows": (np.int64, (draws,)), "query_starts": (np.int32, (shape.contexts + 1,)),
                          "context_work": (np.int32, self._attention.most_context_work(tokens, shape.contexts))}
         return sections
@@ -144,7 +144,7 @@ class StepInputs:
         tensors = StepTensors(
             slots=there["slots"], drawn_at=kv_lengths, positions=positions, table_entries=there["table_entries"],
             table_blocks=there["table_blocks"], generation=generation,
-            fed_tokens=there.get("fed_tokens", positions[:0]), draw_rows=there.get("draw_rows"), contexts=contexts,
+            input_tokens=there.get("input_tokens", positions[:0]), draw_rows=there.get("draw_rows"), contexts=contexts,
             results=read_back[: 4 * draws].view(4, draws), context_sums=read_back[4 * draws :].view(torch.float32),
             read_back=read_back)
         return arrays, tensors, num_bytes

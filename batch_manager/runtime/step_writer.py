@@ -64,7 +64,7 @@ class StepWriter:
         arrays["draw_rows"][:rows] = np.arange(rows)
         arrays["query_starts"][0] = 0
         _fill(arrays["query_starts"][1:], ends, len(token_ids))        # padding has no tokens
-        for name, values, padding in (("fed_tokens", token_ids, 0), ("pool_slots", pool_slots, -1),
+        for name, values, padding in (("input_tokens", token_ids, 0), ("pool_slots", pool_slots, -1),
                                       ("context_work", work, -1)):
             _fill(arrays[name], values, padding)
 

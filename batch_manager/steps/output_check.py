@@ -1,4 +1,4 @@
-"""Validates what a backend returned before anybody relies on it."""
+"""Validates what a backend returned before it is used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -122,7 +122,7 @@ class StepOutputCheck:
 
     def _is_plain(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
                   asked: Mapping[int, Asked]) -> bool:
-        """Whether the output has tokens and finish codes for the right rows and nothing else, and nobody asked for
+        """Whether the output has tokens and finish codes for the right rows and nothing else, and no request asked for
         more. That is the common case; bytes are compared because that takes a tenth of the time for a few rows.
         """
         if type(output) is not StepOutput or asked:

@@ -222,7 +222,7 @@ class Resources:
         """Give everything back. A request that holds nothing is fine.
 
         keep_computed   what was computed of it and read is right: prompts that begin with the same tokens may find it
-        clear_blocks    a step may have left anything in its blocks: they are cleared before anybody reads them, and
+        clear_blocks    a step may have left anything in its blocks: they are cleared before they are read, and
                         nothing is kept
         is_in_flight    a launched step still writes to its blocks, in order before those of the next owner. What it
                         writes is not read, and is cleared

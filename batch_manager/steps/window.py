@@ -12,7 +12,7 @@ from .runner import RunningStep, StepRunner
 
 LAST_TOKEN = LlmRequestState.GENERATION_TO_COMPLETE
 COMPLETE = LlmRequestState.GENERATION_COMPLETE
-NOBODY: frozenset[int] = frozenset()
+NO_REQUESTS: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class StepWindow:
     def blocked_request_ids(self) -> Collection[int]:
         """Requests that are in flight and can be in no other step before that is read."""
         if not self._steps:
-            return NOBODY
+            return NO_REQUESTS
         if not self.runs_ahead:
             return frozenset([request.request_id for flight in self._steps for request in flight.requests])
         in_flight = [request for flight in self._steps for request in flight.requests
@@ -117,7 +117,7 @@ class StepWindow:
         return flight, output
 
     def drop_all(self) -> None:
-        """Wait for all steps and drop what they yield: nobody wants it any more. Raises DeviceLostError."""
+        """Wait for all steps and drop what they yield: no request needs it any more. Raises DeviceLostError."""
         while self._steps:
             flight = self._steps.popleft()
             self._runner.read(flight.step)

@@ -115,7 +115,7 @@ class ScriptedBackend:
         self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
         self._last_tokens = PositionRing(np.zeros((len(self._state), COLUMNS), np.int32))
         self._searches = BeamSearches()
-        self._extras_wanted = False                               # log-probs or logits, by anybody so far
+        self._extras_wanted = False                               # log-probs or logits, by any request so far
         self._rows_per_slot = 1                                   # of the tables, as the batches say
         self._post_processors: LogitsPostProcessors | None = None
 
@@ -278,13 +278,13 @@ class ScriptedBackend:
         """Where the tokens of the step belong; contexts first."""
         size, (generation_slots, kv_lengths, table_rows) = self.info.tokens_per_block, generation_rows(batch)
         if batch.generation.beam_width == 1:
-            fed = self._last_tokens.at(generation_slots, kv_lengths)
+            inputs = self._last_tokens.at(generation_slots, kv_lengths)
         else:
-            fed = self._searches.fed_tokens(batch.generation)
+            inputs = self._searches.input_tokens(batch.generation)
         num_drafts = batch.generation.num_drafts
         if not batch.context and num_drafts is None:
             slots, starts, positions, owners = generation_slots, kv_lengths, kv_lengths, None
-            counts, tokens = np.ones(len(slots), np.int32), fed
+            counts, tokens = np.ones(len(slots), np.int32), inputs
             token_rows = table_rows
         else:
             context_slots = np.array([work.slot for work in batch.context], np.int32)
@@ -295,9 +295,9 @@ class ScriptedBackend:
             counts[: len(batch.context)] = [len(work.token_ids) for work in batch.context]
             if num_drafts is not None:
                 counts[len(batch.context):] += num_drafts
-                after_fed = np.repeat(np.arange(1, len(fed) + 1), num_drafts)
-                fed = np.insert(fed, after_fed, batch.generation.draft_tokens)
-            tokens = np.concatenate([*(work.token_ids for work in batch.context), fed])
+                after_inputs = np.repeat(np.arange(1, len(inputs) + 1), num_drafts)
+                inputs = np.insert(inputs, after_inputs, batch.generation.draft_tokens)
+            tokens = np.concatenate([*(work.token_ids for work in batch.context), inputs])
             owners = np.repeat(np.arange(len(slots)), counts)
             positions = np.arange(len(tokens)) + (starts - np.cumsum(counts) + counts)[owners]
             token_rows = table_rows[owners]
@@ -314,7 +314,7 @@ class ScriptedBackend:
             terms = np.add.reduceat(terms, np.cumsum(step.counts) - step.counts)
         before = self._state["sum"][step.slots]
         for row, work in enumerate(batch.context):
-            if work.setup is not None and work.start:             # its first tokens were computed by somebody else
+            if work.setup is not None and work.start:             # its first tokens were computed for another request
                 before[row] = self._read_back(step.table_rows[row: row + 1], step.starts[row: row + 1])[0]
         return before + terms
 

@@ -8,7 +8,7 @@ Prints one line of JSON for each pair of runs, a counting callback and an AsyncE
                        with --process that of the host for a token, and nothing is subtracted
     counting_us        that of the counting callback, the engine's own work for the most part
     late_ms_p99        how late the event loop runs what was to run after 1 ms
-    delivery_ms_p99    from the hook behind the responses of an iteration until a reader has its tokens
+    delivery_ms_p99    from the hook after the responses of an iteration until a reader has its tokens
     wake_ups           of the event loop, and `iterations` that had responses
 """
 

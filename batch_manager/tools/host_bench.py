@@ -3,8 +3,8 @@
     batch-manager host-bench --batch 1 64 256 --iterations 300
 
 Turns the generation loop without a thread, first without streaming, then with a response for every token. By default a
-full batch generates and nobody comes or goes; with --output-len N a request ends and another one enters N tokens later.
-The callbacks do next to nothing: what a real one costs comes on top.
+full batch generates and no request comes or goes; with --output-len N a request ends and another one enters N tokens
+later. The callbacks do next to nothing: what a real one costs comes on top.
 
 With --waiting N so many requests more wait for a place in the full batch, and the scheduler looks at them in every
 iteration: max_num_sequences is larger than max_batch_size. With --queued N they wait in the manager's queue.
@@ -66,7 +66,7 @@ COLUMNS = ("fetch", "schedule", "claim", "model", "advance", "respond", "poll", 
 class Setting:
     """One measurement.
 
-    output_len   tokens after which a request ends and another takes its place; 0: nobody ends
+    output_len   tokens after which a request ends and another takes its place; 0: none ends
     step_ms      milliseconds that an asynchronous device works on a step; 0: the device is synchronous and takes none
     run_ahead    launch the next step before the last one is read; None: where the device is asynchronous
     native       the native backend around a model that computes nothing; False: a scripted one

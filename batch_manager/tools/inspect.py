@@ -71,7 +71,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
 
     weights = checkpoint.weights(torch.device("cpu"), computed_in)
     stored, stored_types = weights.num_weights, dict(weights.stored_types.most_common())
-    with suppress(ModelLoadError):      # it closes the files, and says that nobody asked for their tensors
+    with suppress(ModelLoadError):      # it closes the files, and says that their tensors were not asked for
         weights.finish()
     refuse_too_many_weights(stored, checkpoint, place, computed_in, free_bytes)
     is_checked = implementation == NATIVE and is_shipped(spec.architecture, model_class)

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return follow(source, options, picture, shows_first=True)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:                                  # whoever read the lines has gone
+    except BrokenPipeError:                                  # the reader of the lines has gone
         return ENDED
 
 

@@ -40,7 +40,7 @@ class GgufWeights:
     are asked for.
 
     Beside the tensor that is handed out there is never more in memory than a few rows of it. `finish` raises when
-    tensors are left that nobody asked for.
+    tensors are left that the model did not ask for.
     """
 
     def __init__(self, headers: Sequence[GgufHeader], places: Mapping[str, Place], device: torch.device,

@@ -36,8 +36,8 @@ class SafetensorsWeights:
     """The tensors of a folder, converted to one dtype on one device as they are asked for; on the device "meta" they
     have shapes and no numbers, and none is read.
 
-    `finish` raises when tensors are left that nobody asked for: a checkpoint with more in it than the model uses is
-    another model.
+    `finish` raises when tensors are left that the model did not ask for: a checkpoint with more in it than the model
+    uses is another model.
     """
 
     def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""A GptManager behind Triton Inference Server's Python backend.
+"""A GptManager in Triton Inference Server's Python backend.
 
 get_inference_requests takes what `execute` has queued, send_response goes to the response sender of the request,
 poll_stop_signal looks for clients that are gone and for requests with `stop`, and the statistics become metrics.

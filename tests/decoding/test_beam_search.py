@@ -386,7 +386,7 @@ def test_a_step_that_is_run_again_starts_from_the_same_search():
     second, _ = first.advance(*candidates(first, constant(0.5, 0.3, 0.2)([()])))
     searches.keep(3, 10, second)
     assert searches.at(3, 10) is first and searches.at(3, 11) is second
-    fed = searches.fed_tokens(GenerationWork(np.array([3], np.int32), np.array([10], np.int32), 2))
+    fed = searches.input_tokens(GenerationWork(np.array([3], np.int32), np.array([10], np.int32), 2))
     assert fed.tolist() == [0, 1]
     third, _ = second.advance(*candidates(second, constant(0.5, 0.3, 0.2)([(), ()])))
     searches.keep(3, 11, third)

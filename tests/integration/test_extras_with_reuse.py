@@ -1,4 +1,4 @@
-"""What virtual tokens and functions on logits mean where prefixes are shared."""
+"""What prompt-tuning tokens and functions on logits mean where prefixes are shared."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A prompt with virtual tokens gives what transformers gives for the same embeddings, whatever else is in the batch."""
+"""A prompt with prompt-tuning tokens gives what transformers gives for the same embeddings, in any batch."""
 
 import json
 import random

@@ -80,7 +80,7 @@ def record(backend, steps, batch):
 def output(backend, steps, batch, shape):
     """What the host makes of the memory that a step writes: tokens, log-probs or None, failures."""
     results = {"results": steps.inputs.tensors(shape).read_back.clone().numpy()}
-    found = PlainStep(batch, shape, backend._decoder.state.having, SimpleNamespace(wait=lambda: results)).finish()
+    found = PlainStep(batch, shape, backend._decoder.state.active, SimpleNamespace(wait=lambda: results)).finish()
     return found.tokens.tolist(), None if found.log_probs is None else found.log_probs.tolist(), found.failures
 
 

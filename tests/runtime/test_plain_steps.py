@@ -18,11 +18,11 @@ def finished(batch, shape, results, sums=(), asking=()):
     """The output of a step in whose memory these stand: results [4, draws], sums of hidden states."""
     memory = np.concatenate([np.asarray(results, np.int32).ravel(), np.asarray(sums, np.float32).view(np.int32)])
 
-    def having(feature, slots):
+    def active(feature, slots):
         assert feature == LOG_PROBS
         return np.isin(slots, asking)
 
-    return PlainStep(batch, shape, having, SimpleNamespace(wait=lambda: {"results": memory})).finish()
+    return PlainStep(batch, shape, active, SimpleNamespace(wait=lambda: {"results": memory})).finish()
 
 
 def results_of(draws):

@@ -39,10 +39,10 @@ def arrays_of(step):
     assert attention.kv_lengths.tolist() == step.drawn_at[:rows].tolist()
     if contexts is None:
         there["table_rows"] = attention.table_rows
-        assert len(step.fed_tokens) == 0 and step.draw_rows is None
+        assert len(step.input_tokens) == 0 and step.draw_rows is None
     else:
-        there |= {"table_rows": torch.cat([attention.table_rows, contexts.table_rows]), "fed_tokens": step.fed_tokens,
-                  "pool_slots": contexts.pool_slots, "draw_rows": step.draw_rows,
+        there |= {"table_rows": torch.cat([attention.table_rows, contexts.table_rows]),
+                  "input_tokens": step.input_tokens, "pool_slots": contexts.pool_slots, "draw_rows": step.draw_rows,
                   "query_starts": contexts.query_starts, "context_work": contexts.work}
         assert contexts.positions.tolist() == step.positions[rows:].tolist()
         assert contexts.kv_lengths.tolist() == step.drawn_at[rows:].tolist()
@@ -68,7 +68,7 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
         for name, tensor in there.items():
             assert np.array_equal(tensor.numpy(), written[name]), name
         for tensor in (given.slots, given.positions, given.drawn_at, given.table_entries, given.table_blocks,
-                       *([given.fed_tokens, given.draw_rows, given.contexts.work] if given.contexts else [])):
+                       *([given.input_tokens, given.draw_rows, given.contexts.work] if given.contexts else [])):
             assert (tensor.data_ptr() - inputs._there.data_ptr()) % ALIGNMENT == 0
         assert given.results.shape == (4, shape.num_draws) and given.results.is_contiguous()
         assert given.context_sums.shape == (shape.context_tokens,)
@@ -80,7 +80,7 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
         addresses = [tensor.data_ptr() for tensor in (*there.values(), given.results) if tensor.data_ptr()]
         if shape.contexts:                                # arrays_of joins these
             addresses = [given.generation.table_rows.data_ptr(), given.contexts.table_rows.data_ptr(),
-                         given.contexts.positions.data_ptr(), given.fed_tokens.data_ptr()]
+                         given.contexts.positions.data_ptr(), given.input_tokens.data_ptr()]
         assert known.setdefault(shape, addresses) == addresses
 
 

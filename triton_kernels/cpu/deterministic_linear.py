@@ -36,7 +36,7 @@ def deterministic_linear(x, weight, bias=None, out=None):
 
 
 def _find_sizes(x, weight, bias):
-    """At the first call, which is the engine's own before it serves anybody, on the threads it computes with."""
+    """At the first call, which is the engine's own before it serves a request, on the threads it computes with."""
     rows, tried = cancelling(x.shape[1], weight.shape[0], x.dtype)
     if weight.is_mkldnn:
         tried = torch.ops.mkldnn._reorder_linear_weight(tried)

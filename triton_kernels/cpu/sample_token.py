@@ -50,8 +50,8 @@ def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None,
     if not all_finite:
         chosen.masked_fill_(~is_finite, 0)
     # Where no row wants one, anything will do: the maxima are there.
-    is_wanted = wants_log_prob is None or np.count_nonzero(wants_log_prob.numpy())
-    of_chosen = _log_probs(logits, chosen, temperature, wants_log_prob) if is_wanted else maxima
+    is_active = wants_log_prob is None or np.count_nonzero(wants_log_prob.numpy())
+    of_chosen = _log_probs(logits, chosen, temperature, wants_log_prob) if is_active else maxima
     if not all_finite:
         of_chosen.masked_fill_(~is_finite, torch.nan)
     if finish is not None or last_tokens is not None:

@@ -17,7 +17,7 @@ def token_penalties(logits, history, history_row, length, repetition, presence, 
     for row in penalized:
         tokens = tokens_of[history_row[row], : length[row]]
         counted = tokens[ignored[row] :]
-        if tokens.max(initial=-1) >= logits.shape[1]:       # virtual tokens of a prompt table have no logit
+        if tokens.max(initial=-1) >= logits.shape[1]:       # prompt-tuning tokens have no logit
             tokens, counted = tokens[tokens < logits.shape[1]], counted[counted < logits.shape[1]]
         _penalize(numbers[row], tokens, counted, repetition[row], presence[row], frequency[row])
     return logits

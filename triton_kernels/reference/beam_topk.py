@@ -33,8 +33,8 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
     vocabulary = x.shape[1]
     finite = ~(x.isnan().any(1) | (x == torch.inf).any(1) | (x == -torch.inf).all(1))
     x = x.masked_fill(~finite[:, None], 0)                                     # rows whose result is thrown away
-    heat = temperature.to(x.dtype).where(temperature != 0, 1)
-    log_p = (x / heat[:, None]).log_softmax(1)
+    divisor = temperature.to(x.dtype).where(temperature != 0, 1)
+    log_p = (x / divisor[:, None]).log_softmax(1)
     if are_log_probs is not None:
         log_p = x.where(are_log_probs[:, None], log_p)
 

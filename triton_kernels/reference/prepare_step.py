@@ -2,7 +2,7 @@
 
     block_table.flat[table_entries[i]] = table_blocks[i]
     token[t] = last_tokens[slots[t], positions[t] mod C]     of the first R rows: sequences that generate
-               fed_tokens[t - R]                             of the others: tokens of contexts
+               input_tokens[t - R]                             of the others: tokens of contexts
     out[t]   = embedding[token[t]], or token[t] where there is no table
     cleared  = 0
 
@@ -14,7 +14,7 @@ import torch
 
 
 def prepare_step(
-    block_table, table_entries, table_blocks, last_tokens, slots, positions, fed_tokens, embedding=None, cleared=None,
+    block_table, table_entries, table_blocks, last_tokens, slots, positions, input_tokens, embedding=None, cleared=None,
     out=None,
 ):
     """See the module's docstring."""
@@ -22,6 +22,6 @@ def prepare_step(
     if cleared is not None:
         cleared.zero_()
     newest = last_tokens[slots, positions[: len(slots)] % last_tokens.shape[1]]
-    tokens = torch.cat([newest, fed_tokens])
+    tokens = torch.cat([newest, input_tokens])
     found = tokens if embedding is None else embedding[tokens]
     return found if out is None else out.copy_(found)

@@ -23,10 +23,10 @@ Shapes      logits                   [R, V]   any float dtype, contiguous rows, 
             only_greedy              True: the caller knows that every row is greedy
             slots                    [R] int64   where in temperature, top_k, top_p, min_p, seed and end_id the numbers
                                      of a row are: these are [S] then. None: row r has those at r
-            end_id                   [R] int32   the token that ends a sequence; -1: none does. None: nobody asks
+            end_id                   [R] int32   the token that ends a sequence; -1: none does. None: no row asks
             finish                   [R] any integer dtype   1 where a token is its sequence's end_id, else 0
             last_tokens              [S, C] int64, contiguous, C a power of two: a token is kept at
-                                     [slots, position mod C]. None: nobody asks
+                                     [slots, position mod C]. None: no row asks
             counts                   [R, BUCKETS] int32, zeros: memory to work with. None: made
 Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit, the lowest id among
             equals.
@@ -58,8 +58,8 @@ def sample_token(
     x = logits.double()
     finite.copy_(~(x.isnan().any(1) | (x == torch.inf).any(1) | (x == -torch.inf).all(1)))
     x = x.masked_fill(~finite.bool()[:, None], 0)                              # rows whose result is thrown away
-    heat = temperature.double().where(temperature != 0, 1)
-    log_p = (x / heat[:, None]).log_softmax(1)
+    divisor = temperature.double().where(temperature != 0, 1)
+    log_p = (x / divisor[:, None]).log_softmax(1)
 
     greedy = (temperature == 0) | (top_k == 1) | ((top_k == 0) & (top_p == 0))
     largest = (x == x.amax(1, keepdim=True)).int().argmax(1)                   # the first of several

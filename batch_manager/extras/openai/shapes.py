@@ -54,7 +54,7 @@ class Shapes:
                          b"null" if log_probs is None else orjson.dumps(log_probs), self._end(told, usage)))
 
     def usage(self, usage: dict[str, Any] | None, timings: dict[str, float | None] | None) -> bytes:
-        """The chunk without a text, behind the last."""
+        """The chunk without a text, after the last."""
         more = {"usage": usage} if timings is None else {"usage": usage, "timings": timings}
         return b"data: " + orjson.dumps({**self._of_chunks, "choices": [], **more}) + b"\n\n"
 
@@ -72,7 +72,7 @@ class Shapes:
         """What is told of tokens, in the shape of completions or of chats.
 
         values      log-probability of each token; None: it has none, as the first one of a prompt
-        likeliest   of each token, the likeliest ones and their log-probabilities; empty: nobody asked
+        likeliest   of each token, the likeliest ones and their log-probabilities; empty: the request did not ask
         offset      characters of the answer before the first of these tokens
         """
         named = [self._names[token] for token in tokens]

@@ -84,7 +84,7 @@ def said(keywords: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def unknown_keyword(keywords: dict[str, Any]) -> str | None:
-    """A keyword that nobody here reads and that may change scores; None: there is none."""
+    """A keyword that is not read here and may change scores; None: there is none."""
     return next((name for name, value in keywords.items()
                  if value is not None and name != SINK_LOGITS and name not in SAID and name not in _UNSAID), None)
 

@@ -85,7 +85,7 @@ class _Discovery:
 class _WithoutValues(TorchFunctionMode):
     """What a forward asks of values, which are not there: nothing is chosen, no condition holds.
 
-    Experts that nobody chose compute nothing, and tables that depend on positions stay as they are. A model that goes
+    Experts that no token chose compute nothing, and tables that depend on positions stay as they are. A model that goes
     another way with values is found out as it is loaded.
     """
 

@@ -38,7 +38,7 @@ def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int
 
 
 def _row(sees: Callable[..., Any], query: int) -> torch.Tensor:
-    """Whether the query sees each of the keys up to the second one behind it."""
+    """Whether the query sees each of the keys up to the second one after it."""
     keys = torch.arange(query + 3, dtype=torch.int64, device="cpu")
     zero = torch.zeros_like(keys)
     seen = sees(zero, zero, zero + query, keys)

@@ -61,7 +61,7 @@ class TransformersModel:
         configuration = make_configuration(config, config.text("model_type"))
         refuse_untried_kinds(configuration, config.where)
         positions = most_positions(configuration, config.where)
-        # Experts one by one: without values nobody chooses one, and products of all of them are not made on "meta".
+        # Experts one by one: without values no token chooses one, and products of all of them are not made on "meta".
         model = make_skeleton(configuration, architecture, config.where, DISCOVERING, experts="eager")
         _check_tokens(model, configuration, config.where)
         layers = discover(model, _base_of(model, config.where), configuration.hidden_size, positions or ANY_POSITIONS,

@@ -135,7 +135,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     flag = argparse.BooleanOptionalAction
     add("--streaming", action=flag,
         help="a response for every token; without, only e2e is known of the latencies (on; off for V1 and beams)")
-    add("--max-prompt-len", type=at_least(1), metavar="N", help="longer prompts lose what is behind so many tokens")
+    add("--max-prompt-len", type=at_least(1), metavar="N", help="longer prompts are cut to so many tokens")
     add("--beam-width", type=at_least(1), metavar="N", default=1,
         help="beams of each request; tokens of the best one count (1)")
     add("--eos-id", type=at_least(-1), metavar="N", default=-1,

@@ -56,7 +56,7 @@ def _family() -> list[int]:
 
 
 def _stat_fields(process: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name: state, parent, ... Empty for a process that has ended."""
+    """The fields of /proc/PID/stat after the name: state, parent, ... Empty for a process that has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

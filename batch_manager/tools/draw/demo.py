@@ -45,7 +45,7 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
     waiting = sorted(enumerate(requests, 1), key=lambda pair: pair[1].iteration)
 
     def get(max_num_requests: int) -> list[InferenceRequest]:
-        """Whoever is due. When nothing is alive iterations do not count, so the next one is due at once."""
+        """The requests that are due. When nothing is alive iterations do not count, so the next one is due at once."""
         items = []
         while waiting and len(items) < max_num_requests:
             request_id, request = waiting[0]

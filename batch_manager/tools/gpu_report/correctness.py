@@ -166,13 +166,13 @@ def _sample_token(bench: Bench) -> float:
 
 
 def _prepare_step(bench: Bench) -> float:
-    slots, blocks, rows, fed = bench.pick((257, 2048, 256, 512), (5, 8, 3, 4))
+    slots, blocks, rows, num_inputs = bench.pick((257, 2048, 256, 512), (5, 8, 3, 4))
     entries = bench.tensor(np.arange(0, slots * blocks, 5)[: 2 * rows], torch.int64)
     return error_of(bench, "prepare_step", bench.integers(0, 1000, slots, blocks), entries,
                     bench.integers(0, 1000, len(entries)), bench.integers(0, 500, slots, 4, dtype=torch.int64),
                     bench.integers(0, slots, rows, dtype=torch.int64), bench.integers(0, 4096, rows, dtype=torch.int64),
-                    bench.integers(0, 500, fed, dtype=torch.int64), embedding=bench.normal(500, bench.pick(4096, 24)),
-                    cleared=bench.integers(1, 9, rows, 2048))
+                    bench.integers(0, 500, num_inputs, dtype=torch.int64),
+                    embedding=bench.normal(500, bench.pick(4096, 24)), cleared=bench.integers(1, 9, rows, 2048))
 
 
 def _philox(bench: Bench) -> float:

@@ -129,7 +129,7 @@ class GpuClock:
             self._module.set_sync_debug_mode("default")
 
     def forget(self) -> None:
-        """Give memory that nobody uses back."""
+        """Give unused memory back."""
         self._module.empty_cache()
 
 

@@ -49,7 +49,7 @@ typedef struct {
 static __thread AttentionTiles attention_tiles;          /* not on the stack: the host decides how large that is */
 
 /* Pairs of tokens side by side. Of 32 entries the first tile has 0-3, 8-11, 16-19, 24-27, the second one the others.
-   Behind the last token, up to a multiple of 32, are zeros: what is not written yet may be NaN, which no weight of
+   After the last token, up to a multiple of 32, are zeros: what is not written yet may be NaN, which no weight of
    0 takes away. */
 static void pair_values(AttentionTiles *a, const char *values, int64_t size, int64_t tokens, const char *soon) {
     for (int64_t t = 0; t < (tokens + 31) / 32 * 32; t += 2)

@@ -43,7 +43,7 @@ class Step(ctypes.Structure):
 
 
 def address(structure: ctypes.Structure) -> int:
-    """Where the compiled code finds it, for as long as somebody holds it."""
+    """Where the compiled code finds it, for as long as it is held."""
     return ctypes.addressof(structure)
 
 
@@ -71,7 +71,7 @@ def hold_helpers(owner: Any) -> None:
 
 
 def release_helpers(owner: Any) -> None:
-    """End the threads, unless somebody else holds them. Again, or by one that does not hold them: nothing happens."""
+    """End the threads, unless another owner holds them. Again, or by one that does not hold them: nothing happens."""
     if owner in _holders:
         _holders.discard(owner)
         if not _holders:

@@ -139,7 +139,7 @@ INLINE void finish_tiles(const Matrix *m, const Target *t, int64_t row, int rows
 }
 
 /* Up to 32 rows times one or two panels. Tiles 0 to 3 have the sums of (upper, lower) rows x two panels, 4 and 5 rows of
-   x, 6 and 7 panels. is_first: nobody has read the panels in this step. */
+   x, 6 and 7 panels. is_first: the panels have not been read in this step. */
 INLINE void tiles(const Matrix *m, const uint16_t *x, int64_t stride, const Target *t, int64_t row, int upper,
                   int lower, int64_t panel, int panels, int is_first) {
     const char *first = (const char *)m->panels + panel * panel_bytes(m), *second = first + panel_bytes(m);

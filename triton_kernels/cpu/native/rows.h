@@ -86,7 +86,7 @@ INLINE void activate_row(const void *x, void *y, int64_t size, int kind, int is_
     }
 }
 
-/* Rotate the first 2 * half entries of a head: (a, b) -> (a cos - b sin, b cos + a sin), b half an entry behind a. */
+/* Rotate the first 2 * half entries of a head: (a, b) -> (a cos - b sin, b cos + a sin), b half an entry after a. */
 INLINE void rotate(const void *x, void *y, const float *cosines, const float *sines, int64_t half, int64_t size,
                    int type) {
     int64_t i = 0;

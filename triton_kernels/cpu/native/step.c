@@ -1,7 +1,7 @@
 /* A step of a model on a CPU: a list of operations over rows, run to its end in one call.
 
    Every operation is cut into pieces. Threads take pieces as they are free, so that a thread that the system does not
-   run takes none, and nobody waits for it unless it was stopped inside a piece. The thread that calls is one of them
+   run takes none, and no thread waits for it unless it was stopped inside a piece. The thread that calls is one of them
    and could do all alone. */
 #include "attention.h"
 #include "attention_tiles.h"
@@ -505,7 +505,7 @@ int run_step(const Step *step, const Operation *operations, int64_t num_operatio
     } else {
         uint64_t number = (JOB(atomic_load(&pool.state)) + 1) & JOB(~0ull);
         start_helpers(threads);
-        atomic_store(&pool.state, STATE(number, NO_OPERATION, 0));   /* whoever looks now finds nothing to take */
+        atomic_store(&pool.state, STATE(number, NO_OPERATION, 0));   /* a thread that looks now finds nothing to take */
         pool.job = job;
         for (int64_t i = 0; i < num_operations; i++) pool.num_pieces[i] = count_pieces(&job, operations + i, threads);
         atomic_store(&pool.threads, threads);

@@ -11,8 +11,8 @@ from ..handover import num_beam_candidates
 MAX_BEAM_CANDIDATES = 16_384
 
 
-def check_companions(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any],
-                     end_ids: Sequence[int], limits: Limits) -> None:
+def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
+                            values: Mapping[str, Any], end_ids: Sequence[int], limits: Limits) -> None:
     """Raises InvalidRequestError if one of them is missing, or two do not agree.
 
     scalars   the request's numbers and flags, by name

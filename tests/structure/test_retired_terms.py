@@ -1,0 +1,72 @@
+"""Words that the code and its documents do not use any more. docs/glossary.md has the words in their place."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Word -> the word in its place.
+RETIRED = {
+    r"somebody|somebody's|anybody|anybody's": "the request, thread or owner that is meant",
+    r"nobody|nobody's": "no request, no thread, none",
+    r"everybody|everybody's": "all requests, all threads",
+    r"whoever": "the caller, the reader, the request that",
+    r"behind": "after",
+    r"virtual tokens?": "prompt-tuning token",
+    r"heats?": "inverse temperature, divisor",
+    r"owed": "unanswered",
+    r"overlooked": "starved",
+    r"books": "accounting",
+    r"door": "admission gate",
+    r"run in halves": "bisect",
+    r"fed|fed_tokens|having|is_wanted": "input tokens, active",
+    r"HandedOver|companions": "the tensors, requests or items that are meant",
+}
+WORDS = [(re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.I), instead) for pattern, instead in RETIRED.items()]
+# Where one of them is the right word.
+ALLOWED = {
+    "left behind": "of things that stay when they should not",
+    "takes over and is behind": "of a replica that is late",
+    "tensor behind block ids": "of what stands for an id",
+}
+# Product code, and documents. The glossary lists the words; tokenizers and changes have texts of their own.
+FOLDERS = ("batch_manager", "triton_kernels", "examples", "docs", "README.md", "CONTRIBUTING.md", "SECURITY.md")
+SUFFIXES = (".py", ".md", ".c", ".h", ".js", ".toml", ".lua")
+NOT_READ = ("docs/glossary.md",)
+
+
+def paths():
+    tracked = subprocess.run(["git", "ls-files", "-z", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True)
+    found = [path for path in tracked.stdout.split("\0") if path.endswith(SUFFIXES)]
+    if not found:       # no checkout, but a source distribution
+        found = [path.relative_to(REPOSITORY).as_posix() for folder in FOLDERS
+                 for path in [REPOSITORY / folder, *(REPOSITORY / folder).rglob("*")] if path.name.endswith(SUFFIXES)]
+    return [path for path in found if path not in NOT_READ]
+
+
+def retired_words(text):
+    """(line, word, what to use instead)."""
+    for phrase in ALLOWED:
+        text = text.replace(phrase, "")
+    return [(text.count("\n", 0, match.start()) + 1, match[0], instead)
+            for word, instead in WORDS for match in word.finditer(text)]
+
+
+def test_no_retired_word_is_used():
+    found = [f"{path}:{line}: {word!r}; write: {instead}" for path in paths()
+             for line, word, instead in retired_words((REPOSITORY / path).read_text(encoding="utf-8"))]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("text", [
+    "Nobody waits.", "a block of\nsomebody else", "the tokens behind it", "VIRTUAL TOKENS", "rows.having(STAGES)",
+    "heat = 1"])
+def test_they_are_found(text):
+    assert retired_words(text)
+
+
+@pytest.mark.parametrize("text", ["nothing is left behind", "wheat", "beheaded", "the door_bell", "outdoors"])
+def test_other_words_are_not(text):
+    assert not retired_words(text)
