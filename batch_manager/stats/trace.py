@@ -57,6 +57,18 @@ class Trace:
         self.iterations.append(iteration)
 
 
+class TraceWriter:
+    """Writes the header of a trace to a file that is open for bytes, and each iteration that it is called with. The
+    file stays the caller's to flush and to close."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        file.write(_HEADER)
+
+    def __call__(self, iteration: IterationTrace) -> None:
+        self._file.write(orjson.dumps(iteration, option=orjson.OPT_APPEND_NEWLINE))
+
+
 class TraceFile:
     """Writes a trace to a file while the engine runs: `Parts(trace=TraceFile("trace.jsonl"))`.
 
@@ -69,12 +81,12 @@ class TraceFile:
 
     def __init__(self, path: str | os.PathLike[str], *, seconds_between_flushes: float = 1.0) -> None:
         self._file = open(path, "wb", buffering=BUFFER_BYTES)
-        self._file.write(_HEADER)
+        self._write = TraceWriter(self._file)
         self._seconds = seconds_between_flushes
         self._flush_at = time.monotonic() + seconds_between_flushes
 
     def __call__(self, iteration: IterationTrace) -> None:
-        self._file.write(orjson.dumps(iteration, option=orjson.OPT_APPEND_NEWLINE))
+        self._write(iteration)
         now = time.monotonic()
         if now >= self._flush_at:
             self._flush_at = now + self._seconds
@@ -93,9 +105,9 @@ class TraceFile:
 
 def write_trace(iterations: Iterable[IterationTrace], file: IO[bytes]) -> None:
     """Write what a TraceFile would."""
-    file.write(_HEADER)
+    write = TraceWriter(file)
     for iteration in iterations:
-        file.write(orjson.dumps(iteration, option=orjson.OPT_APPEND_NEWLINE))
+        write(iteration)
 
 
 def read_trace(file: IO[bytes]) -> Iterator[IterationTrace]:

@@ -4,7 +4,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +134,18 @@ def why_not_writable(path: Path) -> str:
         return f"{path} is in a folder that does not exist; expected one that does; make it, or name another file"
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"the folder of {path} cannot be written; expected one that can; name another file"
+    return ""
+
+
+def why_not_distinct(outputs: Mapping[str, Path], inputs: Mapping[str, str | os.PathLike[str]]) -> str:
+    """Why these outputs, by the options that name them, cannot be written: one of them is named twice, or is an input.
+    "": none is. A pipe or a device may be."""
+    named = {os.path.realpath(path): option for option, path in inputs.items()}
+    for option, path in outputs.items():
+        if path.is_file() or not path.exists():
+            other = named.setdefault(os.path.realpath(path), option)
+            if other != option:
+                return f"{other} and {option} both name {path}; expected a file for each; name another one"
     return ""
 
 

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from batch_manager.stats.trace import TraceFile
+from batch_manager.stats.trace import IterationTrace, TraceFile
 from batch_manager.tools.__main__ import main as batch_manager
 from batch_manager.tools.bench.result import read_result
 from batch_manager.tools.compare_results import compare_results
+from batch_manager.tools.simulate import study
 from batch_manager.tools.simulate.__main__ import main
 from batch_manager.tools.simulate.fleet import simulate
 from batch_manager.tools.workload import Lengths, make_workload
@@ -107,7 +108,11 @@ def test_made_up_traces_are_simulated_by_their_names(call, capsys):
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=2", "--trace", "t"], "--trace and --sweep"),
     (["--cost", "cost.json", "--workload", "w.json", "--concurrency", "2", "--request-rate", "1"], "leave one out"),
     (["--cost", "cost.json", "--workload", "w.json", "--out", "no/such/folder"], "--out: no/such/folder"),
-    (["--cost", "cost.json", "--workload", "w.json", "--plot", "p"], "without --sweep")])
+    (["--cost", "cost.json", "--workload", "w.json", "--plot", "p"], "without --sweep"),
+    (["--cost", "cost.json", "--workload", "w.json", "--out", "w.json"], "--workload and --out both name w.json"),
+    (["--cost", "cost.json", "--workload", "w.json", "--out", "./cost.json"], "--cost and --out both name"),
+    (["--cost", "cost.json", "--workload", "w.json", "--out", "a", "--trace", "a"], "--out and --trace both name a"),
+    (["--fit", "run.trace", "--out", "run.trace"], "--fit run.trace and --out both name run.trace")])
 def test_wrong_arguments_are_refused(call, arguments, told, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -122,7 +127,8 @@ def test_wrong_arguments_are_refused(call, arguments, told, capsys):
     (["--cost", "cost.json", "--workload", "w.json", "--time-scale", "-1"], "--time-scale is -1"),
     (["--cost", "cost.json", "--workload", "w.json", "--request-rate", "-1"], "--request-rate is -1"),
     (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-in-paged-kvcache", "3"], "has no blocks"),
-    (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-per-step", "8"], "max_num_tokens is 8"),
+    (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-per-step", "8", "--trace", "t", "--out", "o"],
+     "max_num_tokens is 8"),
     (["--fit", "w.json", "--out", "c.json"], "line 1 is not the header of a trace"),
     (["--fit", "none.trace", "--out", "c.json"], "none.trace")])
 def test_wrong_files_and_settings_are_refused_and_leave_nothing(call, folder, arguments, told, capsys):
@@ -131,6 +137,35 @@ def test_wrong_files_and_settings_are_refused_and_leave_nothing(call, folder, ar
     errors = capsys.readouterr().err
     assert told in errors and "Traceback" not in errors
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_ctrl_c_leaves_no_file(call, folder, monkeypatch):
+    def interrupted(*_, trace, **__):
+        trace(IterationTrace(0, (), (), (), ()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "simulate", interrupted)
+    before = sorted(path.name for path in folder.iterdir())
+    assert call("--trace", "cut.trace", "--out", "cut.json") == 130
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", [["--cost", "cost.json", "--workload", "w.json"],
+                                     ["--fit", "run.trace", "--out", "other.json", "--report", "json"]])
+def test_a_reader_that_goes_changes_no_status(folder, command):
+    run = subprocess.Popen([sys.executable, "-m", "batch_manager.tools.simulate", *command], cwd=folder,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.close()
+    assert (run.wait(60), run.stderr.read()) == (0, b"")
+
+
+def test_the_pool_of_the_fitted_run_keeps_its_tokens(call, folder, capsys):
+    assert call("--out", "r.json", "--report", "none") == 0
+    assert main(["--fit", "run.trace", "--result", "r.json", "--out", "with_result.json", "--report", "none"]) == 0
+    for size in ("16", "64"):
+        assert main(["--cost", "with_result.json", "--workload", "w.json", "--tokens-per-block", size, "--report",
+                     "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["kv_tokens"] == ENGINE.num_blocks * 64
 
 
 def test_requests_that_fail_are_named(call, capsys):

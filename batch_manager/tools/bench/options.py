@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from ...config import BLOCK_SIZES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS, KvCacheConfig
 from ...names import TrtGptModelType
 from ..datasets import FORMATS
-from ..output_file import why_no_folder, why_not_writable
+from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..workload import at_least
 from .engine import POLICIES, PRECISIONS
 from .help_text import ABOUT, HOW_IT_ENDS
@@ -268,13 +267,12 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if options.plot is not None and options.type == TrtGptModelType.V1.name:
         parser.error("--plot was given and --type is V1, whose statistics describe batches and not iterations; choose "
                      "another type, or leave --plot out")
-    named: dict[str, str] = {os.path.realpath(options.workload): "--workload"}
-    for name in OUTPUT_FILES:
-        path, option = getattr(options, name), f"--{name.replace('_', '-')}"
-        if path is not None and (reason := why_not_writable(path)):
+    outputs = {f"--{name.replace('_', '-')}": path for name in OUTPUT_FILES
+               if (path := getattr(options, name)) is not None}
+    for option, path in outputs.items():
+        if reason := why_not_writable(path):
             parser.error(f"{option}: {reason}")
-        if path is not None and (path.is_file() or not path.exists()) and (
-                other := named.setdefault(os.path.realpath(path), option)) != option:
-            parser.error(f"{other} and {option} both name {path}; expected a file for each; name another one")
+    if reason := why_not_distinct(outputs, {"--workload": options.workload}):
+        parser.error(reason)
     if options.plot is not None and (reason := why_no_folder(options.plot)):
         parser.error(f"--plot: {reason}")

@@ -51,12 +51,12 @@ def _fit(options: argparse.Namespace) -> int:
     cost = fit_cost(traces, {
         **_about_run(options.result), "traces": [path.name for path in options.fit], "variant": options.variant,
         "machine": machine(), "packages": versions("torch", "triton", "numpy"), "commit": commit_of_the_checkout()})
-    cost.write(Path(options.out))
+    cost.write(options.out)
     if options.report == "json":
-        print(Path(options.out).read_text(encoding="utf-8"))
+        _print(json.dumps(cost.record()))
     elif options.report == "table" and cost.error is not None:
-        print(f"{cost.about['steps']:,} steps, planned {'ahead of' if cost.is_asynchronous else 'between'} steps; "
-              f"{cost.error.words()}")
+        _print(f"{cost.about['steps']:,} steps, planned {'ahead of' if cost.is_asynchronous else 'between'} steps; "
+               f"{cost.error.words()}")
     return DONE
 
 
@@ -66,7 +66,7 @@ def _about_run(path: Path | None) -> dict[str, Any]:
         return {}
     result = read_result(path)
     run = {name: result.get(name) for name in ("precision", "threads", "kv_precision", "cpu_compile",
-                                               "model_implementation")}
+                                               "model_implementation", "tokens_per_block")}
     return {"model": model_of(result.get("command")), **run}
 
 
@@ -74,16 +74,9 @@ def _simulate(options: argparse.Namespace) -> int:
     study = Study(options)
     for note in () if options.quiet else study.notes:
         print(f"{PROGRAM}: {options.workload}: {note}", file=sys.stderr)
-    result = study.run()
-    try:
-        if options.report == "json":
-            print(json.dumps(result), flush=True)
-        elif options.report == "table":
-            print(run_table(result) if result["kind"] == "run" else sweep_table(result), flush=True)
-    except BrokenPipeError:
-        discard_standard_output()
-    points = [{"n": result["n"], **point} for point in study.points]
     with OutputFiles() as files:
+        result = study.run(files)
+        points = [{"n": result["n"], **point} for point in study.points]
         if options.out is not None:
             json.dump(result, files.open(options.out), indent=1)
         if options.output_csv is not None:
@@ -92,10 +85,21 @@ def _simulate(options: argparse.Namespace) -> int:
             options.plot.mkdir(parents=True, exist_ok=True)
             for name, plot in sweep_plots(result).items():
                 files.open(options.plot / name).write(plot.render())
+    if options.report == "json":
+        _print(json.dumps(result))
+    elif options.report == "table":
+        _print(run_table(result) if result["kind"] == "run" else sweep_table(result))
     for point in points:
         for failure in point["failures"]:
             print(f"{PROGRAM}: request {failure['id']}: {failure['error']}", file=sys.stderr)
     return FAILED if any(point["failed"] for point in points) else DONE
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:         # its reader has gone; the files are written, and the status is as it is
+        discard_standard_output()
 
 
 if __name__ == "__main__":

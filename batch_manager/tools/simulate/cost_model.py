@@ -90,9 +90,12 @@ class CostModel:
 
     def write(self, path: Path) -> None:
         """Whole, or not at all. Raises OSError."""
-        record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         with output_file(path) as file:
-            json.dump(record, file, indent=1)
+            json.dump(self.record(), file, indent=1)
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in a file."""
+        return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
     def read(cls, path: Path) -> Self:

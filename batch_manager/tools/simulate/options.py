@@ -11,7 +11,7 @@ from ...config import BLOCK_SIZES, KvCacheConfig
 from ..bench.engine import POLICIES
 from ..bench.options import HelpFormatter, positive
 from ..datasets import FORMATS, add_selection_arguments
-from ..output_file import why_no_folder, why_not_writable
+from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..workload import at_least
 from .routing import ROUTING
 
@@ -66,7 +66,7 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("cost of a step").add_argument
     add("--fit", type=Path, nargs="+", metavar="TRACE", help="fit a cost model on these traces, write it to --out")
     add("--result", type=Path, metavar="FILE",
-        help="with --fit: what bench wrote of the run; its model, precision and threads are named in results then")
+        help="with --fit: what bench wrote of the run; results then name its model, precision and threads")
     add("--cost", type=Path, metavar="FILE", help="the cost model to simulate with")
     add("--seed", type=at_least(0), default=0, metavar="N", help="of how steps scatter (0)")
     add("--no-scatter", action="store_true", help="every step takes exactly what is predicted")
@@ -83,7 +83,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--chunked-context", action=flag, default=True, help="a prompt may be computed in chunks (on)")
     add("--enable-trt-overlap", action=flag, default=False, help="two micro-batches of disjoint requests (off)")
     add("--max-tokens-in-paged-kvcache", type=at_least(1), metavar="N",
-        help="tokens of the KV cache pool (as many blocks as in the traces that were fitted)")
+        help="tokens of the KV cache pool (that of the traces that were fitted: its tokens with --result, its blocks "
+             "without)")
     add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=KvCacheConfig().tokens_per_block,
         help=f"of the KV cache ({KvCacheConfig().tokens_per_block})")
     add("--block-reuse", action=flag, default=False, help="KvCacheConfig.enable_block_reuse (off)")
@@ -174,9 +175,14 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if options.plot is not None and not options.sweep:
         parser.error("--plot was given without --sweep; it draws what a sweep found; `batch-manager draw` draws a "
                      "--trace")
-    for name in ("out", "output_csv", "trace"):
-        path = getattr(options, name)
-        if path is not None and (why := why_not_writable(path)):
-            parser.error(f"--{name.replace('_', '-')}: {why}")
+    outputs = {f"--{name.replace('_', '-')}": path for name in ("out", "output_csv", "trace")
+               if (path := getattr(options, name)) is not None}
+    for option, path in outputs.items():
+        if why := why_not_writable(path):
+            parser.error(f"{option}: {why}")
+    inputs = {f"--{name}": path for name in ("cost", "workload", "result") if (path := getattr(options, name))}
+    inputs |= {f"--fit {path}": path for path in options.fit or ()}
+    if why := why_not_distinct(outputs, inputs):
+        parser.error(why)
     if options.plot is not None and (why := why_no_folder(options.plot)):
         parser.error(f"--plot: {why}")

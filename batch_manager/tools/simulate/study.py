@@ -3,19 +3,18 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...stats.trace import IterationTrace, TraceFile
+from ...stats.trace import TraceWriter
 from ..bench.engine import POLICIES
 from ..bench.errors import InputError
 from ..bench.load import Load
 from ..bench.metrics import Bounds
 from ..bench.result import provenance, python_version, version_text
 from ..datasets import DatasetError, ReadReport, Selection, read_records, selection_of
+from ..output_file import OutputFiles
 from .cost_model import CostModel
 from .engine_settings import EngineSettings
 from .figures import point_fields
@@ -49,31 +48,33 @@ class Study:
         """What was changed of the workload, in sentences."""
         return self._report.notes()
 
-    def run(self) -> dict[str, Any]:
-        """The result, as it stands in the file. Raises ConfigError for settings that a manager would refuse."""
+    def run(self, files: OutputFiles) -> dict[str, Any]:
+        """The result, as it stands in the file.
+
+        files   where --trace is written
+
+        Raises ConfigError for settings that a manager would refuse, OSError where the trace cannot be written.
+        """
         options = self._options
+        trace = None if options.trace is None else TraceWriter(files.open(options.trace, "wb"))
         settings = combinations(options.sweep)
         for number, changed in enumerate(settings, 1):
             label = "" if len(settings) == 1 else f"{number} of {len(settings)}: {words_of(changed)}"
-            self.points.append(self._simulate(changed, label))
+            self.points.append(self._simulate(changed, label, trace))
         if not options.sweep:
             return {**self._shared(), "kind": "run", **self.points[0]}
         return {**self._shared(), "kind": "sweep", "swept": "settings", "points": self.points}
 
-    def _simulate(self, changed: dict[str, Any], label: str) -> dict[str, Any]:
+    def _simulate(self, changed: dict[str, Any], label: str, trace: TraceWriter | None) -> dict[str, Any]:
         options = argparse.Namespace(**{**vars(self._options), **changed})
         traffic = self._traffic
         if "request_rate" in changed:
             traffic = self._read(_selection(options))
         began = time.perf_counter()
-        with ExitStack() as stack:
-            trace: Callable[[IterationTrace], None] | None = None
-            if options.trace is not None:
-                trace = stack.enter_context(TraceFile(options.trace))
+        with _Progress(options, len(traffic), label) as watch:
             run = simulate(traffic, self._settings(options, traffic), self._cost, num_replicas=options.replicas,
                            routing=options.routing, concurrency=options.concurrency, seed=options.seed, trace=trace,
-                           leaps=not options.no_leaps,
-                           watch=stack.enter_context(_Progress(options, len(traffic), label)))
+                           leaps=not options.no_leaps, watch=watch)
         load = Load(request_rate=options.request_rate, concurrency=options.concurrency)
         mode = "closed loop" if options.concurrency else "online" if traffic.arrival_s[-1] > 0 else "offline"
         return {"settings": changed, **self._fields(options, run.replicas[0].num_blocks),
@@ -82,7 +83,10 @@ class Study:
 
     def _settings(self, options: argparse.Namespace, traffic: Traffic) -> EngineSettings:
         tokens = options.max_tokens_in_paged_kvcache
-        num_blocks = self._cost.about.get("num_blocks", 0) if tokens is None else tokens // options.tokens_per_block
+        if tokens is None:
+            fitted = self._cost.about
+            tokens = fitted.get("num_blocks", 0) * (fitted.get("tokens_per_block") or options.tokens_per_block)
+        num_blocks = tokens // options.tokens_per_block
         if not num_blocks:
             raise InputError(f"the pool of the KV cache has no blocks: --max-tokens-in-paged-kvcache is {tokens}, and "
                              f"a block holds {options.tokens_per_block} tokens; expected one block at least; say how "
