@@ -84,13 +84,15 @@ def _time(seconds: float) -> str:
 def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
     """The trace in Chrome's JSON format: a track for the phases of the worker, one for each request, and counters.
 
-    Times are microseconds since the first iteration.
+    Times are whole microseconds since the first iteration. Slices of a track never overlap: Perfetto drops a slice that
+    begins before the one in front of it ends, be it by a nanosecond.
     """
     origin: list[float] = []
     tracks: dict[int, int] = {}
+    worker_is_free_at = 0
 
-    def microseconds(seconds: float) -> float:
-        return round(1e6 * (seconds - origin[0]), 3)
+    def microseconds(seconds: float) -> int:
+        return round(1e6 * (seconds - origin[0]))
 
     def engine_events() -> Iterator[dict]:
         yield {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "engine"}}
@@ -98,12 +100,15 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
         yield {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "requests"}}
 
     def events_of(iteration: IterationTrace) -> Iterator[dict]:
-        start = microseconds(iteration.started_at_s)
+        nonlocal worker_is_free_at
+        at = microseconds(iteration.started_at_s)
+        # Each phase was rounded by itself, so that their sum may reach into the next iteration.
+        start = max(at, worker_is_free_at)
         for phase, duration in iteration.phases_us.items():
             yield {"ph": "X", "pid": 0, "tid": 0, "name": phase, "ts": start, "dur": duration,
                    "args": {"iteration": iteration.iteration}}
             start += duration
-        at = microseconds(iteration.started_at_s)
+        worker_is_free_at = start
         blocks = {"live": iteration.live_blocks, "cached": iteration.cached_blocks, "free": iteration.free_blocks}
         tokens = {"context": sum(size for _, _, size in iteration.context), "generation": len(iteration.generation)}
         yield {"ph": "C", "pid": 0, "name": "KV cache blocks", "ts": at, "args": blocks}
@@ -117,8 +122,9 @@ def write_perfetto(iterations: Iterable[IterationTrace], file: IO[str]) -> None:
                    "args": {"name": f"request {life.request_id}"}}
         for span in life.spans:
             arguments = {"iterations": span.iterations} | ({"tokens": span.tokens} if span.kind == CONTEXT else {})
-            yield {"ph": "X", "pid": 1, "tid": tracks[life.request_id], "ts": microseconds(span.begin_s),
-                   "dur": round(1e6 * span.seconds, 3), "args": arguments,
+            begin = microseconds(span.begin_s)
+            yield {"ph": "X", "pid": 1, "tid": tracks[life.request_id], "ts": begin,
+                   "dur": microseconds(span.end_s) - begin, "args": arguments,
                    "name": f"{span.kind}: {span.reason}" if span.reason else span.kind}
 
     def write(events: Iterable[dict]) -> None:

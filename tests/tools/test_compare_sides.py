@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from batch_manager import Parts
 from batch_manager.testing.scripted_backend import ScriptedBackend
+from batch_manager.tools.bench.__main__ import main as bench
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.run import benchmark
 from batch_manager.tools.compare import ComparisonError, compare_results, main
@@ -203,6 +204,16 @@ def test_the_command(write, tmp_path, capsys):
         assert capsys.readouterr().err.startswith("compare: ")
     with pytest.raises(SystemExit, match="2"):
         main(["--first", a, "--second", b, "--", c])
+
+
+def test_bench_compares_too(write, capsys):
+    a, b = (str(write(name, output_tok_s=speed)) for name, speed in (("a.json", 1.0), ("b.json", 2.0)))
+    assert bench(["--compare", a, b]) == 0
+    told = capsys.readouterr().out
+    assert main([a, b]) == 0 and capsys.readouterr().out == told
+    with pytest.raises(SystemExit, match="2"):
+        bench(["--model", "m", "--workload", "w", "--compare", a, b])
+    assert "--compare was given after other options" in capsys.readouterr().err
 
 
 def test_it_reads_what_bench_writes(tmp_path):

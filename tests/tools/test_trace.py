@@ -2,9 +2,11 @@
 
 import csv
 import json
+import math
 import os
 import random
 import threading
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -14,6 +16,7 @@ from batch_manager.scheduling import waiting
 from batch_manager.stats.trace import write_trace
 from batch_manager.tools.request_spans import CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, lives
 from batch_manager.tools.trace import main, why, write_csv, write_perfetto
+from tests.tools.chrome_trace import faults
 
 STEP_S = 0.01
 
@@ -122,7 +125,9 @@ def test_perfetto(traced, new_request):
                         max_batch_size=2, max_num_sequences=8)
     file = StringIO()
     write_perfetto(iterations, file)
-    events = json.loads(file.getvalue())["traceEvents"]
+    document = json.loads(file.getvalue())
+    events = document["traceEvents"]
+    assert faults(document) == []
     assert {event["ph"] for event in events} == {"M", "X", "C"}
     names = {event["tid"]: event["args"]["name"] for event in events
              if event["ph"] == "M" and event["pid"] == 1 and event["name"] == "thread_name"}
@@ -137,6 +142,38 @@ def test_perfetto(traced, new_request):
     assert launches == [round(1e6 * STEP_S)] * len(iterations)
     blocks = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "KV cache blocks"]
     assert len(blocks) == len(iterations) and len({sum(each.values()) for each in blocks}) == 1
+
+
+def test_perfetto_takes_every_event(traced, new_request):
+    rng, file = random.Random(3), StringIO()
+    ran = traced([new_request(i, [i] * rng.randint(1, 30), rng.randint(1, 9)) for i in range(1, 30)],
+                 max_batch_size=3, max_num_sequences=5)
+    # Iterations without a gap between them, of phases that were rounded up.
+    at, iterations = 5.0, []
+    for each in ran:
+        phases = {phase: rng.randint(1, 400) for phase in each.phases_us}
+        iterations.append(replace(each, started_at_s=at, phases_us=phases))
+        at += 1e-6 * (sum(phases.values()) - 0.5 * len(phases))
+    write_perfetto(iterations, file)
+    assert faults(json.loads(file.getvalue())) == []
+
+
+@pytest.mark.parametrize("change", [
+    {"ph": "B"}, {"name": ""}, {"name": None}, {"pid": "0"}, {"tid": 2**63}, {"tid": -1}, {"ts": "1"}, {"ts": -1},
+    {"ts": math.nan}, {"dur": -1}, {"dur": None}, {"args": []}, {"dur": 11}])
+def test_faults_of_a_slice_are_found(change):
+    event = {"ph": "X", "pid": 0, "tid": 0, "name": "start", "ts": 5, "dur": 10, "args": {}}
+    assert faults({"traceEvents": [event, event | {"ts": 10, "dur": 5}, event | {"ts": 15}]}) == []
+    assert faults({"traceEvents": [event | change, event | {"ts": 15}]})
+
+
+@pytest.mark.parametrize("event", [
+    {"ph": "C", "pid": 0, "name": "blocks", "ts": 1, "args": {}}, 7,
+    {"ph": "C", "pid": 0, "name": "blocks", "ts": 1, "args": {"live": "1"}},
+    {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {}},
+    {"ph": "M", "pid": 0, "tid": 0, "name": "colour", "args": {"name": "red"}}])
+def test_faults_of_other_events_are_found(event):
+    assert faults({"traceEvents": [event]}) and faults({}) and faults({"traceEvents": [], "displayTimeUnit": "h"})
 
 
 def test_csv(traced, new_request):

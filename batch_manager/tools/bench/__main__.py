@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import BatchManagerError
+from ..compare import main as compare
 from ..standard_output import discard_standard_output
 from .errors import BenchmarkError, InputError
 from .files import write_files
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
 
     program, report   as `options.parse_options` has them
     """
+    argv = [*(sys.argv[1:] if argv is None else argv)]
+    if argv[:1] == ["--compare"]:
+        return compare(argv[1:])
     options = parse_options(argv, program=program, report=report)
     logging.getLogger("batch_manager").setLevel(LOG_LEVELS[options.log_level])
     # Read when torch is imported, for every thread; num_threads of the manager alone comes later.

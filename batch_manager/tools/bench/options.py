@@ -40,7 +40,8 @@ def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-ma
     """
     parser = argparse.ArgumentParser(prog=program, description=ABOUT, epilog=f"{told()}\n\n{HOW_IT_ENDS}",
                                      formatter_class=HelpFormatter, allow_abbrev=False,
-                                     usage=f"{program} --model FOLDER --workload FILE [option ...]")
+                                     usage=f"{program} --model FOLDER --workload FILE [option ...]\n"
+                                           f"       {program} --compare A.json B.json")
     _add_engine(parser)
     _add_load(parser)
     _add_requests(parser)
@@ -173,6 +174,8 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
         help="draw into this folder, as SVG: what steps computed, the KV cache, times by batch size and, of a sweep, "
              "latency by throughput")
     add("--quiet", action="store_true", help="no progress on stderr")
+    add("--compare", nargs=argparse.REMAINDER, metavar="FILE",
+        help="as the first option: serve nothing, but compare results as `batch-manager compare` does")
 
 
 # ---------------------------------------------------------------------- values
@@ -248,6 +251,9 @@ def _complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> N
 
 
 def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if options.compare is not None:
+        parser.error("--compare was given after other options; expected it as the first one, with results after it; "
+                     "leave the others out")
     for names in (("kv_gib", "max_tokens_in_paged_kvcache"), ("kv_gib", "kv_cache_free_gpu_mem_fraction"),
                   ("request_rate", "concurrency"), ("sweep", "find_saturation"), ("sweep", "request_rate"),
                   ("sweep", "concurrency"), ("find_saturation", "request_rate"), ("find_saturation", "concurrency"),
