@@ -55,12 +55,12 @@ class Frame:
             y = self.at_y(tick)
             out.append(f'<path d="M{LEFT} {y:.2f}H{RIGHT}" stroke="{GRID}"/>')
             out.append(f'<text class="y" x="{LEFT - 8}" y="{y + 4:.2f}" text-anchor="end" fill="{FAINT}">'
-                       f"{number(tick)}</text>")
+                       f"{tick:,.12g}</text>")
         for tick in self.x_ticks:
             x = self.at_x(tick)
             out.append(f'<path d="M{x:.2f} {BOTTOM}v5" stroke="{FAINT}"/>')
             out.append(f'<text class="x" x="{x:.2f}" y="{BOTTOM + 19}" text-anchor="middle" fill="{FAINT}">'
-                       f"{number(tick)}</text>")
+                       f"{tick:,.12g}</text>")
         out.append(f'<path d="M{LEFT} {BOTTOM}H{RIGHT}" stroke="{FAINT}"/>')
         return out
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import threading
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -274,7 +275,7 @@ def script_of(*names):
 COUNT = """
 const load = async () => {
   const { header, columns } = await unpack(DATA);
-  const run = new Run(header, columns), axes = { iteration: iterationAxis(run.count), time: timeAxis(run.beginUs) };
+  const run = new Run(header, columns), axes = { iteration: iterationAxis(run.count), time: timeAxis(run) };
   return ASKED.map(({ axis, ...window }) => {
     const { kind, share } = countTile(run, axes[axis], window);
     return { kind: [...kind], share: [...share] };
@@ -284,8 +285,8 @@ load().then((answer) => process.stdout.write(JSON.stringify(answer)));
 """
 
 
-def brute_force(rows, kinds, positions, window):
-    """What countTile promises, cell by cell."""
+def brute_force(rows, kinds, positions, ends, window):
+    """What countTile promises, cell by cell. positions: where iterations begin; ends: where they end."""
     kind, share = [], []
     width, group_rows = window["binWidth"], window["rowsPerGroup"]
     for group in range(window["groups"]):
@@ -295,7 +296,8 @@ def brute_force(rows, kinds, positions, window):
             counts = [0.0] * len(kinds)
             for _, spans, end, _ in rows[first: first + group_rows]:
                 for span, after in zip(spans, [*(each[2] for each in spans[1:]), end]):
-                    overlap = min(positions[after], begin + width) - max(positions[span[2]], begin)
+                    until = ends[after - 1] if after == end else positions[after]
+                    overlap = min(until, begin + width) - max(positions[span[2]], begin)
                     counts[kinds.index(span[:2])] += max(0.0, overlap)
             whole = len(rows[first: first + group_rows]) * width
             kind.append(counts)
@@ -303,14 +305,28 @@ def brute_force(rows, kinds, positions, window):
     return kind, share
 
 
+def with_idle_times(iterations):
+    """The same iterations: each takes some milliseconds, and the engine is idle for a while after some of them."""
+    draw, at, changed = random.Random(8), 3.0, []
+    for each in iterations:
+        milliseconds = draw.randint(1, 9)
+        changed.append(replace(each, started_at_s=at, phases_us={"start": 1000 * milliseconds}))
+        at += (milliseconds + draw.choice((0, 0, 0, 12))) / 1e3
+    return changed
+
+
 @pytest.mark.skipif(NODE is None, reason="the page's program runs outside a browser with node, and there is none")
 def test_the_levels_of_detail_agree_with_a_count_of_the_cells(traced):
-    packed = pack(timeline_of(traced(4)), {})
+    packed = pack(timeline_of(with_idle_times(traced(4))), {})
     header, columns = unpack(packed)
     rows = rows_of(header, columns)
     kinds = [(each["kind"], each["reason"]) for each in header["kinds"]]
     axes = {"iteration": list(range(len(columns["iteration"]) + 1)),
             "time": [us / 1e6 for us in columns["begin_us"]]}
+    ends = {"iteration": axes["iteration"][1:],
+            "time": [(us + sum(columns[f"phase {phase}"][i] for phase in header["phases"])) / 1e6
+                     for i, us in enumerate(columns["begin_us"][:-1])]}
+    assert any(end < after for end, after in zip(ends["time"], axes["time"][1:], strict=True))
     asked = [{"axis": "iteration", "binWidth": width, "firstBin": first, "rowsPerGroup": group, "firstGroup": line,
               "bins": 16, "groups": 5}
              for width, first in ((1, 0), (1, 17), (2, 3), (8, 0)) for group, line in ((1, 0), (4, 1), (16, 0))]
@@ -320,11 +336,40 @@ def test_the_levels_of_detail_agree_with_a_count_of_the_cells(traced):
     result = subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     for window, answer in zip(asked, json.loads(result.stdout), strict=True):
-        counts, shares = brute_force(rows, kinds, axes[window["axis"]], window)
+        counts, shares = brute_force(rows, kinds, axes[window["axis"]], ends[window["axis"]], window)
         for code, share, expected, whole in zip(answer["kind"], answer["share"], counts, shares, strict=True):
             assert (share == 0) == (whole < 1e-12) and abs(share / 255 - whole) < 0.005, window
             if share:
                 assert expected[code] == pytest.approx(max(expected)), window
+
+
+DESCRIBE = """
+const load = async () => {
+  const { header, columns } = await unpack(DATA);
+  const run = new Run(header, columns), theme = { kinds: run.kinds.map(() => "") };
+  return [timeAxis(run), ASKED.map((at) => describe(run, theme, at))];
+};
+load().then((answer) => process.stdout.write(JSON.stringify(answer)));
+"""
+
+
+@pytest.mark.skipif(NODE is None, reason="the page's program runs outside a browser with node, and there is none")
+def test_idle_time_is_no_time_of_the_last_request():
+    iterations = [
+        IterationTrace(1, ((7, 0, 12),), (), (), (), (7,), 1.0, {"start": 9000}),
+        IterationTrace(2, (), (7,), (), (7,), (), 1.01, {"start": 4000, "read": 5000}),
+        IterationTrace(3, ((8, 0, 12),), (), (), (8,), (8,), 3.0, {"start": 9000})]
+    asked = [{"row": 0, "index": 1}, {"row": 0, "index": 1, "isOver": True}, {"row": 1, "index": 2}]
+    program = (f"const DATA = {json.dumps(pack(timeline_of(iterations), {}).decode())}, ASKED = {json.dumps(asked)};\n"
+               + script_of("unpack.js", "spans.js", "axis.js", "details.js") + DESCRIBE)
+    result = subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    axis, (second, idle, other) = json.loads(result.stdout)
+    assert [*axis["positions"].values()] == pytest.approx([0, 0.01, 2.0, 2.009])
+    assert [*axis["ends"].values()] == pytest.approx([0.009, 0.019, 2.009])
+    assert second["title"] == "request 7: generation" and dict(second["facts"])["for"] == "9.00 ms"
+    assert idle["title"] == "request 7: gone" and "for" not in dict(idle["facts"])
+    assert other["title"] == "request 8: context" and dict(other["facts"])["for"] == "9.00 ms"
 
 
 @pytest.mark.skipif(NODE is None, reason="the page's program runs outside a browser with node, and there is none")

@@ -3,12 +3,23 @@
 const MIN_SECONDS_SHOWN = 1e-5, MIN_ITERATIONS_SHOWN = 2;
 
 class Axis {
-  /** positions: where each iteration begins, and where the last one ends. */
-  constructor(name, positions, minShown) {
+  /** positions: where each iteration begins, and where the last one ends.
+   *  ends: where each ends; before the next one begins where the engine was idle between them. */
+  constructor(name, positions, ends, minShown) {
     this.name = name;
     this.positions = positions;
+    this.ends = ends;
     this.minShown = minShown;
   }
+
+  /** Where a span of a row ends. The last one of a row does not last while the engine is idle. */
+  spanEnd(run, row, span) {
+    const end = run.spanEnd(row, span);
+    return end === run.rowEnd[row] ? this.ends[end - 1] : this.positions[end];
+  }
+
+  /** Where the last span of a row ends. */
+  rowEnd(run, row) { return this.ends[run.rowEnd[row] - 1]; }
 
   get end() { return this.positions[this.positions.length - 1]; }
 
@@ -27,11 +38,13 @@ class Axis {
 }
 
 function iterationAxis(count) {
-  return new Axis("iteration", Float64Array.from({ length: count + 1 }, (_, i) => i), MIN_ITERATIONS_SHOWN);
+  const positions = Float64Array.from({ length: count + 1 }, (_, i) => i);
+  return new Axis("iteration", positions, positions.subarray(1), MIN_ITERATIONS_SHOWN);
 }
 
-function timeAxis(beginUs) {
-  return new Axis("time", beginUs.map((us) => us / 1e6), MIN_SECONDS_SHOWN);
+function timeAxis(run) {
+  const beginUs = run.count ? run.beginUs : new Float64Array(1);
+  return new Axis("time", beginUs.map((us) => us / 1e6), run.endUs.map((us) => us / 1e6), MIN_SECONDS_SHOWN);
 }
 
 /** 1, 2 or 5 times a power of ten, at least `least`. */

@@ -1,8 +1,8 @@
 // What stands at a point, in words.
 
 /** {title, colour, facts: [[name, text], ...]} of a row (-1: none) and an iteration. */
-function describe(run, theme, { row, index }) {
-  const span = row < 0 ? undefined : spanHolding(run, row, index);
+function describe(run, theme, { row, index, isOver = false }) {
+  const span = row < 0 ? undefined : spanHolding(run, row, index, isOver);
   const facts = [["iteration", countText(run.iterations[index])], ...timeOf(run, index)];
   if (span !== undefined) facts.push(...factsOfSpan(run, row, span));
   facts.push(...factsOfIteration(run, index));
@@ -12,8 +12,9 @@ function describe(run, theme, { row, index }) {
            colour: span === undefined ? undefined : theme.kinds[run.spanKind[span]] };
 }
 
-function spanHolding(run, row, index) {
-  return index >= run.rowStart(row) && index < run.rowEnd[row] ? run.spanAt(row, index) : undefined;
+function spanHolding(run, row, index, isOver) {
+  const end = run.rowEnd[row] - (isOver ? 1 : 0);
+  return index >= run.rowStart(row) && index < end ? run.spanAt(row, index) : undefined;
 }
 
 function wordsOutsideLife(run, row, index) {
@@ -36,7 +37,7 @@ function factsOfSpan(run, row, span) {
     facts.push([kind === "generation" ? "generates in" : "lasts",
                 `${countText(run.iterations[start])} to ${countText(run.iterations[end - 1])}, ${countText(end - start)} iterations`]);
   }
-  const us = run.beginUs[end] - run.beginUs[start];
+  const us = run.spanUs(row, span);
   if (us > 0) facts.push(["for", durationText(us)]);
   if (end === run.rowEnd[row]) facts.push(["then", run.rowEnded[row] ? "ended" : "the trace ends"]);
   return facts;

@@ -8,7 +8,7 @@ const byId = (id) => document.getElementById(id);
 class Page {
   constructor(run) {
     this.run = run;
-    this.axes = { iteration: iterationAxis(run.count), time: timeAxis(run.beginUs.length ? run.beginUs : new Float64Array(1)) };
+    this.axes = { iteration: iterationAxis(run.count), time: timeAxis(run) };
     this.view = new View(run, this.axes);
     const theme = readTheme(run);
     this.rows = new RowsChart(byId("rows"), this.view, run, theme);
@@ -92,7 +92,7 @@ class Page {
 
   place(at, details) {
     const { view } = this, positions = view.axis.positions;
-    const left = view.toX(positions[at.index]), right = view.toX(positions[at.index + 1]);
+    const left = view.toX(positions[at.index]), right = view.toX(view.axis.ends[at.index]);
     const x = this.pinned ? (left + right) / 2 : this.pointer.x;
     const y = this.pinned ? AXIS_HEIGHT + view.toY(at.row + 0.5) : this.pointer.y;
     const isInside = (each) => each >= view.left && each <= view.left + view.width;

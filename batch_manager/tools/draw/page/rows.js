@@ -86,9 +86,9 @@ class RowsChart {
 
   drawSpan(row, span) {
     const { context, view, run } = this;
-    const positions = view.axis.positions, start = run.spanStart[span], end = run.spanEnd(row, span);
+    const positions = view.axis.positions, start = run.spanStart[span];
     const left = Math.max(view.toX(positions[start]), view.left - 8);
-    const right = Math.min(view.toX(positions[end]), view.left + view.width + 8);
+    const right = Math.min(view.toX(view.axis.spanEnd(run, row, span)), view.left + view.width + 8);
     const gap = Math.min(1, (right - left) / 6), margin = rowMargin(view.rowHeight);
     const box = [left, view.toY(row) + margin, Math.max(right - left - gap, 0.75), view.rowHeight - 2 * margin];
     context.fillStyle = this.theme.kinds[run.spanKind[span]];
@@ -97,7 +97,7 @@ class RowsChart {
       context.fillStyle = this.hatch;
       fillBox(context, box);
     }
-    if (run.isContext(span)) this.drawTokens(span, positions[start], positions[start + 1], row);
+    if (run.isContext(span)) this.drawTokens(span, positions[start], view.axis.ends[start], row);
   }
 
   /** The number of tokens in the cell of a context chunk. */
@@ -116,7 +116,7 @@ class RowsChart {
   drawEnd(row) {
     const { context, view, run } = this;
     if (!run.rowEnded[row]) return;
-    const x = view.toX(view.axis.positions[run.rowEnd[row]]), margin = rowMargin(view.rowHeight);
+    const x = view.toX(view.axis.rowEnd(run, row)), margin = rowMargin(view.rowHeight);
     if (x < view.left || x > view.left + view.width + ENDED_WIDTH) return;
     const width = view.rowHeight >= SHORTEST_ROW_WITH_GAP ? ENDED_WIDTH : 1;
     context.fillStyle = this.theme.ended;

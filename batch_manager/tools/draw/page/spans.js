@@ -8,6 +8,7 @@ class Run {
     this.ids = header.requests ? header.requests.split(",") : [];
     this.iterations = columns.iteration;
     this.beginUs = columns.begin_us;
+    this.endUs = endOfEach(columns, this.phases);
     this.rowEnd = columns.row_end;
     this.rowEnded = columns.row_ended;
     this.spanStart = columns.span_start;
@@ -40,6 +41,12 @@ class Run {
     return span + 1 < this.rowFirst[row + 1] ? this.spanStart[span + 1] : this.rowEnd[row];
   }
 
+  /** How long a span of a row lasted, in microseconds. */
+  spanUs(row, span) {
+    const end = this.spanEnd(row, span);
+    return (end === this.rowEnd[row] ? this.endUs[end - 1] : this.beginUs[end]) - this.beginUs[this.spanStart[span]];
+  }
+
   rowStart(row) { return this.spanStart[this.rowFirst[row]]; }
 
   isContext(span) { return this.kinds[this.spanKind[span]].kind === "context"; }
@@ -48,6 +55,16 @@ class Run {
     const { kind, reason } = this.kinds[code];
     return reason ? `${kind}: ${reason}` : kind;
   }
+}
+
+/** When the phases of each iteration had ended; where the trace has none, when the next one began. */
+function endOfEach(columns, phases) {
+  const ends = columns.begin_us.slice(1);
+  ends.forEach((next, i) => {
+    const us = phases.reduce((sum, phase) => sum + columns[`phase ${phase}`][i], 0);
+    if (us > 0) ends[i] = Math.min(next, columns.begin_us[i] + us);
+  });
+  return ends;
 }
 
 /** Sums of all values before each: where the spans of each row begin. */

@@ -28,11 +28,12 @@ function countTile(run, axis, { binWidth, firstBin, rowsPerGroup, firstGroup, bi
 /** Add to counts[bin * kinds + kind] how long a row did what in each bin. False where the row is not in the window. */
 function addRow(run, axis, row, { begin, binWidth, bins }, counts) {
   const positions = axis.positions, end = begin + bins * binWidth, kinds = run.kinds.length;
-  if (positions[run.rowStart(row)] >= end || positions[run.rowEnd[row]] <= begin) return false;
+  if (positions[run.rowStart(row)] >= end || axis.rowEnd(run, row) <= begin) return false;
   for (let span = run.spanAt(row, axis.indexAt(begin)); span < run.rowFirst[row + 1]; span++) {
     const from = Math.max(positions[run.spanStart[span]], begin);
-    const to = Math.min(positions[run.spanEnd(row, span)], end);
+    const to = Math.min(axis.spanEnd(run, row, span), end);
     if (from >= end) break;
+    if (to <= from) continue;             // it ended before the window, which begins while the engine is idle
     const kind = run.spanKind[span];
     const firstBin = Math.floor((from - begin) / binWidth), lastBin = Math.min(bins - 1, Math.floor((to - begin) / binWidth));
     if (firstBin >= lastBin) {

@@ -44,11 +44,13 @@ class View {
 
   toRow(y) { return Math.floor(this.firstRow + y / this.rowHeight); }
 
-  /** The row and iteration at a point, row -1 below the last one; undefined outside the run. */
+  /** The row and iteration at a point, row -1 below the last one; undefined outside the run. isOver: the iteration had
+   *  ended by then, and the next one had not begun. */
   at(x, y) {
     const position = this.toPosition(x), row = y < 0 || y > this.height ? -1 : this.toRow(y);
     if (position < 0 || position >= this.axis.end || x < this.left || !this.run.count) return undefined;
-    return { index: this.axis.indexAt(position), row: row < this.run.rows ? row : -1 };
+    const index = this.axis.indexAt(position);
+    return { index, row: row < this.run.rows ? row : -1, isOver: position >= this.axis.ends[index] };
   }
 
   zoom(factor, x = this.left + this.width / 2) {
@@ -100,7 +102,7 @@ class View {
   }
 
   showLife(row) {
-    const from = this.axis.positions[this.run.rowStart(row)], to = this.axis.positions[this.run.rowEnd[row]];
+    const from = this.axis.positions[this.run.rowStart(row)], to = this.axis.rowEnd(this.run, row);
     const margin = Math.max((to - from) * MARGIN_OF_LIFE, this.axis.minShown / 2);
     this.begin = from - margin;
     this.end = Math.min(to + margin, from - margin + Math.max(this.axis.end, this.axis.minShown));
