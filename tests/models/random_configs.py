@@ -131,9 +131,12 @@ def _of_gpt2(read: Any, model: torch.nn.Module) -> dict[str, Any]:
 
 def _of_gptj(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     layers, first = model.transformer.h, model.transformer.h[0]
-    size, table = first.attn.head_dim, first.attn.embed_positions
+    size = first.attn.head_dim
+    # transformers 5.24 moved the table of positions from the layers to the model, and turned the scale's name round.
+    table = getattr(model.transformer, "rotary_emb", first.attn).embed_positions
+    scale = first.attn.scaling if hasattr(first.attn, "scaling") else 1 / first.attn.scale_attn
     exponents = torch.arange(0, first.attn.rotary_dim, 2, dtype=torch.int64) / first.attn.rotary_dim
-    assert abs(first.attn.scale_attn * size**-0.5 - 1) < 1e-12
+    assert abs(scale * size**0.5 - 1) < 1e-6
     return {
         "num_layers": len(layers), "num_heads": first.attn.num_attention_heads,
         "num_kv_heads": first.attn.num_attention_heads, "head_size": size,

@@ -54,13 +54,16 @@ NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 @pytest.mark.parametrize(("family", "options"), TYPES, ids=[family for family, _ in TYPES])
 def test_logits_are_those_of_transformers(reference, check_against, family, options):
-    """Three prompts packed, in chunks and whole, longer than every window, and generation."""
+    """Three prompts packed, in chunks and whole, longer than every window, and generation.
+
+    Both sides round: the logits of GraniteMoe, at most 2.6, differ from float64 by 2e-5 in transformers, by 5e-5 here.
+    """
     model, folder = reference(family, **options, **NO_IDS)
     loaded = load_model(folder, device="cpu", model_implementation="transformers")
     assert loaded.implementation == "transformers" and not loaded.deterministic
     scale = expected_logits(model, random_prompts([40]), 20).abs().max().item()
-    check_against(model, Driver(loaded, shuffled=True), random_prompts([50, 23, 37]), chunk=16, tolerance=2e-5 * scale)
-    check_against(model, Driver(loaded), random_prompts([1, 9]), steps=3, tolerance=2e-5 * scale)
+    check_against(model, Driver(loaded, shuffled=True), random_prompts([50, 23, 37]), chunk=16, tolerance=4e-5 * scale)
+    check_against(model, Driver(loaded), random_prompts([1, 9]), steps=3, tolerance=4e-5 * scale)
 
 
 NATIVE = [("Llama", {}), ("Mistral", {"sliding_window": 8}), ("Qwen2", {}), ("Qwen3", {"head_dim": 16}), ("GPT2", {}),
