@@ -23,7 +23,7 @@ MACHINES = {"native": "", "x86-64-v4": "avx512f", "x86-64-v3": "avx2", "x86-64-v
 def machine(request, tmp_path_factory):
     """The library as it is compiled for a lesser processor, beside that for this one."""
     if request.param == "native":
-        yield
+        yield request.param
         return
     if platform.machine() != "x86_64" or MACHINES[request.param] not in build._processor().split():
         pytest.skip(f"this processor cannot do what {request.param} has")
@@ -32,7 +32,7 @@ def machine(request, tmp_path_factory):
         patch.setattr(build, "FLAGS", ("-O1", f"-march={request.param}", *build.FLAGS[2:]))
         patch.setattr(library_module, "_answers", [])
         load_library()
-        yield
+        yield request.param
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ INLINE const char *page_of(const Cache *c, int64_t block, int64_t layer, int is_
 }
 
 #if defined(__AVX512F__)
-/* The sum of each of sixteen vectors. */
+/* The sum of each of LANES vectors. */
 INLINE floats sums_of(const floats v[LANES]) {
     __m512 four[4];
     for (int i = 0; i < 4; i++) {
@@ -63,6 +63,15 @@ INLINE floats sums_of(const floats v[LANES]) {
                              _mm512_shuffle_f32x4(four[2], four[3], 0xee));
     return (floats)_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
 }
+#elif defined(__AVX2__)
+INLINE floats sums_of(const floats v[LANES]) {
+    __m256 four[2];
+    for (int i = 0; i < 2; i++)
+        four[i] = _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[4 * i], (__m256)v[4 * i + 1]),
+                                 _mm256_hadd_ps((__m256)v[4 * i + 2], (__m256)v[4 * i + 3]));
+    return (floats)_mm256_add_ps(_mm256_permute2f128_ps(four[0], four[1], 0x20),
+                                 _mm256_permute2f128_ps(four[0], four[1], 0x31));
+}
 #else
 INLINE floats sums_of(const floats v[LANES]) {
     floats result;
@@ -71,8 +80,8 @@ INLINE floats sums_of(const floats v[LANES]) {
 }
 #endif
 
-/* Products of `rows` queries with sixteen keys, scores[row][first ..]. As many bytes are asked for from `soon` on. */
-INLINE void score_sixteen(const char *keys, const char *queries, int rows, int64_t size, int type,
+/* Products of `rows` queries with LANES keys, scores[row][first ..]. As many bytes are asked for from `soon` on. */
+INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t size, int type,
                           float scores[][MOST_BLOCK_TOKENS], int64_t first, const char *soon) {
     int64_t width = size * bytes_of(type);
     for (int64_t at = 0; at < LANES * width; at += LINE_BYTES) prefetch_soon(soon + at);
@@ -230,7 +239,7 @@ INLINE void attend(const Cache *c, const Scores *how, const Look *look, Found *f
         if (!find_page(c, how, look, first, last, start, &page)) continue;
         int64_t whole = (page.tokens + LANES - 1) / LANES * LANES;
         for (int64_t t = 0; t < whole; t += LANES)
-            score_sixteen(page.keys + t * width, look->queries, rows, size, type, scores, t, page.values + t * width);
+            score_keys(page.keys + t * width, look->queries, rows, size, type, scores, t, page.values + t * width);
         for (int row = 0; row < rows; row++) {
             floats most = all(-1e30f);
             for (int64_t t = 0; t < whole; t += LANES) {

@@ -25,7 +25,7 @@ typedef struct {
 INLINE int64_t num_panels(const Matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }
 INLINE int64_t panel_bytes(const Matrix *m) { return m->inputs * PANEL * bytes_of(m->type); }
 
-/* What is done with sixteen sums of one row. */
+/* What is done with the sums of one row. */
 typedef struct {
     void *rows;                       /* y; row r starts r * stride entries in */
     int64_t stride;
@@ -33,89 +33,126 @@ typedef struct {
     int adds;                         /* y is added to */
 } Target;
 
-INLINE void finish(const Matrix *m, const Target *t, int64_t row, int64_t panel, floats sums) {
-    int64_t first = panel * PANEL, left = m->outputs - first;
-    if (m->bias) {
-        if (left >= PANEL) sums += *(const floats *)(m->bias + first);
-        else for (int64_t i = 0; i < left; i++) sums[i] += m->bias[first + i];
-    }
+/* Write LANES sums of a row, for the outputs from `first` on. */
+INLINE void finish(const Matrix *m, const Target *t, int64_t row, int64_t first, floats sums) {
+    int64_t left = m->outputs - first;
     void *y = (char *)t->rows + row * t->stride * bytes_of(t->type);
-    if (left >= PANEL) {
+    if (left >= LANES) {
+        if (m->bias) sums += *(const floats *)(m->bias + first);
         if (t->adds) sums += load(y, first, t->type);
         store(y, first, sums, t->type);
-    } else {
-        for (int64_t i = 0; i < left; i++) {
-            float value = sums[i];
-            if (t->adds) value += load_one(y, first + i, t->type);
-            store_one(y, first + i, value, t->type);
-        }
+        return;
+    }
+    for (int64_t i = 0; i < left; i++) {
+        float value = sums[i];
+        if (m->bias) value += m->bias[first + i];
+        if (t->adds) value += load_one(y, first + i, t->type);
+        store_one(y, first + i, value, t->type);
     }
 }
 
+/* Vectors of a panel. */
+#define PARTS (PANEL / LANES)
+
+/* A range of the inputs. Between ranges the sums so far are kept in `sums`, [rows][OUTPUTS_A_PIECE]. */
+typedef struct {
+    int64_t first, count;
+    int is_last;
+    float *sums;
+} Slice;
+#define OUTPUTS_A_PIECE (MOST_PANELS_A_PIECE * PANEL)
+
+/* Begin and end of R rows times P panels; `at` is the index in the piece of the first panel. */
+#define BEGIN_BLOCK(R, P, TYPE)                                                                                       \
+    const TYPE *w[P];                                                                                                 \
+    floats sums[R][P * PARTS];                                                                                        \
+    for (int p = 0; p < P; p++)                                                                                       \
+        w[p] = (const TYPE *)((const char *)m->panels + (panel + p) * panel_bytes(m)                                  \
+                              + s->first * PANEL * bytes_of(m->type));                                                \
+    for (int r = 0; r < R; r++)                                                                                       \
+        for (int v = 0; v < P * PARTS; v++)                                                                           \
+            sums[r][v] = s->first ? *(floats *)(s->sums + r * OUTPUTS_A_PIECE + at * PANEL + v * LANES) : all(0);
+#define FINISH_BLOCK(R, P)                                                                                            \
+    for (int r = 0; r < R; r++)                                                                                       \
+        for (int v = 0; v < P * PARTS; v++) {                                                                         \
+            if (s->is_last) finish(m, t, row + r, panel * PANEL + v * LANES, sums[r][v]);                             \
+            else *(floats *)(s->sums + r * OUTPUTS_A_PIECE + at * PANEL + v * LANES) = sums[r][v];                    \
+        }
+
 /* R rows times P panels, in bfloat16. */
+#if defined(__AVX512BF16__)
+typedef uint16_t Bf16Input;
+#define ADD_PRODUCTS_OF_PAIRS(R, P)                                                                                   \
+    for (int r = 0; r < R; r++) {                                                                                     \
+        uint32_t two;                                                                                                 \
+        memcpy(&two, x + r * stride + 2 * k, 4);                                                                      \
+        for (int v = 0; v < P * PARTS; v++) sums[r][v] = add_pairs(sums[r][v], two, pairs[v]);                        \
+    }
+#else
+/* Without an instruction for pairs, inputs are widened first. The first input of each pair is multiplied before the
+   second ones, so that all operands fit into sixteen registers. */
+typedef float Bf16Input;
+#define ADD_PRODUCTS_OF_PAIRS(R, P)                                                                                   \
+    for (int r = 0; r < R; r++)                                                                                       \
+        for (int v = 0; v < P * PARTS; v++) sums[r][v] += first_of(pairs[v]) * x[r * stride + 2 * k];                 \
+    for (int r = 0; r < R; r++)                                                                                       \
+        for (int v = 0; v < P * PARTS; v++) sums[r][v] += second_of(pairs[v]) * x[r * stride + 2 * k + 1];
+#endif
+
 #define BF16_BLOCK(R, P)                                                                                              \
-    static void bf16_##R##x##P(const Matrix *m, const uint16_t *x, int64_t stride, const Target *t, int64_t row,      \
-                               int64_t panel) {                                                                       \
-        const uint32_t *w[P];                                                                                         \
-        floats sums[R][P];                                                                                            \
-        for (int p = 0; p < P; p++)                                                                                   \
-            w[p] = (const uint32_t *)((const char *)m->panels + (panel + p) * panel_bytes(m));                        \
-        for (int r = 0; r < R; r++)                                                                                   \
-            for (int p = 0; p < P; p++) sums[r][p] = all(0);                                                          \
-        for (int64_t k = 0; k < m->inputs / 2; k++) {                                                                 \
-            words v[P];                                                                                               \
-            for (int p = 0; p < P; p++) v[p] = *(const words *)(w[p] + k * PANEL);                                    \
+    static void bf16_##R##x##P(const Matrix *m, const Bf16Input *x, int64_t stride, const Slice *s, const Target *t,  \
+                               int64_t row, int64_t panel, int64_t at) {                                              \
+        BEGIN_BLOCK(R, P, uint32_t)                                                                                   \
+        for (int64_t k = 0; k < s->count / 2; k++) {                                                                  \
+            words pairs[P * PARTS];                                                                                   \
+            for (int v = 0; v < P * PARTS; v++)                                                                       \
+                pairs[v] = *(const words *)(w[v / PARTS] + k * PANEL + v % PARTS * LANES);                            \
             for (int p = 0; p < P; p++) prefetch((const char *)(w[p] + k * PANEL) + AHEAD_BYTES);                     \
-            for (int r = 0; r < R; r++) {                                                                             \
-                uint32_t two;                                                                                         \
-                memcpy(&two, x + r * stride + 2 * k, 4);                                                              \
-                for (int p = 0; p < P; p++) sums[r][p] = add_pairs(sums[r][p], two, v[p]);                            \
-            }                                                                                                         \
+            ADD_PRODUCTS_OF_PAIRS(R, P)                                                                               \
         }                                                                                                             \
-        for (int r = 0; r < R; r++)                                                                                   \
-            for (int p = 0; p < P; p++) finish(m, t, row + r, panel + p, sums[r][p]);                                 \
+        FINISH_BLOCK(R, P)                                                                                            \
     }
 
 #define F32_BLOCK(R, P)                                                                                               \
-    static void f32_##R##x##P(const Matrix *m, const float *x, int64_t stride, const Target *t, int64_t row,          \
-                              int64_t panel) {                                                                        \
-        const float *w[P];                                                                                            \
-        floats sums[R][P];                                                                                            \
-        for (int p = 0; p < P; p++)                                                                                   \
-            w[p] = (const float *)((const char *)m->panels + (panel + p) * panel_bytes(m));                           \
-        for (int r = 0; r < R; r++)                                                                                   \
-            for (int p = 0; p < P; p++) sums[r][p] = all(0);                                                          \
-        for (int64_t k = 0; k < m->inputs; k++) {                                                                     \
-            floats v[P];                                                                                              \
-            for (int p = 0; p < P; p++) v[p] = *(const floats *)(w[p] + k * PANEL);                                   \
+    static void f32_##R##x##P(const Matrix *m, const float *x, int64_t stride, const Slice *s, const Target *t,       \
+                              int64_t row, int64_t panel, int64_t at) {                                               \
+        BEGIN_BLOCK(R, P, float)                                                                                      \
+        for (int64_t k = 0; k < s->count; k++) {                                                                      \
+            floats weights[P * PARTS];                                                                                \
+            for (int v = 0; v < P * PARTS; v++)                                                                       \
+                weights[v] = *(const floats *)(w[v / PARTS] + k * PANEL + v % PARTS * LANES);                         \
             for (int p = 0; p < P; p++) prefetch((const char *)(w[p] + k * PANEL) + AHEAD_BYTES);                     \
             for (int r = 0; r < R; r++)                                                                               \
-                for (int p = 0; p < P; p++) sums[r][p] += v[p] * x[r * stride + k];                                   \
+                for (int v = 0; v < P * PARTS; v++) sums[r][v] += weights[v] * x[r * stride + k];                     \
         }                                                                                                             \
-        for (int r = 0; r < R; r++)                                                                                   \
-            for (int p = 0; p < P; p++) finish(m, t, row + r, panel + p, sums[r][p]);                                 \
+        FINISH_BLOCK(R, P)                                                                                            \
     }
 
-BF16_BLOCK(1, 1) BF16_BLOCK(1, 4) BF16_BLOCK(2, 4) BF16_BLOCK(3, 4) BF16_BLOCK(4, 4)
-BF16_BLOCK(2, 1) BF16_BLOCK(3, 1) BF16_BLOCK(4, 1)
-BF16_BLOCK(5, 2) BF16_BLOCK(6, 2) BF16_BLOCK(7, 2) BF16_BLOCK(8, 2)
-BF16_BLOCK(5, 1) BF16_BLOCK(6, 1) BF16_BLOCK(7, 1) BF16_BLOCK(8, 1)
-F32_BLOCK(1, 1) F32_BLOCK(1, 4) F32_BLOCK(2, 4) F32_BLOCK(3, 4) F32_BLOCK(4, 4)
-F32_BLOCK(2, 1) F32_BLOCK(3, 1) F32_BLOCK(4, 1)
-F32_BLOCK(5, 2) F32_BLOCK(6, 2) F32_BLOCK(7, 2) F32_BLOCK(8, 2)
-F32_BLOCK(5, 1) F32_BLOCK(6, 1) F32_BLOCK(7, 1) F32_BLOCK(8, 1)
-
+/* The sizes of blocks: as many sums as fit into registers beside weights and inputs. AVX-512 has 32 registers, and a
+   panel takes one; AVX2 has 16, and a panel takes two. */
+typedef void (*Bf16Block)(const Matrix *, const Bf16Input *, int64_t, const Slice *, const Target *, int64_t, int64_t,
+                          int64_t);
+typedef void (*F32Block)(const Matrix *, const float *, int64_t, const Slice *, const Target *, int64_t, int64_t, int64_t);
+#define BOTH_BLOCKS(R, P) BF16_BLOCK(R, P) F32_BLOCK(R, P)
+BOTH_BLOCKS(1, 1) BOTH_BLOCKS(2, 1) BOTH_BLOCKS(3, 1) BOTH_BLOCKS(4, 1) BOTH_BLOCKS(5, 1) BOTH_BLOCKS(6, 1)
+#if LANES == 16
+BOTH_BLOCKS(7, 1) BOTH_BLOCKS(8, 1)
+BOTH_BLOCKS(1, 4) BOTH_BLOCKS(2, 4) BOTH_BLOCKS(3, 4) BOTH_BLOCKS(4, 4)
+BOTH_BLOCKS(5, 2) BOTH_BLOCKS(6, 2) BOTH_BLOCKS(7, 2) BOTH_BLOCKS(8, 2)
 #define MOST_ROWS 8
-typedef void (*Bf16Block)(const Matrix *, const uint16_t *, int64_t, const Target *, int64_t, int64_t);
-typedef void (*F32Block)(const Matrix *, const float *, int64_t, const Target *, int64_t, int64_t);
-static const Bf16Block bf16_blocks[MOST_ROWS + 1] = {0, bf16_1x4, bf16_2x4, bf16_3x4, bf16_4x4,
-                                                     bf16_5x2, bf16_6x2, bf16_7x2, bf16_8x2};
-static const Bf16Block bf16_single[MOST_ROWS + 1] = {0, bf16_1x1, bf16_2x1, bf16_3x1, bf16_4x1,
-                                                     bf16_5x1, bf16_6x1, bf16_7x1, bf16_8x1};
-static const F32Block f32_blocks[MOST_ROWS + 1] = {0, f32_1x4, f32_2x4, f32_3x4, f32_4x4,
-                                                   f32_5x2, f32_6x2, f32_7x2, f32_8x2};
-static const F32Block f32_single[MOST_ROWS + 1] = {0, f32_1x1, f32_2x1, f32_3x1, f32_4x1,
-                                                   f32_5x1, f32_6x1, f32_7x1, f32_8x1};
+#define BLOCKS(TYPE) {0, TYPE##_1x4, TYPE##_2x4, TYPE##_3x4, TYPE##_4x4, TYPE##_5x2, TYPE##_6x2, TYPE##_7x2, TYPE##_8x2}
+#define SINGLE_BLOCKS(TYPE) {0, TYPE##_1x1, TYPE##_2x1, TYPE##_3x1, TYPE##_4x1, TYPE##_5x1, TYPE##_6x1, TYPE##_7x1, \
+                             TYPE##_8x1}
+INLINE int panels_of_block(int rows) { return rows <= 4 ? 4 : 2; }
+#else
+BOTH_BLOCKS(1, 4) BOTH_BLOCKS(2, 2)
+#define MOST_ROWS 6
+#define BLOCKS(TYPE) {0, TYPE##_1x4, TYPE##_2x2, TYPE##_3x1, TYPE##_4x1, TYPE##_5x1, TYPE##_6x1}
+#define SINGLE_BLOCKS(TYPE) {0, TYPE##_1x1, TYPE##_2x1, TYPE##_3x1, TYPE##_4x1, TYPE##_5x1, TYPE##_6x1}
+INLINE int panels_of_block(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+#endif
+static const Bf16Block bf16_blocks[MOST_ROWS + 1] = BLOCKS(bf16), bf16_single[MOST_ROWS + 1] = SINGLE_BLOCKS(bf16);
+static const F32Block f32_blocks[MOST_ROWS + 1] = BLOCKS(f32), f32_single[MOST_ROWS + 1] = SINGLE_BLOCKS(f32);
 
 #if defined(HAS_TILES)
 #define FEWEST_ROWS_OF_TILES 2
@@ -126,7 +163,8 @@ INLINE void finish_tiles(const Matrix *m, const Target *t, int64_t row, int rows
     int64_t first = panel * PANEL;
     if (panels == 1 || t->type == FLOAT32 || m->outputs - first < 2 * PANEL) {
         for (int p = 0; p < panels; p++)
-            for (int r = 0; r < rows; r++) finish(m, t, row + r, panel + p, *(const floats *)(sums[p] + r * PANEL));
+            for (int r = 0; r < rows; r++)
+                finish(m, t, row + r, first + p * PANEL, *(const floats *)(sums[p] + r * PANEL));
         return;
     }
     for (int r = 0; r < rows; r++) {
@@ -193,7 +231,19 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
 }
 #endif
 
-/* All rows times the panels first .. end - 1. x has the matrix's type. */
+/* Inputs that are widened at a time. Those of a block of rows stay in the L1 cache, beside the weights. */
+#define INPUTS_A_SLICE 512
+
+/* `count` rows times all panels, `wide` of them at once. */
+#define MULTIPLY_BLOCKS(TYPE, X, STRIDE, SLICE)                                                                       \
+    {                                                                                                                 \
+        int64_t panel = first;                                                                                        \
+        for (; panel + wide <= end; panel += wide)                                                                    \
+            TYPE##_blocks[count](m, X, STRIDE, SLICE, t, row, panel, panel - first);                                  \
+        for (; panel < end; panel++) TYPE##_single[count](m, X, STRIDE, SLICE, t, row, panel, panel - first);         \
+    }
+
+/* All rows times the panels first .. end - 1, MOST_PANELS_A_PIECE at most. x has the matrix's type. */
 static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t rows, const Target *t, int64_t first,
                      int64_t end) {
 #if defined(HAS_TILES)
@@ -202,19 +252,29 @@ static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t row
         return;
     }
 #endif
-    for (int64_t row = 0; row < rows;) {
-        int count = rows - row < MOST_ROWS ? (int)(rows - row) : MOST_ROWS, wide = count <= 4 ? 4 : 2;
-        int64_t panel = first;
-        if (m->type == BFLOAT16) {
-            const uint16_t *from = (const uint16_t *)x + row * stride;
-            for (; panel + wide <= end; panel += wide) bf16_blocks[count](m, from, stride, t, row, panel);
-            for (; panel < end; panel++) bf16_single[count](m, from, stride, t, row, panel);
-        } else {
+    float sums[MOST_ROWS * OUTPUTS_A_PIECE] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+        int count = rows - row < MOST_ROWS ? (int)(rows - row) : MOST_ROWS, wide = panels_of_block(count);
+        Slice whole = {0, m->inputs, 1, sums};
+        if (m->type == FLOAT32) {
             const float *from = (const float *)x + row * stride;
-            for (; panel + wide <= end; panel += wide) f32_blocks[count](m, from, stride, t, row, panel);
-            for (; panel < end; panel++) f32_single[count](m, from, stride, t, row, panel);
+            MULTIPLY_BLOCKS(f32, from, stride, &whole)
+            continue;
         }
-        row += count;
+        const uint16_t *from = (const uint16_t *)x + row * stride;
+#if defined(__AVX512BF16__)
+        MULTIPLY_BLOCKS(bf16, from, stride, &whole)
+#else
+        float inputs[MOST_ROWS * INPUTS_A_SLICE] __attribute__((aligned(64)));
+        for (int64_t k = 0; k < m->inputs; k += INPUTS_A_SLICE) {
+            int64_t left = m->inputs - k;
+            Slice slice = {k, left < INPUTS_A_SLICE ? left : INPUTS_A_SLICE, left <= INPUTS_A_SLICE, sums};
+            for (int r = 0; r < count; r++)
+                for (int64_t i = 0; i < slice.count; i += LANES)
+                    *(floats *)(inputs + r * INPUTS_A_SLICE + i) = load(from + r * stride + k, i, BFLOAT16);
+            MULTIPLY_BLOCKS(bf16, inputs, INPUTS_A_SLICE, &slice)
+        }
+#endif
     }
 }
 

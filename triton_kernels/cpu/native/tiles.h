@@ -4,7 +4,7 @@
 
 #define TILE_ROWS 16
 
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_TILES 1

@@ -1,21 +1,27 @@
-/* Sixteen floats at once, by the vector types of GCC and Clang: they become AVX-512, AVX2, NEON or plain code, whatever
-   the machine has that this file is compiled on and for. */
+/* LANES floats at once, by the vector types of GCC and Clang, in the width of one register: sixteen with AVX-512, eight
+   with AVX2, four with SSE or NEON. GCC keeps wider vectors in memory, which takes thirty times as long. */
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define LINE_BYTES 64
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float floats __attribute__((vector_size(64), aligned(4)));
-typedef int32_t integers __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 /* Types of what is computed with: the numbers that Python passes. */
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
@@ -29,7 +35,14 @@ INLINE void prefetch_soon(const void *line) { __builtin_prefetch(line, 0, 2); }
 INLINE floats all(float value) { return (floats){} + value; }
 INLINE integers all_integers(int32_t value) { return (integers){} + value; }
 
+/* 0, 1, 2, ... */
+#if LANES == 16
 #define FIRST_INTEGERS ((integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+#elif LANES == 8
+#define FIRST_INTEGERS ((integers){0, 1, 2, 3, 4, 5, 6, 7})
+#else
+#define FIRST_INTEGERS ((integers){0, 1, 2, 3})
+#endif
 
 INLINE floats widen(halves narrow) { return (floats)(__builtin_convertvector(narrow, words) << 16); }
 
@@ -68,24 +81,24 @@ INLINE void store_one(void *row, int64_t index, float value, int type) {
     else ((uint16_t *)row)[index] = narrow(all(value))[0];
 }
 
-/* sums + the products of two bfloat16 with those of sixteen pairs. */
+/* sums + the products of two bfloat16 with those of LANES pairs. */
 #if defined(__AVX512BF16__)
 INLINE floats add_pairs(floats sums, uint32_t two, words pairs) {
     return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)two), (__m512bh)pairs);
 }
 #else
-INLINE floats add_pairs(floats sums, uint32_t two, words pairs) {
-    uint32_t low = two << 16, high = two & 0xffff0000;
-    float a, b;
-    memcpy(&a, &low, 4);
-    memcpy(&b, &high, 4);
-    return sums + (floats)(pairs << 16) * a + (floats)(pairs & 0xffff0000) * b;
-}
+/* The first and the second bfloat16 of each pair. */
+INLINE floats first_of(words pairs) { return (floats)(pairs << 16); }
+INLINE floats second_of(words pairs) { return (floats)(pairs & 0xffff0000); }
 #endif
 
 INLINE float sum(floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     float total = 0;
     for (int lane = 0; lane < LANES; lane++) total += v[lane];
