@@ -80,29 +80,63 @@ INLINE floats sums_of(const floats v[LANES]) {
 }
 #endif
 
+/* Queries are packed in the type that they are multiplied in: pairs of bfloat16 where the processor multiplies those. */
+#if defined(__AVX512BF16__)
+INLINE int type_of_queries(int type) { return type; }
+#else
+INLINE int type_of_queries(int type) { return FLOAT32; }
+#endif
+
+/* scores[row][first ..] = the products of R queries with LANES keys. */
+#define SCORE_ROWS(R)                                                                                                 \
+    INLINE void score_rows_##R(const char *keys, const char *queries, int64_t size, int type,                         \
+                               float scores[][MOST_BLOCK_TOKENS], int64_t first) {                                    \
+        int query_type = type_of_queries(type);                                                                       \
+        int64_t width = size * bytes_of(type), query_width = size * bytes_of(query_type);                             \
+        floats sums[R][LANES];                                                                                        \
+        for (int t = 0; t < LANES; t++) {                                                                             \
+            const char *key = keys + t * width;                                                                       \
+            floats s[R];                                                                                              \
+            int64_t i = 0;                                                                                            \
+            for (int r = 0; r < R; r++) s[r] = all(0);                                                                \
+            ADD_PAIRS_OF_KEY(R)                                                                                       \
+            for (; i + LANES <= size; i += LANES) {                                                                   \
+                floats entries = load(key, i, type);                                                                  \
+                for (int r = 0; r < R; r++) s[r] += load(queries + r * query_width, i, query_type) * entries;         \
+            }                                                                                                         \
+            for (; i < size; i++)                                                                                     \
+                for (int r = 0; r < R; r++)                                                                           \
+                    s[r][0] += load_one(queries + r * query_width, i, query_type) * load_one(key, i, type);           \
+            for (int r = 0; r < R; r++) sums[r][t] = s[r];                                                            \
+        }                                                                                                             \
+        for (int r = 0; r < R; r++) *(floats *)(scores[r] + first) = sums_of(sums[r]);                                \
+    }
+#if defined(__AVX512BF16__)
+#define ADD_PAIRS_OF_KEY(R)                                                                                           \
+    if (type == BFLOAT16)                                                                                             \
+        for (; i + 32 <= size; i += 32) {                                                                             \
+            __m512bh entries = (__m512bh)_mm512_loadu_si512(key + 2 * i);                                             \
+            for (int r = 0; r < R; r++)                                                                               \
+                s[r] = (floats)_mm512_dpbf16_ps(                                                                      \
+                    (__m512)s[r], (__m512bh)_mm512_loadu_si512(queries + r * query_width + 2 * i), entries);          \
+        }
+#else
+#define ADD_PAIRS_OF_KEY(R)
+#endif
+SCORE_ROWS(1) SCORE_ROWS(2) SCORE_ROWS(3) SCORE_ROWS(4)
+
 /* Products of `rows` queries with LANES keys, scores[row][first ..]. As many bytes are asked for from `soon` on. */
 INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t size, int type,
-                          float scores[][MOST_BLOCK_TOKENS], int64_t first, const char *soon) {
-    int64_t width = size * bytes_of(type);
-    for (int64_t at = 0; at < LANES * width; at += LINE_BYTES) prefetch_soon(soon + at);
-    for (int row = 0; row < rows; row++) {
-        floats partial[LANES];
-        const char *query = queries + row * width;
-        for (int t = 0; t < LANES; t++) {
-            const char *key = keys + t * width;
-            floats s = all(0);
-            int64_t i = 0;
-#if defined(__AVX512BF16__)
-            if (type == BFLOAT16)
-                for (; i + 32 <= size; i += 32)
-                    s = (floats)_mm512_dpbf16_ps((__m512)s, (__m512bh)_mm512_loadu_si512(query + 2 * i),
-                                                 (__m512bh)_mm512_loadu_si512(key + 2 * i));
-#endif
-            for (; i + LANES <= size; i += LANES) s += load(query, i, type) * load(key, i, type);
-            for (; i < size; i++) s[0] += load_one(query, i, type) * load_one(key, i, type);
-            partial[t] = s;
-        }
-        *(floats *)(scores[row] + first) = sums_of(partial);
+                       float scores[][MOST_BLOCK_TOKENS], int64_t first, const char *soon) {
+    int64_t query_width = size * bytes_of(type_of_queries(type));
+    for (int64_t at = 0; at < LANES * size * bytes_of(type); at += LINE_BYTES) prefetch_soon(soon + at);
+    int row = 0;
+    for (; row + 4 <= rows; row += 4) score_rows_4(keys, queries + row * query_width, size, type, scores + row, first);
+    const char *left = queries + row * query_width;
+    switch (rows - row) {
+    case 1: score_rows_1(keys, left, size, type, scores + row, first); break;
+    case 2: score_rows_2(keys, left, size, type, scores + row, first); break;
+    case 3: score_rows_3(keys, left, size, type, scores + row, first); break;
     }
 }
 
@@ -117,35 +151,51 @@ INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t 
             for (int v = 0; v < V; v++) sums[r][v] = *(floats *)(result + r * result_stride + at + v * LANES);        \
         for (int64_t t = 0; t < tokens; t++) {                                                                        \
             for (int64_t line = 0; line < V * LANES * bytes_of(type); line += LINE_BYTES)                             \
-                prefetch_soon(soon + t * width + at * bytes_of(type) + line);                                            \
-            for (int v = 0; v < V; v++) {                                                                             \
-                floats value = load(values + t * width, at + v * LANES, type);                                        \
-                for (int r = 0; r < R; r++) sums[r][v] += value * weights[r][t];                                      \
-            }                                                                                                         \
+                prefetch_soon(soon + t * width + at * bytes_of(type) + line);                                         \
+            floats entries[V];                                                                                        \
+            for (int v = 0; v < V; v++) entries[v] = load(values + t * width, at + v * LANES, type);                  \
+            for (int r = 0; r < R; r++)                                                                               \
+                for (int v = 0; v < V; v++) sums[r][v] += entries[v] * weights[r][t];                                 \
         }                                                                                                             \
         for (int r = 0; r < R; r++)                                                                                   \
             for (int v = 0; v < V; v++) *(floats *)(result + r * result_stride + at + v * LANES) = sums[r][v];        \
     }
-ADD_VALUES(1, 4) ADD_VALUES(2, 4) ADD_VALUES(3, 4) ADD_VALUES(4, 4)
+#define ALL_VALUES(R, V)                                                                                              \
+    for (; at + V * LANES <= size; at += V * LANES)                                                                   \
+        add_values_##R##x##V(values, width, tokens, at, type, weights + row, to, stride, soon);                       \
+    for (; at + LANES <= size; at += LANES)                                                                           \
+        add_values_##R##x1(values, width, tokens, at, type, weights + row, to, stride, soon);
+
+/* As many sums as fit into registers, as in products.h. */
+ADD_VALUES(1, 4) ADD_VALUES(2, 4)
 ADD_VALUES(1, 1) ADD_VALUES(2, 1) ADD_VALUES(3, 1) ADD_VALUES(4, 1)
+#if LANES == 16
+#define MOST_ROWS_OF_VALUES 4
+ADD_VALUES(3, 4) ADD_VALUES(4, 4)
+#else
+#define MOST_ROWS_OF_VALUES 6
+ADD_VALUES(3, 2) ADD_VALUES(4, 2) ADD_VALUES(5, 2) ADD_VALUES(6, 2) ADD_VALUES(5, 1) ADD_VALUES(6, 1)
+#endif
 
 INLINE void add_values(const char *values, int rows, int64_t size, int64_t tokens, int type,
                        float weights[][MOST_BLOCK_TOKENS], float *result, const char *soon) {
     int64_t width = size * bytes_of(type), stride = MOST_HEAD_SIZE;
-    for (int row = 0; row < rows; row += 4, soon = values) {
-        int count = rows - row < 4 ? rows - row : 4;
+    for (int row = 0; row < rows; row += MOST_ROWS_OF_VALUES, soon = values) {
+        int count = rows - row < MOST_ROWS_OF_VALUES ? rows - row : MOST_ROWS_OF_VALUES;
         int64_t at = 0;
         float *to = result + row * stride;
-#define CALL(R)                                                                                                       \
-    for (; at + 4 * LANES <= size; at += 4 * LANES)                                                                   \
-        add_values_##R##x4(values, width, tokens, at, type, weights + row, to, stride, soon);                          \
-    for (; at + LANES <= size; at += LANES)                                                                           \
-        add_values_##R##x1(values, width, tokens, at, type, weights + row, to, stride, soon);
         switch (count) {
-        case 1: CALL(1) break;
-        case 2: CALL(2) break;
-        case 3: CALL(3) break;
-        default: CALL(4)
+        case 1: ALL_VALUES(1, 4) break;
+        case 2: ALL_VALUES(2, 4) break;
+#if LANES == 16
+        case 3: ALL_VALUES(3, 4) break;
+        default: ALL_VALUES(4, 4)
+#else
+        case 3: ALL_VALUES(3, 2) break;
+        case 4: ALL_VALUES(4, 2) break;
+        case 5: ALL_VALUES(5, 2) break;
+        default: ALL_VALUES(6, 2)
+#endif
         }
         for (; at < size; at++)
             for (int r = 0; r < count; r++)
@@ -157,7 +207,7 @@ INLINE void add_values(const char *values, int rows, int64_t size, int64_t token
 /* What some queries of one key head look at; query row r stands at position[r] and sees what is written up to there.
 
    blocks     of the sequence; entries that no row sees are not read
-   queries    [rows][head_size], packed
+   queries    [rows][head_size], packed, in type_of_queries
    slopes     [rows], of the query head of each row; read where Scores has slopes
    first_key, end_key   of the keys, those that are looked at; first_key begins a block
    next_keys  the page of keys that this thread is likely to read after these */

@@ -175,6 +175,7 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
     Place query = place_at(s, n + 1), to = place_at(s, n + 4);
     int64_t size = c->head_size, width = size * bytes_of(type), group = c->query_heads / c->kv_heads;
     int64_t tokens_a_part = job->blocks_a_part * c->block_tokens;
+    int query_type = type_of_queries(type);
     char queries[MOST_QUERY_ROWS * MOST_HEAD_SIZE * 4] __attribute__((aligned(64)));
     int64_t position[MOST_QUERY_ROWS];
     float slopes[MOST_QUERY_ROWS];
@@ -194,7 +195,10 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
         for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
             for (int64_t g = 0; g < heads; g++, count++) {
                 int64_t query_head = item->head * group + at + g;
-                memcpy(queries + count * width, row_at(query, row, type) + query_head * width, width);
+                const char *from = row_at(query, row, type) + query_head * width;
+                char *packed = queries + count * size * bytes_of(query_type);
+                if (query_type == type) memcpy(packed, from, width);
+                else for (int64_t i = 0; i < size; i++) ((float *)packed)[i] = load_one(from, i, type);
                 position[count] = s->positions[row];
                 if (how.slopes) slopes[count] = how.slopes[query_head];
             }
