@@ -1,15 +1,15 @@
-"""For tests of your own callbacks, schedulers and backends: an engine without a model and without a thread.
+"""Test your own callbacks, schedulers and backends: an engine without a model and without a thread.
 
     from batch_manager.testing import EngineHarness, ScriptedBackend
 
-Owns     a backend that generates from a hash or a script, a clock that stands still, an engine turned by hand
-Not      anything that serves requests: nothing of the package imports this folder
-Yours    a fault to plant in a step is a hook of ScriptedBackend
+Owns     a backend that generates from a hash or a script, a manual clock, an engine that a test steps
+Not      serving requests; the rest of the package does not import this folder
+Yours    inject a fault into a step with a hook of ScriptedBackend
 
-Neither torch nor a checkpoint is needed until a response's tensor is read.
+Neither a checkpoint nor torch is needed, unless a test reads `NamedTensor.tensor`.
 """
 
 from .engine_harness import EngineHarness, ManualClock
-from .scripted_backend import ScriptedBackend, expected_draws
+from .scripted_backend import ScriptedBackend, expected_samples
 
-__all__ = ["EngineHarness", "ManualClock", "ScriptedBackend", "expected_draws"]
+__all__ = ["EngineHarness", "ManualClock", "ScriptedBackend", "expected_samples"]

@@ -1,4 +1,4 @@
-"""An engine that is turned by hand: the loop of a GptManager, without its thread."""
+"""An engine for tests: the loop of a GptManager without its thread."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,7 +16,7 @@ from .scripted_backend import ScriptedBackend
 
 
 class ManualClock:
-    """A clock that stands still until `now` is moved. Deadlines and back-offs then happen when a test says so.
+    """A clock that a test advances by setting `now`, to control deadlines and back-offs.
 
     now   seconds
     """
@@ -32,19 +32,21 @@ class ManualClock:
 
 
 class EngineHarness:
-    """Runs iterations of an engine in the thread that calls `step`, with your callbacks and parts.
+    """Runs an engine, with your callbacks and parts, in the thread that calls `step`.
 
     get, send, poll, stats   the four callbacks of GptManager
     backend      None: a ScriptedBackend
-    scheduler    as Parts.scheduler; None: that of the policy
-    parts        everything else that Parts has; its backend, scheduler and clock are taken from here
+    scheduler    as Parts.scheduler; None: the scheduler of the policy
+    parts        other parts; `backend` and `scheduler` here, and a ManualClock, replace those in `parts`
     options      fields of TrtGptModelOptionalParams
 
-    clock      a ManualClock
-    backend    the backend that runs
+    Attributes:
 
-    Raises ConfigError as GptManager does. Close it when it is done, or use it as a context manager: open requests then
-    get their finals with SHUTDOWN.
+    clock      the ManualClock
+    backend    the backend in use
+
+    Raises ConfigError as GptManager does. Close it, or use it as a context manager: open requests then end with
+    SHUTDOWN.
     """
 
     def __init__(self, get: Callable[[int], Iterable[Any]], send: Callable[[int, list, bool, str], None],
@@ -69,53 +71,53 @@ class EngineHarness:
 
     @property
     def active_requests(self) -> list[LlmRequest]:
-        """The requests being worked on, in the order a scheduler sees them."""
+        """The active requests, in the order that a scheduler gets them."""
         return list(self._loop.active.in_order)
 
     def step(self, iterations: int = 1) -> bool:
-        """Run so many iterations. Whether the last one had anything to do.
+        """Run a number of iterations. Returns whether the last one had work to do.
 
-        Raises what would fail the engine: a lost device, a bug.
+        Raises errors that would make a GptManager fail, such as DeviceLostError and InternalError.
         """
         is_busy = False
         for _ in range(iterations):
-            is_busy = self._turn()
+            is_busy = self._iterate()
         return is_busy
 
     def run(self, most_iterations: int = 10_000) -> int:
-        """Run until an iteration has nothing to do. Returns how many had.
+        """Run until an iteration has no work. Returns the number of iterations that had work.
 
-        Raises RuntimeError when there is no end after so many.
+        Raises RuntimeError if the engine still has work after `most_iterations`.
         """
         for iteration in range(most_iterations):
-            if not self._turn():
+            if not self._iterate():
                 return iteration
         raise RuntimeError(f"{len(self._loop.active)} requests are active after {most_iterations:,} iterations; "
-                           "expected an end; raise most_iterations, or look at what the scheduler does")
+                           "expected none; increase most_iterations, or check the scheduler")
 
-    def _turn(self) -> bool:
-        self._refuse_a_callback("turned")
+    def _iterate(self) -> bool:
+        self._refuse_in_callback("run")
         self._is_running = True
         try:
             return self._loop.step(accept_new=True)
         finally:
             self._is_running = False
 
-    def _refuse_a_callback(self, what: str) -> None:
+    def _refuse_in_callback(self, action: str) -> None:
         if self._is_running:
-            raise RuntimeError(f"the harness was to be {what} by a callback, or by something else that an iteration "
-                               "calls; an iteration runs already; note what is wanted, and do it after step returned")
+            raise RuntimeError(f"a callback or hook tried to {action} the harness during an iteration; call it between "
+                               "iterations; set a flag in the callback, and act on it after step has returned")
 
     def check(self) -> None:
-        """Raise InternalError where a KV cache block is neither free nor owned as the block tables say."""
+        """Check the block accounting. Raises InternalError if the block tables and the free blocks are inconsistent."""
         audit(self._loop.kv)
 
     def close(self) -> None:
-        """Answer whatever is open with SHUTDOWN, and close the backend. Idempotent. Not for callbacks."""
-        self._refuse_a_callback("closed")
+        """End open requests with SHUTDOWN, and close the backend. Idempotent. Raises RuntimeError in a callback."""
+        self._refuse_in_callback("close")
         self._loop.answer_the_rest(ManagerClosedError(
-            "the harness was closed before the request was done", "what it generated so far is dropped",
-            "run it to its end"))
+            "the harness was closed before the request ended", "close() after all requests have ended",
+            "call run() first"))
         self.backend.close()
 
     def __enter__(self) -> "EngineHarness":

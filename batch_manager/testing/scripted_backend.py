@@ -1,21 +1,22 @@
-"""A ModelBackend without a model: the next token is a keyed hash of everything the sequence can see.
+"""A ModelBackend without a model: the next token is a keyed hash of all tokens that the sequence attends to.
 
-What it sees is read back through the block tables from a pool of tokens, so that a wrong table, a block given away too
-early or a lost token changes the text from there on; `expected_tokens` says, in other words, what it should have been.
+The backend stores tokens in its block pool and reads the history back through the block tables. So a wrong table, a
+block freed too early or a lost token changes all later output. `expected_tokens` computes the correct output
+independently.
 
-    term(i, token)  = mix(key + (i + 1) * A + (token + 1) * B)             mix: the finaliser of splitmix64
-    word            = mix(key ^ draw ^ sum of the terms of the history)    all modulo 2^64
+    term(i, token)  = mix(key + (i + 1) * A + (token + 1) * B)             mix: the finalizer of splitmix64
+    word            = mix(key ^ salt ^ sum of the terms of the history)    all modulo 2^64
     next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
-    draw            = 0 for a greedy sequence, mix(random_seed ^ A) for one that samples
+    salt            = 0 for a greedy sequence, mix(random_seed ^ A) for a sampled one
 
-A sequence with beams has as many candidates for what follows each of them as its search looks at, and looks for the
-best as a model would:
+With beams, each beam has as many candidates as the beam search considers, at most vocab_size; the search is the one
+that models use:
 
-    candidate j     = (next token + j) % vocab_size, with the log-prob of word_j: of the word for j = 0, of
-                      mix(word + j * A) further on; as many as there are tokens, if those are fewer
+    candidate j     = (next token + j) % vocab_size, with the log-prob of word_j
+    word_j          = word for j = 0, mix(word + j * A) otherwise
 
-numpy only: tests, demonstrations and dry runs of the host side need no torch. A logits post-processor gets logits that
-are 1 at that token and 0 elsewhere; torch is imported for the first one. None with beams.
+Needs numpy only, so tests and dry runs of the host side work without torch. A logits post-processor gets logits that
+are 1 at the next token and 0 elsewhere, and causes torch to be imported; it cannot be combined with beams.
 """
 
 from collections import deque
@@ -61,27 +62,27 @@ StepHook = Callable[[ScheduledBatch], Mapping[int, RowFailure] | None]
 
 
 class ScriptedBackend:
-    """Generates from a hash or from a script, and watches that it is driven by the rules of the handover.
+    """Generates tokens from a hash or a script, and checks each batch against the rules of handover.py.
 
-    Of what a request asks for it knows lengths, `end_id`, `random_seed`, streaming, beams, log-probs, logits, logits
-    post-processors and draft tokens. Temperatures, penalties, stop and bad words, `min_length`, `embedding_bias` and
-    bans of n-grams change nothing: it has no logits that they could change. A backend object serves one engine.
+    Supported request options: lengths, `end_id`, `random_seed`, streaming, beams, log-probs, logits, logits
+    post-processors and draft tokens. There are no model logits, so temperature, penalties, stop and bad words,
+    `min_length`, `embedding_bias` and n-gram bans have no effect. A backend object serves one engine.
 
-    script      (history) -> the next token, or None for the hash's; the history is prompt and generated tokens. Not for
-                sequences with beams
-    on_step     (batch) called once a step after the cache was written and before anything else changed; may raise, or
-                return failures to plant. A planted NON_FINITE_LOGITS also leaves the blocks the step wrote poisoned:
-                a sequence that has one of them in its table fails too, until they are cleared
-    on_finish   (batch) the same inside `finish`
-    is_asynchronous   steps are queued by `start` and run, in order, when one of them is waited for: what they raise,
-                they raise in `finish`, after later ones were launched
-    step_seconds   how long the device works on a step: `finish` waits until then. Steps are worked on one after the
-                other; `idle_seconds` adds up what the device waited for the next one
-    window, sink   what the hash sees of the history, as in attention/windows.py. It is then read back in every step,
-                verify or not, and blocks may be given back as they leave the window. A script sees all: not with these
-    host_blocks   blocks of a second pool, for what is evicted from the first
-    verify      read the whole history back in every step and check the batch; without, the hash is carried along per
-                slot, nothing is checked and a step that succeeded cannot be run again: for measuring the host
+    script            function (history) -> next token, or None to use the hash. The history is the prompt and the
+                      generated tokens. Cannot be combined with beams or a window
+    on_step           function (batch), called once per step, after tokens were written to the cache and before other
+                      state changes. May raise, or return {slot: RowFailure}. NON_FINITE_LOGITS also poisons the blocks
+                      that the step wrote: every sequence with such a block fails until the block is cleared
+    on_finish         function (batch), the same within `finish`
+    is_asynchronous   `start` queues steps; they run in order when `finish` waits for one of them. Their exceptions are
+                      raised by `finish`, when later steps have already been launched
+    step_seconds      simulated device time of a step. `finish` waits for it; steps run one after another, and
+                      `idle_seconds` accumulates the time between steps
+    window, sink      the part of the history that the hash covers, as in attention/windows.py. The history is then read
+                      back in every step, even without `verify`, and blocks outside the window may be freed
+    host_blocks       number of blocks in the host pool, for evicted blocks
+    verify            read the whole history back in every step, and check each batch. False: keep a running hash per
+                      slot and check nothing, for benchmarks of the host; a successful step cannot run again
     """
 
     def __init__(self, *, vocab_size: int = 1000, max_seq_len: int = 1024, num_blocks: int = 256,
@@ -90,8 +91,8 @@ class ScriptedBackend:
                  window: int | None = None, sink: int = 0, host_blocks: int = 0, is_asynchronous: bool = False,
                  step_seconds: float = 0.0) -> None:
         if script is not None and window is not None:
-            raise ConfigError("a ScriptedBackend has a script and a window", "one of them: a script sees all tokens",
-                              "leave one of them out")
+            raise ConfigError("a ScriptedBackend was given a script and a window",
+                              "at most one of them, because a script gets the whole history")
         self.info = BackendInfo(vocab_size=vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
                                 tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
                                 device="none", dtype="int32", attention_window=window, sink_tokens=sink,
@@ -105,21 +106,21 @@ class ScriptedBackend:
         self.closed = False
         self._busy_until: float | None = None
         self._queue: deque[ScriptedStep] = deque()
-        self._num_operations = 0                                  # done so far
+        self._num_operations = 0                                  # carried out so far
         self._pool = np.full(num_blocks * tokens_per_block, UNWRITTEN, np.int32)
         self._host_pool = np.full(host_blocks * tokens_per_block, UNWRITTEN, np.int32)
-        self._poisoned = np.zeros((num_blocks, tokens_per_block), bool)    # tokens whose values are not finite
+        self._poisoned = np.zeros((num_blocks, tokens_per_block), bool)    # tokens with non-finite values
         self._host_poisoned = np.zeros((host_blocks, tokens_per_block), bool)
         self._any_poisoned = False
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
         self._last_tokens = PositionRing(np.zeros((len(self._state), COLUMNS), np.int32))
         self._searches = BeamSearches()
-        self._extras_wanted = False                               # log-probs or logits, by any request so far
-        self._rows_per_slot = 1                                   # of the tables, as the batches say
+        self._any_extras = False                                  # log-probs or logits requested so far
+        self._rows_per_slot = 1                                   # of the block tables
         self._post_processors: LogitsPostProcessors | None = None
 
-    # the backend
+    # ModelBackend
 
     def start(self, batch: ScheduledBatch) -> "ScriptedStep":
         """Run the step, or queue it; see seams.ModelBackend."""
@@ -138,14 +139,14 @@ class ScriptedBackend:
         return step
 
     def run(self, step: "ScriptedStep") -> None:
-        """Carry out a step; what that raises is kept in it."""
+        """Run a step; an exception is stored in the step."""
         try:
             step.output = self._run(step)
         except BaseException as error:
             step.error = error
 
     def run_up_to(self, step: "ScriptedStep") -> None:
-        """Carry out the queued steps up to this one."""
+        """Run the queued steps up to this one."""
         while step in self._queue:
             self.run(self._queue.popleft())
 
@@ -180,19 +181,19 @@ class ScriptedBackend:
         return output
 
     def _keep_tokens(self, output: StepOutput) -> None:
-        """The next step finds the last tokens of sequences without beams; searches keep their own."""
+        """Store the last tokens of sequences without beams for the next step; beam searches store their own."""
         slots, tokens = output.slots, output.tokens
         if output.row_starts is not None:
             single = np.array([slot not in self._searches for slot in slots.tolist()], bool)
             slots, tokens = slots[single], tokens[output.row_starts[1:][single] - 1]
-            # Of a sequence with drafts all but the last of its tokens are in the cache.
+            # With drafts, all new tokens but the last are in the cache.
             self._state["length"][slots] += np.diff(output.row_starts)[single] - 1
         self._last_tokens.put(slots, self._state["length"][slots], tokens)
 
     def _carry_out(self, operation: DeviceOperation) -> None:
         size = self.info.tokens_per_block
         match operation:
-            case BlockCopy():    # as many tokens as it is told to and no more, so that one too few is noticed
+            case BlockCopy():    # copies exactly num_tokens, so that a wrong count is detected
                 here, host = (self._pool, self._poisoned), (self._host_pool, self._host_poisoned)
                 source_tokens, source_poisoned = host if operation.from_host else here
                 tokens, poisoned = host if operation.to_host else here
@@ -206,7 +207,7 @@ class ScriptedBackend:
                 pass
 
     def clear_block(self, block_id: int, first_token: int) -> None:
-        """Fill a block with zeros from this token on."""
+        """Clear a block from a token on."""
         self._poisoned[block_id, first_token:] = False
         self._any_poisoned = bool(self._poisoned.any())
 
@@ -216,21 +217,21 @@ class ScriptedBackend:
     def close(self) -> None:
         self.closed = True
 
-    # what tests ask
+    # for tests
 
     def poison_blocks(self, block_ids: list[int]) -> None:
-        """As if a fault had left non-finite values in these blocks."""
+        """Mark blocks as containing non-finite values, as after a fault."""
         self._poisoned[block_ids] = True
         self._any_poisoned = bool(self._poisoned.any())
 
     def history(self, slot: int, length: int) -> list[int]:
-        """The first `length` tokens of the sequence in a slot, its first beam's, read back through its block table."""
+        """Read the first `length` tokens of a slot's sequence (the first beam) through its block table."""
         positions, size, row = np.arange(length), self.info.tokens_per_block, slot * self._rows_per_slot
         return self._pool[self._tables.rows[row, positions // size] * size + positions % size].tolist()
 
     def expected(self, prompt: Sequence[int], count: int, *, end_id: int | Sequence[int] = -1,
                  random_seed: int | None = None) -> list[int]:
-        """What this backend must generate for a prompt; see `expected_tokens`."""
+        """Return the tokens that this backend must generate for a prompt; see `expected_tokens`."""
         return self.expected_tokens(prompt, count, vocab_size=self.info.vocab_size, key=self.key, end_id=end_id,
                                     random_seed=random_seed, window=self.window, sink=self.sink)
 
@@ -238,12 +239,12 @@ class ScriptedBackend:
     def expected_tokens(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
                         end_id: int | Sequence[int] = -1,
                         random_seed: int | None = None, window: int | None = None, sink: int = 0) -> list[int]:
-        """The oracle: up to `count` tokens after `prompt`, without the end id, in plain integers.
+        """Oracle: return up to `count` tokens after `prompt`, without the end id. Uses plain Python integers.
 
-        random_seed   of a request that samples; None: a greedy one
+        random_seed   None: greedy
         """
-        return [token for token, _ in expected_draws(prompt, count, vocab_size=vocab_size, key=key, end_id=end_id,
-                                                     random_seed=random_seed, window=window, sink=sink)]
+        return [token for token, _ in expected_samples(prompt, count, vocab_size=vocab_size, key=key, end_id=end_id,
+                                                       random_seed=random_seed, window=window, sink=sink)]
 
     # one step
 
@@ -263,9 +264,9 @@ class ScriptedBackend:
                 assert self.script is None and setup.logits_post_processor is None, "not with beams"
             self._searches.set_up(work.slot, setup)
             end_ids = [*setup.end_ids, *[-1] * (8 - len(setup.end_ids))]
-            state[work.slot] = (work.start, 0, end_ids, _draw(setup), setup.return_log_probs,
+            state[work.slot] = (work.start, 0, end_ids, _salt(setup), setup.return_log_probs,
                                 setup.top_log_probs, setup.return_generation_logits, setup.return_context_logits, True)
-            self._extras_wanted |= (setup.return_log_probs or setup.return_generation_logits
+            self._any_extras |= (setup.return_log_probs or setup.return_generation_logits
                                     or setup.top_log_probs > 0)
             if setup.logits_post_processor is not None and self._post_processors is None:
                 from ..decoding.logits_post_processors import LogitsPostProcessors
@@ -275,7 +276,7 @@ class ScriptedBackend:
                 self._post_processors.set_up(work.slot, setup)
 
     def _lay_out(self, batch: ScheduledBatch) -> "_Layout":
-        """Where the tokens of the step belong; contexts first."""
+        """Compute positions and pool slots of the step's tokens. Contexts come first."""
         size, (generation_slots, kv_lengths, table_rows) = self.info.tokens_per_block, generation_rows(batch)
         if batch.generation.beam_width == 1:
             inputs = self._last_tokens.at(generation_slots, kv_lengths)
@@ -305,7 +306,7 @@ class ScriptedBackend:
         return _Layout(slots, table_rows, starts, counts, tokens, positions, owners, pool_slots)
 
     def _sums(self, batch: ScheduledBatch, step: "_Layout") -> np.ndarray:
-        """Per sequence, the sum of the terms of what its last token sees, that token included."""
+        """Return, per sequence, the sum of the terms that its last token attends to, including its own."""
         if (self.verify or self.window is not None or batch.generation.beam_width > 1
                 or batch.generation.num_drafts is not None):
             return self._read_back(step.table_rows, step.starts + step.counts)
@@ -314,12 +315,12 @@ class ScriptedBackend:
             terms = np.add.reduceat(terms, np.cumsum(step.counts) - step.counts)
         before = self._state["sum"][step.slots]
         for row, work in enumerate(batch.context):
-            if work.setup is not None and work.start:             # its first tokens were computed for another request
+            if work.setup is not None and work.start:             # reused blocks
                 before[row] = self._read_back(step.table_rows[row: row + 1], step.starts[row: row + 1])[0]
         return before + terms
 
     def _read_back(self, table_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Sum of the terms of what the last of `lengths` tokens of each row sees, as they stand in the pool."""
+        """Return, per row, the sum of the terms that the last of its `lengths` tokens attends to, from the pool."""
         if not len(table_rows):
             return np.empty(0, np.uint64)
         size = self.info.tokens_per_block
@@ -343,8 +344,8 @@ class ScriptedBackend:
         term += np.uint64(self.key)
         return _mix_array(term)
 
-    def _words(self, sums: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        words = sums ^ draws
+    def _words(self, sums: np.ndarray, salts: np.ndarray) -> np.ndarray:
+        words = sums ^ salts
         words ^= np.uint64(self.key)
         return _mix_array(words)
 
@@ -366,7 +367,7 @@ class ScriptedBackend:
                 beam_steps, generation_logits = self._search(slots[is_beam], sums[is_beam], lengths[is_beam])
                 all_slots = _without_repetitions(slots)
                 slots, sums, lengths = slots[~is_beam], sums[~is_beam], lengths[~is_beam]
-        words = self._words(sums, self._state["draw"][slots])
+        words = self._words(sums, self._state["salt"][slots])
         tokens = self._next_tokens(words)
         if self.script is not None:
             self._follow_script(slots, lengths, tokens, failures)
@@ -376,7 +377,7 @@ class ScriptedBackend:
             return self._accept_drafts(batch, step, slots, failures, context_logits)
 
         log_probs, top_log_probs = None, {}
-        if self._extras_wanted:
+        if self._any_extras:
             asked = self._state["log_probs"][slots]
             log_probs = np.where(asked, _log_probs(words), np.float32(0)) if asked.any() else None
             generation_logits |= {int(slots[row]): self._logits(tokens[row: row + 1])
@@ -392,7 +393,7 @@ class ScriptedBackend:
                           generation_logits=generation_logits, top_log_probs=top_log_probs, failures=failures)
 
     def _top_log_probs(self, slot: int, tokens: np.ndarray, words: np.ndarray) -> TopLogProbs:
-        """The token that was sampled, then those with the next ids, each less likely by one."""
+        """Return the sampled token and the next ids, with log-probs that decrease by 1."""
         after = np.arange(self._state["top_log_probs"][slot], dtype=np.int32)
         ids = (tokens[:, None] + after) % np.int32(self.info.vocab_size)
         log_probs = _log_probs(words)[:, None] - after.astype(np.float32)
@@ -401,7 +402,7 @@ class ScriptedBackend:
 
     def _accept_drafts(self, batch: ScheduledBatch, step: "_Layout", slots: np.ndarray,
                        failures: dict[int, RowFailure], context_logits: dict[int, np.ndarray]) -> StepOutput:
-        """Every row of the sequences with drafts is sampled; a draft is accepted while it is what its row sampled."""
+        """Sample every row of sequences with drafts; accept drafts up to the first that differs from its sample."""
         rows = {slot: row for row, slot in enumerate(step.slots.tolist())}
         drafts = batch.generation.draft_tokens.tolist()
         num_drafts = dict(zip(batch.generation.slots.tolist(), batch.generation.num_drafts.tolist()))
@@ -411,7 +412,7 @@ class ScriptedBackend:
             end = int(step.starts[row] + step.counts[row])
             lengths = np.arange(end - count, end + 1)
             words = self._words(self._read_back(np.full(count + 1, step.table_rows[row]), lengths),
-                                np.full(count + 1, self._state["draw"][slot]))
+                                np.full(count + 1, self._state["salt"][slot]))
             sampled, mine = self._next_tokens(words).tolist(), drafts[:count]
             del drafts[:count]
             kept = next((i for i, draft in enumerate(mine) if draft != sampled[i]), count) + 1
@@ -431,7 +432,7 @@ class ScriptedBackend:
             context_logits=context_logits, generation_logits=logits, top_log_probs=top_log_probs, failures=failures)
 
     def _search(self, slots: np.ndarray, sums: np.ndarray, lengths: np.ndarray) -> tuple[dict, dict]:
-        """(slot -> its BeamStep, slot -> logits). The rows of a slot lie together."""
+        """Return ({slot: BeamStep}, {slot: logits}). The rows of a slot are contiguous."""
         words = self._words(sums, np.zeros(len(sums), np.uint64))
         steps, logits = {}, {}
         for slot, first, count in zip(*(column.tolist() for column in np.unique(
@@ -455,11 +456,11 @@ class ScriptedBackend:
             else:
                 tokens[row] = 0
                 failures.setdefault(slot, RowFailure(
-                    ErrorCode.INVALID_TOKEN, f"the script chose token {token}; ids are below {self.info.vocab_size}; "
-                    "correct the script"))
+                    ErrorCode.INVALID_TOKEN, f"the script returned token {token}; token ids in "
+                    f"0..{self.info.vocab_size - 1}; correct the script"))
 
     def _post_process(self, slots: np.ndarray, tokens: np.ndarray, failures: dict[int, RowFailure]) -> np.ndarray:
-        """The tokens with the largest logits, once users' functions have changed those of `tokens`."""
+        """Run logits post-processors on one-hot logits of `tokens`; return the tokens with the largest logits."""
         import torch
 
         from ..decoding.logits_post_processors import NO_TOKEN
@@ -476,7 +477,7 @@ class ScriptedBackend:
         return tokens
 
     def _context_logits(self, batch: ScheduledBatch, step: "_Layout", sums: np.ndarray) -> dict[int, np.ndarray]:
-        """A one at the token that would follow each position, for the slots that asked."""
+        """Return one-hot logits of the next token at each position, for slots with context logits."""
         logits, stop = {}, 0
         for row, work in enumerate(batch.context):
             begin, stop = stop, stop + len(work.token_ids)
@@ -489,8 +490,8 @@ class ScriptedBackend:
                 else:
                     row = work.slot * batch.max_beam_width
                     prefixes = self._read_back(np.full(len(positions), row), positions + 1)
-                draws = np.full(len(prefixes), self._state["draw"][work.slot])
-                logits[work.slot] = self._logits(self._next_tokens(self._words(prefixes, draws)))
+                salts = np.full(len(prefixes), self._state["salt"][work.slot])
+                logits[work.slot] = self._logits(self._next_tokens(self._words(prefixes, salts)))
         return logits
 
     def _logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -514,38 +515,38 @@ class ScriptedBackend:
             columns[sinks:] += skipped
             if self._poisoned[self._tables.rows[row, columns]].any():
                 failures[slot] = RowFailure(
-                    ErrorCode.NON_FINITE_LOGITS, "a KV cache block of the request holds values that are not finite; "
-                    "what a step reads must be; clear blocks before they are reused")
+                    ErrorCode.NON_FINITE_LOGITS, "a KV cache block of the request contains non-finite values; "
+                    "finite values in all blocks that a step reads; clear blocks before they are reused")
         return failures
 
     def _check(self, batch: ScheduledBatch, step: "_Layout") -> None:
-        """The rules of the handover; who breaks one has a bug."""
+        """Check the rules of handover.py. Raises InternalError: a violation is a bug of the engine."""
         state, size = self._state, self.info.tokens_per_block
         ends = step.starts + step.counts
-        _require(len(np.unique(step.table_rows)) == len(step.slots), "slots repeat", step.slots)
+        _require(len(np.unique(step.table_rows)) == len(step.slots), "a slot occurs twice", step.slots)
         _require(int(step.slots.max(initial=0)) < len(state) and bool(state["set_up"][step.slots].all()),
                  "a slot was never set up", step.slots)
         _require(bool((step.counts > 0).all()), "an empty context chunk", step.slots)
-        lengths = state["length"][step.slots]                     # more than it starts with when a step is run again
-        _require(bool((step.starts <= lengths).all()), "tokens in the cache are left out", lengths, step.starts)
+        lengths = state["length"][step.slots]                     # greater than `start` if the step runs again
+        _require(bool((step.starts <= lengths).all()), "a start exceeds the cached length", lengths, step.starts)
         _require(bool((ends <= self._tables.mapped[step.table_rows] * size).all()),
                  "lengths exceed the mapped blocks", ends, self._tables.mapped[step.table_rows])
         width = batch.generation.beam_width
-        _require(width <= batch.max_beam_width, "more beams than rows of the tables")
+        _require(width <= batch.max_beam_width, "beam_width exceeds max_beam_width")
         for slot in batch.generation.slots.tolist() if self._searches or width > 1 else ():
             search_width = self._searches.width(slot)
-            _require(search_width == width, "a slot has another beam width than its step", np.array([search_width]))
+            _require(search_width == width, "the beam width of a slot differs from its step", np.array([search_width]))
         _require(bool((ends <= self.info.max_seq_len).all()), "lengths exceed max_seq_len", ends)
-        _require(batch.num_places in (0, max(batch.num_places, batch.num_sequences)), "more sequences than places",
+        _require(batch.num_places in (0, max(batch.num_places, batch.num_sequences)), "more sequences than padded rows",
                  batch.num_places, batch.num_sequences)
-        _require(len(np.unique(step.pool_slots)) == len(step.tokens), "two sequences write to one place", step.slots)
+        _require(len(np.unique(step.pool_slots)) == len(step.tokens), "two tokens write to one pool slot", step.slots)
         _require(bool(((step.tokens >= 0) & (step.tokens < self.info.vocab_size)).all()), "a token id is out of range")
         _require(all(work.is_last_chunk or (work.start + len(work.token_ids)) % size == 0 for work in batch.context),
                  "a chunk that is not the last does not end at a block boundary", ends)
 
 
 class ScriptedStep:
-    """A step that was launched: its output, or what it raised, once it ran."""
+    """A launched step. After it has run, it has an output or an exception."""
 
     def __init__(self, backend: ScriptedBackend, batch: ScheduledBatch) -> None:
         self.batch = batch
@@ -557,6 +558,7 @@ class ScriptedStep:
         self._is_read = False
 
     def finish(self) -> StepOutput:
+        """Wait for the step and return its output; see seams.PendingStep."""
         assert not self._is_read, "finish was called twice"
         self._is_read = True
         self._backend.run_up_to(self)
@@ -572,21 +574,23 @@ class ScriptedStep:
 
 
 def _sleep_until(moment: float) -> None:
-    """As a wait for a device does: other Python threads run meanwhile."""
+    """Wait without holding the GIL, like a wait for a device."""
     while (left := moment - perf_counter()) > 0:
         sleep(left)
 
 
 def _without_repetitions(slots: np.ndarray) -> np.ndarray:
-    """Each slot once, in order; those of one sequence lie together."""
+    """Return each slot once, in order. Equal slots are adjacent."""
     return slots[np.flatnonzero(np.diff(slots, prepend=-1))]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """n sequences, T tokens: slots, table_rows, starts, counts [n]; tokens, positions, pool_slots, owners [T].
+    """Layout of a step with n sequences and T tokens. Each beam is a sequence.
 
-    A beam is a sequence here. owners is each token's sequence, None where every sequence has one token.
+    slots, table_rows, starts, counts   [n]
+    tokens, positions, pool_slots       [T]
+    owners   [T], index of each token's sequence; None if every sequence has one token
     """
 
     slots: np.ndarray
@@ -600,42 +604,42 @@ class _Layout:
 
 
 SLOT_STATE = np.dtype([
-    ("length", np.int32), ("sum", np.uint64), ("end_ids", np.int32, (8,)), ("draw", np.uint64),
+    ("length", np.int32), ("sum", np.uint64), ("end_ids", np.int32, (8,)), ("salt", np.uint64),
     ("log_probs", bool), ("top_log_probs", np.int32), ("generation_logits", bool), ("context_logits", bool),
     ("set_up", bool)])
 
 
-def expected_draws(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
-                   end_id: int | Sequence[int] = -1, random_seed: int | None = None, window: int | None = None,
-                   sink: int = 0) -> list[tuple[int, float]]:
-    """Up to `count` pairs (token, log-prob) after `prompt`, computed one token at a time."""
+def expected_samples(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
+                     end_id: int | Sequence[int] = -1, random_seed: int | None = None, window: int | None = None,
+                     sink: int = 0) -> list[tuple[int, float]]:
+    """Return up to `count` pairs (token, log-prob) after `prompt`, computed one token at a time."""
     terms: list[int] = []
     end_ids = {end_id} if isinstance(end_id, int) else set(end_id)
 
     def seen_with(token: int) -> int:
-        """What comes into the sum with the next token, less what leaves it."""
+        """Return the change of the sum: the term of the new token, minus the term that leaves the window."""
         position = len(terms)
         terms.append(_mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR))
         leaves = window is not None and position - window >= sink
         return terms[position] - (terms[position - window] if leaves else 0)
 
     history_sum = sum(map(seen_with, prompt))
-    draw = 0 if random_seed is None else _mix(random_seed ^ POSITION_FACTOR)
+    salt = 0 if random_seed is None else _mix(random_seed ^ POSITION_FACTOR)
 
-    draws: list[tuple[int, float]] = []
-    while len(draws) < count:
-        word = _mix(key ^ draw ^ (history_sum & WORD))
+    samples: list[tuple[int, float]] = []
+    while len(samples) < count:
+        word = _mix(key ^ salt ^ (history_sum & WORD))
         token = (word >> 16) % vocab_size
         if token in end_ids:
             break
-        draws.append((token, -(word & 0xFFFF) / 4096))
+        samples.append((token, -(word & 0xFFFF) / 4096))
         history_sum += seen_with(token)
-    return draws
+    return samples
 
 
 def expected_candidates(history: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
                         window: int | None = None, sink: int = 0) -> list[tuple[int, float]]:
-    """What may follow a history where there are beams: up to `count` pairs (token, log-prob), in plain integers."""
+    """Oracle for beams: return up to `count` candidates (token, log-prob) after a history."""
     length = len(history)
     seen = [i for i in range(length) if window is None or i >= length - window or i < sink]
     terms = [_mix(key + (i + 1) * POSITION_FACTOR + (history[i] + 1) * TOKEN_FACTOR) for i in seen]
@@ -645,7 +649,7 @@ def expected_candidates(history: Sequence[int], count: int, *, vocab_size: int =
 
 
 def _best_candidates(search: BeamSearch, words: np.ndarray, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """What `beam_topk` would give: log-probs, parents, tokens of the best candidates, best first."""
+    """Return (log-probs, parents, tokens) of the best candidates, best first, like the kernel `beam_topk`."""
     count, wanted = min(search.num_candidates, vocab_size), search.num_candidates
     steps = np.arange(count, dtype=np.uint64)
     tokens = ((((words >> np.uint64(16)) % np.uint64(vocab_size))[:, None] + steps) % np.uint64(vocab_size)).astype(int)
@@ -664,7 +668,7 @@ def _best_candidates(search: BeamSearch, words: np.ndarray, vocab_size: int) -> 
             np.pad((best // count).astype(np.int32), padding), np.pad(tokens.ravel()[best].astype(np.int32), padding))
 
 
-def _draw(setup: SlotSetup) -> int:
+def _salt(setup: SlotSetup) -> int:
     return 0 if setup.sampling.is_greedy else _mix(setup.sampling.random_seed ^ POSITION_FACTOR)
 
 
@@ -692,4 +696,4 @@ def _log_probs(words: np.ndarray) -> np.ndarray:
 def _require(holds: bool, rule: str, *numbers: np.ndarray) -> None:
     if not holds:
         details = " / ".join(str(array.tolist()) for array in numbers)
-        raise InternalError(f"the batch breaks a rule of the handover: {rule} {details}".rstrip())
+        raise InternalError(f"the batch violates a rule of handover.py: {rule} {details}".rstrip())

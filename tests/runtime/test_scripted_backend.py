@@ -19,7 +19,7 @@ from batch_manager.handover import (
 )
 from batch_manager.names import ErrorCode
 from batch_manager.sampling_config import SamplingConfig
-from batch_manager.testing.scripted_backend import ScriptedBackend, expected_draws
+from batch_manager.testing.scripted_backend import ScriptedBackend, expected_samples
 
 GREEDY = SlotSetup()
 
@@ -143,7 +143,7 @@ def test_log_probs_and_logits_come_for_those_who_asked():
     backend = ScriptedBackend(vocab_size=30)
     asked = SlotSetup(return_log_probs=True, return_context_logits=True, return_generation_logits=True)
     output = run(backend, [context(0, [1, 2, 3], setup=asked), context(1, [1, 2, 3])], tables={0: [0], 1: [1]})
-    [(token, log_prob)] = expected_draws([1, 2, 3], 1, vocab_size=30)
+    [(token, log_prob)] = expected_samples([1, 2, 3], 1, vocab_size=30)
     assert output.log_probs.tolist() == [log_prob, 0]
     assert list(output.generation_logits) == list(output.context_logits) == [0]
     assert output.generation_logits[0].shape == (1, 30) and output.generation_logits[0].argmax() == token
@@ -217,13 +217,13 @@ def test_a_planted_non_finite_row_poisons_its_blocks_until_they_are_cleared():
 
 
 @pytest.mark.parametrize("wrong, rule", [
-    (lambda: batch(rows=[(0, 4)]), "tokens in the cache are left out"),
-    (lambda: batch([context(0, [5], 4, setup=None)]), "tokens in the cache are left out"),
+    (lambda: batch(rows=[(0, 4)]), "a start exceeds the cached length"),
+    (lambda: batch([context(0, [5], 4, setup=None)]), "a start exceeds the cached length"),
     (lambda: batch(rows=[(1, 3)]), "never set up"),
-    (lambda: batch(rows=[(0, 3), (0, 3)]), "slots repeat"),
+    (lambda: batch(rows=[(0, 3), (0, 3)]), "a slot occurs twice"),
     (lambda: batch([context(1, [1] * 9)], tables={1: [7]}), "exceed the mapped blocks"),
     (lambda: batch([context(1, [1] * 9, last=False)], tables={1: [7, 8]}), "block boundary"),
-    (lambda: batch([context(1, [1]), context(2, [2])], tables={1: [7], 2: [7]}), "write to one place"),
+    (lambda: batch([context(1, [1]), context(2, [2])], tables={1: [7], 2: [7]}), "write to one pool slot"),
     (lambda: batch([context(1, [1000])], tables={1: [7]}), "out of range"),
 ])
 def test_a_batch_that_breaks_a_rule_of_the_handover_is_refused(wrong, rule):

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from batch_manager.testing.scripted_backend import expected_candidates, expected_draws
+from batch_manager.testing.scripted_backend import expected_candidates, expected_samples
 from tests.simulation.history import Handed, Sent, judge, scripted_oracle
 from tests.simulation.oracle import END_ID, LENGTH, STOP_WORDS, forbidden
 
@@ -28,8 +28,8 @@ def test_two_who_wrote_the_model_down_agree(seed):
     prompt = rng.choices(range(options["vocab_size"]), k=rng.randint(1, 15))
     end_id, random_seed = rng.choice([-1, 0, 1]), rng.choice([None, 0, 5])
     text = scripted_oracle(options).text(asks(prompt, 25, end_id=end_id, seed=random_seed), 25, 25)
-    assert list(zip(text.tokens, text.log_probs)) == expected_draws(prompt, 25, end_id=end_id, random_seed=random_seed,
-                                                                    **options)
+    assert list(zip(text.tokens, text.log_probs)) == expected_samples(
+        prompt, 25, end_id=end_id, random_seed=random_seed, **options)
     assert text.reason == (LENGTH if len(text.tokens) == 25 else END_ID)
 
 
