@@ -1,8 +1,8 @@
-"""The engine for asyncio: requests as async iterators, no callbacks.
+"""An asyncio interface to the engine: requests are async iterators instead of callbacks.
 
-Owns     AsyncEngine, the mailbox of each of its requests, and how a mailbox wakes its event loop
-Not      anything about models, schedules or blocks: it is a host of GptManager like any other, on its public API
-Yours    a front of another kind (threads, another event loop) is a file beside these, over the same Switchboard
+Owns     AsyncEngine, the mailbox of each request, and waking event loops
+Not      models, schedules or blocks: this package is an ordinary host on the public API of GptManager
+Yours    an interface of another kind (threads, another event loop) is a new file here, over the same Switchboard
 """
 
 from .engine import AsyncEngine, Stream

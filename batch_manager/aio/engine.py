@@ -20,24 +20,24 @@ from .switchboard import Switchboard
 
 
 class AsyncEngine:
-    """Runs a model for the coroutines of a process.
+    """An engine whose requests are awaited by coroutines.
 
         async with await AsyncEngine.start(folder) as engine:
             async for delta in engine.stream({"input_ids": ids, "request_output_len": 64}):
                 ...
             result = await engine.generate({"input_ids": ids, "request_output_len": 64})
 
-    Requests may come from any number of event loops, and from threads. Each event loop that waits for responses is
-    woken once for all responses of an iteration. An engine without references ends, as a GptManager
-    does.
+    Requests may be submitted from several event loops and threads. An iteration wakes each waiting event loop once, for
+    all its responses. An engine that is garbage-collected ends, like a GptManager.
     """
 
-    def __init__(self, manager: GptManager | EngineProcess, switchboard: Switchboard, says_arrival: bool) -> None:
-        """Engines are made by `start`.
+    def __init__(self, manager: GptManager | EngineProcess, switchboard: Switchboard,
+                 sets_arrival_time: bool) -> None:
+        """Use `start` to create an engine.
 
-        says_arrival   requests are told when they were handed over, because the engine's clock is time.monotonic
+        sets_arrival_time   set `arrival_time` of each request; False if the engine's clock is not time.monotonic
         """
-        self._manager, self._switchboard, self._says_arrival = manager, switchboard, says_arrival
+        self._manager, self._switchboard, self._sets_arrival_time = manager, switchboard, sets_arrival_time
 
     @classmethod
     async def start(cls, model_path: str | os.PathLike[str] | None = None,
@@ -46,23 +46,24 @@ class AsyncEngine:
                     return_batch_manager_stats_cb: Callable[[str], None] | None = None,
                     optional_params: TrtGptModelOptionalParams | None = None, parts: Parts | None = None, *,
                     takes_all: bool = False, process: bool = False) -> Self:
-        """Load the model, off the event loop, and start the worker.
+        """Load the model in a thread, off the event loop, and start the worker.
 
-        The arguments are those of GptManager; its other callbacks are the engine's own. Responses hold generated tokens
-        only. `return_batch_manager_stats_cb` and hooks in `parts` are called on the worker's thread.
+        The arguments are those of GptManager, except for the callbacks that the engine itself implements. Responses
+        contain generated tokens only. The worker's thread calls `return_batch_manager_stats_cb` and the hooks in
+        `parts`.
 
-        takes_all   hand each request to the engine at once: there it waits by priority and deadline, and is refused
-                    with QUEUE_FULL where too many wait (max_queued_requests), as servers do. False: requests wait
-                    here, in order and without a bound, until the engine has room for them
-        process     run the engine in a process of its own: the host's threads and the engine's never wait for each
-                    other's interpreter lock, and an engine that crashes fails its streams and nothing else. `parts` and
-                    logits post-processors are pickled: they are classes and functions of importable modules. Hooks and
-                    the statistics callback are called in this process, on a thread of the engine's
+        takes_all   pass every request to the engine at once; it queues them by priority and deadline, and refuses a
+                    request with QUEUE_FULL if the queue is full (max_queued_requests). Servers want this. False:
+                    requests wait here, in order and without a limit, until the engine has room
+        process     run the engine in its own process. Host and engine then have separate interpreter locks, and a crash
+                    of the engine fails its streams only. `parts` and logits post-processors are pickled, so they must
+                    be classes and functions of importable modules. Hooks and the statistics callback run in this
+                    process, on an internal thread
         Raises      what the constructor of GptManager raises
         """
         for name, value in (("process", process), ("takes_all", takes_all)):
             if not isinstance(value, bool):
-                raise ConfigError(f"{name} is {value!r}", "True or False", f"set {name} to one of them")
+                raise ConfigError(f"{name} is {value!r}", "True or False")
         return await asyncio.to_thread(cls._make, model_path, model_type, max_beam_width, scheduler_policy,
                                        return_batch_manager_stats_cb, optional_params, parts, takes_all, process)
 
@@ -77,31 +78,28 @@ class AsyncEngine:
                 "model_path": model_path, "model_type": model_type, "max_beam_width": max_beam_width,
                 "scheduler_policy": scheduler_policy, "optional_params": optional_params, "parts": parts,
             }, stats, takes_all), switchboard, parts.clock is None)
-        if isinstance(parts, Parts):           # else the manager says so
+        if isinstance(parts, Parts):           # otherwise GptManager raises
             parts = switchboard.hooked_into(parts)
         return cls(GptManager(model_path, model_type, max_beam_width, scheduler_policy, switchboard.get,
                               switchboard.send, switchboard.poll, stats, optional_params, parts=parts,
                               exclude_input_in_output=True), switchboard, parts.clock is None)
 
     def stream(self, tensors: Mapping[str, Any], **options: Any) -> "Stream":
-        """Hand a request over, now, and return the stream of what it generates.
+        """Submit a request immediately and return the stream of its output.
 
-        tensors, options   of an InferenceRequest, whose id the engine chooses. Its `arrival_time`, from which queue
-                           time and `deadline_s` count, is now, unless `parts` has a clock
-        Raises   RequestFailed for names that are none, and where the engine was closed. What is wrong with a value is
-                 raised by the stream.
+        tensors, options   arguments of InferenceRequest; the engine chooses the id. `arrival_time`, the start of queue
+                           time and `deadline_s`, is the time of this call, unless `parts` has a clock
+        Raises   RequestFailed for an unknown tensor name, and if the engine is closed. The stream raises for invalid
+                 values.
         """
-        return Stream(self, self._hand_over(tensors, True, options))
+        return Stream(self, self._submit(tensors, True, options))
 
     async def generate(self, tensors: Mapping[str, Any], **options: Any) -> Delta:
-        """All that a request generates, in one piece.
-
-        Raises   RequestFailed
-        """
-        return await anext(Stream(self, self._hand_over(tensors, False, options)))
+        """Submit a request and return its whole output. Takes the arguments of `stream`; raises RequestFailed."""
+        return await anext(Stream(self, self._submit(tensors, False, options)))
 
     async def close(self, drain: bool = True, timeout: float | None = None) -> bool:
-        """End the engine, off the event loop; see GptManager.shutdown. Streams that are left end with SHUTDOWN."""
+        """End the engine in a thread, off the event loop; see GptManager.shutdown. Open streams end with SHUTDOWN."""
         return await asyncio.to_thread(self._manager.shutdown, drain, timeout)
 
     @property
@@ -111,7 +109,7 @@ class AsyncEngine:
 
     @property
     def num_wake_ups(self) -> int:
-        """How often an event loop was woken so far."""
+        """How many times an event loop was woken."""
         return self._switchboard.num_wake_ups
 
     def health(self) -> dict[str, Any]:
@@ -125,49 +123,49 @@ class AsyncEngine:
     async def __aexit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         await self.close(drain=exception_type is None)
 
-    def _hand_over(self, tensors: Mapping[str, Any], is_streaming: bool, options: dict[str, Any]) -> Mailbox:
+    def _submit(self, tensors: Mapping[str, Any], is_streaming: bool, options: dict[str, Any]) -> Mailbox:
         for name in ("request_id", "is_streaming"):
             if name in options:
-                raise TypeError(f"{name} is given; the engine chooses ids, stream() streams and generate() does not; "
+                raise TypeError(f"{name} was given; the engine sets it: stream() streams, generate() does not; "
                                 "leave it out")
         switchboard = self._switchboard
         if switchboard.closed is not None:
             raise RequestFailed(switchboard.closed.code, str(switchboard.closed))
-        if self._says_arrival:                 # it may wait here
+        if self._sets_arrival_time:            # time in the switchboard counts
             options = {"arrival_time": monotonic(), **options}
         request_id = switchboard.next_id()
         try:
             request = InferenceRequest(request_id, tensors, is_streaming=is_streaming, **options)
         except InvalidRequestError as error:
             raise RequestFailed(error.code, str(error)) from None
-        if request.streaming is not None:      # what `generate` returns would be the first token
-            raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor streaming is given; stream() streams and "
+        if request.streaming is not None:      # `generate` would return the first token only
+            raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor streaming was given; stream() streams and "
                                 "generate() does not; leave it out")
         mailbox = Mailbox(request_id, Wants.of(request))
-        handed: InferenceRequest | PackedRequest = request
+        submitted: InferenceRequest | PackedRequest = request
         if isinstance(self._manager, EngineProcess):
             try:
-                handed = packed(request)
+                submitted = packed(request)
             except InvalidRequestError as error:
                 raise RequestFailed(error.code, str(error)) from error
-        switchboard.hand_over(mailbox, handed)
+        switchboard.submit(mailbox, submitted)
         self._manager.notify()
         return mailbox
 
 
 class Stream:
-    """What a request generates, as an async iterator of Delta. One coroutine reads it.
+    """The output of a request, as an async iterator of Delta for one coroutine.
 
-    Where the reader is slower than the engine, what it has not read is one delta. A request without a reader
-    is stopped: the task was cancelled, the stream was dropped, or `cancel` was called. One that the engine had not
-    taken yet never runs.
+    If the reader is slower than the engine, unread responses are merged into one delta. The request stops when the
+    reading task is cancelled, the stream is garbage-collected, or `cancel` is called. A request that the engine has not
+    taken yet then never runs.
 
-    `anext` raises RequestFailed where the request was refused or failed; it has the tokens so far. It raises
-    RuntimeError while another coroutine waits for the stream, which goes on.
+    `anext` raises RequestFailed, with the tokens so far, if the request is refused or fails. It raises RuntimeError
+    while another coroutine awaits the stream; that one continues.
     """
 
     def __init__(self, engine: AsyncEngine, mailbox: Mailbox) -> None:
-        self._engine, self._mailbox = engine, mailbox      # a reader keeps the engine
+        self._engine, self._mailbox = engine, mailbox      # keep the engine alive while a reader exists
         self._tokens: list[int] = []
         self._is_over = False
 
@@ -176,7 +174,7 @@ class Stream:
         return self._mailbox.request_id
 
     def cancel(self) -> None:
-        """Stop the request, and end the stream. From any thread."""
+        """Stop the request and end the stream. From any thread."""
         self._is_over = True
         mailbox, engine = self._mailbox, self._engine
         if not (mailbox.is_cancelled or mailbox.has_ended):
@@ -184,7 +182,7 @@ class Stream:
             with contextlib.suppress(ManagerClosedError):      # in a forked child
                 engine._manager.notify()
         if mailbox.loop is not None:
-            with contextlib.suppress(RuntimeError):            # the loop was closed: no task waits
+            with contextlib.suppress(RuntimeError):            # the loop is closed: no task waits
                 mailbox.loop.call_soon_threadsafe(mailbox.wake)
 
     def __aiter__(self) -> Self:
@@ -193,15 +191,15 @@ class Stream:
     async def __anext__(self) -> Delta:
         mailbox = self._mailbox
         if mailbox.is_awaited and not self._is_over:
-            raise RuntimeError("two coroutines read one stream at a time; one coroutine reads it; let one read and "
-                               "hand the deltas on")
+            raise RuntimeError("another coroutine awaits this stream; one reader at a time; let one coroutine read and "
+                               "pass the deltas on")
         mailbox.loop = asyncio.get_running_loop()
         while not self._is_over:
             taken = mailbox.take()
             if taken is None:
                 self._engine._switchboard.check_process()
                 try:
-                    await mailbox.something()
+                    await mailbox.arrival()
                 except BaseException:
                     self.cancel()
                     raise

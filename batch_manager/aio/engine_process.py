@@ -1,4 +1,4 @@
-"""The host's end of an engine process: what an AsyncEngine holds instead of a GptManager."""
+"""The host side of an engine process. AsyncEngine uses it in place of a GptManager."""
 
 import contextlib
 import json
@@ -26,11 +26,11 @@ from ..guard import Guard
 from ..interpreter_exit import forget_worker, is_a_worker, list_worker
 from ..one_shot_event import OneShotEvent, checked_timeout
 from ..thread_stack import start_with_enough_stack
-from .messages import Beat, End, Ended, Handed, Logged, NotStarted, Record, Responses, Start, Started, Wire
+from .messages import Beat, End, Ended, Logged, NotStarted, Record, Requests, Responses, Start, Started, Wire
 from .switchboard import CLOSED, Switchboard
 
-SECONDS_TO_END = 10.0          # of an engine process that was told to abort, before it is killed
-SECONDS_TO_EXIT = 5.0          # of one whose worker has ended
+SECONDS_TO_END = 10.0          # from the request to abort until the process is killed
+SECONDS_TO_EXIT = 5.0          # from the end of the worker until the process is killed
 SECONDS_BETWEEN_LOOKS = 1.0
 BYTES_ON_THE_WAY = 1 << 20
 _PROGRAM = ("import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -39,19 +39,19 @@ log = logging.getLogger("batch_manager")
 
 
 class EngineProcess:
-    """A GptManager in a process of its own, with the methods of one that an AsyncEngine uses.
+    """A GptManager in another process, with the methods of GptManager that AsyncEngine uses.
 
-    A thread here receives the messages of the engine process and calls the user's hooks and the statistics callback;
-    another one sends. Where the last reference to an EngineProcess is dropped, and where this process ends, however it
-    does, the engine process ends too. It leaves SIGINT, SIGTERM and SIGHUP to this process.
+    One thread receives messages from the engine process and calls the user's hooks and statistics callback; another
+    thread sends. The engine process ends when the EngineProcess is garbage-collected and when this process ends in any
+    way. It ignores SIGINT, SIGTERM and SIGHUP, which are handled by this process.
     """
 
     def __init__(self, switchboard: Switchboard, arguments: dict[str, Any], stats: Callable[[str], None] | None,
                  takes_all: bool) -> None:
         """Start the process and wait until its engine runs.
 
-        arguments   of GptManager without callbacks, by name
-        Raises      what the constructor of GptManager raises; ConfigError where an argument cannot be sent
+        arguments   keyword arguments of GptManager, without callbacks
+        Raises      what the constructor of GptManager raises; ConfigError if an argument cannot be pickled
         """
         self._process_id = os.getpid()
         params, parts = arguments["optional_params"], arguments["parts"]
@@ -83,30 +83,29 @@ class EngineProcess:
         return self._info
 
     def notify(self) -> None:
-        """The switchboard has requests or stops."""
+        """Wake the sender: the switchboard has requests or stops."""
         self._check_process()
         self._link.work.set()
 
     def health(self) -> dict[str, Any]:
-        """What GptManager.health said last in the engine process, and:
+        """Return the latest GptManager.health of the engine process, and in addition:
 
-        engine_process_id    of the operating system
-        seconds_since_heard  how long ago the engine process sent that: less than a second where it runs
+        engine_process_id    process id
+        seconds_since_heard  time since the last message of the engine process; less than a second while it runs
         """
         self._check_process()
         link = self._link
-        health, heard_at = link.told_health(), link.heard_at
+        health, received_at = link.merged_health(), link.received_at
         if link.ended.is_set:
             return {**health, "engine_process_id": link.process.pid, "seconds_since_heard": 0.0}
-        seconds = max(time.monotonic() - heard_at, 0.0)
+        seconds = max(time.monotonic() - received_at, 0.0)
         is_silent = 0 < self._hang_warning_s < seconds
         return {"state": "RUNNING", "active_requests": 0, "queued_requests": 0, **health,
                 "is_hanging": health.get("is_hanging", False) or is_silent,
                 "engine_process_id": link.process.pid, "seconds_since_heard": seconds}
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> bool:
-        """See GptManager.shutdown. An engine process that does not end within the timeout and 10 more seconds is
-        killed."""
+        """See GptManager.shutdown. The process is killed if it has not ended 10 seconds after the timeout."""
         self._check_process()
         timeout = checked_timeout(timeout)
         link = self._link
@@ -120,24 +119,25 @@ class EngineProcess:
 
     def __enter__(self) -> "EngineProcess":
         self._check_process()
-        if self._link.ended.is_set and self._link.is_closed:    # else it failed, as its streams say
-            raise ManagerClosedError("this engine was closed", "an engine runs once", "start a new one")
+        if self._link.ended.is_set and self._link.is_closed:    # if it failed instead, its streams raise
+            raise ManagerClosedError("this engine is closed", "a running engine", "start a new one")
         return self
 
     def _check_process(self) -> None:
         if os.getpid() != self._process_id:
             raise ManagerClosedError("this process was forked from the one that started the engine",
-                                     "the engine serves the parent only", "start a new engine after forking")
+                                     "use in the parent process only", "start a new engine after forking")
 
 
 class Link:
-    """What the two threads of an EngineProcess hold. It holds no reference to that.
+    """State of the two threads of an EngineProcess. Has no reference to the EngineProcess, so that can be collected.
 
-    worker      the thread that receives; hooks and the statistics callback run on it
-    health      what the engine process said last; heard_at: when, in monotonic seconds
-    work        there is something to send
-    is_closed   it was told to end
-    ended       the engine process has ended, every request is answered, and no hook is called any more
+    worker        receiving thread; runs the hooks and the statistics callback
+    health        latest health message of the engine process
+    received_at   time of its latest message, in monotonic seconds
+    work          set when there is something to send
+    is_closed     the engine process was asked to end
+    ended         set when the engine process has ended, all requests are answered and all hooks have returned
     """
 
     def __init__(self, switchboard: Switchboard, hooks: Parts, stats: Callable[[str], None] | None,
@@ -147,12 +147,12 @@ class Link:
         self._in_stats, self._in_after_responses, self._in_at_end, self._in_log = map(
             self._guard.containing, ("stats", "after_responses", "at_end", "log"))
         self.health: dict[str, Any] = {}
-        self.heard_at = time.monotonic()
+        self.received_at = time.monotonic()
         self.work, self.ended = threading.Event(), OneShotEvent()
         self._to_send: list[End] = []
         self.is_closed = False
         self._kill_at = float("inf")
-        self._said_ended = False
+        self._has_ended_message = False
         ours, theirs = socket.socketpair()
         with theirs:
             for end in (ours, theirs):
@@ -170,23 +170,23 @@ class Link:
     # ---------------------------------------------------------------- from any thread
 
     def ask_to_end(self, end: End) -> None:
-        """Never blocks."""
+        """Ask the engine process to shut down. Never blocks."""
         self.is_closed = True
         self._to_send.append(end)
         self.work.set()
 
     def ask_to_abort(self) -> None:
-        """End the engine process, by force after some seconds. Never blocks."""
+        """Ask the engine process to abort; it is killed after SECONDS_TO_END. Never blocks."""
         self._kill_at = time.monotonic() + SECONDS_TO_END
         self.ask_to_end(End(drain=False, timeout=None))
 
-    def told_health(self) -> dict[str, Any]:
-        """`health`, with the failures of what is called here."""
+    def merged_health(self) -> dict[str, Any]:
+        """Return `health`, including failures of callbacks and hooks called in this process."""
         health = self.health
         return {**health, "callback_failures": {**health.get("callback_failures", {}), **self._guard.failures}}
 
     def join(self, timeout: float | None) -> bool:
-        """Wait until `ended`; False: not within the timeout."""
+        """Wait for `ended`. Returns False after the timeout."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self.ended.wait(min(SECONDS_BETWEEN_LOOKS, max(until - time.monotonic(), 0))):
             if time.monotonic() >= until:
@@ -198,20 +198,20 @@ class Link:
     # ---------------------------------------------------------------- while the engine starts
 
     def first_answer(self) -> Started | NotStarted:
-        """Wait for the engine to run. Log records come before that."""
+        """Wait until the engine runs or has failed. Passes on log records meanwhile."""
         while True:
             try:
                 message = self._next_message()
             except (EOFError, OSError):
                 return NotStarted(ConfigError(f"the engine process {self._how_it_ended()} while it loaded the model",
-                                              "it loads the model and goes on", "its output on stderr says more"))
+                                              "a loaded model", "see its output on stderr"))
             if isinstance(message, Started | NotStarted):
                 return message
             if message is not None:
                 self._take(message)
 
     def kill(self) -> None:
-        """End the process and give its descriptors back."""
+        """Kill the process and close its descriptors."""
         self.process.kill()
         self.process.wait()
         self.wire.connection.close()
@@ -226,7 +226,7 @@ class Link:
                 if message is not None:
                     self._take(message)
                 elif time.monotonic() > self._kill_at:
-                    log.error("the engine process %d did not end within %.0f s; it is killed", self.process.pid,
+                    log.error("the engine process %d did not end within %.0f s; killing it", self.process.pid,
                               SECONDS_TO_END)
                     break
         except (EOFError, OSError):
@@ -235,16 +235,16 @@ class Link:
             self._finish()
 
     def _next_message(self) -> Any:
-        """None: there was none for a second. Raises EOFError or OSError where the process has ended."""
+        """Return the next message; None after a second. Raises EOFError or OSError if the process has ended."""
         poller = select.poll()
         poller.register(self.wire.connection.fileno(), select.POLLIN)
         poller.register(self._process_descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poller.poll(SECONDS_BETWEEN_LOOKS * 1000)}
         if self.wire.connection.fileno() in ready:
             message = self.wire.receive()
-            self.heard_at = time.monotonic()
+            self.received_at = time.monotonic()
             return message
-        if ready:    # it has ended, and a forked copy of it or of this process keeps the connection open
+        if ready:    # it has ended, but a forked child of either process keeps the connection open
             raise EOFError
         return None
 
@@ -263,7 +263,7 @@ class Link:
                         self._hooks.after_responses()
             case Record(text):
                 stats = self._stats
-                assert stats is not None       # records are sent to those that want some
+                assert stats is not None       # the engine process sends records only if there is a callback
                 with self._in_stats:
                     stats(text)
             case Beat(health):
@@ -275,27 +275,27 @@ class Link:
                     if logger.isEnabledFor(attributes["levelno"]):
                         logger.handle(logging.makeLogRecord(attributes))
             case Ended(health):
-                self._said_ended, self.health = True, health
+                self._has_ended_message, self.health = True, health
 
     def _pass_stops_on(self) -> None:
-        """Dropped streams and closed event loops leave stops and wake no thread: a stream may be dropped by the garbage
-        collector while its thread holds any lock."""
+        """Wake the sender for stops of dropped streams and closed event loops. These do not wake it themselves: a
+        finalizer may run while its thread holds any lock."""
         if self._switchboard.has_stops:
             self.work.set()
 
     def _finish(self) -> None:
-        """Answer all requests that are left, and tell the user's hook."""
+        """End all remaining requests and call the user's at_end hook."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(SECONDS_TO_EXIT if self._said_ended else 0.5)
+            self.process.wait(SECONDS_TO_EXIT if self._has_ended_message else 0.5)
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
         error: BatchManagerError = CLOSED
-        if not self._said_ended and self._kill_at == float("inf"):
+        if not self._has_ended_message and self._kill_at == float("inf"):
             error = BatchManagerError(f"the engine process {self._how_it_ended()}",
-                                      "it runs until the engine is closed",
+                                      "a process that runs until the engine is closed",
                                       "start a new engine, or send the request to another instance")
-            log.error("%s; every request is answered with ENGINE_FAILED", error)
+            log.error("%s; all open requests end with ENGINE_FAILED", error)
         is_failed = error is not CLOSED
         self.health = {"active_requests": 0, "queued_requests": 0, **self.health,
                        "state": "FAILED" if is_failed else "STOPPED", "is_hanging": False}
@@ -304,12 +304,12 @@ class Link:
         self._switchboard.end(error)
         if self._hooks.at_end is not None:
             with self._in_at_end:
-                self._hooks.at_end(self.told_health())
+                self._hooks.at_end(self.merged_health())
         self.wire.connection.close()
         os.close(self._process_descriptor)
         forget_worker(self)
         self.ended.set()
-        self.work.set()                        # the sender ends
+        self.work.set()                        # ends the sender
 
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -323,7 +323,7 @@ class Link:
 
     def _send_for_ever(self) -> None:
         switchboard = self._switchboard
-        with contextlib.suppress(OSError):     # the engine process has ended: the receiver answers
+        with contextlib.suppress(OSError):     # the engine process has ended; the receiver ends the requests
             while not self.ended.is_set:
                 self.work.wait()
                 self.work.clear()
@@ -331,15 +331,15 @@ class Link:
                     self.wire.send(self._to_send.pop(0))
                 requests, stops = switchboard.get(-1), switchboard.poll()
                 if requests or stops:
-                    self.wire.send(Handed(requests, list(stops)))
-                    self.work.set()            # `get` returns so many at once and no more
+                    self.wire.send(Requests(requests, list(stops)))
+                    self.work.set()            # `get` may have returned only a part
 
 
 def _check_sendable(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         try:
             pickle.dumps(value)
-        except Exception as error:             # of any class: parts are the user's objects
+        except Exception as error:             # user objects can raise anything
             raise ConfigError(f"{name} cannot be sent to the engine process: pickling raised {type_name(error)}: "
-                              f"{error}", "what it holds is made there: classes and functions of importable modules",
-                              "give a class or a factory, or start the engine with process=False") from error
+                              f"{error}", "picklable values, such as classes and functions of importable modules",
+                              "pass a class or a factory, or start the engine with process=False") from error

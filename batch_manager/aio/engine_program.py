@@ -1,4 +1,4 @@
-"""The program of an engine process: a GptManager whose callbacks send messages to the host."""
+"""Main program of an engine process: a GptManager whose callbacks send messages to the host."""
 
 import contextlib
 import logging
@@ -22,11 +22,11 @@ from .messages import (
     Beat,
     End,
     Ended,
-    Handed,
     Logged,
     NotStarted,
     PackedRequest,
     Record,
+    Requests,
     Responses,
     Start,
     Started,
@@ -40,10 +40,10 @@ _NO_ERROR = ""
 
 
 def main(descriptor: int) -> None:
-    """Serve the host at the other end of the socket `descriptor`, until it says End or ends itself."""
+    """Serve the host at the other end of the socket `descriptor`, until it sends End or ends."""
     os.set_inheritable(descriptor, False)
-    # A service manager signals every process of a service. The host decides what that means for its engine. A handler,
-    # unlike SIG_IGN, is not passed on to programs that this process starts.
+    # A service manager signals all processes of a service, but the host decides when its engine ends. Handlers, unlike
+    # SIG_IGN, are not inherited by programs that this process starts.
     for number in LEFT_TO_THE_HOST:
         signal.signal(number, lambda *_: None)
     wire = Wire(Connection(descriptor))
@@ -51,10 +51,10 @@ def main(descriptor: int) -> None:
         start: Start = wire.receive()
     except EOFError:
         return
-    except Exception as error:    # unpickling a part of the user's may raise anything
+    except Exception as error:    # unpickling user objects can raise anything
         wire.send(NotStarted(ConfigError(
-            f"the engine process cannot read its parts: unpickling them raised {type_name(error)}: {error}",
-            "classes and functions in `parts` are in modules that it can import, not in __main__",
+            f"the engine process cannot read `parts`: unpickling raised {type_name(error)}: {error}",
+            "classes and functions from modules that it can import, not from __main__",
             "move them into a module, or start the engine with process=False")))
         return
     exchange = Exchange(wire, start.takes_all)
@@ -72,22 +72,22 @@ def main(descriptor: int) -> None:
 
 
 class Exchange:
-    """The callbacks of the manager and the messages of the host. The worker calls the callbacks; another thread
-    receives."""
+    """Translates between the manager's callbacks, called by the worker, and the host's messages, received by another
+    thread."""
 
     def __init__(self, wire: Wire, takes_all: bool) -> None:
         self._wire, self._takes_all = wire, takes_all
         self._manager: GptManager | None = None
         self._inbox: deque[PackedRequest] = deque()
         self._stops: deque[int] = deque()
-        self._wants: dict[int, Wants] = {}     # of the requests that the engine has
+        self._wants: dict[int, Wants] = {}     # of the requests in the engine
         self._outgoing: list[tuple[Any, ...]] = []
 
     def make_manager(self, start: Start) -> GptManager:
-        """Raises what the constructor of GptManager raises."""
+        """Create the manager. Raises what the constructor of GptManager raises."""
         arguments = dict(start.arguments)
         parts = arguments["parts"]
-        if isinstance(parts, Parts):           # else the manager says so
+        if isinstance(parts, Parts):           # otherwise GptManager raises
             arguments["parts"] = replace(parts, after_responses=self._after_responses, at_end=self._at_end)
         self._manager = GptManager(
             **arguments, get_inference_requests_cb=self._get, send_response_cb=self._send,
@@ -106,7 +106,7 @@ class Exchange:
         stopped = set(self._stops.copy())
         while inbox and len(requests) < most:
             request_id, _ = waiting = inbox.popleft()
-            if request_id in stopped:          # it never runs
+            if request_id in stopped:          # never runs
                 self._outgoing.append((request_id, [], int(FinishReason.CANCELLED), None, _NO_ERROR))
                 continue
             try:
@@ -143,11 +143,11 @@ class Exchange:
     def _at_end(self, health: dict[str, Any]) -> None:
         self._wire.send(Ended(health))
 
-    # ---------------------------------------------------------------- messages, on a thread of their own
+    # ---------------------------------------------------------------- messages, on the receiving thread
 
     def receive_for_ever(self) -> None:
-        """Take the host's messages and send a Beat several times a second. Ends the process where the host has ended:
-        its end of the connection is closed, or this process has another parent."""
+        """Receive the host's messages, and send a Beat when there is none for SECONDS_BETWEEN_BEATS. Ends this process
+        when the host has ended: the connection is closed, or the parent process has changed."""
         host = os.getppid()
         try:
             while os.getppid() == host:
@@ -163,19 +163,19 @@ class Exchange:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Handed(requests, stops):
+            case Requests(requests, stops):
                 self._inbox.extend(requests)
                 self._stops.extend(stops)
                 if self._manager is not None:
                     self._manager.notify()
             case End(drain, timeout):
-                assert self._manager is not None    # the host has heard that it runs
+                assert self._manager is not None    # the host sends End only after Started
                 threading.Thread(target=self._manager.shutdown, args=(drain, timeout), name="engine process end",
                                  daemon=True).start()
 
 
 class _ToHost(logging.Handler):
-    """Sends log records to the host, whose handlers they are for."""
+    """Sends log records to the host's handlers."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class _ToHost(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = record.getMessage()
-        except Exception:    # a message that does not fit its arguments: told on stderr, as by other handlers
+        except Exception:    # message and arguments do not match; reported on stderr, as by other handlers
             self.handleError(record)
             return
         trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else None
@@ -197,9 +197,9 @@ class _ToHost(logging.Handler):
 
 
 def _sendable(error: BaseException) -> Exception:
-    """The error where the host can unpickle it, else one that says what it was."""
-    with contextlib.suppress(Exception):       # of a class of the user's
+    """Return the error if it survives pickling, otherwise a ConfigError that describes it."""
+    with contextlib.suppress(Exception):       # user classes can raise anything
         if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
-    return ConfigError(f"the engine process could not be started: it raised {type_name(error)}: {error}",
-                       "it makes a GptManager", "correct what raised, or start the engine with process=False")
+    return ConfigError(f"the engine process could not start: {type_name(error)}: {error}",
+                       "a GptManager that starts", "fix the error, or try process=False to debug it")

@@ -1,4 +1,4 @@
-"""What a request was sent and its reader has not read yet: written by the worker, read on an event loop."""
+"""The unread responses of a request: the worker writes them, a coroutine reads them."""
 
 import asyncio
 from collections import deque
@@ -20,12 +20,12 @@ TOP_IDS, TOP_LOG_PROBS = len(RESPONSE_TENSORS), len(RESPONSE_TENSORS) + 1      #
 
 
 class RequestFailed(BatchManagerError):
-    """A request was refused, or ended with an error.
+    """The request was refused, or ended with an error.
 
     code           ErrorCode
-    message        its text, without the code
-    is_retryable   the request may still be answered: the same request may succeed later, or at another instance
-    tokens         generated before the failure, as far as they were streamed
+    message        error text, without the code
+    is_retryable   the same request may succeed later, or on another instance
+    tokens         tokens streamed before the failure
     """
 
     def __init__(self, code: ErrorCode, message: str, tokens: list[int] | None = None) -> None:
@@ -39,16 +39,16 @@ class RequestFailed(BatchManagerError):
 
 @dataclass(slots=True)
 class Delta:
-    """What came since the last delta of a stream; the whole, as the result of `generate`.
+    """The output since the last delta of a stream; for `generate`, the whole output.
 
     tokens         new tokens, without the end id
-    log_probs      of each of them, where the request asked for log-probabilities
-    top_log_probs  of each of them the likeliest tokens and their log-probabilities, likeliest first, where the request
-                   asked for some with `return_top_log_probs`. Tokens that could not be sampled are left out
-    cum_log_prob   of all tokens so far, where it asked
-    finish_reason  why the text ended; NOT_FINISHED in all deltas but the last
-    responses      the tensors of the responses that these tokens came in, where the request asked for logits or beams:
-                   a list of NamedTensor each, as `send_response_cb` gets them
+    log_probs      log-probability of each new token, for requests with `return_log_probs`
+    top_log_probs  for each new token, the likeliest tokens and their log-probabilities, likeliest first, for requests
+                   with `return_top_log_probs`; without tokens of probability 0
+    cum_log_prob   sum of log-probabilities of all tokens so far, for requests with `return_log_probs`
+    finish_reason  why the output ended; NOT_FINISHED in all deltas but the last
+    responses      tensors of the responses with these tokens, for requests with logits or beams: a list of NamedTensor
+                   per response, as `send_response_cb` gets them
     metrics        timings, in the last delta of a request with `return_perf_metrics`
     """
 
@@ -62,7 +62,7 @@ class Delta:
 
 
 class Wants(NamedTuple):
-    """What of a response a request needs beside its tokens."""
+    """Which parts of a response a request needs besides its tokens."""
 
     log_probs: bool
     top_log_probs: bool
@@ -71,7 +71,7 @@ class Wants(NamedTuple):
 
     @classmethod
     def of(cls, request: InferenceRequest) -> "Wants":
-        """What a request asks for. The engine judges values that cannot be used."""
+        """Read the flags of a request. The engine, not this function, refuses invalid values."""
         return cls(_asks(request, "return_log_probs"), _asks(request, "return_top_log_probs"),
                    any(_asks(request, name) for name in (
                        "return_context_logits", "return_generation_logits", "beam_width")),
@@ -79,13 +79,13 @@ class Wants(NamedTuple):
 
 
 def pieces(tensors: list[NamedTensor], final: bool, wants: Wants) -> "Piece":
-    """What a mailbox keeps of a response: tokens, finish reason, and the tensors where the request wants them."""
+    """Extract what a mailbox keeps of a response: tokens, finish reason, and the tensors if the request needs them."""
     ids = tensors[OUTPUT_IDS]
-    if isinstance(ids, OneTokenTensor):        # a streamed token alone: its array need not be made
+    if isinstance(ids, OneTokenTensor):        # a single streamed token, without an array
         return [ids.token], FinishReason.NOT_FINISHED, tensors if any(wants) else None
     reason = FinishReason.NOT_FINISHED if not final else FinishReason(int(tensors[FINISH_REASON].array[0, 0]))
     tokens = ids.array[0, 0]
-    if wants.tensors:                          # of several beams the shorter ones are padded
+    if wants.tensors:                          # shorter beams are padded
         tokens = tokens[: int(tensors[SEQUENCE_LENGTH].array[0, 0])]
     return tokens.tolist(), reason, tensors if any(wants) else None
 
@@ -94,16 +94,16 @@ Piece = tuple[list[int], FinishReason, list[NamedTensor] | None]
 
 
 class Mailbox:
-    """Responses of one request, in order, until its final one.
+    """The responses of one request, in order, up to the final one.
 
-    The worker appends and a reader on an event loop takes, each by one operation of a deque: there is no lock, and an
-    exception or the garbage collector may come anywhere.
+    Lock-free: the worker appends and the reader takes, each by a single deque operation. An asynchronous exception or a
+    run of the garbage collector is safe at any point.
 
-    wants         what of a response the request needs beside its tokens
-    loop          the event loop that waits; None: no coroutine waits yet
-    is_listed     the worker has put it on the list of those to wake; for the worker alone
-    is_cancelled  what comes will not be read
-    has_ended     its final response, or why there will be none, is in it
+    wants         which parts of a response the request needs besides its tokens
+    loop          event loop of the reader; None: no coroutine has waited yet
+    is_listed     already in the list of mailboxes to wake; used by the worker only
+    is_cancelled  the reader is gone
+    has_ended     the final response or an error has been added
     """
 
     __slots__ = ("request_id", "loop", "is_listed", "is_cancelled", "has_ended", "wants", "_arrived", "_waiter")
@@ -116,25 +116,25 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, tensors: list[NamedTensor], final: bool, error: str) -> None:
-        """A response. On the worker's thread."""
+        """Add a response. On the worker's thread."""
         if error:
             self.end(error)
         else:
             self.add(*pieces(tensors, final, self.wants))
 
     def add(self, tokens: list[int], reason: FinishReason, tensors: list[NamedTensor] | None) -> None:
-        """The `pieces` of a response. On the worker's thread."""
+        """Add the `pieces` of a response. On the worker's thread."""
         self._arrived.append((tokens, reason, tensors))
         self.has_ended = self.has_ended or reason is not FinishReason.NOT_FINISHED
 
     def end(self, error: str) -> None:
-        """There is no further response; `error` is the text of an error response. Does nothing the second time."""
+        """End with the text of an error response. Idempotent."""
         if not self.has_ended:
             self._arrived.append(error)
             self.has_ended = True
 
     def take(self) -> Delta | str | None:
-        """All that arrived since the last call, as one delta; the text of an error; None: nothing. On the loop."""
+        """Return everything new as one delta, or the text of an error, or None: nothing new. On the event loop."""
         arrived = self._arrived
         if not arrived:
             return None
@@ -169,28 +169,28 @@ class Mailbox:
 
     @property
     def is_awaited(self) -> bool:
-        """A coroutine waits for `something`, on an event loop that was not closed."""
+        """Whether a coroutine awaits `arrival` on an open event loop."""
         waiter = self._waiter
         return waiter is not None and not waiter.done() and not waiter.get_loop().is_closed()
 
-    def something(self) -> asyncio.Future[None]:
-        """A future that is done when something arrived. The caller has found nothing since it set `loop` to the running
-        loop."""
+    def arrival(self) -> asyncio.Future[None]:
+        """Return a future for the next response. Call after `take` returned None with `loop` set to the running loop.
+        """
         assert self.loop is not None
         self._waiter = waiter = self.loop.create_future()
         return waiter
 
     def wake(self) -> None:
-        """On the loop: something arrived."""
+        """Complete the future of `arrival`. On the event loop."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
 
 def _asks(request: InferenceRequest, name: str) -> bool:
-    """Whether a flag or number of a request is set. What is none is told to its stream."""
+    """Whether a flag or number of a request is set. True for invalid values, which the engine refuses later."""
     value = getattr(request, name)
     try:
         return value is not None and bool(scalar(TENSORS[name], value))
-    except Exception:      # of any class: values are the user's objects
+    except Exception:      # user objects can raise anything
         return True

@@ -1,7 +1,7 @@
-"""What a host and its engine process send each other, one pickled message at a time.
+"""Messages between a host and its engine process, each pickled.
 
-Both ends of the connection are processes of one user: the host starts the engine process and hands it one end of a
-socket pair that has no name. Neither end reads from anything else.
+Unpickling is safe here: the host starts the engine process and passes it one end of an unnamed socket pair, so only
+these two processes can write to it.
 """
 
 import pickle
@@ -23,10 +23,10 @@ PICKLE_PROTOCOL = 5
 class Start(NamedTuple):
     """The first message.
 
-    arguments    of GptManager without callbacks: by name
+    arguments    keyword arguments of GptManager, without callbacks
     takes_all    see AsyncEngine.start
-    wants_stats  statistics records are to be sent
-    log_level    least level of log records that are to be sent
+    wants_stats  send statistics records
+    log_level    lowest level of log records to send
     """
 
     arguments: dict[str, Any]
@@ -36,14 +36,14 @@ class Start(NamedTuple):
 
 
 class PackedRequest(NamedTuple):
-    """A request, pickled by itself, so that one that cannot be unpickled costs only itself."""
+    """A request, pickled separately, so that a failure to unpickle it fails this request only."""
 
     request_id: int
     pickled: bytes
 
 
-class Handed(NamedTuple):
-    """Requests, and the ids of requests to stop. A request comes no later than its stop."""
+class Requests(NamedTuple):
+    """New requests, and ids of requests to stop. A stop never precedes its request."""
 
     requests: list[PackedRequest]
     stops: list[int]
@@ -60,22 +60,22 @@ class End(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The engine runs."""
+    """The engine has started."""
 
     info: EngineInfo
 
 
 class NotStarted(NamedTuple):
-    """The constructor of GptManager raised; `error` is what it raised, or an error that says so."""
+    """The constructor of GptManager raised `error`, or an exception that `error` describes."""
 
     error: Exception
 
 
 class Response(NamedTuple):
-    """What a mailbox keeps of a response.
+    """The parts of a response that a mailbox keeps.
 
-    reason   FinishReason as an integer: pickling a member of an enumeration costs ten times as much
-    error    text of an error response; the other fields then say nothing
+    reason   FinishReason as an integer; pickling an enumeration member takes ten times as long
+    error    text of an error response; the other fields are then unused
     """
 
     request_id: int
@@ -86,7 +86,7 @@ class Response(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """All responses of an iteration, as plain tuples of the fields of Response, and `GptManager.health` after them."""
+    """All responses of an iteration, as plain tuples with the fields of Response, and `GptManager.health`."""
 
     responses: list[tuple[Any, ...]]
     health: dict[str, Any] | None
@@ -99,13 +99,13 @@ class Record(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The engine process lives. Sent several times a second."""
+    """A heartbeat of the engine process, sent when it has received nothing for SECONDS_BETWEEN_BEATS."""
 
     health: dict[str, Any]
 
 
 class Logged(NamedTuple):
-    """Attributes of a log record whose message is formatted."""
+    """Attributes of a log record with a formatted message."""
 
     attributes: dict[str, Any]
 
@@ -120,41 +120,41 @@ class Ended(NamedTuple):
 
 
 class Wire:
-    """A connection that several threads send on and one receives from."""
+    """A connection for several sending threads and one receiving thread."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._one_at_a_time = threading.Lock()
 
     def send(self, message: NamedTuple) -> None:
-        """Raises OSError where the other process has ended."""
+        """Send a message. Raises OSError if the other process has ended."""
         pickled = pickle.dumps(message, PICKLE_PROTOCOL)
         with self._one_at_a_time:
             self.connection.send_bytes(pickled)
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError or OSError where the other process has ended."""
+        """Return the next message. Raises EOFError or OSError if the other process has ended."""
         return pickle.loads(self.connection.recv_bytes())
 
 
 def packed(request: InferenceRequest) -> PackedRequest:
-    """Raises InvalidRequestError where something of the request cannot be pickled."""
+    """Pickle a request. Raises InvalidRequestError if that fails."""
     try:
         return PackedRequest(request.request_id, pickle.dumps(request, PICKLE_PROTOCOL))
-    except Exception as error:    # of any class: a logits post-processor and values of tensors are the user's objects
+    except Exception as error:    # user objects (tensors, logits post-processor) can raise anything
         raise InvalidRequestError(
             f"the request cannot be sent to the engine process: pickling it raised {type_name(error)}",
-            "a logits post-processor is a function of an importable module, tensors are arrays, numbers or lists",
-            "correct it, or start the engine with process=False") from error
+            "arrays, numbers or lists as tensors, and a function of an importable module as logits post-processor",
+            "change the request, or start the engine with process=False") from error
 
 
 def unpacked(request: PackedRequest) -> InferenceRequest:
-    """Raises InvalidRequestError where something of the request cannot be unpickled in this process."""
+    """Unpickle a request. Raises InvalidRequestError if that fails in this process."""
     try:
         unpickled: InferenceRequest = pickle.loads(request.pickled)
         return unpickled
-    except BaseException as error:    # likewise; and what left here would take the requests before it with it
+    except BaseException as error:    # likewise; an escaping exception would lose the requests already fetched
         raise InvalidRequestError(
             f"the request cannot be read in the engine process: unpickling it raised {type_name(error)}",
-            "functions and classes that it names are in modules that the engine process can import, not in __main__",
+            "functions and classes from modules that the engine process can import, not from __main__",
             "move them into a module, or start the engine with process=False") from error

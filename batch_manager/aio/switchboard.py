@@ -1,4 +1,4 @@
-"""The callbacks of an AsyncEngine: between its mailboxes, on any event loop and thread, and the engine's worker."""
+"""The callbacks of an AsyncEngine: pass requests to the worker, and responses to mailboxes."""
 
 from asyncio import AbstractEventLoop
 from collections import deque
@@ -14,21 +14,22 @@ from ..names import FinishReason
 from ..responses.named_tensor import NamedTensor
 from .mailbox import Mailbox
 
-MOST_AT_ONCE = 1024            # requests that one call of get returns
+MOST_AT_ONCE = 1024            # most requests that one call of get returns
 FINISH_REASONS = tuple(FinishReason)
-CLOSED = ManagerClosedError("the engine was closed", "an engine runs once", "send the request to another instance")
+CLOSED = ManagerClosedError("the engine is closed", "a running engine", "send the request to another instance")
 
 
 class Switchboard:
-    """The worker holds this and nothing that holds the engine, so that an engine without references ends.
+    """Connects the mailboxes of an engine with its worker.
 
-    Threads meet in single operations of deques and dictionaries. Ids are never used twice, so that a stop which comes
-    too late stops no request.
+    The worker references this object and not the engine, so an unreferenced engine is garbage-collected and ends.
+    Threads communicate through atomic operations of deques and dictionaries. Ids are never reused, so a late stop
+    cannot stop another request.
 
-    takes_all      requests wait in the engine, by priority and deadline, and are refused with QUEUE_FULL beyond its
-                   bounds; else they wait here, in order, without a bound, until there is room for them
-    num_wake_ups   calls of an event loop so far
-    closed         the worker has ended, for this reason; no request is taken any more. None: it runs
+    takes_all      True: requests wait in the engine, by priority and deadline, and are refused with QUEUE_FULL beyond
+                   its limits; False: they wait here, in order and without a limit, until the engine has room
+    num_wake_ups   number of event loop wake-ups so far
+    closed         why the worker has ended; no more requests are taken. None: it runs
     """
 
     def __init__(self, takes_all: bool = False) -> None:
@@ -36,7 +37,7 @@ class Switchboard:
         self._process_id = forked_child.current_process_id
         self._ids = count()
         self._mailboxes: dict[int, Mailbox] = {}
-        self._handed_over: deque[tuple[Mailbox, Any]] = deque()
+        self._submitted: deque[tuple[Mailbox, Any]] = deque()
         self._stops: deque[int] = deque()
         self._to_wake: list[Mailbox] = []
         self.num_wake_ups = 0
@@ -47,37 +48,37 @@ class Switchboard:
     def next_id(self) -> int:
         return next(self._ids)
 
-    def hand_over(self, mailbox: Mailbox, request: Any) -> None:
-        """Give `get` a request: an InferenceRequest, or what an engine process takes for one."""
+    def submit(self, mailbox: Mailbox, request: Any) -> None:
+        """Queue a request for `get`: an InferenceRequest or, for an engine process, a PackedRequest."""
         self._mailboxes[mailbox.request_id] = mailbox
-        self._handed_over.append((mailbox, request))
-        if self.closed is not None:            # looked at after it was put there; `end` does the two in the other order
+        self._submitted.append((mailbox, request))
+        if self.closed is not None:            # checked after queueing; `end` sets it before it drains the queue
             self._end_all(self.closed)
 
     def stop(self, mailbox: Mailbox) -> None:
-        """This mailbox has lost its reader. Never blocks, and may be called while garbage is collected."""
+        """Stop the request of a mailbox without a reader. Never blocks; safe to call from a finalizer."""
         mailbox.is_cancelled = True
         if not mailbox.has_ended:
             self._stops.append(mailbox.request_id)
 
     def check_process(self) -> None:
-        """Raises ManagerClosedError in a forked child, where nothing ever arrives."""
+        """Raise ManagerClosedError in a forked child, where no response would arrive."""
         if self._process_id != forked_child.current_process_id:
             raise ManagerClosedError("this process was forked from the one that started the engine",
-                                     "the engine serves the parent only", "start a new engine after forking")
+                                     "use in the parent process only", "start a new engine after forking")
 
     @property
     def has_stops(self) -> bool:
-        """Whether `poll` has something to tell."""
+        """Whether `poll` would return any id."""
         return bool(self._stops)
 
     def hooked_into(self, parts: Parts) -> Parts:
-        """The user's parts with the hooks of this switchboard before theirs."""
+        """Return the user's parts, with this switchboard's hooks called before the user's."""
         return replace(parts, after_responses=_both(self.after_responses, parts.after_responses),
                        at_end=_both(self.at_end, parts.at_end))
 
     def __len__(self) -> int:
-        """Requests that have had no final response."""
+        """Number of requests without a final response."""
         return len(self._mailboxes)
 
     # ---------------------------------------------------------------- callbacks, on the worker's thread
@@ -86,9 +87,9 @@ class Switchboard:
         is_bounded = max_num_requests >= 0 and not self._takes_all
         most = min(max_num_requests, MOST_AT_ONCE) if is_bounded else MOST_AT_ONCE
         requests: list[Any] = []
-        while self._handed_over and len(requests) < most:
-            mailbox, request = self._handed_over.popleft()
-            if mailbox.is_cancelled:           # it never runs
+        while self._submitted and len(requests) < most:
+            mailbox, request = self._submitted.popleft()
+            if mailbox.is_cancelled:           # never runs
                 mailbox.has_ended = True
                 self._mailboxes.pop(mailbox.request_id, None)
             else:
@@ -104,7 +105,7 @@ class Switchboard:
 
     def deliver(self, request_id: int, tokens: list[int], reason: int, tensors: list[NamedTensor] | None,
                 error: str) -> None:
-        """A response that came as a message. Its arguments are the fields of messages.Response."""
+        """Take a response from an engine process. The arguments are the fields of messages.Response."""
         is_final = reason or error
         mailbox = self._mailboxes.pop(request_id, None) if is_final else self._mailboxes.get(request_id)
         if mailbox is None:
@@ -127,19 +128,19 @@ class Switchboard:
         return stops
 
     def after_responses(self) -> None:
-        """Wake each event loop once, for all its mailboxes that got something."""
+        """Wake each event loop once, for all its mailboxes with new responses."""
         by_loop: dict[AbstractEventLoop, list[Mailbox]] = {}
         to_wake, self._to_wake = self._to_wake, []
         for mailbox in to_wake:
             mailbox.is_listed = False
-            # None: a reader that begins to wait sets it, and then looks once more.
+            # None: the reader has not waited yet; it sets `loop` first and then takes once more.
             if mailbox.loop is not None:
                 by_loop.setdefault(mailbox.loop, []).append(mailbox)
         for loop, mailboxes in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_wake, mailboxes)
                 self.num_wake_ups += 1
-            except RuntimeError:               # the loop was closed: it has no reader
+            except RuntimeError:               # the loop is closed: no reader is left
                 for mailbox in mailboxes:
                     self.stop(mailbox)
 
@@ -147,13 +148,13 @@ class Switchboard:
         self.end(CLOSED)
 
     def end(self, error: BatchManagerError) -> None:
-        """There is no engine any more: each request that is left ends with this error."""
+        """The engine has ended: end all remaining requests with this error."""
         self.closed = error
         self._end_all(error)
 
     def _end_all(self, error: BatchManagerError) -> None:
-        """Requests that the worker never took have no answer of it."""
-        self._handed_over.clear()
+        """End all requests, also those that the worker never took."""
+        self._submitted.clear()
         for request_id in list(self._mailboxes):
             mailbox = self._mailboxes.pop(request_id, None)
             if mailbox is not None:
@@ -168,7 +169,7 @@ def _wake(mailboxes: list[Mailbox]) -> None:
 
 
 def _both(ours: Callable[..., None], theirs: Callable[..., None] | None) -> Callable[..., None]:
-    """A hook that calls ours, then the user's, which may raise."""
+    """Return a hook that calls ours first, because the user's may raise."""
     if theirs is None:
         return ours
 

@@ -164,7 +164,7 @@ def test_refusals_and_names_that_are_none_raise_with_their_code():
         with pytest.raises(RequestFailed, match="Invalid tensor name: 'nonsense'"):
             engine.stream(request(nonsense=1))
         for way in (engine.stream, engine.generate):
-            with pytest.raises(RequestFailed, match="streaming is given; stream.. streams and generate.. does not"):
+            with pytest.raises(RequestFailed, match="streaming was given; stream.. streams and generate.. does not"):
                 answer = way(request(streaming=True))
                 await answer
         with pytest.raises(RequestFailed, match="return_log_probs"):
@@ -240,7 +240,7 @@ def test_a_second_reader_of_a_stream_is_told_so_and_the_first_goes_on():
         stream = engine.stream(request(new_tokens=20))
         first = asyncio.create_task(tokens_of(stream))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="two coroutines read one stream at a time; one coroutine reads it; "):
+        with pytest.raises(RuntimeError, match="another coroutine awaits this stream; one reader at a time; "):
             await anext(stream)
         assert len(await first) == 20
         with pytest.raises(StopAsyncIteration):
@@ -252,7 +252,7 @@ def test_a_second_reader_of_a_stream_is_told_so_and_the_first_goes_on():
 def test_options_that_the_engine_sets_itself_are_refused():
     async def test(engine):
         for name in ("request_id", "is_streaming"):
-            with pytest.raises(TypeError, match=f"{name} is given; the engine chooses ids"):
+            with pytest.raises(TypeError, match=f"{name} was given; the engine sets it"):
                 engine.stream(request(), **{name: 1})
         with pytest.raises(TypeError, match="nonsense"):
             engine.stream(request(), nonsense=1)
