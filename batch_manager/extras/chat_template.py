@@ -1,7 +1,7 @@
-"""From messages to the text of a prompt, by the chat template that a model has. Needs jinja2: the extra `text`.
+"""Format messages as a prompt with the model's chat template. Needs jinja2: the extra `text`.
 
-A template is a program that comes with the weights. It runs in jinja2's immutable sandbox, sees copies of plain data
-and nothing else, and knows what transformers gives to templates.
+A template is a program that is shipped with the weights. It runs in jinja2's immutable sandbox, gets copies of plain
+data only, and has the functions and filters that transformers provides to templates.
 """
 
 import json
@@ -15,43 +15,43 @@ from typing import Any
 from ..errors import ConfigError, InvalidRequestError, printable, type_name
 from .gguf_tokenizer import is_gguf_file, load_gguf_chat
 
-# Templates are named by the files' names; see `transformers`' save_pretrained.
+# The file name is the template's name, as in transformers' save_pretrained.
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-OLDEST_JINJA2 = (3, 1, 6)    # older ones have known ways out of the sandbox
+OLDEST_JINJA2 = (3, 1, 6)    # older versions have known sandbox escapes
 LONGEST_QUOTE = 300
 
 
 def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
                 tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
-    """The text of a prompt that continues `messages`, as the tokenizer's folder says that the model expects it.
+    """Format `messages` as a prompt with the model's chat template.
 
-    folder      has the tokenizer's files: a template in chat_template.jinja, or as `chat_template` in
-                tokenizer_config.json, a text or a list of named ones. Or a `.gguf` file, whose metadata has them. Of
-                named ones `tool_use` is taken where there are tools, and `default` else
-    messages    dictionaries with `role`, `content` and whatever else the template reads; keys that are None are left
-                out
+    folder      a tokenizer folder with a template: chat_template.jinja, or `chat_template` in tokenizer_config.json, a
+                string or a list of named templates. Or a `.gguf` file with templates in its metadata. Of named
+                templates, `tool_use` is used if there are tools, otherwise `default`
+    messages    dictionaries with `role`, `content` and other keys that the template reads; keys whose value is None are
+                omitted
     tools       JSON schemas of functions, as the template expects them
-    variables   for the template, such as `documents` or `enable_thinking`. `add_generation_prompt` is True unless it
-                is given (in transformers it is False): the text then ends where the model's answer begins. Special
-                tokens of the folder (`bos_token`, `eos_token`, ...) are variables too
+    variables   of the template, such as `documents` or `enable_thinking`. `add_generation_prompt` defaults to True
+                (False in transformers): the prompt ends where the model's answer begins. The special tokens of the
+                folder (`bos_token`, `eos_token`, ...) are also set
 
-    Encode the result with `add_special_tokens=False`: the template has written them. A user's text that looks like a
-    special token is one then; a host that must keep them apart looks for them first.
+    Encode the result with `add_special_tokens=False`: the template has already inserted them. User text that looks like
+    a special token becomes one; a host that must prevent this has to filter it first.
 
-    Nothing that is passed is mutated, and templates reach none of it: they get copies made of dictionaries, lists,
-    texts, numbers, booleans and None. Anything else is refused by name. A template can compute for as long as it likes.
+    The arguments are not mutated. Templates get copies made of dictionaries, lists, strings, numbers, booleans and
+    None; any other type is refused. The run time of a template is not limited.
 
-    Templates are read and compiled once, and again when their files change; a call takes what the template takes, some
-    tens of microseconds for a short chat.
+    Templates are compiled once, and again when their files change. A call takes some tens of microseconds for a short
+    chat.
 
-    Raises ConfigError without jinja2 (>= 3.1.6), for a folder without a template that can be used, and for a template
-    that leaves the sandbox; InvalidRequestError where the template refuses the messages, or fails on them.
+    Raises ConfigError if jinja2 >= 3.1.6 is missing, if there is no usable template, or if the template violates the
+    sandbox; InvalidRequestError if the template rejects the messages or fails on them.
     """
-    if "messages" in variables:    # of a client's, for instance
-        raise InvalidRequestError("a variable is called messages", "that is what the template calls the messages",
-                                  "leave it out, or call it something else")
+    if "messages" in variables:    # for example from a client
+        raise InvalidRequestError("a template variable is named messages", "any other name; this one is reserved",
+                                  "rename the variable")
     files = _files(Path(folder))
     template = _template(*files, has_tools=tools is not None)
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True, **variables}
@@ -59,27 +59,27 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     try:
         plain = {name: _plain(value, name) for name, value in given.items()}
         if not isinstance(plain["messages"], list) or not all(type(each) is dict for each in plain["messages"]):
-            raise InvalidRequestError("messages are not a list of dictionaries", "one dictionary a message",
+            raise InvalidRequestError("messages is not a list of dictionaries", "one dictionary per message",
                                       'pass [{"role": "user", "content": "..."}]')
         plain["messages"] = [{key: value for key, value in message.items() if value is not None}
                              for message in plain["messages"]]
         return template.render({**_special_tokens(*files), **plain})
     except (ConfigError, InvalidRequestError):
         raise
-    except Exception as error:    # a template may fail in any way
+    except Exception as error:    # a template can raise anything
         if type(error).__name__ == "SecurityError":
-            raise ConfigError(f"the chat template left the sandbox: {_quoted(error)}",
-                              "a template that reads messages and writes text",
-                              f"do not use the template in {os.fspath(folder)!r}; look at what it does") from error
+            raise ConfigError(f"the chat template violated the sandbox: {_quoted(error)}",
+                              "a template that only formats messages",
+                              f"review the template in {os.fspath(folder)!r} before you use it") from error
         parts = next((n for n, message in enumerate(plain.get("messages", ())) if type(message.get("content")) is list),
                      None)
         if parts is not None:
-            raise InvalidRequestError(f"messages[{parts}] has a list of parts as its content, on which the chat "
-                                      f"template fails: {_quoted(error)}", "content that is text",
-                                      'join the texts of the parts: {"content": "".join(...)}') from error
+            raise InvalidRequestError(f"the content of messages[{parts}] is a list of parts, and the chat template "
+                                      f"fails on it: {_quoted(error)}", "content that is a string",
+                                      'join the parts: {"content": "".join(...)}') from error
         raise InvalidRequestError(f"the chat template cannot be applied: {_quoted(error)}",
-                                  "messages in the order, and with the keys, that the template expects",
-                                  f"correct the messages, or look at the template in {os.fspath(folder)!r}") from error
+                                  "messages in the order and with the keys that the template expects",
+                                  f"see the template in {os.fspath(folder)!r}") from error
 
 
 def _quoted(error: Exception) -> str:
@@ -90,10 +90,10 @@ _WITHOUT_SUBCLASS = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of JSON's types, so that a template meets no method that does something."""
+    """Copy into JSON types, so a template cannot call methods of the host's objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
-    for base, plain in _WITHOUT_SUBCLASS.items():    # enumerations, for instance
+    for base, plain in _WITHOUT_SUBCLASS.items():    # enumerations, for example
         if isinstance(value, base):
             return plain(value)
     if isinstance(value, Mapping):
@@ -101,15 +101,15 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each, f"{where}[{n}]") for n, each in enumerate(value)]
     raise InvalidRequestError(f"{where} is a {type_name(value)}",
-                              "templates get dictionaries, lists, texts, numbers, booleans and None",
-                              "convert it before, such as a Pydantic model by model_dump()")
+                              "dictionaries, lists, strings, numbers, booleans or None",
+                              "convert it first; for a Pydantic model: model_dump()")
 
 
 # ---------------------------------------------------------------------- the files of the folder
 
 
 def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """(path, time of the last change in ns, size in bytes) of every file that may say something about templates."""
+    """Return (path, mtime in ns, size in bytes) of every file that can contain templates. Key of the caches."""
     if is_gguf_file(folder):
         return (_gguf_state(folder),)
     try:
@@ -133,7 +133,7 @@ def _gguf_state(file: Path) -> tuple[str, int, int]:
         state = file.stat()
     except OSError as error:
         raise ConfigError(f"the file {os.fspath(file)!r} cannot be read: {_quoted(error)}", "a GGUF file",
-                          "pass the path of one that is there") from error
+                          "pass the path of an existing file") from error
     return str(file), state.st_mtime_ns, state.st_size
 
 
@@ -146,7 +146,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path!r} cannot be read: {_quoted(error)}", "a file in UTF-8",
+        raise ConfigError(f"{path!r} cannot be read: {_quoted(error)}", "a UTF-8 file",
                           "download or save it again") from error
 
 
@@ -157,10 +157,10 @@ def _configs(files: tuple[tuple[str, int, int], ...]) -> list[dict[str, Any]]:
             try:
                 config = json.loads(_read(path))
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path!r} is no JSON: {_quoted(error)}", "a JSON object",
+                raise ConfigError(f"{path!r} is not JSON: {_quoted(error)}", "a JSON object",
                                   "download or save it again") from error
             if not isinstance(config, dict):
-                raise ConfigError(f"{path!r} holds a {type_name(config)}", "a JSON object",
+                raise ConfigError(f"{path!r} contains a {type_name(config)}", "a JSON object",
                                   "download or save it again")
             configs.append(config)
     return configs
@@ -182,7 +182,7 @@ def _special_tokens(*files: tuple[str, int, int]) -> dict[str, str]:
 
 @lru_cache(maxsize=32)
 def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
-    """The compiled template of the folder."""
+    """Return the compiled template."""
     folder, templates = files[0][0], _templates(files)
     wanted = "tool_use" if has_tools and "tool_use" in templates else "default"
     if wanted not in templates:
@@ -190,21 +190,21 @@ def _template(*files: tuple[str, int, int], has_tools: bool) -> Any:
         has = f"templates {names} and no default" if templates else "no chat template"
         if is_gguf_file(folder):
             raise ConfigError(f"the file {folder!r} has {has}", "tokenizer.chat_template in its metadata",
-                              "make the prompt yourself")
+                              "format the prompt yourself")
         raise ConfigError(f"the folder {folder!r} has {has}", f"{TEMPLATE_FILE}, or chat_template in {CONFIG_FILES[0]}",
-                          f"write the model's template into {TEMPLATE_FILE}, or make the prompt yourself")
+                          f"write the model's template into {TEMPLATE_FILE}, or format the prompt yourself")
     environment = _environment()
     try:
         return environment.from_string(templates[wanted])
-    except Exception as error:    # a template of any content: jinja2 compiles it to Python
+    except Exception as error:    # jinja2 compiles to Python, which can fail in many ways
         raise ConfigError(f"the chat template of {folder!r} cannot be compiled: {_quoted(error)}",
-                          "a template of jinja2, as transformers takes it",
-                          "download it again, or correct it") from error
+                          "a jinja2 template, as in transformers",
+                          "download it again") from error
 
 
 def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
-    """By name; the one without is `default`. In a folder, files of their own come before tokenizer_config.json, and
-    replace it."""
+    """Return the templates by name; an unnamed one is `default`. Template files take precedence over
+    tokenizer_config.json."""
     if is_gguf_file(files[0][0]):
         return _gguf_chat(files[0])[0]
     own = {"default" if Path(path).name == TEMPLATE_FILE else Path(path).stem: _read(path)
@@ -221,8 +221,8 @@ def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
             except (TypeError, LookupError):
                 named = {0: None}
             if not all(type(part) is str for pair in named.items() for part in pair):
-                raise ConfigError(f"chat_template in {CONFIG_FILES[0]} is a list of something else",
-                                  "objects with a name and a template, both texts", "download or save it again")
+                raise ConfigError(f"chat_template in {CONFIG_FILES[0]} is a list with wrong entries",
+                                  "objects with a name and a template, both strings", "download or save it again")
             return named
     return {}
 
@@ -232,22 +232,22 @@ def _templates(files: tuple[tuple[str, int, int], ...]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _environment() -> Any:
-    """jinja2's environment, with what transformers gives to templates."""
+    """Return the sandboxed environment, with the extensions, filters and globals of transformers."""
     try:
         import jinja2
         import jinja2.ext
         import jinja2.nodes
         import jinja2.sandbox
     except ImportError as error:
-        raise ConfigError("jinja2 is not installed", "chat templates need it",
+        raise ConfigError("jinja2 is not installed", "it is required for chat templates",
                           'pip install "batch-manager[text]"') from error
     if _version(jinja2.__version__) < OLDEST_JINJA2:
-        raise ConfigError(f"jinja2 is of version {jinja2.__version__}",
-                          f"at least {'.'.join(map(str, OLDEST_JINJA2))}, because older ones can be escaped from",
+        raise ConfigError(f"jinja2 is version {jinja2.__version__}",
+                          f"at least {'.'.join(map(str, OLDEST_JINJA2))}; older versions have sandbox escapes",
                           "pip install -U jinja2")
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}`, which marks the model's part for training: its content."""
+        """`{% generation %} ... {% endgeneration %}`, marks the model's answer for training: renders its content."""
 
         tags = {"generation"}
 
@@ -257,10 +257,10 @@ def _environment() -> Any:
             return jinja2.nodes.Scope(body).set_lineno(line)
 
     class Namespace(jinja2.utils.Namespace):
-        """One whose attributes have ordinary names."""
+        """A namespace that refuses attribute names with a leading underscore."""
 
         def __init__(*arguments: Any, **attributes: Any) -> None:
-            self, *given = arguments    # an attribute may be called self
+            self, *given = arguments    # not a parameter: an attribute may be named self
             attributes = dict(*given, **attributes)
             for name in attributes:
                 _check_name(name)
@@ -272,7 +272,7 @@ def _environment() -> Any:
 
     def _check_name(name: object) -> None:
         if not isinstance(name, str) or name.startswith("_"):
-            raise jinja2.sandbox.SecurityError(f"{name!r:.60} is no name for an attribute of a namespace")
+            raise jinja2.sandbox.SecurityError(f"{name!r:.60} is not a valid namespace attribute")
 
     def raise_exception(message: object) -> None:
         raise jinja2.TemplateError(str(message))
@@ -285,7 +285,7 @@ def _environment() -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     class Dict:
-        """What templates call `dict`, and nothing that Python's has besides."""
+        """Stands for `dict` in templates, without its other attributes."""
 
         def __call__(self, *arguments: Any, **items: Any) -> dict:
             return dict(*arguments, **items)
@@ -302,7 +302,7 @@ def _environment() -> Any:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The numbers that a version begins with."""
+    """Return the leading numeric components of a version."""
     parts = []
     for part in text.split("."):
         if not part.isdecimal():

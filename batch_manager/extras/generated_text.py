@@ -1,4 +1,4 @@
-"""One text as it is generated: tokens, text and log-probabilities up to its end or its first stop string."""
+"""The output of one request as it arrives: tokens, text and log-probabilities, up to its end or first stop string."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,29 +9,31 @@ from .text import TextStream
 
 
 class GeneratedText:
-    """What the deltas of one request add up to. Any cutting into deltas gives the same.
+    """Accumulates the deltas of one request. The result does not depend on how tokens are grouped into deltas.
 
-    end_is_told   the request's end ids are stop words of one token: the last token ends the text and is no part of it
-    tokens, log_probs, top_log_probs   up to the token that completed a stop string, if one did; see Delta
-    finish_reason       STOP_WORDS where a stop string ended the text; NOT_FINISHED while it goes on
+    ends_in_stop_words   the request passed its end ids as one-token stop words: if a stop word ends the output, its
+                         last token adds no text
+    tokens, log_probs, top_log_probs   up to the token that completed a stop string, if any; see Delta
+    finish_reason        STOP_WORDS after a stop string; NOT_FINISHED while the request runs
     """
 
-    __slots__ = ("tokens", "log_probs", "top_log_probs", "finish_reason", "_stream", "_has_stop", "_end_is_told")
+    __slots__ = ("tokens", "log_probs", "top_log_probs", "finish_reason", "_stream", "_has_stop",
+                 "_ends_in_stop_words")
 
     def __init__(self, tokenizer: Any, prompt_ids: Iterable[int], stop: str | Sequence[str] | None,
-                 end_is_told: bool = False) -> None:
+                 ends_in_stop_words: bool = False) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.top_log_probs: list[dict[int, float]] = []
         self.finish_reason = FinishReason.NOT_FINISHED
         self._stream, self._has_stop = TextStream(tokenizer, prompt_ids, stop), bool(stop)
-        self._end_is_told = end_is_told
+        self._ends_in_stop_words = ends_in_stop_words
 
     def add(self, delta: Delta) -> str:
-        """The text that is certain now. Mutates `delta`: what comes after a stop string is cut off."""
+        """Add a delta and return the new final text. Mutates `delta`: removes tokens after a stop string."""
         stream = self._stream
         tokens = delta.tokens
-        if self._end_is_told and delta.finish_reason is FinishReason.STOP_WORDS:
+        if self._ends_in_stop_words and delta.finish_reason is FinishReason.STOP_WORDS:
             tokens = tokens[:-1]
         if self._has_stop:
             text = self._up_to_a_stop(delta, tokens)
@@ -48,11 +50,11 @@ class GeneratedText:
         return text
 
     def rest(self) -> str:
-        """What was kept back, where no further delta comes: the request failed, or its end has no reader."""
+        """Return the text held back so far. For a request that failed or was abandoned, so no further delta comes."""
         return self._stream.finish()
 
     def _up_to_a_stop(self, delta: Delta, tokens: Sequence[int]) -> str:
-        """Token by token, so that the same token is the last one however the tokens came."""
+        """Push token by token, so the cut does not depend on how tokens are grouped into deltas."""
         pieces = []
         for position, token in enumerate(tokens, 1):
             pieces.append(self._stream.push([token]))

@@ -1,16 +1,15 @@
-"""Output that matches a regular expression, a JSON schema or a grammar. Needs llguidance: the extra `guided`.
+"""Constrain output to a regular expression, a JSON schema or a grammar. Needs llguidance: the extra `guided`.
 
     guided = GuidedDecoding("folder/tokenizer.json", vocab_size=32000, end_id=2)
     manager = GptManager(..., parts=Parts(logits_post_processor_batched=guided))
 
-    guided.constrain(7, guided.regex(r"(yes|no), because [a-z ]{5,40}\\."))    # before the request is handed over
+    guided.constrain(7, guided.regex(r"(yes|no), because [a-z ]{5,40}\\."))    # before the request is submitted
     request = InferenceRequest(7, {..., "end_id": 2}, logits_post_processor="batched")
-    guided.release(7)                                                        # in its final response
+    guided.release(7)                                                        # on its final response
 
-In every step it asks the grammar of each request which tokens may come next and forbids the others, so that whatever is
-drawn matches, greedy or sampled. The end id is allowed where the text is complete, and nothing else is where it cannot
-go on. A request should set `end_id`, and enough `request_output_len`: a text that is cut off is a beginning of one that
-matches.
+In each step, the grammar of each request determines the allowed next tokens, and all others get the logit -inf. The end
+id is allowed where the output may end, and is the only allowed token where it must end. A request should set `end_id`
+and a sufficient `request_output_len`: an output that is cut off is only a prefix of a match.
 """
 
 import json
@@ -28,17 +27,17 @@ from ..triton_kernels import dispatch
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that was compiled for one tokenizer; any number of requests may share it."""
+    """A grammar compiled for one tokenizer. Any number of requests may share it."""
 
     matcher: Any
 
 
 @dataclass(slots=True)
 class _Session:
-    """Where one request stands.
+    """Progress of one request.
 
-    prompt_length   tokens before the first one that the grammar says something about; None: not known yet
-    num_tokens      tokens the matcher has seen, the prompt included
+    prompt_length   number of tokens before the first constrained one; None: unknown until the first step
+    num_tokens      number of tokens that the matcher has consumed, counting the prompt
     """
 
     matcher: Any
@@ -47,24 +46,24 @@ class _Session:
 
 
 class GuidedDecoding:
-    """A batched logits post-processor that holds each request to its grammar.
+    """A batched logits post-processor that constrains each request to its grammar.
 
-    tokenizer    tokenizer.json of the model, as Hugging Face's tokenizers write it; or a `tokenizers.Tokenizer`
-    vocab_size   of the model, which may be larger than the tokenizer's
-    end_id       token that ends a text; requests must use the same. To the grammar further end ids of a request are
-                 tokens like all others
+    tokenizer    path of the model's tokenizer.json (Hugging Face tokenizers), or a `tokenizers.Tokenizer`
+    vocab_size   of the model; may be larger than the tokenizer's
+    end_id       token that ends an output; requests must use the same one. The grammar treats other end ids of a
+                 request as ordinary tokens
 
-    `regex`, `json_schema` and `lark` compile, which may take a while: call them where requests are made, not in a
-    callback of the engine. `constrain` and `release` may be called from any thread. Beam search is not done.
+    `regex`, `json_schema` and `lark` compile a grammar, which can be slow: call them where requests are created, not in
+    a callback of the engine. `constrain` and `release` may be called from any thread. Beam search is not supported.
 
-    Raises ConfigError without llguidance, or for a tokenizer it cannot read.
+    Raises ConfigError if llguidance is not installed or cannot read the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, end_id: int) -> None:
         try:
             import llguidance
         except ImportError as error:
-            raise ConfigError("llguidance is not installed", "guided decoding needs it",
+            raise ConfigError("llguidance is not installed", "it is required for guided decoding",
                               'pip install "batch-manager[guided]"') from error
         try:
             source = tokenizer.to_str() if hasattr(tokenizer, "to_str") else os.fspath(tokenizer)
@@ -79,14 +78,15 @@ class GuidedDecoding:
         self._sessions: dict[int, _Session] = {}
 
     def regex(self, pattern: str) -> Grammar:
-        """Texts that match all of a regular expression, without look-around or back-references.
+        """Compile a regular expression, which the whole output must match. No look-around or back-references.
 
-        Raises InvalidRequestError, as the next two do, for what does not compile.
+        Raises InvalidRequestError if it does not compile.
         """
         return self._compile(self._make_matcher.grammar_from_regex(pattern))
 
     def json_schema(self, schema: str | dict[str, Any]) -> Grammar:
-        """JSON that a JSON schema allows, on one line."""
+        """Compile a JSON schema; the output is JSON on one line. Raises InvalidRequestError if it does not compile.
+        """
         text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
             grammar = self._make_matcher.grammar_from_json_schema(
@@ -96,7 +96,10 @@ class GuidedDecoding:
         return self._compile(grammar)
 
     def lark(self, grammar: str) -> Grammar:
-        """Texts of a context-free grammar in llguidance's variant of Lark."""
+        """Compile a context-free grammar in llguidance's Lark syntax.
+
+        Raises InvalidRequestError if it does not compile.
+        """
         return self._compile(self._make_matcher.grammar_from_lark(grammar))
 
     def _compile(self, grammar: str) -> Grammar:
@@ -106,11 +109,11 @@ class GuidedDecoding:
         return Grammar(matcher)
 
     def constrain(self, request_id: int, grammar: Grammar) -> None:
-        """Hold the request to the grammar, from its first generated token on. Replaces what the id had before."""
+        """Constrain a request from its first generated token on. Replaces an earlier grammar of the same id."""
         self._sessions[request_id] = _Session(grammar.matcher.deep_copy())
 
     def processor(self, grammar: Grammar) -> Callable[[int, torch.Tensor, list[list[int]]], torch.Tensor]:
-        """A logits post-processor for one request, whose id need not be known. Slower than the batched one.
+        """Return a logits post-processor for one request of any id. Slower than the batched one.
 
             InferenceRequest(7, {...}, logits_post_processor=guided.processor(grammar))
         """
@@ -122,40 +125,44 @@ class GuidedDecoding:
         return process
 
     def release(self, request_id: int) -> None:
-        """Forget the request. An id that has no grammar is passed over."""
+        """Remove the grammar of a request. Ignores an id without one."""
         self._sessions.pop(request_id, None)
 
     @property
     def num_requests(self) -> int:
-        """Those that have a grammar."""
+        """Number of requests with a grammar."""
         return len(self._sessions)
 
     def __call__(self, request_ids: list[int], logits: torch.Tensor, token_ids: list[list[list[int]]]) -> None:
-        """Forbid what does not fit; see decoding/logits_post_processors.py. Mutates `logits` [n, 1, 1, vocab].
+        """Set the logits of disallowed tokens to -inf. Mutates `logits` [n, 1, 1, vocab].
 
-        Raises for a request without a grammar, one with beams, and one whose tokens do not match: that request ends.
+        The signature is described in decoding/logits_post_processors.py. Raises InvalidRequestError for a request that
+        has no grammar, has beams, or has tokens that do not match; the engine then ends that request.
         """
         masks = np.empty((len(request_ids), self._num_words), np.int32)
         for row, (request_id, beams) in enumerate(zip(request_ids, token_ids, strict=True)):
             session = self._sessions.get(request_id)
             if session is None:
                 raise InvalidRequestError(f"request {request_id} has no grammar",
-                                          "every request that is constrained has one",
-                                          "call constrain(request_id, grammar) before the request is handed over")
+                                          "a grammar for each request with this post-processor",
+                                          "call constrain(request_id, grammar) before you submit the request")
             masks[row] = self._mask(request_id, session, beams)
         forbid(logits.view(len(request_ids), -1), masks)
 
     def _mask(self, request_id: int, session: _Session, beams: list[list[int]]) -> np.ndarray:
         if len(beams) > 1:
-            raise InvalidRequestError(f"request {request_id} has {len(beams)} beams", "guided decoding follows one",
+            raise InvalidRequestError(f"request {request_id} has {len(beams)} beams", "guided decoding supports one",
                                       "set beam_width to 1")
         _catch_up(session, beams[0])
         return np.frombuffer(session.matcher.compute_bitmask(), np.int32)[: self._num_words]
 
 
 def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:
-    """The meaning of `token_bitmask`, with masks on the host. Mutates `logits` [r, vocab]."""
-    if logits.device.type == "cpu":        # bytes instead of shifts: a tenth of the oracle's time
+    """Set the logits of tokens whose mask bit is 0 to -inf. Mutates `logits` [r, vocab].
+
+    masks   [r, ceil(vocab / 32)] int32 on the host, in the format of the kernel `token_bitmask`
+    """
+    if logits.device.type == "cpu":        # unpackbits takes a tenth of the oracle's time
         forbidden = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
         logits.masked_fill_(torch.from_numpy(forbidden.view(np.bool_)), -torch.inf)
     else:
@@ -163,7 +170,7 @@ def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:
 
 
 def _catch_up(session: _Session, tokens: list[int]) -> None:
-    """Show the matcher the tokens it has not seen. A step that runs again shows it none."""
+    """Feed new tokens to the matcher. A step that runs again has none."""
     if session.prompt_length is None:                # the first call is for the first token after the prompt
         session.prompt_length = session.num_tokens = len(tokens)
     if session.num_tokens > len(tokens):
@@ -174,10 +181,10 @@ def _catch_up(session: _Session, tokens: list[int]) -> None:
         session.num_tokens = len(tokens)
     if session.matcher.is_error():
         raise InvalidRequestError("the tokens do not match the grammar, or it became too complex",
-                                  "each token is one that the grammar allowed",
-                                  "let nothing else choose the tokens, or simplify the grammar")
+                                  "tokens that the grammar allows",
+                                  "remove whatever else changes the logits, or simplify the grammar")
 
 
 def _unusable(reason: object) -> InvalidRequestError:
     return InvalidRequestError(f"the grammar does not compile: {str(reason)[:300]!r}",
-                               "a regular expression, a JSON schema or a grammar of llguidance", "correct it")
+                               "a regular expression, a JSON schema or a Lark grammar for llguidance")

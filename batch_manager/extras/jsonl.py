@@ -1,4 +1,4 @@
-"""Statistics as a file of JSON lines that is bounded in size.
+"""Statistics as JSON lines in a file of bounded size.
 
     with JsonlStatistics("statistics.jsonl") as statistics:
         manager = GptManager(..., return_batch_manager_stats_cb=statistics)
@@ -11,33 +11,33 @@ from typing import Self
 __all__ = ["JsonlStatistics"]
 
 SECONDS_BETWEEN_FLUSHES = 1.0
-IDLE = '"Active Request Count":0,'    # no further record need follow, and a reader of the file should know
+IDLE = '"Active Request Count":0,'    # may be the last record for a while: flush it
 
 
 class JsonlStatistics:
-    """A statistics callback that appends each record to a file, as one line.
+    """A statistics callback that appends each record to a file, one line each.
 
-    path         of the file; lines that are there already stay
-    max_bytes    at which the file becomes `path.1`, the one of that name `path.2`, and so on
-    num_kept     so many of those are kept
+    path         of the file; existing lines stay
+    max_bytes    size at which the file is renamed to `path.1`, an existing `path.1` to `path.2`, and so on
+    num_kept     number of renamed files to keep
 
-    Lines reach the file once a second, with the record of an idle engine, and at `close`. What cannot be written, as on
-    a full disk, raises OSError in the callback, which the engine counts and logs; the next record is tried again. One
-    thread at a time calls it.
+    Lines are written once a second, when the engine becomes idle, and at `close`. A write error, such as a full disk,
+    raises OSError in the callback; the engine counts and logs it, and later records are written normally. Not
+    thread-safe.
     """
 
     def __init__(self, path: str | os.PathLike, *, max_bytes: int = 64 << 20, num_kept: int = 3) -> None:
         if max_bytes < 1 or num_kept < 0:
-            raise ValueError(f"max_bytes is {max_bytes} and num_kept is {num_kept}; at least 1 and at least 0")
+            raise ValueError(f"max_bytes is {max_bytes} and num_kept is {num_kept}; expected at least 1 and at least 0")
         self._path, self._max_bytes, self._num_kept = os.fspath(path), max_bytes, num_kept
         self._lines: list[bytes] = []
         self._flush_at = 0.0
         self._descriptor = self._open()
 
     def __call__(self, record: str) -> None:
-        """A record of the statistics."""
+        """Take one JSON record. Raises ValueError after `close`."""
         if self._descriptor < 0:
-            raise ValueError("the file of statistics was closed; records are written until then; make a new one")
+            raise ValueError("the statistics file is closed; make a new JsonlStatistics")
         self._lines.append(record.encode() + b"\n")
         now = time.monotonic()
         if now >= self._flush_at or IDLE in record:
@@ -45,9 +45,7 @@ class JsonlStatistics:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was not written yet. What a full disk refused is lost, and whole lines are kept.
-
-        Raises OSError.
+        """Write pending lines. Raises OSError on failure: the pending lines are lost, the file keeps whole lines only.
         """
         lines, self._lines = b"".join(self._lines), []
         if not lines:
@@ -65,7 +63,7 @@ class JsonlStatistics:
             raise
 
     def close(self) -> None:
-        """Write the rest and close the file. Does nothing the second time."""
+        """Write pending lines and close the file. Idempotent."""
         if self._descriptor >= 0:
             try:
                 self.flush()

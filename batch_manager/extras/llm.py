@@ -1,4 +1,4 @@
-"""Texts for scripts and notebooks: prompts in, completions out. Needs tokenizers: the extra `text`.
+"""Text generation for scripts and notebooks. Needs tokenizers: the extra `text`.
 
     llm = LLM("folder/of/a/model")
     for completion in llm.generate(["It is a truth", "The evening was"], max_tokens=48):
@@ -38,10 +38,10 @@ Prompt = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds since the request was handed over to the engine, which may not have had room for it at once.
+    """Latencies of a request, in seconds since it was submitted. They include waiting for room in the engine.
 
-    first_token_s   until its first token arrived; None: none did
-    total_s         until its end
+    first_token_s   until the first token arrived; None: no token arrived
+    total_s         until the request ended
     """
 
     first_token_s: float | None
@@ -50,18 +50,19 @@ class Timings:
 
 @dataclass(slots=True)
 class Completion:
-    """What was generated after one prompt.
+    """The output for one prompt.
 
     text            without special tokens, up to a stop string
-    tokens          without the end id, up to the one that completed a stop string
-    finish_reason   END_ID, STOP_WORDS (a stop string too), LENGTH, TIMED_OUT or CANCELLED; NOT_FINISHED after an error
-    log_probs       of each token, where they were asked for; else empty
-    top_log_probs   of each token the likeliest ones and their log-probabilities, likeliest first, where asked for
-    error           why there is no more text: code, message, is_retryable; None: the text is whole
-    timings         None for a prompt that never reached the engine
-    prompt_tokens   of the prompt
-    cached_tokens   of those, the ones that the KV cache had. None: the engine did not say, as it does when it ends a
-                    text itself; it does not at a stop string, a cancellation or an error
+    tokens          without the end id, up to the token that completed a stop string
+    finish_reason   END_ID, STOP_WORDS (also for a stop string), LENGTH, TIMED_OUT or CANCELLED; NOT_FINISHED after an
+                    error
+    log_probs       log-probability of each token, if requested; otherwise empty
+    top_log_probs   for each token, the likeliest tokens and their log-probabilities, likeliest first, if requested
+    error           why the request failed: code, message, is_retryable; None: it did not fail
+    timings         None if the request never reached the engine
+    prompt_tokens   number of prompt tokens
+    cached_tokens   number of prompt tokens found in the KV cache; None: unknown, because the output ended with a stop
+                    string, a cancellation or an error
     """
 
     text: str = ""
@@ -76,24 +77,24 @@ class Completion:
 
 
 class LLM:
-    """A model that continues texts, in the calling thread.
+    """A model with a blocking text interface.
 
     model              folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json; or a .gguf file
-    tokenizer          one of `tokenizers` or transformers, or the folder or .gguf file of one; None: the model's
-    return_stats       called with each record of statistics, a JSON text, on the engine's thread; see GptManager
+    tokenizer          a tokenizer of `tokenizers` or transformers, or the path of its folder or .gguf file; None: the
+                       model's tokenizer
+    return_stats       called with each statistics record (JSON) on the engine's thread; see GptManager
     scheduler_policy, parts   see GptManager
     params             fields of TrtGptModelOptionalParams, such as device, max_batch_size and kv_cache_config
 
-    A prompt is a text, a list of token ids, or a list of messages for the model's chat template. Options of a text are
-    the fields of `batch_manager.extras.sampling.Sampling`, with the defaults of web servers: 256 tokens, temperature 1
-    over all tokens, a fresh seed, the checkpoint's end ids. `temperature=0` always takes the likeliest token, and
-    `seed=7` gives the same text again.
+    A prompt is a string, a list of token ids, or a list of messages for the model's chat template. Sampling options are
+    the fields of `batch_manager.extras.sampling.Sampling`. They default to 256 tokens, temperature 1 over all tokens, a
+    fresh seed, and the checkpoint's end ids. `temperature=0` is greedy; `seed=7` makes sampling repeatable.
 
-    It works where an event loop runs, as in a notebook, because it has none. Several threads may use it at a time.
-    Ctrl-C stops the requests of the call that it interrupts, and the LLM can be used again. It ends with `close`, with
-    its `with` block, with the interpreter, and where nothing refers to it any more.
+    Works inside a running event loop, for example in a notebook. Thread-safe. Ctrl-C stops the requests of the
+    interrupted call; the LLM stays usable. The engine ends at `close`, at the end of a `with` block, when the
+    interpreter exits, or when the LLM is garbage-collected.
 
-    Raises what GptManager raises, and ConfigError where there is no tokenizer.
+    Raises what GptManager raises, and ConfigError if there is no tokenizer.
     """
 
     def __init__(self, model: str | os.PathLike, *, tokenizer: Any = None,
@@ -103,22 +104,21 @@ class LLM:
         is_folder = tokenizer is None or isinstance(tokenizer, str | os.PathLike)
         self._source = model if tokenizer is None or not is_folder else tokenizer
         self._tokenizer = load_tokenizer(self._source) if is_folder else tokenizer
-        TextStream(self._tokenizer)            # raises where it is none
+        TextStream(self._tokenizer)            # raises ConfigError if it is not a tokenizer
         switchboard = self._switchboard = Switchboard()
         parts = Parts() if parts is None else parts
-        if isinstance(parts, Parts):           # else the manager says so
+        if isinstance(parts, Parts):           # otherwise GptManager raises
             parts = switchboard.hooked_into(parts)
         self._manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy, switchboard.get,
                                    switchboard.send, switchboard.poll, return_stats, optional_params, parts=parts,
                                    exclude_input_in_output=True)
 
     def generate(self, prompts: Iterable[Prompt] | str, **options: Any) -> list[Completion]:
-        """A completion for each prompt, in order; any number of them. A text is one prompt.
+        """Return one completion per prompt, in order. A single string is one prompt.
 
-        A prompt that cannot be used, and a request that fails, cost their own completion, whose `error` says why.
+        An invalid prompt or a failed request sets `error` of its own completion; the others are unaffected.
 
-        Raises TypeError for an option that is none, ConfigError for a `stop` that is none, and ManagerClosedError after
-        `close`.
+        Raises TypeError for an unknown option, ConfigError for an invalid `stop`, and ManagerClosedError after `close`.
         """
         sampling = Sampling.of(options)
         self._check_open()
@@ -140,7 +140,7 @@ class LLM:
                         completions[-1].error = RequestFailed(error.code, str(error))
                         continue
                     alive[request.mailbox.request_id] = request
-                    request.hand_over()
+                    request.submit()
                 for mailbox in inbox.get() if alive else ():
                     request = alive.get(mailbox.request_id)
                     if request is not None:
@@ -148,42 +148,42 @@ class LLM:
                         if request.is_over:
                             del alive[mailbox.request_id]
         finally:
-            for request in alive.values():     # Ctrl-C, or what the prompts' own iterator raised
+            for request in alive.values():     # Ctrl-C, or an exception of the iterable of prompts
                 request.stop()
         return completions
 
     def stream(self, prompt: Prompt, **options: Any) -> "TextPieces":
-        """The text after one prompt, piece by piece.
+        """Return an iterator over the output of one prompt, piece by piece.
 
-        Raises InvalidRequestError for a prompt that cannot be used, and what `generate` raises.
+        Raises InvalidRequestError for an invalid prompt, and what `generate` raises.
         """
         sampling = Sampling.of(options)
         self._check_open()
         inbox = _Inbox()
         request = self._prepare(prompt, sampling, inbox, Completion())
         try:
-            request.hand_over()
+            request.submit()
             return TextPieces(request, inbox)
-        except BaseException:    # Ctrl-C, and the engine has it
+        except BaseException:    # Ctrl-C after the request was submitted
             request.stop()
             raise
 
     def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
              template_options: dict[str, Any] | None = None, **options: Any) -> Completion:
-        """The model's answer to a conversation, by the model's chat template.
+        """Return the model's answer to a conversation, formatted with the chat template.
 
         messages           dictionaries with `role` and `content`
-        tools              JSON schemas of functions, for templates that know them
+        tools              JSON schemas of functions, for templates that support tools
         template_options   variables of the template, such as enable_thinking
 
-        Raises ConfigError where there is no template, InvalidRequestError where it refuses the messages.
+        Raises ConfigError if there is no template, and InvalidRequestError if it rejects the messages.
         """
         prompt = chat_prompt(self._source, messages, tools, **(template_options or {}))
         return self.generate([encode(self._tokenizer, prompt, add_special_tokens=False)], **options)[0]
 
     @property
     def info(self) -> EngineInfo:
-        """Facts of the engine."""
+        """The engine's limits and model facts; see GptManager.info."""
         return self._manager.info
 
     @property
@@ -191,7 +191,7 @@ class LLM:
         return self._tokenizer
 
     def close(self, drain: bool = False, timeout: float | None = None) -> bool:
-        """End the engine; see GptManager.shutdown. Does nothing the second time."""
+        """End the engine; see GptManager.shutdown. Idempotent."""
         return self._manager.shutdown(drain, timeout)
 
     def __enter__(self) -> Self:
@@ -221,34 +221,34 @@ class LLM:
             prompt = prompt.tolist()
         if isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt):
             return list(prompt)
-        raise InvalidRequestError(f"a prompt is a {type_name(prompt)}",
-                                  "a text, a list of token ids, or a list of messages",
-                                  "pass prompts in a list, and a conversation to chat()")
+        raise InvalidRequestError(f"a prompt is of type {type_name(prompt)}",
+                                  "a string, a list of token ids, or a list of messages",
+                                  "pass several prompts as a list, and a conversation to chat()")
 
     def _check_open(self) -> None:
         if self._switchboard.closed is not None:
-            raise ManagerClosedError("the LLM was closed", "an LLM works until then", "make a new one")
+            raise ManagerClosedError("the LLM is closed", "an open LLM", "make a new one")
 
 
 class TextPieces:
-    """The text after one prompt, as an iterator of pieces: whole characters, and never a part of a stop string.
+    """An iterator over the output of one prompt, in pieces of whole characters, without the stop string.
 
-    `completion` is what came so far, and whole where the iteration has ended. `cancel` stops the request, and so do
-    leaving the loop and dropping the iterator. Several threads may read and cancel; each piece goes to one of them.
+    `completion` has the output so far; it is complete when the iteration has ended. `cancel` stops the request, and so
+    does dropping the iterator, for example by leaving the loop. Thread-safe; each piece goes to one thread.
 
-    `next` raises RequestFailed where the request was refused or failed, after the text that came before.
+    `next` raises RequestFailed if the request was refused or failed, after the pieces generated before the failure.
     """
 
     def __init__(self, request: "_Request", inbox: "_Inbox") -> None:
         self._request, self._inbox = request, inbox
-        self._one_at_a_time = threading.RLock()      # what interrupts the thread that holds it may cancel
+        self._one_at_a_time = threading.RLock()      # reentrant: a signal handler may call cancel
 
     @property
     def completion(self) -> Completion:
         return self._request.completion
 
     def cancel(self) -> None:
-        """Stop the request and end the iteration, from any thread. Called twice, or after the end, it does nothing."""
+        """Stop the request and end the iteration. From any thread; idempotent."""
         self._request.stop()
         with self._one_at_a_time:
             self._request.end(FinishReason.CANCELLED)
@@ -266,7 +266,7 @@ class TextPieces:
                 with self._one_at_a_time:
                     piece = request.read()
                 if request.is_over:
-                    self._inbox.wake()               # another thread may wait
+                    self._inbox.wake()               # another thread may be waiting
                 if piece:
                     return piece
             with self._one_at_a_time:
@@ -288,7 +288,7 @@ _NO_MORE = object()
 
 
 class _Inbox:
-    """Takes the place of an event loop for the switchboard; a thread waits here."""
+    """Stands for an event loop towards the switchboard; a blocking thread waits here."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[list[Mailbox]] = SimpleQueue()
@@ -301,36 +301,36 @@ class _Inbox:
         self._queue.put([])
 
     def get(self) -> list[Mailbox]:
-        """Wait until something arrived, and say for whom. Ctrl-C interrupts it in the main thread."""
+        """Block until responses arrive; return their mailboxes. Ctrl-C interrupts it in the main thread."""
         return self._queue.get()
 
 
 class _Request:
-    """One request on its way from the engine to its completion.
+    """One request, and the completion that its deltas fill.
 
-    failure   what `next` of an iterator raises once
+    failure   exception for TextPieces to raise, once
     """
 
     def __init__(self, manager: GptManager, switchboard: Switchboard, mailbox: Mailbox, request: InferenceRequest,
                  text: GeneratedText, completion: Completion) -> None:
         self.mailbox, self.completion = mailbox, completion
         self.is_over, self.failure = False, None
-        self._manager, self._switchboard = manager, switchboard      # a reader keeps the engine
+        self._manager, self._switchboard = manager, switchboard      # keep the engine alive while a reader exists
         self._request, self._text = request, text
-        self._handed_over = 0.0
+        self._submitted_at = 0.0
         self._first_token: float | None = None
 
-    def hand_over(self) -> None:
-        self._handed_over = monotonic()
-        self._switchboard.hand_over(self.mailbox, self._request)
+    def submit(self) -> None:
+        self._submitted_at = monotonic()
+        self._switchboard.submit(self.mailbox, self._request)
         self._manager.notify()
 
     def check_process(self) -> None:
-        """Raises ManagerClosedError in a forked child, where nothing ever arrives."""
+        """Raise ManagerClosedError in a forked child, where no response would arrive."""
         self._switchboard.check_process()
 
     def read(self) -> str:
-        """The text that arrived. The completion has it too, and is whole once the request is over."""
+        """Return the new text and add it to the completion."""
         delta = None if self.is_over else self.mailbox.take()
         if delta is None:
             return ""
@@ -347,21 +347,21 @@ class _Request:
             reason = self._text.finish_reason
             self.is_over = reason is not FinishReason.NOT_FINISHED
             if self.is_over and delta.finish_reason is FinishReason.NOT_FINISHED:
-                self._stop()                   # a stop string: the engine does not know of it
+                self._stop()                   # a stop string: the engine would continue
         self.completion.text += piece
         if self.is_over:
             self._fill_in(reason)
         return piece
 
     def end(self, reason: FinishReason) -> None:
-        """The reader has gone."""
+        """End a request whose reader has gone."""
         if not self.is_over:
             self.is_over = True
             self.completion.text += self._text.rest()
             self._fill_in(reason)
 
     def stop(self) -> None:
-        """Stop it unless it is over. Never blocks."""
+        """Stop the request unless it is over. Never blocks."""
         if not self.is_over:
             self._stop()
 
@@ -372,7 +372,7 @@ class _Request:
                 self._manager.notify()
 
     def _fill_in(self, reason: FinishReason) -> None:
-        completion, text, since = self.completion, self._text, self._handed_over
+        completion, text, since = self.completion, self._text, self._submitted_at
         completion.tokens, completion.finish_reason = text.tokens, reason
         completion.log_probs, completion.top_log_probs = text.log_probs, text.top_log_probs
         first = None if self._first_token is None else self._first_token - since

@@ -1,20 +1,20 @@
-"""Statistics as OpenTelemetry metrics, by opentelemetry-api: the extra `opentelemetry`.
+"""Statistics as OpenTelemetry metrics. Needs opentelemetry-api: the extra `opentelemetry`.
 
     statistics = OpenTelemetryStatistics(model="austen-4m")      # through the global meter provider
     manager = GptManager(..., return_batch_manager_stats_cb=statistics,
                          optional_params=TrtGptModelOptionalParams(flush_stats_when_idle=True))
-    statistics.observe(metrics, num_tokens)        # where requests ask for `return_perf_metrics`
+    statistics.observe(metrics, num_tokens)        # for requests with `return_perf_metrics`
 
-An iteration parses its record and adds up some numbers. Gauges and counters are read when a reader collects them.
+Per iteration, the callback parses one record and updates a few sums. Gauges and counters are computed on collection.
 
-    gen_ai.server.time_to_first_token      histograms with the names, attributes and buckets of OpenTelemetry's
-    gen_ai.server.time_per_output_token    conventions for generative AI, in seconds
+    gen_ai.server.time_to_first_token      histograms in seconds, with the names, attributes and buckets of
+    gen_ai.server.time_per_output_token    OpenTelemetry's semantic conventions for generative AI
     gen_ai.server.request.duration
     batch_manager.request_queue_time       histogram: arrival to the first step, in seconds
-    nv_trt_llm_*                           gauges, with the attributes that are labels in prometheus.py
-    batch_manager.*                        the other families of prometheus.py, each once: vllm:prompt_tokens is
-                                           batch_manager.prompt_tokens, batch_manager_callback_seconds is
-                                           batch_manager.callback, of unit s
+    nv_trt_llm_*                           gauges; attributes are the labels of prometheus.py
+    batch_manager.*                        the other families of prometheus.py, each under one name:
+                                           vllm:prompt_tokens becomes batch_manager.prompt_tokens, and
+                                           batch_manager_callback_seconds becomes batch_manager.callback, unit s
 """
 
 import time
@@ -32,8 +32,8 @@ from .statistic_families import FAMILIES, LATENCIES, Family, LatestStatistics, l
 __all__ = ["OpenTelemetryStatistics"]
 
 PROVIDER = "batch_manager"
-UNITS = {"_seconds": "s", "_microseconds": "us", "_perc": "1"}     # endings of families: units are not parts of names
-# key of LATENCIES -> (name, bounds of the buckets in seconds); those of gen_ai.* are the convention's
+UNITS = {"_seconds": "s", "_microseconds": "us", "_perc": "1"}     # suffix of a family name -> unit
+# key of LATENCIES -> (name, bucket bounds in seconds); the conventions define those of gen_ai.*
 HISTOGRAMS = {
     "time_to_first_token": ("gen_ai.server.time_to_first_token", (
         0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)),
@@ -47,46 +47,46 @@ HISTOGRAMS = {
 
 
 class OpenTelemetryStatistics(LatestStatistics):
-    """A statistics callback whose numbers a meter of OpenTelemetry shows.
+    """A statistics callback that publishes metrics through an OpenTelemetry meter.
 
-    model            value of the attributes `gen_ai.request.model` and `model`; it tells engines of one meter apart
-    meter            None: one of the global meter provider, which may be set later
+    model            value of the attributes `gen_ai.request.model` and `model`; distinguishes engines on one meter
+    meter            None: a meter of the global meter provider, which may be set later
     operation_name   value of the attribute `gen_ai.operation.name`: "text_completion", "chat", ...
-    tracer           makes a span for each request that is observed, within the span that is current then; None: none
+    tracer           creates a span for each observed request, as a child of the current span; None: no spans
 
-    Records are those of one engine. Any thread may observe and collect. Gauges fall to zero where the engine has
-    `flush_stats_when_idle=True`, which sends a record when the last request has left. The meter shows no more of it
-    once this object has no reference.
+    Use one object per engine. Any thread may observe and collect. With `flush_stats_when_idle=True`, the engine sends
+    a record after its last request ends, so gauges fall to zero. The meter stops publishing when this object is
+    garbage-collected.
     """
 
     def __init__(self, model: str, meter: Meter | None = None, *, operation_name: str = "text_completion",
                  tracer: Tracer | None = None) -> None:
         super().__init__(model)
         self.attributes = {"gen_ai.request.model": model}
-        self.labels_of_the_original = {"model": model, "version": "1"}
-        self._of_requests = {"gen_ai.operation.name": operation_name, "gen_ai.provider.name": PROVIDER,
-                             "gen_ai.request.model": model}
+        self.nv_trt_llm_labels = {"model": model, "version": "1"}
+        self._request_attributes = {"gen_ai.operation.name": operation_name, "gen_ai.provider.name": PROVIDER,
+                                    "gen_ai.request.model": model}
         self._span_name = f"{operation_name} {model}"
         self._tracer = tracer
         self._instruments = _instruments_of(_global_meter() if meter is None else meter)
         self._instruments.show(self)
 
     def observe(self, metrics: PerfMetrics, num_tokens: int) -> None:
-        """A request has ended.
+        """Record the latencies of a finished request, and create its span.
 
-        metrics      of its final response; see PerfMetrics.of, and Delta.metrics
-        num_tokens   that it generated
+        metrics      of its final response; see PerfMetrics.of and Delta.metrics
+        num_tokens   number of generated tokens
 
-        Its span reaches from its arrival to its last token, with the events `first step` and `first token`. There is
-        none for a request without a token. The times are right where the engine's clock is `time.monotonic`.
+        The span runs from arrival to last token, with the events `first step` and `first token`. A request without
+        tokens gets none. Span times assume that the engine's clock is `time.monotonic`.
         """
         for name, seconds in latencies(metrics, num_tokens):
-            self._instruments.histograms[name].record(seconds, self._of_requests)
+            self._instruments.histograms[name].record(seconds, self._request_attributes)
         if self._tracer is not None and metrics.last_token_time_ns:
             since_the_epoch = time.time_ns() - time.monotonic_ns()
             span = self._tracer.start_span(
                 self._span_name, start_time=metrics.arrival_time_ns + since_the_epoch,
-                attributes={**self._of_requests, "gen_ai.usage.output_tokens": num_tokens,
+                attributes={**self._request_attributes, "gen_ai.usage.output_tokens": num_tokens,
                             "gen_ai.usage.cache_read.input_tokens": metrics.cached_tokens,
                             "batch_manager.num_pauses": metrics.num_pauses})
             span.add_event("first step", timestamp=metrics.first_scheduled_time_ns + since_the_epoch)
@@ -95,7 +95,7 @@ class OpenTelemetryStatistics(LatestStatistics):
 
 
 class _Instruments:
-    """The instruments of one meter. It takes each name once, so all statistics that it shows share them."""
+    """The instruments of one meter, shared by all statistics objects on it: a meter accepts each name once."""
 
     def __init__(self) -> None:
         self.histograms: dict[str, Histogram] = {}
@@ -105,7 +105,7 @@ class _Instruments:
         for family in FAMILIES:
             name, unit = _name_and_unit(family)
             create = meter.create_observable_counter if family.is_counter else meter.create_observable_gauge
-            create(name, [partial(self._observed, family)], unit, family.text)
+            create(name, [partial(self._observed, family)], unit, family.description)
         self.histograms = {
             latency: meter.create_histogram(name, "s", LATENCIES[latency][0],
                                             explicit_bucket_boundaries_advisory=bounds)
@@ -115,19 +115,19 @@ class _Instruments:
         self._shown.append(ref(statistics, self._shown.remove))
 
     def _observed(self, family: Family, _: CallbackOptions) -> Iterator[Observation]:
-        for shown in list(self._shown):          # other threads may add or drop statistics meanwhile
+        for shown in list(self._shown):          # a copy: other threads may add or drop entries
             if (statistics := shown()) is not None:
-                attributes = (statistics.labels_of_the_original if family.is_of_the_original
+                attributes = (statistics.nv_trt_llm_labels if family.is_nv_trt_llm
                               else statistics.attributes)
                 for category, value in family.values(statistics).items():
                     yield Observation(value, {**attributes, family.label: category} if family.label else attributes)
 
 
-_OF_METERS: WeakKeyDictionary[Meter, _Instruments] = WeakKeyDictionary()
+_INSTRUMENTS: WeakKeyDictionary[Meter, _Instruments] = WeakKeyDictionary()
 
 
 def _instruments_of(meter: Meter) -> _Instruments:
-    instruments = _OF_METERS.setdefault(meter, _Instruments())
+    instruments = _INSTRUMENTS.setdefault(meter, _Instruments())
     if not instruments.histograms:
         instruments.create(meter)
     return instruments
@@ -135,14 +135,14 @@ def _instruments_of(meter: Meter) -> _Instruments:
 
 @lru_cache(maxsize=1)
 def _global_meter() -> Meter:
-    """One for all: before the provider is set, each that is asked for would be another."""
+    """The one global meter: until a provider is set, each call of get_meter returns a different proxy."""
     return get_meter("batch_manager", __version__)
 
 
 def _name_and_unit(family: Family) -> tuple[str, str]:
-    """An exporter to Prometheus makes families of prometheus.py of these again, without their engine's prefix."""
+    """Chosen so that a Prometheus exporter restores the family names of prometheus.py, without the engine prefix."""
     name = family.names[0]
-    if family.is_of_the_original:
+    if family.is_nv_trt_llm:
         return name, ""
     for prefix in ("vllm:", "batch_manager_"):
         name = name.removeprefix(prefix)

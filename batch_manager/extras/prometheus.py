@@ -1,12 +1,12 @@
-"""Statistics for Prometheus, by prometheus_client: the extra `prometheus`.
+"""Statistics as Prometheus metrics. Needs prometheus_client: the extra `prometheus`.
 
     statistics = PrometheusStatistics(model="austen-4m")
-    prometheus_client.REGISTRY.register(statistics)      # or a /metrics of one's own: statistics.exposition()
+    prometheus_client.REGISTRY.register(statistics)      # or serve statistics.exposition() at /metrics
     manager = GptManager(..., return_batch_manager_stats_cb=statistics,
                          optional_params=TrtGptModelOptionalParams(flush_stats_when_idle=True))
-    statistics.observe(metrics, num_tokens)        # where requests ask for `return_perf_metrics`
+    statistics.observe(metrics, num_tokens)        # for requests with `return_perf_metrics`
 
-An iteration parses its record and adds up some numbers. Metrics are made when they are scraped.
+Per iteration, the callback parses one record and updates a few sums. Metrics are built on each scrape.
 """
 
 from bisect import bisect_left
@@ -25,12 +25,12 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class PrometheusStatistics(LatestStatistics):
-    """A statistics callback, and a collector for a registry of prometheus_client.
+    """A statistics callback, and a collector for a prometheus_client registry.
 
     model   value of the labels `model` and `model_name`
 
-    Records are those of one engine. Any thread may observe and collect. Gauges fall to zero where the engine has
-    `flush_stats_when_idle=True`, which sends a record when the last request has left.
+    Use one object per engine. Any thread may observe and collect. With `flush_stats_when_idle=True`, the engine sends
+    a record after its last request ends, so gauges fall to zero.
     """
 
     def __init__(self, model: str) -> None:
@@ -39,49 +39,49 @@ class PrometheusStatistics(LatestStatistics):
         self._histograms = {name: _Histogram() for name in LATENCIES}
 
     def observe(self, metrics: PerfMetrics, num_tokens: int) -> None:
-        """A request has ended.
+        """Add the latencies of a finished request to the histograms.
 
-        metrics      of its final response; see PerfMetrics.of, and Delta.metrics
-        num_tokens   that it generated
+        metrics      of its final response; see PerfMetrics.of and Delta.metrics
+        num_tokens   number of generated tokens
         """
         for name, seconds in latencies(metrics, num_tokens):
             self._histograms[name].add(seconds)
 
     def exposition(self) -> bytes:
-        """What a server answers at /metrics, in CONTENT_TYPE."""
+        """Return the body for /metrics, in CONTENT_TYPE."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry)
 
     def describe(self) -> list[Metric]:
-        """None: a registry would collect to find names."""
+        """Return []. Without this method, registration would collect metrics to learn their names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of now."""
+        """Yield the current metrics."""
         for family in FAMILIES:
             values = family.values(self)
             if not values:
                 continue
-            labels = {"model": self._model, "version": "1"} if family.is_of_the_original else {
+            labels = {"model": self._model, "version": "1"} if family.is_nv_trt_llm else {
                 "model_name": self._model}
             names = [*labels, family.label] if family.label else [*labels]
             for name in family.names:
                 kind = CounterMetricFamily if family.is_counter else GaugeMetricFamily
-                metric = kind(name, family.text, labels=names)
+                metric = kind(name, family.description, labels=names)
                 for category, value in values.items():
                     metric.add_metric([*labels.values(), category] if family.label else [*labels.values()], value)
                 yield metric
-        for latency, (text, families) in LATENCIES.items():
+        for latency, (description, names) in LATENCIES.items():
             buckets, total = self._histograms[latency].cumulative()
-            for family in families:
-                metric = HistogramMetricFamily(family, text, labels=["model_name"])
+            for name in names:
+                metric = HistogramMetricFamily(name, description, labels=["model_name"])
                 metric.add_metric([self._model], buckets, total)
                 yield metric
 
 
 class _Histogram:
-    """Counts of values by SECONDS. A value is counted in one operation of the interpreter."""
+    """Counts per bucket of SECONDS."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)
@@ -92,7 +92,7 @@ class _Histogram:
         self._sum += seconds
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """Buckets as prometheus_client wants them, and the sum of the values."""
+        """Return ([(upper bound, cumulative count), ...], sum of the values), as prometheus_client takes them."""
         counts, so_far, buckets = list(self._counts), 0, []
         for bound, count in zip([*map(str, SECONDS), "+Inf"], counts):
             so_far += count

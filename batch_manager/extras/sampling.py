@@ -1,4 +1,4 @@
-"""How a text is to be generated, in the words and with the defaults of web servers, as tensors of a request."""
+"""Sampling options with the names and defaults of OpenAI-style servers, converted to request tensors."""
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,24 +16,24 @@ LARGEST_BIAS = 100.0    # OpenAI's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Options of one text. The defaults are those of web servers, not those of the request tensors.
+    """Options for generating one output. The defaults are those of OpenAI-style servers, not of the request tensors.
 
-    max_tokens           tokens to generate at most; None: as many as max_seq_len leaves
-    temperature          0: always the likeliest token. 1 samples from the model's own distribution
+    max_tokens           most tokens to generate; None: as many as max_seq_len leaves
+    temperature          0: greedy. 1: sample from the model's own distribution
     top_p, top_k, min_p  1, 0 (or -1) and 0 keep all tokens
-    seed                 None: a fresh one for every text, so that the same prompt gives different texts
-    stop                 strings that end the text and are left out of it
-    stop_token_ids       tokens that end the text and are left out of it, beside the end ids of the checkpoint
+    seed                 None: a fresh seed for every output, so the same prompt gives different outputs
+    stop                 strings that end the output; the stop string is not part of the text
+    stop_token_ids       tokens that end the output and are not part of it, in addition to the checkpoint's end ids
     ignore_eos           do not end at the checkpoint's end ids
-    min_tokens           tokens generated before one of those may be
+    min_tokens           tokens to generate before an end token may be sampled
     repetition_penalty   counts prompt and output, as in transformers
-    presence_penalty, frequency_penalty   of the output only, as OpenAI means them
-    logit_bias           token id -> number from -100 to 100 that is added to its logit
+    presence_penalty, frequency_penalty   count the output only, as at OpenAI
+    logit_bias           token id -> number from -100 to 100, added to the token's logit
     log_probs            return the log-probability of each token
-    top_log_probs        return so many of the likeliest tokens at each position, 0 to 20, with their log-probabilities
-    raw_log_probs        both are of the model's own distribution, before penalties and temperature
-    priority             0..1; a larger one goes first
-    deadline_s           seconds until the text is ended as timed out; None: never
+    top_log_probs        number of likeliest tokens to return at each position with their log-probabilities, 0 to 20
+    raw_log_probs        take log-probabilities from the model's own distribution, before penalties and temperature
+    priority             0..1; higher runs first
+    deadline_s           seconds until the request times out; None: never
     """
 
     max_tokens: int | None = 256
@@ -58,26 +58,26 @@ class Sampling:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Sampling":
-        """Of options by name. Raises TypeError for one that is none, with the name that it resembles."""
+        """Build from a mapping. Raises TypeError for an unknown name, and suggests the closest one."""
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
                 meant = get_close_matches(name, names, 1)
-                raise TypeError(f"{name!r} is no option of a text; the options are {', '.join(names)}"
+                raise TypeError(f"unknown option {name!r}; the options are {', '.join(names)}"
                                 + (f"; did you mean {meant[0]}?" if meant else ""))
         return cls(**options)
 
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
-        """The tensors of a request for one text after the prompt. The engine looks at their values.
+        """Return the tensors of a request for one output. The engine validates the other values.
 
-        Raises InvalidRequestError for a logit_bias of tokens that the model does not have, and for a logit_bias and
-        stop_token_ids of a wrong type.
+        Raises InvalidRequestError if logit_bias or stop_token_ids has a wrong type, or logit_bias has a token outside
+        the vocabulary or a value out of range.
         """
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
         if self.seed is None:
             tensors["random_seed"] = secrets.randbits(64)
-        if self.top_p == 0:    # the smallest set that holds anything: one token
+        if self.top_p == 0:    # the smallest non-empty set: the likeliest token
             tensors["runtime_top_k"] = 1
         else:
             tensors["runtime_top_p"] = self.top_p
@@ -101,27 +101,27 @@ class Sampling:
             return ()
         if not isinstance(self.stop_token_ids, Iterable):
             raise InvalidRequestError(f"stop_token_ids is of type {type_name(self.stop_token_ids)}",
-                                      "a list of token ids", "put it into a list")
+                                      "a list of token ids", "put the id into a list")
         return self.stop_token_ids
 
     def _output_length(self, prompt_ids: Sequence[int], info: EngineInfo) -> int:
-        """A prompt that leaves no room is told so by the engine."""
+        """At least 1: the engine refuses a prompt that leaves no room."""
         if self.max_tokens is not None:
             return self.max_tokens
         return max(info.max_seq_len - len(prompt_ids), 1)
 
     def bias(self, vocab_size: int) -> np.ndarray:
-        """The tensor `embedding_bias` of a logit_bias. Raises InvalidRequestError as `tensors`."""
+        """Return logit_bias as the tensor `embedding_bias` [vocab]. Raises InvalidRequestError as `tensors` does."""
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError(f"logit_bias is of type {type_name(self.logit_bias)}",
                                       "a mapping of token ids to numbers", "pass a dict")
         bias = np.zeros(vocab_size, np.float32)
         for token, value in self.logit_bias.items():
             if type(token) is not int or not 0 <= token < vocab_size:
-                raise InvalidRequestError("logit_bias names a token that the model does not have",
-                                          f"token ids in 0..{vocab_size - 1}", "leave it out")
+                raise InvalidRequestError("logit_bias has a key that is not a token id of the model",
+                                          f"integers in 0..{vocab_size - 1}")
             if type(value) not in (int, float) or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
-                raise InvalidRequestError("logit_bias has a value out of range",
-                                          f"numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}", "correct it")
+                raise InvalidRequestError(f"logit_bias of token {token} is out of range",
+                                          f"numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}")
             bias[token] = value
         return bias

@@ -1,4 +1,4 @@
-"""Which metrics are made of statistics: families, their names and their values, for every kind of exporter."""
+"""The metric families derived from statistics: names, descriptions and values, shared by all exporters."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -30,15 +30,15 @@ NV_TRT_LLM: dict[str, tuple[str, dict[str, str]]] = {
         "timestamp": "Timestamp", "iteration_counter": "Iteration Counter"}),
 }
 
-# Numbers of an iteration that are added up, because records count them one iteration at a time.
+# Per-iteration counts, accumulated here into counters.
 SUMMED = ("Generated Tokens", "Paused Requests", "New Requests", "Refused Requests", "Callback Time Microseconds",
           "Iteration Latency Microseconds")
 FINALS = {"Finals End ID": "stop", "Finals Stop Words": "stop", "Finals Length": "length",
           "Finals Timed Out": "timeout", "Finals Cancelled": "abort"}
-ERRORS = "Errors "                        # and a code: the keys that count errors
+ERRORS = "Errors "                        # prefix of the keys that count errors; the error code follows
 MICROSECONDS = 1e-6
 
-# What `latencies` names: text, and the names that dashboards of other engines read.
+# key of `latencies` -> (description, metric names of vLLM and SGLang)
 LATENCIES = {
     "time_to_first_token": ("Arrival to first token",
                             ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")),
@@ -52,7 +52,7 @@ LATENCIES = {
 
 
 def latencies(metrics: PerfMetrics, num_tokens: int) -> Iterator[tuple[str, float]]:
-    """(key of LATENCIES, seconds) of a request that generated so many tokens; those that it has."""
+    """Yield (key of LATENCIES, seconds) of a request with `num_tokens` output tokens; skips missing values."""
     for name, seconds in (("time_to_first_token", metrics.time_to_first_token_s), ("queue", metrics.queue_s),
                           ("time_per_token", metrics.time_per_output_token_s(num_tokens)),
                           ("end_to_end", metrics.end_to_end_s)):
@@ -61,26 +61,26 @@ def latencies(metrics: PerfMetrics, num_tokens: int) -> Iterator[tuple[str, floa
 
 
 class LatestStatistics:
-    """A statistics callback that keeps the latest record, and adds up the numbers of SUMMED.
+    """A statistics callback that keeps the latest record and accumulates the values of SUMMED.
 
-    record          the latest; empty before the first
-    received_at_s   when it came, in seconds since the epoch
+    record          the latest record; empty before the first
+    received_at_s   when it arrived, in seconds since the epoch
     sums            key of SUMMED -> sum since the first record
 
-    Any thread may read. An iteration costs the parsing of its record and some additions.
+    Any thread may read. A call parses one record and does a few additions.
 
-    Raises ConfigError for a model that is no text: later only the scraper would be told.
+    Raises ConfigError if `model` is not a str: otherwise the error would surface only at the first scrape.
     """
 
     def __init__(self, model: str) -> None:
         if not isinstance(model, str):
-            raise ConfigError(f"model is of type {type_name(model)}", "the text of a label", "pass the model's name")
+            raise ConfigError(f"model is of type {type_name(model)}", "a str, for the label", "pass the model's name")
         self.record: dict[str, Any] = {}
         self.received_at_s = 0.0
         self.sums: dict[str, int] = dict.fromkeys(SUMMED, 0)
 
     def __call__(self, record: str) -> None:
-        """A record of the statistics."""
+        """Take one JSON record."""
         values, sums = orjson.loads(record), self.sums
         for key in sums:
             sums[key] += values.get(key, 0)
@@ -89,48 +89,48 @@ class LatestStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Numbers of one meaning.
+    """A metric family.
 
-    names        under which they are shown: those that dashboards of several engines read
-    text         what they are
-    label        that tells them apart; "": there is one number
-    values       {value of the label: number} of the statistics now; empty: there are none
-    is_counter   they only rise
+    names         metric names to publish it under, for dashboards of different engines
+    description   help text
+    label         name of the label that distinguishes the values; "": a single value
+    values        function that returns {label value: number}; empty: nothing to publish
+    is_counter    values only grow
     """
 
     names: tuple[str, ...]
-    text: str
+    description: str
     label: str
     values: Callable[[LatestStatistics], dict[str, float]]
     is_counter: bool = False
 
     @property
-    def is_of_the_original(self) -> bool:
-        """Whether it is one of NV_TRT_LLM, whose labels are those of Triton."""
+    def is_nv_trt_llm(self) -> bool:
+        """Whether it is a family of NV_TRT_LLM, which has Triton's labels."""
         return self.names[0] in NV_TRT_LLM
 
 
-def _original(name: str, label: str, keys: dict[str, str]) -> Family:
+def _nv_trt_llm(name: str, label: str, keys: dict[str, str]) -> Family:
     def values(statistics: LatestStatistics) -> dict[str, float]:
         record = statistics.record
-        if not record.keys() >= set(keys.values()):      # V1 and the other schemes have keys of their own
+        if not record.keys() >= set(keys.values()):      # each batching type has its own set of keys
             return {}
         return {category: statistics.received_at_s if key == "Timestamp" else record[key]
                 for category, key in keys.items()}
     return Family((name,), f"{label} of the batch manager", label, values)
 
 
-def _of_record(key: str, text: str, *names: str, is_counter: bool = False) -> Family:
-    return Family(names, text, "", lambda statistics: {"": statistics.record.get(key, 0)} if statistics.record else {},
-                  is_counter)
+def _from_record(key: str, description: str, *names: str, is_counter: bool = False) -> Family:
+    return Family(names, description, "",
+                  lambda statistics: {"": statistics.record.get(key, 0)} if statistics.record else {}, is_counter)
 
 
 def _summed(key: str, *names: str) -> Family:
-    text = f"{key}, since the start"
+    description = f"{key}, since the start"
     if key.endswith("Microseconds"):
-        return Family(names, f"{text}, in seconds", "",
+        return Family(names, f"{description}, in seconds", "",
                       lambda statistics: {"": statistics.sums[key] * MICROSECONDS}, is_counter=True)
-    return Family(names, text, "", lambda statistics: {"": statistics.sums[key]}, is_counter=True)
+    return Family(names, description, "", lambda statistics: {"": statistics.sums[key]}, is_counter=True)
 
 
 def _used_share(statistics: LatestStatistics) -> dict[str, float]:
@@ -150,25 +150,26 @@ def _errors(statistics: LatestStatistics) -> dict[str, float]:
 
 
 FAMILIES: tuple[Family, ...] = (
-    *(_original(name, label, keys) for name, (label, keys) in NV_TRT_LLM.items()),
-    _of_record("Scheduled Requests", "Requests in the last step",
-               "vllm:num_requests_running", "sglang:num_running_reqs"),
-    _of_record("Queued Requests", "Requests that wait for a place among the active ones",
-               "vllm:num_requests_waiting", "sglang:num_queue_reqs"),
-    _of_record("Oldest Wait Microseconds", "Wait of the oldest request that was in no step yet",
-               "batch_manager_oldest_wait_microseconds"),
-    _of_record("Queued Tokens", "Prompt tokens of waiting requests", "batch_manager_queued_tokens"),
-    _of_record("Cached KV cache blocks", "Free blocks whose content prompts may still find",
-               "batch_manager_cached_kv_blocks"),
-    Family(("vllm:kv_cache_usage_perc", "sglang:token_usage"), "Used share of the KV cache, 0 to 1", "", _used_share),
-    _of_record("Accepted Prompt Tokens", "Prompt tokens of accepted requests",
-               "vllm:prompt_tokens", "sglang:prompt_tokens", is_counter=True),
-    _of_record("Cache Lookup Tokens", "Prompt tokens that were looked up in the KV cache",
-               "vllm:prefix_cache_queries", is_counter=True),
-    _of_record("Cache Hit Tokens", "Of those, the ones that were found", "vllm:prefix_cache_hits", is_counter=True),
-    _of_record("Recomputed Tokens", "Computed tokens that pauses threw away", "batch_manager_recomputed_tokens",
-               is_counter=True),
-    _of_record("Failed Steps", "Steps that raised", "batch_manager_failed_steps", is_counter=True),
+    *(_nv_trt_llm(name, label, keys) for name, (label, keys) in NV_TRT_LLM.items()),
+    _from_record("Scheduled Requests", "Requests in the last step",
+                 "vllm:num_requests_running", "sglang:num_running_reqs"),
+    _from_record("Queued Requests", "Requests waiting to become active",
+                 "vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    _from_record("Oldest Wait Microseconds", "Waiting time of the oldest request that has not run yet",
+                 "batch_manager_oldest_wait_microseconds"),
+    _from_record("Queued Tokens", "Prompt tokens of waiting requests", "batch_manager_queued_tokens"),
+    _from_record("Cached KV cache blocks", "Free blocks whose content can still be reused",
+                 "batch_manager_cached_kv_blocks"),
+    Family(("vllm:kv_cache_usage_perc", "sglang:token_usage"), "Fraction of the KV cache in use, 0 to 1", "",
+           _used_share),
+    _from_record("Accepted Prompt Tokens", "Prompt tokens of accepted requests",
+                 "vllm:prompt_tokens", "sglang:prompt_tokens", is_counter=True),
+    _from_record("Cache Lookup Tokens", "Prompt tokens looked up in the KV cache",
+                 "vllm:prefix_cache_queries", is_counter=True),
+    _from_record("Cache Hit Tokens", "Prompt tokens found in the KV cache", "vllm:prefix_cache_hits", is_counter=True),
+    _from_record("Recomputed Tokens", "Tokens computed again after pauses", "batch_manager_recomputed_tokens",
+                 is_counter=True),
+    _from_record("Failed Steps", "Steps that raised", "batch_manager_failed_steps", is_counter=True),
     Family(("vllm:request_success",), "Requests that ended without an error", "finished_reason", _ended,
            is_counter=True),
     Family(("batch_manager_errors",), "Final responses with an error", "code", _errors, is_counter=True),

@@ -1,12 +1,12 @@
-"""From tokens to text, piece by piece, with stop strings. For tokenizers of `tokenizers` and of transformers.
+"""Incremental detokenization with stop strings, for tokenizers of `tokenizers` and transformers.
 
     stream = TextStream(tokenizer, prompt_ids, stop=["\\n\\n", "User:"])
-    send(stream.push(tokens))             # in every response: the new text that is certain
-    if stream.stopped_by is not None:     # tell the engine, by the stop signals
-    send(stream.finish())                 # in the final one: what was kept back
+    send(stream.push(tokens))             # for every response: the new final text
+    if stream.stopped_by is not None:     # stop the request through the poll callback
+    send(stream.finish())                 # for the final response: the text held back
 
-and from messages to the text of a prompt: `chat_prompt`. Needs what makes the tokenizer, and jinja2 for `chat_prompt`:
-the extra `text`.
+Also exports `chat_prompt`, which formats messages as a prompt. Needs the tokenizer's library, and jinja2 for
+`chat_prompt`: the extra `text`.
 """
 
 import json
@@ -35,48 +35,48 @@ from .token_text import (
 
 __all__ = ["TextStream", "chat_prompt"]
 
-# Where transformers 4 and 5 define what its classes do unless they say otherwise.
+# Modules in which transformers 4 and 5 define the default methods of tokenizers.
 _TRANSFORMERS_BASE = "transformers.tokenization_utils_base"
 _TRANSFORMERS_FAST = ("transformers.tokenization_utils_tokenizers", "transformers.tokenization_utils_fast")
 _TRANSFORMERS_SLOW = ("transformers.tokenization_python", "transformers.tokenization_utils")
 
-# A text in which every clean-up of spaces would change something.
+# Every replacement of the clean-up of spaces changes this text.
 _PROBE = "Well , is n't it ? He 'll say I 'm , we 've , you 're , it 's ' so ' . No ! do not"
 
 
 class TextStream:
-    """The text of the tokens of one request, in pieces.
+    """Detokenizes one request incrementally.
 
-    tokenizer             a `tokenizers.Tokenizer`, or one of transformers, fast or slow
-    prompt_ids            tokens before the first one that is pushed; their text is not given out. They decide, for
-                          instance, whether a text of SentencePiece begins with a space
-    stop                  strings that end the text; one, or any number; None: none
-    skip_special_tokens   leave out special tokens, such as the end id
+    tokenizer             a `tokenizers.Tokenizer`, or a fast or slow tokenizer of transformers
+    prompt_ids            tokens before the first pushed one; their text is not returned, but they affect the text
+                          after them, such as a leading space of SentencePiece
+    stop                  a stop string, or any number of them; None: none
+    skip_special_tokens   omit special tokens, such as the end id
 
-    However the tokens are cut into pushes, the pieces that `push` and `finish` return are, joined, what
-    `tokenizer.decode(prompt_ids + tokens)` has after `tokenizer.decode(prompt_ids)`. Where the second is no beginning
-    of the first, because the prompt ends within a character, it is what follows the longest beginning they have in
-    common. What is returned is never taken back: bytes of a character that is not complete, a space that the
-    tokenizer may still remove, and a run of byte tokens (`<0xE4>`, which are text only if the whole run is UTF-8) are
-    kept until it is certain what they are, and the last of them come from `finish`, U+FFFD for what is no character.
-    A character is a code point: an emoji of several, or a letter and its accent, may come in several pieces.
+    The concatenation of everything that `push` and `finish` return does not depend on how tokens are grouped into
+    pushes. It equals what `tokenizer.decode(prompt_ids + tokens)` adds to `tokenizer.decode(prompt_ids)`. If the prompt
+    ends within a character, so that the second is not a prefix of the first, it is the text after their longest common
+    prefix.
 
-    With stop strings the pieces are that text up to the first stop string: the one that is complete first, and where
-    two are complete with the same character the shorter one. Nothing of it is returned, all before it is, and then
-    nothing any more. Text that may be the beginning of a stop string is kept back.
+    Returned text is final. `push` holds back bytes of an incomplete character, a space that the tokenizer may still
+    remove, a run of byte tokens (`<0xE4>`; valid only if the whole run is UTF-8), and text that may be the start of a
+    stop string. `finish` returns the remainder, with U+FFFD for invalid bytes. A character is a code point: an emoji
+    of several code points, or a letter and its combining accent, may arrive in several pieces.
 
-    `stopped_by` is the stop string that ended the text, None while there is none. `comes_in_pieces` is False for a
-    tokenizer whose decoding is not known to be cut in pieces: one with a decoder CTC, BPEDecoder or of one's own, a
-    decoder that replaces regular expressions, or a class with a `decode` of its own, SentencePiece's slow ones among
-    them. Such a text is right too, but all of it comes from `finish`, stop strings are found there, and a warning in
-    the log says so. A tokenizer is looked at once, for a few milliseconds, and again when its decoder, its number of
-    tokens or its special tokens have changed.
+    The text ends before the stop string that is completed first; if one character completes two, before the shorter
+    one. `stopped_by` is then that stop string, otherwise None.
 
-    Time: a few microseconds a token at any length, those of the prompt included. One thread at a time; streams of one
-    tokenizer may be used by several.
+    `comes_in_pieces` is False for a tokenizer that cannot be detokenized incrementally: its decoder is CTC, BPEDecoder,
+    a custom one or one that replaces regular expressions, or its class overrides `decode`, as slow SentencePiece
+    tokenizers do. A warning is logged, `finish` returns the whole text, and stop strings are searched there. A
+    tokenizer is examined once, for a few milliseconds, and again after its decoder, vocabulary size or special tokens
+    have changed.
 
-    Raises ConfigError for an object that is no tokenizer and for an empty stop string, InvalidRequestError for tokens
-    that are no integers and ids that cannot be any token's; ids beyond the vocabulary are left out, as `decode` does.
+    A token takes a few microseconds, at any length; prompt tokens cost the same. Not thread-safe; several threads may
+    use streams of the same tokenizer.
+
+    Raises ConfigError for an object that is not a tokenizer and for an empty stop string, and InvalidRequestError for
+    token ids that are not integers or out of range. Ids beyond the vocabulary are skipped, as `decode` does.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Iterable[int] = (),
@@ -85,27 +85,27 @@ class TextStream:
         self._text = _new_text(tokenizer, bool(skip_special_tokens))
         self.comes_in_pieces = not isinstance(self._text, WholeText)
         self._stop = _stop_strings(stop)
-        self._state, self._held = 0, ""    # of the search for stop strings: what was read of one, and its text
+        self._state, self._held = 0, ""    # of the stop string search: automaton state, and the text held back
         self._is_finished = False
         self._feed(prompt_ids)
-        # What finishing here would add is part of the prompt's text, as far as it stays what it is.
-        self._of_the_prompt = self._text.rest()
+        # Text that decoding the prompt alone would end with: it belongs to the prompt unless later tokens change it.
+        self._prompt_end = self._text.rest()
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The new text that is certain with these tokens: a list of ids, or a one-dimensional array or tensor.
+        """Add token ids, as a list or a one-dimensional array or tensor, and return the new final text.
 
-        Returns "" once a stop string was found. Raises InvalidRequestError for tokens that are no ids, and after
-        `finish`; the stream is then as it was.
+        Returns "" after a stop string. Raises InvalidRequestError for invalid token ids, and after `finish`; the stream
+        is then unchanged.
         """
         if self.stopped_by is not None:
             return ""
         if self._is_finished:
-            raise InvalidRequestError("tokens were pushed after finish()", "the text has ended there",
+            raise InvalidRequestError("push was called after finish", "no tokens after the end of a text",
                                       "make a new TextStream for every request")
         return self._up_to_a_stop(self._feed(tokens))
 
     def finish(self) -> str:
-        """The rest of the text: what was kept back. Returns "" when it is called again, and after a stop string."""
+        """End the text and return what was held back. Returns "" after a stop string and on further calls."""
         if self._is_finished or self.stopped_by is not None:
             return ""
         text = self._up_to_a_stop(self._text.rest())
@@ -119,12 +119,12 @@ class TextStream:
             if type(tokens) is not list:
                 tokens = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
             return self._text.feed(tokens)
-        except TypeError as error:    # no iterable, or something in it that is no key
+        except TypeError as error:    # not iterable, or an unhashable item
             raise not_a_token(tokens) from error
 
     def _up_to_a_stop(self, text: str) -> str:
-        if self._of_the_prompt and text:
-            text = self._behind_the_prompt(text)
+        if self._prompt_end and text:
+            text = self._after_prompt(text)
         if self._stop is None:
             return text
         self._state, end, found = self._stop.scan(self._state, text)
@@ -136,9 +136,9 @@ class TextStream:
         self._held = text[kept:]
         return text[:kept]
 
-    def _behind_the_prompt(self, text: str) -> str:
-        same = len(commonprefix((text, self._of_the_prompt)))
-        self._of_the_prompt = self._of_the_prompt[same:] if same == len(text) else ""
+    def _after_prompt(self, text: str) -> str:
+        same = len(commonprefix((text, self._prompt_end)))
+        self._prompt_end = self._prompt_end[same:] if same == len(text) else ""
         return text[same:]
 
 
@@ -146,10 +146,10 @@ class TextStream:
 
 
 class _StopStrings:
-    """Aho and Corasick's automaton: reads each character once, whatever the strings.
+    """An Aho-Corasick automaton: reads each character once, for any number of strings.
 
-    A state is the longest beginning of a stop string that the text ends with; `depths` has its length, `found` the
-    shortest stop string that it ends with.
+    A state is the longest prefix of a stop string that is a suffix of the text. `depths[state]` is its length;
+    `_found[state]` is the shortest stop string that it ends with, or None.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -167,7 +167,7 @@ class _StopStrings:
             self._found[state] = string
         self._fallback = [0] * len(self._next)
         states = list(self._next[0].values())
-        for state in states:    # grows: breadth first, so that the fallback of a state is complete before its own
+        for state in states:    # grows; breadth first, because a fallback has to be complete before it is used
             for character, then in self._next[state].items():
                 self._fallback[then] = self._step(self._fallback[state], character)
                 states.append(then)
@@ -180,7 +180,7 @@ class _StopStrings:
         return self._next[state].get(character, 0)
 
     def scan(self, state: int, text: str) -> tuple[int, int, str | None]:
-        """(state, position after the first stop string, that string); the string is None where there is none."""
+        """Return (state, position after the first stop string, that string); None as the string: none found."""
         position = 0
         while position < len(text):
             if not state:
@@ -200,20 +200,19 @@ _make_stop_strings = lru_cache(maxsize=64)(_StopStrings)
 
 def _stop_strings(stop: str | Iterable[str] | None) -> _StopStrings | None:
     if not isinstance(stop, Iterable | None):
-        raise ConfigError(f"stop is of type {type_name(stop)}", "a text, a list of texts, or None", "correct it")
+        raise ConfigError(f"stop is of type {type_name(stop)}", "a string, a list of strings, or None")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise ConfigError(f"{string!r:.60} is a stop string", "stop strings are texts of at least one character",
-                              "leave it out")
+            raise ConfigError(f"{string!r:.60} is not a stop string", "strings of at least one character")
     return _make_stop_strings(strings) if strings else None
 
 
-# ---------------------------------------------------------------------- which tokenizer is it?
+# ---------------------------------------------------------------------- the kind of tokenizer
 
 
-class _Same:
-    """A key that is equal for the same object only, and keeps it alive: an id is used again, an object is not."""
+class _Identity:
+    """A cache key that compares by identity and keeps the object alive, so its id() is not reused."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -222,20 +221,20 @@ class _Same:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _Identity) and self.value is other.value
 
 
 def _new_text(tokenizer: Any, skips: bool) -> Text:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if _is_fast(tokenizer) or _is_fast(backend):
         backend = tokenizer if _is_fast(tokenizer) else backend
-        looks = _decoder_of(backend), backend.get_vocab_size(), _special_of(backend), _cleans_up(tokenizer)
-        return _maker_for_fast(_Same(tokenizer), skips, *looks)()
+        traits = _decoder_of(backend), backend.get_vocab_size(), _special_of(backend), _cleans_up(tokenizer)
+        return _maker_for_fast(_Identity(tokenizer), skips, *traits)()
     if callable(getattr(tokenizer, "decode", None)):
         special = tuple(getattr(tokenizer, "all_special_ids", ()))
-        looks = _length(tokenizer), special, _cleans_up(tokenizer)
-        return _maker_for_slow(_Same(tokenizer), skips, *looks)()
-    raise ConfigError(f"a {type_name(tokenizer)} is no tokenizer", "an object that decodes tokens",
+        traits = _length(tokenizer), special, _cleans_up(tokenizer)
+        return _maker_for_slow(_Identity(tokenizer), skips, *traits)()
+    raise ConfigError(f"the tokenizer is of type {type_name(tokenizer)}", "an object that decodes tokens",
                       "pass a tokenizers.Tokenizer, or a tokenizer of transformers")
 
 
@@ -244,13 +243,13 @@ def _is_fast(tokenizer: Any) -> bool:
 
 
 def _decoder_of(backend: Any) -> bytes | str | None:
-    """The description of the decoder; "" where it has none, None where it cannot be described."""
+    """Return the serialized decoder; "": no decoder; None: it cannot be serialized."""
     decoder = backend.decoder
     if decoder is None:
         return ""
     try:
         return decoder.__getstate__()
-    except Exception:    # a decoder of one's own, in Python
+    except Exception:    # a custom decoder, written in Python
         return None
 
 
@@ -282,19 +281,19 @@ def _is_plain_fast(tokenizer: Any) -> bool:
 def _read(decoder: bytes | str) -> Rule | None:
     try:
         return read_rule(json.loads(decoder) if decoder else None)
-    except (LookupError, TypeError, ValueError):    # described as another version of tokenizers does
+    except (LookupError, TypeError, ValueError):    # a format of another version of tokenizers
         return None
 
 
 def _probe(encode: Callable[[str], list[int]]) -> list[list[int]]:
     try:
         return [encode(_PROBE)]
-    except Exception:    # a vocabulary without these characters, and without a token for unknown ones
+    except Exception:    # a vocabulary without these characters or an unknown token
         return []
 
 
 @lru_cache(maxsize=16)
-def _maker_for_fast(key: _Same, skips: bool, decoder: bytes | str | None, num_tokens: int, special: frozenset[str],
+def _maker_for_fast(key: _Identity, skips: bool, decoder: bytes | str | None, num_tokens: int, special: frozenset[str],
                     cleans_up: bool) -> Callable[[], Text]:
     tokenizer = key.value
     backend = tokenizer if _is_fast(tokenizer) else tokenizer.backend_tokenizer
@@ -302,7 +301,7 @@ def _maker_for_fast(key: _Same, skips: bool, decoder: bytes | str | None, num_to
     if decoder is not None and (rule := _read(decoder)):
         if tokenizer is backend:
             rules = [rule]
-        elif _is_plain_fast(tokenizer):    # which of them cleans up, and when, differs between versions
+        elif _is_plain_fast(tokenizer):    # whether `decode` cleans up differs between versions
             rules = [rule.with_clean_up(), rule] if cleans_up else [rule]
     added = sorted(backend.get_added_tokens_decoder())
     probe = _probe(lambda text: backend.encode(text, add_special_tokens=False).ids)
@@ -311,7 +310,7 @@ def _maker_for_fast(key: _Same, skips: bool, decoder: bytes | str | None, num_to
 
 
 @lru_cache(maxsize=16)
-def _maker_for_slow(key: _Same, skips: bool, num_tokens: int, special: tuple[int, ...],
+def _maker_for_slow(key: _Identity, skips: bool, num_tokens: int, special: tuple[int, ...],
                     cleans_up: bool) -> Callable[[], Text]:
     tokenizer = key.value
     rules: list[Rule] = []
@@ -335,12 +334,12 @@ def _maker(tokenizer: Any, skips: bool, rules: list[Rule], token_of: Callable[[i
         pieces = Pieces(rule, token_of, is_special if skips else lambda *_: False)
         if agrees(pieces, decode, sample):
             return partial(text_of, pieces)
-    log.warning("text: a %s decodes in a way that is not known to be cut in pieces; its texts come all at once, when "
-                "they are finished", type_name(tokenizer))
+    log.warning("text: a %s cannot be detokenized incrementally; each text arrives at once, when it is finished",
+                type_name(tokenizer))
     try:
         decode([])
     except Exception as error:
         raise ConfigError(f"a {type_name(tokenizer)} cannot decode: {type(error).__name__}",
-                          f"decode(list of tokens, skip_special_tokens={skips}) returns a text",
+                          f"decode(list of tokens, skip_special_tokens={skips}) returns a str",
                           "pass a tokenizers.Tokenizer, or a tokenizer of transformers") from error
     return partial(WholeText, decode)

@@ -1,13 +1,14 @@
-"""What tokens add to a text, for tokenizers whose way of decoding is known.
+"""Incremental decoding for tokenizers with known decoders.
 
-`tokenizers` decodes a whole list at once. Its decoders are small programs over the list, and every tokenizer.json says
-which ones it uses. Here each is a step that takes tokens as they come and gives out what no later token can change:
+`tokenizers` decodes a whole list of tokens at once. Its decoders are small programs over the list, and tokenizer.json
+names the ones that a tokenizer uses. Here, each decoder is a step that takes tokens as they arrive and returns text
+that no later token can change:
 
-    tokens -> pieces (kept for each token id) -> bytes or runs of byte tokens -> text -> steps over the joined text
+    tokens -> pieces (cached per token id) -> bytes or runs of byte tokens -> text -> steps over the joined text
 
-What a step keeps back is bounded by the decoder: the bytes of a character that is not complete, the run of byte tokens
-that goes on (where one wrong byte turns the whole run into U+FFFD), a space that may belong to what follows. A decoder
-without such a bound, or one that is not known here, is left to `WholeText`, which decodes at the end.
+A step holds back a bounded amount: the bytes of an incomplete character, the current run of byte tokens (one invalid
+byte turns the whole run into U+FFFD), or a space that may be joined with the next token. `WholeText` handles decoders
+that are unknown or hold back without a bound: it decodes everything at the end.
 """
 
 import codecs
@@ -22,23 +23,23 @@ from ..errors import InvalidRequestError, printable
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# What transformers does to a text where `clean_up_tokenization_spaces` is set, one after the other.
+# The replacements of transformers' `clean_up_tokenization_spaces`, in order.
 CLEAN_UP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
             (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
 _NOTHING_TO_CLEAN_UP = re.compile(r" (?:[.?!,'n]|\Z)")
 
-# What the decoder WordPiece does to each token.
+# The replacements that the WordPiece decoder applies to each token.
 _WORD_PIECE_CLEAN_UP = (*CLEAN_UP[:7], (" do not", " don't"), *CLEAN_UP[7:])
 
-# A byte token as tokenizers reads it; Rust's parser takes a plus sign for the first digit.
+# A byte token. Rust's integer parser, which tokenizers uses, accepts a plus sign as the first digit.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
 
 
 class Text(Protocol):
-    """The text of one list of tokens that grows.
+    """The text of a growing list of tokens.
 
-    feed   what the tokens add to the text that is certain; on an error nothing has changed
-    rest   what would follow if no token came any more; changes nothing
+    feed   add tokens and return the new final text; on an error, nothing is changed
+    rest   return the text that would follow if no more tokens came; changes nothing
     """
 
     def feed(self, tokens: Sequence[int]) -> str: ...
@@ -47,7 +48,7 @@ class Text(Protocol):
 
 
 class TextStep(Protocol):
-    """A step over joined text; `rest` is given the last piece and changes nothing."""
+    """A step over joined text. `rest` takes the last piece and changes nothing."""
 
     def feed(self, text: str) -> str: ...
 
@@ -61,7 +62,7 @@ Each = Callable[[str, bool], str]
 
 
 def _with_space(token: str, is_first: bool) -> str:
-    """What `tokenizers` does where there is no decoder, and transformers' base class in Python."""
+    """The behaviour of `tokenizers` without a decoder, and of transformers' slow tokenizers."""
     return token if is_first else " " + token
 
 
@@ -91,7 +92,7 @@ def _replace(step: dict) -> Each | None:
 
 def _strip(step: dict) -> Each | None:
     content, start = step["content"], step["start"]
-    if step["stop"]:    # tokenizers panics on tokens that are shorter than what is to be stripped
+    if step["stop"]:    # tokenizers panics on tokens that are shorter than the stripped part
         return None
     return lambda token, is_first: token[min(start, len(token) - len(token.lstrip(content))):]
 
@@ -104,7 +105,7 @@ _EACH: dict[str, Callable[[dict], Each | None]] = {
 
 
 class _StripStart:
-    """Leaves out up to `count` characters `content` that the text begins with."""
+    """Removes up to `count` leading characters `content`."""
 
     def __init__(self, content: str, count: int) -> None:
         self._content, self._count = content, count
@@ -121,7 +122,7 @@ class _StripStart:
 
 
 class _ReplaceInText:
-    """Replaces every occurrence of a string, from the left; keeps back an end that may be the beginning of one."""
+    """Replaces every occurrence of a string, from the left; holds back an end that may start an occurrence."""
 
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern, self._content = pattern, content
@@ -131,7 +132,7 @@ class _ReplaceInText:
         if not self.held and self._pattern not in text and self._pattern[0] not in text[1 - len(self._pattern):]:
             return text
         parts = (self.held + text).split(self._pattern)
-        end = parts[-1]        # only here: what was put in for an occurrence is never part of another one
+        end = parts[-1]        # replacement text is never part of another occurrence
         kept = next((n for n in range(min(len(end), len(self._pattern) - 1), 0, -1)
                      if end.endswith(self._pattern[:n])), 0)
         parts[-1], self.held = end[: len(end) - kept], end[len(end) - kept:]
@@ -142,11 +143,11 @@ class _ReplaceInText:
 
 
 class _CleanUp:
-    """transformers' clean-up of spaces: the replacements of CLEAN_UP one after the other."""
+    """transformers' clean-up of spaces: applies the replacements of CLEAN_UP in order."""
 
     def __init__(self) -> None:
         self._steps = [_ReplaceInText(*pair) for pair in CLEAN_UP]
-        self._space = ""    # the last character, if it is one: with what follows, mostly no step has to look
+        self._space = ""    # a trailing space, held back so that most pieces can skip the steps
         self._is_idle = True
 
     def feed(self, text: str) -> str:
@@ -167,18 +168,18 @@ class _CleanUp:
         return text
 
 
-# ---------------------------------------------------------------------- the rule, read from the decoder's description
+# ---------------------------------------------------------------------- the rule, from the serialized decoder
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a tokenizer makes a text of tokens.
+    """How a tokenizer converts tokens to text.
 
-    before          done to each token
-    joins           "text"; "bytes": every token is bytes, as in ByteLevel; "runs": some tokens are single bytes, and a
-                    run of them is text only if the whole run is UTF-8, as in ByteFallback
-    after           done to each token after the runs
-    steps           makers of what is done to the joined text
+    before   steps over each token
+    joins    "text": tokens are strings; "bytes": every token is a byte string, as in ByteLevel; "runs": some tokens are
+             single bytes, and a run of them is valid only if the whole run is UTF-8, as in ByteFallback
+    after    steps over each token, after runs have been joined
+    steps    factories of steps over the joined text
     """
 
     before: tuple[Each, ...] = ()
@@ -195,7 +196,7 @@ BYTE_LEVEL = Rule(joins="bytes")
 
 
 def read_rule(decoder: dict[str, Any] | None) -> Rule | None:
-    """The rule of a decoder as tokenizer.json describes it, or None for one that cannot be cut or is not known."""
+    """Return the rule for a decoder of tokenizer.json, or None if it is unknown or cannot be applied incrementally."""
     if decoder is None:
         return JOINED_BY_SPACES
     before: list[Each] = []
@@ -232,16 +233,16 @@ def _flat(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
         yield decoder
 
 
-# ---------------------------------------------------------------------- pieces: what is kept for each token id
+# ---------------------------------------------------------------------- pieces, cached per token id
 
 
 class Pieces(dict):
-    """Token id -> what it adds where it is not the first one: str, bytes, int for a byte of a run, None for nothing.
+    """Cache of token id -> piece, for tokens after the first: str, bytes, int (a byte of a run) or None (nothing).
 
-    Filled when it is read, and shared by all texts of a tokenizer.
+    Filled on lookup, and shared by all texts of a tokenizer.
 
-    token_of   the token of an id as a string, None where there is none; may raise for what is no id
-    skips      whether this token, of this id, is left out
+    token_of   function from an id to its token string, or None if there is none; may raise for an invalid id
+    skips      function (id, token) -> whether the token is omitted
     """
 
     def __init__(self, rule: Rule, token_of: Callable[[int], str | None], skips: Callable[[int, str], bool]) -> None:
@@ -253,13 +254,13 @@ class Pieces(dict):
             token = self._token_of(index(token_id))
         except (TypeError, ValueError, OverflowError, LookupError) as error:
             raise not_a_token(token_id) from error
-        if token is None:        # not kept: ids that are in no vocabulary have no bound
+        if token is None:        # not cached: the number of unknown ids is unbounded
             return None
         piece = self[token_id] = self.piece(token_id)
         return piece
 
     def piece(self, token_id: int, is_first: bool = False, is_first_after: bool = False) -> Any:
-        """The piece of a token that is or is not the first one, before and after the runs of bytes."""
+        """Return the piece of a token; the flags tell whether it is the first one, before and after joining runs."""
         token = self._token_of(token_id)
         if token is None or self._skips(token_id, token):
             return None
@@ -279,12 +280,12 @@ class Pieces(dict):
 
 def not_a_token(token_id: object) -> InvalidRequestError:
     return InvalidRequestError(f"the tokenizer has no token {printable(repr(token_id)[:60])}",
-                               "tokens are integers, as the engine hands them out in output_ids",
-                               "pass a list, or a one-dimensional array, of token ids")
+                               "integers, as in the tensor output_ids",
+                               "pass a list or a one-dimensional array of token ids")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that GPT-2's tokenizer writes bytes with."""
+    """Return the characters that GPT-2's tokenizer uses for bytes, with their bytes."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {**{chr(byte): byte for byte in printed}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
@@ -294,7 +295,7 @@ _BYTES = _byte_alphabet()
 
 
 def _bytes_of(token: str) -> bytes:
-    """A token with any other character is an added one, and stands for itself."""
+    """Return the bytes of a token. A character outside the alphabet marks an added token, which is plain text."""
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:
@@ -305,13 +306,13 @@ def _bytes_of(token: str) -> bytes:
 
 
 class _InPieces:
-    """is_first   whether the first piece of all is another one than the same token gives later"""
+    """is_first   whether the first token of the text has a piece of its own"""
 
     def __init__(self, pieces: Pieces, is_first: bool) -> None:
         self._pieces, self._is_first = pieces, is_first
 
     def _added(self, tokens: Sequence[int]) -> list[Any]:
-        """The pieces of the next tokens, without those of tokens that have none."""
+        """Return the pieces of the next tokens, without empty ones."""
         pieces = self._pieces
         added = [piece for token in tokens if (piece := pieces[token]) is not None]
         if self._is_first and added:
@@ -345,7 +346,7 @@ class _ByteText(_InPieces):
 
 
 class _TextWithRuns:
-    """A run of byte tokens is kept back until it ends: one byte that does not fit turns all of it into U+FFFD."""
+    """Holds back a run of byte tokens until it ends: one invalid byte turns the whole run into U+FFFD."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -397,7 +398,7 @@ class _TextInSteps:
 
 
 class WholeText:
-    """Any tokenizer: nothing is certain before the end, where everything is decoded."""
+    """Works for any tokenizer: decodes everything at the end."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -418,28 +419,28 @@ class WholeText:
             return self._decode(list(self._tokens))
         except (TypeError, ValueError, OverflowError, LookupError) as error:
             raise InvalidRequestError(f"the tokenizer cannot decode these tokens: {type(error).__name__}",
-                                      "tokens of the tokenizer's vocabulary",
-                                      "pass the tokenizer that the model was trained with") from error
+                                      "tokens of its vocabulary",
+                                      "pass the tokenizer of the model") from error
 
 
 _JOINS: dict[str, Callable[[Pieces], Text]] = {"text": _JoinedText, "bytes": _ByteText, "runs": _TextWithRuns}
 
 
 def text_of(pieces: Pieces) -> Text:
-    """An empty text."""
+    """Return an empty text that decodes with these pieces."""
     text = _JOINS[pieces.rule.joins](pieces)
     return _TextInSteps(text, [make() for make in pieces.rule.steps]) if pieces.rule.steps else text
 
 
-# ---------------------------------------------------------------------- is the rule the tokenizer's own?
+# ---------------------------------------------------------------------- comparing a rule with its tokenizer
 
 
 class Sample(NamedTuple):
-    """What a rule is tried on.
+    """Tokens to compare a rule with its tokenizer on.
 
-    num_tokens   ids of the vocabulary are below
-    special      ids that deserve a look of their own: added tokens
-    texts        lists of tokens of texts
+    num_tokens   vocabulary size
+    special      ids of added tokens, which every random list includes
+    texts        token lists of real texts
     """
 
     num_tokens: int
@@ -448,24 +449,24 @@ class Sample(NamedTuple):
 
 
 def agrees(pieces: Pieces, decode: Callable[[list[int]], str], sample: Sample) -> bool:
-    """Whether the rule gives what the tokenizer gives, on lists of tokens that are the same in every process.
+    """Whether the rule decodes like the tokenizer, on a fixed set of token lists.
 
-    A rule that was read from a description is what another version of the library, or a class with a `decode` of its
-    own, need not follow.
+    A rule read from the serialized decoder can be wrong for another version of the library, or for a class that
+    overrides `decode`.
     """
-    draw = random.Random(0)
+    generator = random.Random(0)
     lists: list[Sequence[int]] = [*sample.texts]
     for length in (1, 2, 3, 5, 8, 13, 40):
         for _ in range(8):
-            tokens = draw.choices(range(max(sample.num_tokens, 1)), k=length)
+            tokens = generator.choices(range(max(sample.num_tokens, 1)), k=length)
             if sample.special:
-                tokens[draw.randrange(length)] = draw.choice(sample.special)
+                tokens[generator.randrange(length)] = generator.choice(sample.special)
             lists.append(tokens)
     try:
         for tokens in lists:
             text = text_of(pieces)
             if text.feed(tokens) + text.rest() != decode(list(tokens)):
                 return False
-    except Exception:    # either side may not know an id, each in its own way
+    except Exception:    # either side may raise for an unknown id
         return False
     return True

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, and token ids of a prompt. Needs tokenizers: the extra `text`."""
+"""Load the tokenizer of a model, and encode prompts. Needs tokenizers: the extra `text`."""
 
 import os
 from pathlib import Path
@@ -9,24 +9,26 @@ from .gguf_tokenizer import is_gguf_file, load_gguf_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 LONGEST_QUOTE = 300
-LONG_TEXT = 8192    # characters: some milliseconds
+LONG_TEXT = 8192    # characters; takes a few milliseconds to encode
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Any:
-    """The `tokenizers.Tokenizer` of a folder, without the padding and truncation that its tokenizer.json may ask for;
-    or the one that a `.gguf` file describes, see `gguf_tokenizer`.
+    """Return the `tokenizers.Tokenizer` of a model.
 
-    Raises ConfigError without the library, for a folder without a tokenizer.json that it can read, and for a GGUF file
-    that is broken or has a tokenizer that is not known.
+    folder   a folder with a tokenizer.json, whose padding and truncation are switched off; or a `.gguf` file, see
+             `gguf_tokenizer`
+
+    Raises ConfigError if the library is not installed, if tokenizer.json is missing or unreadable, or if the GGUF file
+    is broken or has an unsupported tokenizer.
     """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ConfigError("tokenizers is not installed", "texts need it",
+        raise ConfigError("tokenizers is not installed", "it is required for text",
                           'pip install "batch-manager[text]"') from error
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError(f"the folder of the tokenizer is of type {type_name(folder)}", "a str or os.PathLike",
-                          "pass the folder of a model, or a tokenizer")
+                          "pass the path of a model, or a tokenizer object")
     if is_gguf_file(folder):
         return load_gguf_tokenizer(folder)
     path = Path(folder) / TOKENIZER_FILE
@@ -35,28 +37,28 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
                           "pass its path; `hf download NAME` fetches a model from the Hugging Face hub and prints it")
     if not path.is_file():
         raise ConfigError(f"there is no file {os.fspath(path)!r}", "the folder of a model with its tokenizer",
-                          "pass a tokenizer, or the folder that has one")
+                          "pass a tokenizer, or a folder with that file")
     try:
         tokenizer = Tokenizer.from_file(os.fspath(path))
     except Exception as error:    # the library raises a plain Exception
         raise ConfigError(f"{os.fspath(path)!r} cannot be read: {printable(str(error)[:LONGEST_QUOTE])}",
-                          "a file as tokenizers writes it", "download or save it again") from error
+                          "a file that tokenizers wrote", "download or save it again") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The tokens of a text, for a tokenizer of `tokenizers` or of transformers.
+    """Encode a text with a tokenizer of `tokenizers` or transformers.
 
-    Raises InvalidRequestError for a text that cannot be encoded.
+    Raises InvalidRequestError if the text cannot be encoded.
     """
     try:
-        if len(text) > LONG_TEXT and hasattr(tokenizer, "encode_batch"):    # `encode` keeps the interpreter lock
+        if len(text) > LONG_TEXT and hasattr(tokenizer, "encode_batch"):    # unlike `encode`, releases the GIL
             (tokens,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         else:
             tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except Exception as error:    # half a surrogate pair, a vocabulary without a token for unknown characters
+    except Exception as error:    # a lone surrogate, or a vocabulary without an unknown token
         raise InvalidRequestError(f"the prompt cannot be encoded: {type_name(error)}",
-                                  "a text that the tokenizer has tokens for", "correct the text") from None
+                                  "text that the tokenizer can encode") from None
     return list(getattr(tokens, "ids", tokens))

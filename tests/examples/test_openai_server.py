@@ -188,7 +188,7 @@ def test_errors_have_openais_shape_and_class(client, server):
         assert re.search("is no route; this server has POST /v1/completions, .*GET /metrics",
                          answer.json()["error"]["message"])
     answer = httpx.post(f"{server.url}/v1/completions", content=b"{", headers={"X-Request-Id": "mine"})
-    assert answer.status_code == 400 and "no JSON" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "not JSON" in answer.json()["error"]["message"]
     answer = httpx.post(f"{server.url}/v1/completions", content=b" " * (LARGEST_BODY + 1))
     assert answer.status_code == 413 and "the body is larger than" in answer.json()["error"]["message"]
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "mine"})

@@ -67,7 +67,7 @@ def folder(path, **config):
 
 def test_parts_that_a_template_cannot_read_are_refused_by_their_message(tmp_path):
     parts = [{"type": "text", "text": "Hello."}]
-    with pytest.raises(InvalidRequestError, match=r"messages\[1\] has a list of parts.*join the texts of the parts"):
+    with pytest.raises(InvalidRequestError, match=r"content of messages\[1\] is a list of parts.*join the parts"):
         chat_prompt(folder(tmp_path, chat_template=CHATML), [*TALK[:1], {"role": "user", "content": parts}])
 
 
@@ -186,7 +186,7 @@ def test_no_template_reaches_a_python_object(tmp_path, template):
     try:
         text = chat_prompt(here, talk)
     except (ConfigError, InvalidRequestError) as error:
-        assert type(error) is ConfigError or "left the sandbox" not in str(error)
+        assert type(error) is ConfigError or "violated the sandbox" not in str(error)
     else:    # what may not be read is nothing: it is printed as nothing, or as Undefined within a list
         assert text in ("|end", "[Undefined]|end", f"[(Undefined, {talk})]|end")
     assert talk == [{"role": "user", "content": "secret"}], "what was passed has not changed"
@@ -207,7 +207,7 @@ def test_these_templates_do_reach_something_without_the_sandbox(tmp_path):
 
 
 def test_leaving_the_sandbox_is_the_folders_fault_and_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"left the sandbox: SecurityError.*do not use the template"):
+    with pytest.raises(ConfigError, match=r"violated the sandbox: SecurityError.*review the template"):
         chat_prompt(folder(tmp_path, chat_template="{{ ''.__class__.__mro__ }}"), [])
 
 
@@ -241,7 +241,7 @@ def test_methods_of_what_is_passed_are_out_of_reach(tmp_path):
     ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
 ])
 def test_a_template_that_fails_refuses_the_messages_and_says_why(tmp_path, template, said):
-    with pytest.raises(InvalidRequestError, match=f"the chat template cannot be applied: {said}.*correct the messages"):
+    with pytest.raises(InvalidRequestError, match=f"the chat template cannot be applied: {said}.*see the template"):
         chat_prompt(folder(tmp_path, chat_template=template), [{"role": "user", "content": "hi"}])
 
 
@@ -272,10 +272,10 @@ def test_a_folder_without_a_template_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("content, said", [
-    (b"{", "is no JSON"), (b"[]", "holds a list"), (b"\xff", "cannot be read"), (b"[" * 100_000, "is no JSON"),
-    (b'{"chat_template": ["x"]}', "list of something else"),
-    (b'{"chat_template": [{"name": "x"}]}', "list of something"),
-    (b'{"chat_template": [{"name": 5, "template": "x"}]}', "list of something"),
+    (b"{", "is not JSON"), (b"[]", "contains a list"), (b"\xff", "cannot be read"), (b"[" * 100_000, "is not JSON"),
+    (b'{"chat_template": ["x"]}', "a list with wrong entries"),
+    (b'{"chat_template": [{"name": "x"}]}', "a list with wrong entries"),
+    (b'{"chat_template": [{"name": 5, "template": "x"}]}', "a list with wrong entries"),
     (b'{"chat_template": "{% for %}"}', "cannot be compiled: TemplateSyntaxError"),
     (b'{"chat_template": "{{ x | nosuchfilter }}"}', "cannot be compiled"),
 ])
@@ -289,7 +289,7 @@ def test_without_jinja2_or_with_an_old_one_the_error_says_what_to_do(tmp_path, m
     here = folder(tmp_path, chat_template="x")
     chat_template._environment.cache_clear()
     monkeypatch.setattr(jinja2, "__version__", "3.1.5")
-    with pytest.raises(ConfigError, match="jinja2 is of version 3.1.5; at least 3.1.6"):
+    with pytest.raises(ConfigError, match="jinja2 is version 3.1.5; at least 3.1.6"):
         chat_prompt(here, [])
     monkeypatch.setattr(jinja2, "__version__", "3.2.0.dev1")
     assert chat_prompt(here, []) == "x"
@@ -306,5 +306,5 @@ def test_variables_may_be_called_anything_but_messages(tmp_path):
     here = folder(tmp_path, chat_template="{{ messages[0].content }} in {{ folder }}")
     assert chat_prompt(here, [{"role": "user", "content": "hi"}], folder="a drawer") == "hi in a drawer"
     variables = {"messages": []}
-    with pytest.raises(InvalidRequestError, match="a variable is called messages; "):
+    with pytest.raises(InvalidRequestError, match="a template variable is named messages; "):
         chat_prompt(here, [], **variables)

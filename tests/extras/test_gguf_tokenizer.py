@@ -84,10 +84,10 @@ def smollm(tmp_path_factory):
 
 
 def test_byte_level_tokenizers_give_the_ids_of_the_originals(tmp_path):
-    from batch_manager.extras.gguf_tokenizer import _WORDS
+    from batch_manager.extras.gguf_tokenizer import _PRE_TOKENIZERS
 
     known = originals()
-    assert set(known) == set(_WORDS)
+    assert set(known) == set(_PRE_TOKENIZERS)
     for number, (pre, (pre_tokenizer, normalizer)) in enumerate(known.items()):
         vocabulary, merges = trained_merges(pre_tokenizer, normalizer)
         whole_words = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
@@ -222,7 +222,7 @@ def test_templates_by_name_and_a_file_that_changes(tmp_path):
     write(path, values)
     with pytest.raises(ConfigError, match=r"a\.gguf' has no chat template; tokenizer\.chat_template in its metadata"):
         chat_prompt(path, [])
-    with pytest.raises(ConfigError, match="left the sandbox"):
+    with pytest.raises(ConfigError, match="violated the sandbox"):
         chat_prompt(write(path, {**values, "tokenizer.chat_template": "{{ ''.__class__.__mro__ }}"}), [])
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -243,28 +243,28 @@ TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     ({**BYTES, "tokenizer.ggml.pre": "deepseek-coder"}, "tokenizer.ggml.pre is 'deepseek-coder'; one of gpt-2, phi-2"),
     ({**BYTES, "tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'"),
     ({**BYTES, "tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing"),
-    ({**BYTES, TOKENS: None}, "tokenizer.ggml.tokens is missing; a list of texts"),
-    ({**BYTES, TOKENS: [1, 2]}, "tokenizer.ggml.tokens is an array; a list of texts"),
-    ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], "a"]}, "different tokens of 1 to 1,024 characters"),
-    ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], ""]}, "different tokens"),
-    ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], "x" * 1025]}, "different tokens"),
+    ({**BYTES, TOKENS: None}, "tokenizer.ggml.tokens is missing; a list of strings"),
+    ({**BYTES, TOKENS: [1, 2]}, "tokenizer.ggml.tokens is an array; a list of strings"),
+    ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], "a"]}, "unique tokens of 1 to 1,024 characters"),
+    ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], ""]}, "unique tokens"),
+    ({**BYTES, TOKENS: [*BYTES[TOKENS][:-1], "x" * 1025]}, "unique tokens"),
     ({**BYTES, KINDS: None}, "token_type is missing"),
-    ({**BYTES, KINDS: BYTES[KINDS][:-1]}, "one for each token"),
-    ({**BYTES, KINDS: [*BYTES[KINDS][:-1], 7]}, "kinds from 1 to 6"),
+    ({**BYTES, KINDS: BYTES[KINDS][:-1]}, "one per token"),
+    ({**BYTES, KINDS: [*BYTES[KINDS][:-1], 7]}, "types from 1 to 6"),
     ({**BYTES, "tokenizer.ggml.merges": None}, "merges is missing"),
-    ({**BYTES, "tokenizer.ggml.merges": ["ab"]}, "merges is 'ab' in its list; two tokens with a space between them"),
+    ({**BYTES, "tokenizer.ggml.merges": ["ab"]}, "merges is a list with the entry 'ab'; two tokens with a space"),
     ({**BYTES, "tokenizer.ggml.merges": ["a b c"]}, "two tokens with a space"),
-    ({**BYTES, "tokenizer.ggml.merges": ["a zq\u00e9"]}, "tokenizers cannot make its tokenizer"),
-    ({**BYTES, "tokenizer.ggml.add_bos_token": 1}, "add_bos_token is 1; a flag"),
+    ({**BYTES, "tokenizer.ggml.merges": ["a zq\u00e9"]}, "tokenizers rejects its vocabulary"),
+    ({**BYTES, "tokenizer.ggml.add_bos_token": 1}, "add_bos_token is 1; true or false"),
     ({**BYTES, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None}, "bos_token_id is missing"),
-    ({**BYTES, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6}, "the id of a token, 0.."),
+    ({**BYTES, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6}, "a token id, 0.."),
     ({**SENTENCES, "tokenizer.ggml.scores": None}, "scores is missing"),
-    ({**SENTENCES, "tokenizer.ggml.scores": [float("nan")] * len(PIECES)}, "not finite everywhere"),
-    ({**SENTENCES, "tokenizer.ggml.scores": [0.0] * len(PIECES)}, "scores is the same for"),
+    ({**SENTENCES, "tokenizer.ggml.scores": [float("nan")] * len(PIECES)}, "a list with NaN or infinity"),
+    ({**SENTENCES, "tokenizer.ggml.scores": [0.0] * len(PIECES)}, "scores is equal for"),
     ({**SENTENCES, "tokenizer.ggml.unknown_token_id": 10**6}, "unknown_token_id is 1000000"),
-    ({**SENTENCES, "tokenizer.ggml.remove_extra_whitespaces": True}, "changes no text"),
+    ({**SENTENCES, "tokenizer.ggml.remove_extra_whitespaces": True}, "this text normalization is not supported"),
     ({**SENTENCES, TOKENS: [*SENTENCES[TOKENS], "<tool>"], KINDS: [*SENTENCES[KINDS], USER_DEFINED]},
-     "there is the token '<tool>'; a file that says whether a text after a special token gets a space too"),
+     "false: the file does not specify whether text after the token '<tool>' also gets"),
 ], ids=lambda value: value.replace(" ", "-")[:40] if isinstance(value, str) else "")
 def test_what_is_not_known_or_broken_is_refused_by_name(tmp_path, values, message):
     path = write(tmp_path / "a.gguf", values)
@@ -283,7 +283,7 @@ def test_an_architecture_whose_tokenizer_does_more_is_refused(tmp_path, architec
 def test_a_shard_that_is_not_the_first_is_named(tmp_path):
     path = write(tmp_path / "model-00002-of-00004.gguf", {"split.no": 1, "split.count": 4})
     for load in (load_tokenizer, LLM, lambda path: chat_prompt(path, [{"role": "user", "content": "Hello"}])):
-        with pytest.raises(ConfigError, match="00002-of-00004.gguf is shard 2 of a model; the first one"):
+        with pytest.raises(ConfigError, match="00002-of-00004.gguf is shard 2 of a model; the first shard"):
             load(path)
 
 

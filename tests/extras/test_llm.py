@@ -73,7 +73,7 @@ def test_completions_come_in_order_and_a_bad_prompt_costs_itself():
                 assert completion.tokens == backend.expected(prompt, 4)
                 assert completion.finish_reason is FinishReason.LENGTH
                 assert 0 < completion.timings.first_token_s <= completion.timings.total_s
-        assert completions[8].timings is None and "a prompt is a int" in str(completions[8].error)
+        assert completions[8].timings is None and "a prompt is of type int" in str(completions[8].error)
         until_idle(llm)
 
 
@@ -133,7 +133,7 @@ def test_pieces_are_the_text_and_leaving_the_loop_stops_the_request():
         until_idle(llm)
         with pytest.raises(RequestFailed, match="INVALID_REQUEST"):
             next(llm.stream([10**6]))
-        with pytest.raises(InvalidRequestError, match="a prompt is a dict"):
+        with pytest.raises(InvalidRequestError, match="a prompt is of type dict"):
             llm.stream({"role": "user"})
 
 
@@ -158,7 +158,7 @@ def test_threads_that_wait_for_one_text_end_with_it_and_when_another_one_cancels
 
 
 def test_what_is_no_tokenizer_is_refused():
-    with pytest.raises(ConfigError, match="a int is no tokenizer"):
+    with pytest.raises(ConfigError, match="the tokenizer is of type int"):
         LLM(MODEL, tokenizer=5)
     with pytest.raises(ConfigError, match="the folder of the tokenizer is of type NoneType; a str or os.PathLike; "):
         LLM(None)
@@ -169,7 +169,7 @@ def test_options_of_a_wrong_type_are_named():
         for options, told in (({"stop_token_ids": 5}, "stop_token_ids is of type int; a list of token ids; "),
                               ({"logit_bias": [1]}, "logit_bias is of type list; a mapping of token ids to numbers; ")):
             assert told in str(llm.generate(["a"], **options)[0].error)
-        with pytest.raises(ConfigError, match="stop is of type int; a text, a list of texts, or None; "):
+        with pytest.raises(ConfigError, match="stop is of type int; a string, a list of strings, or None"):
             llm.generate(["a"], stop=5)
         assert len(llm.generate([[1]], stop=None, stop_token_ids=None, max_tokens=3, ignore_eos=True)[0].tokens) == 3
 
@@ -267,7 +267,7 @@ def test_close_ends_what_waits_and_then_refuses():
     with pytest.raises(RequestFailed, match="SHUTDOWN"):
         list(pieces)
     for call in (llm.generate, llm.stream):
-        with pytest.raises(ManagerClosedError, match="LLM was closed"):
+        with pytest.raises(ManagerClosedError, match="LLM is closed"):
             call("more")
     assert llm.close()
 

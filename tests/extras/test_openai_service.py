@@ -211,7 +211,7 @@ def test_a_chat_with_its_shapes(tmp_path):
         assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
         assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
         assert chunks[-2]["usage"]["completion_tokens"] == 8 and chunks[-1]["usage"] == one["usage"]
-        with pytest.raises(OpenAIError, match="a variable is called messages; ") as raised:
+        with pytest.raises(OpenAIError, match="a template variable is named messages; ") as raised:
             await whole(service, True, messages=messages, chat_template_kwargs={"messages": []})
         assert raised.value.status == 400
         more = await whole(service, True, messages=messages, max_tokens=1, chat_template_kwargs={"more": "(x)"})
@@ -243,7 +243,7 @@ def test_what_cannot_be_used_is_refused_by_name(body, param):
 
 
 @pytest.mark.parametrize("body, message", [
-    (b"{", "no JSON"), (b"[]", "no JSON object"), (b'{"messages": []}', "messages"),
+    (b"{", "not JSON"), (b"[]", "not a JSON object"), (b'{"messages": []}', "messages"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "type text"),
     (b'{"messages": [{}], "logprobs": true, "top_logprobs": 21}', "0..20"),
     (b'{"messages": [3]}', "object"), (b'{"messages": [{}], "top_logprobs": 3}', "top_logprobs"),
@@ -355,7 +355,7 @@ def test_other_requests_go_on_while_a_long_prompt_is_read():
         longest, read_at = 0.0, []
 
         async def read():
-            with pytest.raises(OpenAIError, match="prompt: .* tokens were given; at most 3,999 are expected") as raised:
+            with pytest.raises(OpenAIError, match="prompt: got .* tokens; expected at most 3,999") as raised:
                 await service.accept(json.dumps({"prompt": "a " * 300_000}).encode(), False)
             assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
             read_at.append(time.monotonic())
@@ -384,7 +384,7 @@ def test_a_bias_of_the_whole_vocabulary_is_made_once_for_all_texts(monkeypatch):
         body = {"prompt": [[5], [6]], "n": 2, "max_tokens": 2, "logit_bias": {"7": -100, "8": 2.5}}
         assert len((await whole(service, **body))["choices"]) == 4
         assert made == [4096] and [tensors["embedding_bias"][7:9].tolist() for tensors in seen] == [[-100, 2.5]] * 4
-        with pytest.raises(OpenAIError, match="logit_bias has a value out of range") as raised:
+        with pytest.raises(OpenAIError, match="logit_bias of token 7 is out of range") as raised:
             await whole(service, prompt=[5], logit_bias={"7": 101})
         assert raised.value.status == 400
 

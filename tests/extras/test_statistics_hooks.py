@@ -212,7 +212,7 @@ for scope in reader.get_metrics_data().resource_metrics[0].scope_metrics:
 
 def test_a_model_that_is_no_text_is_refused_before_anybody_scrapes():
     from batch_manager.extras.prometheus import PrometheusStatistics
-    with pytest.raises(ConfigError, match="model is of type PosixPath; the text of a label; "):
+    with pytest.raises(ConfigError, match="model is of type PosixPath; a str, for the label; "):
         PrometheusStatistics(Path("austen-4m"))
 
 
@@ -253,5 +253,5 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path, monkeypatch):
     statistics.close()
     statistics.close()
     assert path.read_text().splitlines() == ["{}", *records]
-    with pytest.raises(ValueError, match="was closed"):
+    with pytest.raises(ValueError, match="is closed"):
         statistics("{}")

@@ -1,18 +1,18 @@
-"""OpenAI's HTTP interface over an AsyncEngine, for any web framework. Needs tokenizers and jinja2: the extra `server`.
+"""OpenAI's HTTP API over an AsyncEngine, for any web framework. Needs tokenizers and jinja2: the extra `server`.
 
     service = OpenAIService(engine, folder, names=["my-model"])
-    answer = await service.accept(body, is_chat=True)      # bytes of a POST; raises OpenAIError
+    answer = await service.accept(body, is_chat=True)      # body of a POST as bytes; raises OpenAIError
     if answer.is_streaming:
-        async for event in answer.events(): ...            # bytes of server-sent events
+        async for event in answer.events(): ...            # server-sent events as bytes
     else:
         body = await answer.whole()
-    answer.cancel()                                        # the client is gone
+    answer.cancel()                                        # when the client is gone
 
-`examples/openai_server.py` is a server with it.
+`examples/openai_server.py` is a complete server.
 
-Owns     what a body asks for, the shapes of answers, chunks and errors
+Owns     parsing request bodies; the JSON of answers, chunks and errors
 Not      sockets, routes, signals; how a request is scheduled
-Yours    another route is a method of OpenAIService, another field of a body a line in `fields.py`
+Yours    a new route is a method of OpenAIService; a new field of the body is a line in `fields.py`
 """
 
 from .errors import OpenAIError

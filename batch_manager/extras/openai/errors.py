@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them."""
+"""Errors in the format of OpenAI's API."""
 
 import orjson
 
@@ -10,12 +10,12 @@ _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeo
 
 
 class OpenAIError(Exception):
-    """An answer that is an error.
+    """An error response.
 
-    status    of the HTTP response
-    message   for the client
-    param     the field of the body that it is about, or None
-    code      a word for programs, or None
+    status    HTTP status
+    message   text for the client
+    param     field of the body that caused it, or None
+    code      machine-readable code, or None
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -24,17 +24,18 @@ class OpenAIError(Exception):
 
     @classmethod
     def of(cls, error: BatchManagerError) -> "OpenAIError":
-        """What a refused or failed request is told."""
+        """Convert an error of the engine."""
         message = error.message if isinstance(error, RequestFailed) else str(error)
         return cls(error.code.http_status, message, code=error.code.value.lower())
 
     @property
     def headers(self) -> dict[str, str]:
-        """Retry-After, where the same request may succeed later."""
+        """Response headers: Retry-After, if the same request may succeed later."""
         seconds = SECONDS_UNTIL_A_RETRY.get(self.status)
         return {} if seconds is None else {"Retry-After": str(seconds)}
 
     def body(self) -> bytes:
+        """Return the JSON of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return orjson.dumps({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
 

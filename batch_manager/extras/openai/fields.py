@@ -1,4 +1,4 @@
-"""What a body asks for: each field is read once, by name; what is not known or not built is refused by name."""
+"""Parse request bodies. Unknown and unsupported fields are refused by name."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,35 +11,35 @@ from .errors import OpenAIError, refused
 
 MOST_TEXTS = 1024
 MOST_STOP_STRINGS = 64
-LONGEST_STOP_STRING = 4096    # characters: a search for 64 of a body's size takes seconds to build
+LONGEST_STOP_STRING = 4096    # characters; an automaton for 64 strings of a body's size takes seconds to build
 MOST_TOP_LOG_PROBS = 20
 WORD = (1 << 64) - 1
 
-# Fields that say nothing about the text.
+# Fields without an effect on the output.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-# Field -> (values that ask for nothing, why others are refused).
+# Field -> (values without an effect, why other values are refused).
 NOT_BUILT = {
-    "suffix": ([""], "insertion into a text is not built"),
-    "tools": ([[]], "tool calls are not read from the text yet"),
-    "tool_choice": (["none", "auto"], "tool calls are not read from the text yet"),
-    "functions": ([[]], "tool calls are not read from the text yet"),
-    "function_call": (["none", "auto"], "tool calls are not read from the text yet"),
-    "modalities": ([["text"]], "this server generates text"),
-    "audio": ([], "this server generates text"),
-    "prediction": ([], "predicted outputs are not built"),
-    "use_beam_search": ([False], "beams are not offered by this server"),
-    "reasoning_effort": ([], "put it into chat_template_kwargs, if the model's template knows it"),
+    "suffix": ([""], "insertion before a suffix is not supported"),
+    "tools": ([[]], "tool calls are not supported"),
+    "tool_choice": (["none", "auto"], "tool calls are not supported"),
+    "functions": ([[]], "tool calls are not supported"),
+    "function_call": (["none", "auto"], "tool calls are not supported"),
+    "modalities": ([["text"]], "this server generates text only"),
+    "audio": ([], "this server generates text only"),
+    "prediction": ([], "predicted outputs are not supported"),
+    "use_beam_search": ([False], "beam search is not supported"),
+    "reasoning_effort": ([], "pass it in chat_template_kwargs, if the model's template uses it"),
 }
 
 
 @dataclass(slots=True)
-class Asked:
-    """A body that was read.
+class ParsedBody:
+    """A parsed request body.
 
-    prompts          texts or lists of token ids; of a chat the one conversation: a list of messages
-    count            texts after each prompt
-    sampling         its log_probs and top_log_probs are told with each token
-    response_format  a JSON schema the text must match, or None
+    prompts          strings or lists of token ids; for a chat, one list of messages
+    count            outputs per prompt
+    generates        False: echo the prompt only (max_tokens is 0)
+    response_format  JSON schema that the output must match, or None
     """
 
     is_chat: bool
@@ -58,15 +58,15 @@ class Asked:
 
 
 class _Body:
-    """The fields of a body, each taken once. A null is a field that is not there."""
+    """The fields of a body. `take` removes a field, so that the rest is unknown. Null counts as missing."""
 
     def __init__(self, body: bytes) -> None:
         try:
             fields = orjson.loads(body)
         except orjson.JSONDecodeError:
-            raise OpenAIError(400, "the body is no JSON") from None
+            raise OpenAIError(400, "the body is not JSON") from None
         if not isinstance(fields, dict):
-            raise OpenAIError(400, "the body is no JSON object")
+            raise OpenAIError(400, "the body is not a JSON object")
         self._fields = {name: value for name, value in fields.items() if value is not None}
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
@@ -76,7 +76,7 @@ class _Body:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if type(value) not in kinds:
             names = " or ".join(each.__name__ for each in kinds)
-            raise refused(name, f"a {type_name(value)} was given; {names} is expected")
+            raise refused(name, f"got {type_name(value)}; expected {names}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -85,11 +85,11 @@ class _Body:
     def count(self, name: str, default: int | None, least: int = 0, most: int = 2**31 - 1) -> int | None:
         value = self.take(name, int, default)
         if value is not None and not least <= value <= most:
-            raise refused(name, f"{value} was given; an integer in {least}..{most} is expected")
+            raise refused(name, f"got {value}; expected an integer in {least}..{most}")
         return value
 
     def check_rest(self) -> None:
-        """Everything that is known was taken."""
+        """Refuse the fields that are left, unless they have no effect."""
         for name, value in self._fields.items():
             if name in NOT_BUILT:
                 harmless, why = NOT_BUILT[name]
@@ -99,38 +99,38 @@ class _Body:
                 raise OpenAIError(400, f"unrecognized request argument: {name[:64]!r}", name[:64], "unknown_parameter")
 
 
-def read_body(body: bytes, is_chat: bool) -> Asked:
-    """Raises OpenAIError for what cannot be used."""
+def read_body(body: bytes, is_chat: bool) -> ParsedBody:
+    """Parse and validate a request body. Raises OpenAIError."""
     fields = _Body(body)
     prompts = [_messages(fields)] if is_chat else _prompts(fields)
-    asked = Asked(is_chat, fields.take("model", str), prompts, Sampling())
-    asked.count = fields.count("n", 1, least=1, most=MOST_TEXTS)
-    if fields.count("best_of", asked.count) != asked.count:
-        raise refused("best_of", "texts are not ranked; leave it out, or set it to n")
-    if asked.count * len(prompts) > MOST_TEXTS:
-        raise refused("n", f"{asked.count * len(prompts)} texts were asked for; at most {MOST_TEXTS} are made at once")
-    asked.is_streaming = fields.take("stream", bool, False)
-    _stream_options(fields, asked)
-    asked.with_timings = fields.take("return_timings", bool, False)
+    parsed = ParsedBody(is_chat, fields.take("model", str), prompts, Sampling())
+    parsed.count = fields.count("n", 1, least=1, most=MOST_TEXTS)
+    if fields.count("best_of", parsed.count) != parsed.count:
+        raise refused("best_of", "outputs are not ranked; omit it or set it to n")
+    if parsed.count * len(prompts) > MOST_TEXTS:
+        raise refused("n", f"got {parsed.count * len(prompts)} outputs in total; expected at most {MOST_TEXTS}")
+    parsed.is_streaming = fields.take("stream", bool, False)
+    _stream_options(fields, parsed)
+    parsed.with_timings = fields.take("return_timings", bool, False)
     if is_chat:
         log_probs = fields.take("logprobs", bool, False)
         top_log_probs = fields.count("top_logprobs", 0, most=MOST_TOP_LOG_PROBS)
         if top_log_probs and not log_probs:
-            raise refused("top_logprobs", "it is of use with logprobs only; set that to true")
-        asked.template_options = fields.take("chat_template_kwargs", dict, {})
+            raise refused("top_logprobs", "it requires logprobs: true")
+        parsed.template_options = fields.take("chat_template_kwargs", dict, {})
         if not fields.take("add_generation_prompt", bool, True):
-            asked.template_options = {**asked.template_options, "add_generation_prompt": False}
+            parsed.template_options = {**parsed.template_options, "add_generation_prompt": False}
     else:
         top_log_probs = _log_probs_of_a_completion(fields)
         log_probs = top_log_probs is not None
-        asked.echo = fields.take("echo", bool, False)
-    asked.response_format = _response_format(fields)
+        parsed.echo = fields.take("echo", bool, False)
+    parsed.response_format = _response_format(fields)
     max_tokens = _max_tokens(fields, is_chat)
     if max_tokens == 0:
-        if not asked.echo:
-            raise refused("max_tokens", "0 was given; at least 1 is expected, unless echo is set")
-        asked.generates, max_tokens = False, 1
-    asked.sampling = Sampling(
+        if not parsed.echo:
+            raise refused("max_tokens", "got 0; expected at least 1, unless echo is set")
+        parsed.generates, max_tokens = False, 1
+    parsed.sampling = Sampling(
         max_tokens=max_tokens, temperature=fields.number("temperature", 1.0), top_p=fields.number("top_p", 1.0),
         top_k=fields.count("top_k", 0, least=-1), min_p=fields.number("min_p", 0.0), seed=_seed(fields),
         stop=_stop(fields), stop_token_ids=_token_ids("stop_token_ids", fields.take("stop_token_ids", list, [])),
@@ -140,15 +140,15 @@ def read_body(body: bytes, is_chat: bool) -> Asked:
         frequency_penalty=fields.number("frequency_penalty", 0.0), logit_bias=_logit_bias(fields),
         log_probs=log_probs, top_log_probs=top_log_probs or 0, raw_log_probs=log_probs, priority=_priority(fields))
     fields.check_rest()
-    return asked
+    return parsed
 
 
 def _messages(fields: _Body) -> list[dict[str, Any]]:
     messages = fields.take("messages", list)
     if not messages:
-        raise refused("messages", "a list of at least one message is expected")
+        raise refused("messages", "expected a list of at least one message")
     if not all(type(message) is dict for message in messages):
-        raise refused("messages", "each message is an object")
+        raise refused("messages", "expected objects as messages")
     return [{**message, "content": _content(message["content"])} if type(message.get("content")) is list else message
             for message in messages]
 
@@ -156,48 +156,49 @@ def _messages(fields: _Body) -> list[dict[str, Any]]:
 def _content(parts: list[Any]) -> str:
     for part in parts:
         if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
-            raise refused("messages", "parts of a content are of type text; this server reads no others")
+            raise refused("messages", "expected content parts of type text; others are not supported")
     return "".join(part["text"] for part in parts)
 
 
 def _prompts(fields: _Body) -> list[Any]:
     prompt = fields.take("prompt", (str, list))
     if prompt is None:
-        raise refused("prompt", "a text, a list of texts, a list of token ids or a list of such lists is expected")
+        raise refused("prompt", "expected a string, a list of strings, a list of token ids, or a list of such lists")
     if type(prompt) is str or (prompt and type(prompt[0]) is int):
         prompt = [prompt]
     if not prompt or len(prompt) > MOST_TEXTS:
-        raise refused("prompt", f"{len(prompt)} prompts were given; 1 to {MOST_TEXTS} are expected")
+        raise refused("prompt", f"got {len(prompt)} prompts; expected 1 to {MOST_TEXTS}")
     return [each if type(each) is str else _token_ids("prompt", each) for each in prompt]
 
 
 def _token_ids(name: str, tokens: Any) -> list[int]:
     if type(tokens) is not list or any(type(token) is not int for token in tokens):
-        raise refused(name, "token ids are integers in a list")
+        raise refused(name, "expected a list of integers as token ids")
     return tokens
 
 
-def _stream_options(fields: _Body, asked: Asked) -> None:
+def _stream_options(fields: _Body, parsed: ParsedBody) -> None:
     options = fields.take("stream_options", dict, {})
-    if options and not asked.is_streaming:
-        raise refused("stream_options", "it is of use with stream only")
+    if options and not parsed.is_streaming:
+        raise refused("stream_options", "it requires stream: true")
     known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     for name, value in options.items():
         if name not in known or type(value) not in (bool, type(None)):
-            raise refused(f"stream_options.{name[:64]}", f"{' and '.join(sorted(known))} are known, true or false")
-    asked.with_usage_in_every_chunk = bool(options.get("continuous_usage_stats"))
-    asked.with_usage = bool(options.get("include_usage")) or asked.with_usage_in_every_chunk
+            raise refused(f"stream_options.{name[:64]}", f"unknown name or value; expected {', '.join(sorted(known))}, "
+                          "each true or false")
+    parsed.with_usage_in_every_chunk = bool(options.get("continuous_usage_stats"))
+    parsed.with_usage = bool(options.get("include_usage")) or parsed.with_usage_in_every_chunk
 
 
 def _log_probs_of_a_completion(fields: _Body) -> int | None:
-    """How many of the likeliest tokens are told beside each token; None: no log-probabilities at all."""
+    """Number of likeliest tokens to return per position; None: no log-probabilities."""
     most = fields.take("logprobs", (int, bool))
     if most is None or most is False:
         return None
     if most is True:
         return 0
     if not 0 <= most <= MOST_TOP_LOG_PROBS:
-        raise refused("logprobs", f"{most} was given; an integer in 0..{MOST_TOP_LOG_PROBS} is expected")
+        raise refused("logprobs", f"got {most}; expected an integer in 0..{MOST_TOP_LOG_PROBS}")
     return most
 
 
@@ -212,13 +213,13 @@ def _response_format(fields: _Body) -> dict[str, Any] | None:
         schema = given.get("json_schema")
         schema = schema.get("schema") if type(schema) is dict else None
         if type(schema) not in (dict, bool):
-            raise refused("response_format", "json_schema.schema is a JSON schema")
+            raise refused("response_format", "expected a JSON schema in json_schema.schema")
         return schema
-    raise refused("response_format", "its type is text, json_object or json_schema")
+    raise refused("response_format", "expected the type text, json_object or json_schema")
 
 
 def _max_tokens(fields: _Body, is_chat: bool) -> int | None:
-    """OpenAI's defaults: 16 for a completion; what the context leaves for a chat."""
+    """With OpenAI's defaults: 16 for a completion; for a chat None, the rest of the context."""
     older = fields.count("max_tokens", None if is_chat else 16)
     return fields.count("max_completion_tokens", older) if is_chat else older
 
@@ -233,8 +234,7 @@ def _stop(fields: _Body) -> list[str]:
     stop = [stop] if type(stop) is str else stop
     if len(stop) > MOST_STOP_STRINGS or any(
             type(each) is not str or not 0 < len(each) <= LONGEST_STOP_STRING for each in stop):
-        raise refused("stop", f"at most {MOST_STOP_STRINGS} texts of 1 to {LONGEST_STOP_STRING:,} characters are "
-                      "expected")
+        raise refused("stop", f"expected up to {MOST_STOP_STRINGS} strings of 1 to {LONGEST_STOP_STRING:,} characters")
     return stop
 
 
@@ -243,12 +243,11 @@ def _logit_bias(fields: _Body) -> dict[int, float] | None:
     if not given:
         return None
     if not all(token.isdecimal() and len(token) < 12 for token in given):
-        raise refused("logit_bias", "its names are token ids")
+        raise refused("logit_bias", "expected token ids as names")
     return {int(token): value for token, value in given.items()}
 
 
 def _priority(fields: _Body) -> float:
-    """As vLLM means it: any integer, 0 by default, and the smaller goes first. The engine's are 0..1, the larger first.
-    """
+    """Convert vLLM's priority (any integer, default 0, lower first) to the engine's (0..1, higher first)."""
     priority = fields.count("priority", 0, least=-(2**31))
     return 0.5 - priority / (2 * (1 + abs(priority)))

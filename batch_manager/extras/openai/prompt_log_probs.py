@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from the logits of its context: what `echo` with `logprobs` tells."""
+"""Log-probabilities of prompt tokens, from context logits, for `echo` with `logprobs`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptLogProbs:
-    """Of each token of a prompt; the first one follows nothing and has None.
+    """Log-probabilities of the tokens of a prompt. The first token has None.
 
-    top_log_probs   the likeliest tokens at its place; empty where none were asked for
+    top_log_probs   for each position, the likeliest tokens and their log-probabilities; empty if not requested
     """
 
     tokens: list[int]
@@ -21,28 +21,28 @@ class PromptLogProbs:
 
 
 def prompt_log_probs(logits: np.ndarray, tokens: Sequence[int], count: int) -> PromptLogProbs:
-    """The log-probabilities of a prompt's tokens, each given those before it.
+    """Return the log-probability of each prompt token, given the tokens before it.
 
-    logits   [n, vocab] float32: row i is what the model says after token i
+    logits   [n, vocab] float32; row i has the logits after token i
     tokens   [n]
-    count    how many of the likeliest tokens are told of each place
+    count    number of likeliest tokens to return per position
     """
     values: list[float | None] = [None]
     likeliest: list[dict[int, float] | None] = [None]
     following = np.asarray(tokens[1:])
     for start in range(0, len(following), ROWS_AT_ONCE):
-        asked = following[start : start + ROWS_AT_ONCE]
-        rows = logits[start : start + len(asked)]
+        targets = following[start : start + ROWS_AT_ONCE]
+        rows = logits[start : start + len(targets)]
         rows = rows - rows.max(1, keepdims=True)
         rows -= np.log(np.exp(rows).sum(1, keepdims=True))
-        values += rows[np.arange(len(asked)), asked].tolist()
+        values += rows[np.arange(len(targets)), targets].tolist()
         if count:
             likeliest += [_likeliest(row, count) for row in rows]
     return PromptLogProbs(list(tokens), values, likeliest if count else [])
 
 
 def _likeliest(log_probs: np.ndarray, count: int) -> dict[int, float]:
-    """The `count` largest, largest first; of equals the lowest id first."""
+    """Return the `count` largest, in descending order; ties by ascending id."""
     least = np.partition(log_probs, -count)[-count] if count < len(log_probs) else -np.inf
     ids = np.flatnonzero(log_probs >= least)
     ids = ids[np.argsort(-log_probs[ids], kind="stable")][:count]

@@ -1,4 +1,4 @@
-"""Responses of Starlette, and so of FastAPI, to requests of OpenAI's clients. Needs starlette: the extra `server`."""
+"""Starlette and FastAPI responses to requests of OpenAI clients. Needs starlette: the extra `server`."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,9 +14,9 @@ LARGEST_BODY = 32 * 1024 * 1024
 
 
 async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) -> Response:
-    """The response to a POST of /v1/completions, or of /v1/chat/completions.
+    """Return the response to a POST to /v1/completions or /v1/chat/completions.
 
-    A client that goes away stops its requests, whether it streams or not. What fails before the first byte is an error
+    Requests stop when their client disconnects, streaming or not. A failure before the first byte is an error response
     with a status.
     """
     watcher = None
@@ -40,7 +40,7 @@ async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) 
 
 
 class EventStream(Response):
-    """Server-sent events, the first of which is there already."""
+    """A response of server-sent events. The first event is computed before the status is sent."""
 
     def __init__(self, first: bytes, events: AsyncIterator[bytes], answer: Answer, watcher: asyncio.Future,
                  headers: dict[str, str]) -> None:
@@ -66,7 +66,7 @@ def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None
 
 
 def error_response(error: OpenAIError) -> Response:
-    """In OpenAI's shape, with its status and headers."""
+    """Return the error in OpenAI's format, with status and headers."""
     return json_response(error.body(), error.status, error.headers)
 
 

@@ -1,4 +1,4 @@
-"""The JSON of answers and chunks. A chunk is put together from parts that are the same for a whole answer."""
+"""JSON of answers and chunks. Chunks are concatenated from parts that are serialized once per answer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,18 +9,19 @@ from ...names import FinishReason
 from .token_names import TokenNames
 
 DONE = b"data: [DONE]\n\n"
-LEAST_LOG_PROB = -9999.0     # what OpenAI tells of a token that cannot come; JSON has no infinity
+LEAST_LOG_PROB = -9999.0     # OpenAI's value for an impossible token; JSON has no infinity
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.NOT_FINISHED: None}
 
 
 def finish_reason(reason: FinishReason) -> str | None:
+    """Return OpenAI's name of a finish reason."""
     return _REASONS.get(reason, "stop")
 
 
 class Shapes:
-    """Of one answer.
+    """Serializes one answer.
 
-    identity   its id, which also says of what kind it is
+    identity   id of the answer
     """
 
     def __init__(self, is_chat: bool, identity: str, created: int, model: str, names: TokenNames) -> None:
@@ -30,36 +31,37 @@ class Shapes:
         self._of_chunks = {**self._head, "object": "chat.completion.chunk"} if is_chat else self._head
         self._start = b"data: " + orjson.dumps(self._of_chunks)[:-1] + b',"choices":[{"index":'
         self._text = b',"delta":{"content":' if is_chat else b',"text":'
-        self._behind = (b"}" if is_chat else b"") + b',"logprobs":'
+        self._after_text = (b"}" if is_chat else b"") + b',"logprobs":'
 
     def role(self, index: int) -> bytes:
-        """The first chunk of a chat's text."""
+        """Return the first chunk of a chat's output: its role."""
         delta = b'%d,"delta":{"role":"assistant","content":""},"logprobs":null' % index
         return self._start + delta + self._end(b"null", None)
 
     def chunk(self, index: int, text: str, log_probs: dict[str, Any] | None, usage: dict[str, Any] | None) -> bytes:
-        """A piece of a text."""
+        """Return a chunk with a piece of text."""
         end = b',"finish_reason":null}]}\n\n' if usage is None else self._end(b"null", usage)
-        return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._behind,
+        return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._after_text,
                          b"null" if log_probs is None else orjson.dumps(log_probs), end))
 
     def last(self, index: int, text: str, log_probs: dict[str, Any] | None, reason: FinishReason,
              usage: dict[str, Any] | None) -> bytes:
-        """The last piece, with why the text ended."""
-        told = orjson.dumps(finish_reason(reason))
+        """Return the last piece of an output, with its finish reason."""
+        reason_json = orjson.dumps(finish_reason(reason))
         if self._is_chat:
             before = self.chunk(index, text, log_probs, usage) if text or log_probs else b""
-            return before + self._start + b'%d,"delta":{},"logprobs":null' % index + self._end(told, usage)
-        return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._behind,
-                         b"null" if log_probs is None else orjson.dumps(log_probs), self._end(told, usage)))
+            return before + self._start + b'%d,"delta":{},"logprobs":null' % index + self._end(reason_json, usage)
+        return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._after_text,
+                         b"null" if log_probs is None else orjson.dumps(log_probs), self._end(reason_json, usage)))
 
     def usage(self, usage: dict[str, Any] | None, timings: dict[str, float | None] | None) -> bytes:
-        """The chunk without a text, after the last."""
+        """Return the chunk with usage and timings, which follows the last piece."""
         more = {"usage": usage} if timings is None else {"usage": usage, "timings": timings}
         return b"data: " + orjson.dumps({**self._of_chunks, "choices": [], **more}) + b"\n\n"
 
     def whole(self, texts: Sequence[tuple[str, dict[str, Any] | None, FinishReason]], usage: dict[str, Any],
               timings: dict[str, float | None] | None) -> bytes:
+        """Return the body of a non-streaming answer."""
         choices = []
         for index, (text, log_probs, reason) in enumerate(texts):
             content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
@@ -69,11 +71,11 @@ class Shapes:
 
     def log_probs(self, tokens: Sequence[int], values: Sequence[float | None],
                   likeliest: Sequence[dict[int, float] | None], offset: int) -> dict[str, Any]:
-        """What is told of tokens, in the shape of completions or of chats.
+        """Return the `logprobs` object of some tokens, in the format of completions or chats.
 
-        values      log-probability of each token; None: it has none, as the first one of a prompt
-        likeliest   of each token, the likeliest ones and their log-probabilities; empty: the request did not ask
-        offset      characters of the answer before the first of these tokens
+        values      log-probability of each token; None for the first token of a prompt
+        likeliest   for each position, the likeliest tokens and their log-probabilities; empty: not requested
+        offset      number of characters of the answer before the first of these tokens
         """
         named = [self._names[token] for token in tokens]
         if self._is_chat:
@@ -85,9 +87,9 @@ class Shapes:
         for token in tokens:
             offsets.append(offset)
             offset += self._names.width(token)
-        told = [None if others is None else self._by_text(token, value, others)
-                for token, value, others in zip(tokens, values, likeliest, strict=True)] if likeliest else None
-        return {"tokens": [text for text, _ in named], "top_logprobs": told, "text_offset": offsets,
+        top = [None if others is None else self._by_text(token, value, others)
+               for token, value, others in zip(tokens, values, likeliest, strict=True)] if likeliest else None
+        return {"tokens": [text for text, _ in named], "top_logprobs": top, "text_offset": offsets,
                 "token_logprobs": [None if value is None else max(value, LEAST_LOG_PROB) for value in values]}
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
@@ -95,21 +97,23 @@ class Shapes:
         return {"token": text, "logprob": max(value, LEAST_LOG_PROB), "bytes": content}
 
     def _by_text(self, token: int, value: float, others: dict[int, float]) -> dict[str, float]:
-        """As OpenAI has it: the token itself is among them, and of tokens that are one text the likeliest counts."""
-        told: dict[str, float] = {}
+        """Merge tokens by text. As at OpenAI, the token itself is included; of tokens with equal text, the likeliest
+        counts."""
+        by_text: dict[str, float] = {}
         for other, log_prob in (*others.items(), (token, value)):
-            told.setdefault(self._names[other][0], max(log_prob, LEAST_LOG_PROB))
-        return told
+            by_text.setdefault(self._names[other][0], max(log_prob, LEAST_LOG_PROB))
+        return by_text
 
     @staticmethod
     def _end(reason: bytes, usage: dict[str, Any] | None) -> bytes:
-        told = b"" if usage is None else b',"usage":' + orjson.dumps(usage)
-        return b',"finish_reason":' + reason + b"}]" + told + b"}\n\n"
+        usage_json = b"" if usage is None else b',"usage":' + orjson.dumps(usage)
+        return b',"finish_reason":' + reason + b"}]" + usage_json + b"}\n\n"
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
-    told = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens}
+    """Return OpenAI's usage object. cached_tokens: None if unknown."""
+    counts: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+                              "total_tokens": prompt_tokens + completion_tokens}
     if cached_tokens is not None:
-        told["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
-    return told
+        counts["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return counts
