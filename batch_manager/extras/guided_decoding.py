@@ -187,4 +187,5 @@ def _catch_up(session: _Session, tokens: list[int]) -> None:
 
 def _unusable(reason: object) -> InvalidRequestError:
     return InvalidRequestError(f"the grammar does not compile: {str(reason)[:300]!r}",
-                               "a regular expression, a JSON schema or a Lark grammar for llguidance")
+                               "a regular expression, a JSON schema or a Lark grammar",
+                               "see llguidance's documentation for the supported syntax")

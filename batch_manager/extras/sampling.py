@@ -119,9 +119,9 @@ class Sampling:
         for token, value in self.logit_bias.items():
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise InvalidRequestError("logit_bias has a key that is not a token id of the model",
-                                          f"integers in 0..{vocab_size - 1}")
+                                          f"integers in 0..{vocab_size - 1}", "use ids of the model's tokenizer")
             if type(value) not in (int, float) or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
                 raise InvalidRequestError(f"logit_bias of token {token} is out of range",
-                                          f"numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}")
+                                          f"numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}", "clip the value")
             bias[token] = value
         return bias

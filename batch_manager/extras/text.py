@@ -200,11 +200,13 @@ _make_stop_strings = lru_cache(maxsize=64)(_StopStrings)
 
 def _stop_strings(stop: str | Iterable[str] | None) -> _StopStrings | None:
     if not isinstance(stop, Iterable | None):
-        raise ConfigError(f"stop is of type {type_name(stop)}", "a string, a list of strings, or None")
+        raise ConfigError(f"stop is of type {type_name(stop)}", "a string, a list of strings, or None",
+                          "pass a list")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise ConfigError(f"{string!r:.60} is not a stop string", "strings of at least one character")
+            raise ConfigError(f"{string!r:.60} is not a stop string", "strings of at least one character",
+                              "remove it")
     return _make_stop_strings(strings) if strings else None
 
 

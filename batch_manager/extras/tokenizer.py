@@ -60,5 +60,6 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
             tokens = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except Exception as error:    # a lone surrogate, or a vocabulary without an unknown token
         raise InvalidRequestError(f"the prompt cannot be encoded: {type_name(error)}",
-                                  "text that the tokenizer can encode") from None
+                                  "text that the tokenizer can encode",
+                                  "remove invalid characters, or pass token ids") from None
     return list(getattr(tokens, "ids", tokens))
