@@ -1,7 +1,7 @@
 """Checkpoints: a folder with config.json and safetensors files, or a GGUF file, becomes typed fields and tensors.
 
-Owns     reading untrusted files: JSON with checked types, safetensors, GGUF and nothing else, no path outside the
-         folder; a GGUF file's keys, names and layouts as Hugging Face's
-Not      what a family's tensors are called or how they are used (models/), where they end up in a layer (layers/)
-Yours    a new source of tensors satisfies source.Weights; every fault it finds is a ModelLoadError
+Owns     reading untrusted files: JSON with checked types, safetensors and GGUF, no pickle, no path outside the folder;
+         translating a GGUF file's keys, names and layouts into Hugging Face's
+Not      the tensor names of a model family and their use (models/), the layers that hold the tensors (layers/)
+Yours    a new source of tensors implements source.Weights and raises ModelLoadError for every fault it finds
 """

@@ -1,4 +1,4 @@
-"""A checkpoint, whatever files it is made of: its configuration and its tensors."""
+"""A checkpoint in any supported format: its configuration and its tensors."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -18,40 +18,40 @@ CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
 
 
 class StoredWeights(Weights, Protocol):
-    """Tensors that files hold.
+    """Tensors stored in files.
 
-    num_weights   numbers in all tensors that the files say they hold
-    stored_types  type, as the files spell it, such as "BF16" or "Q4_K" -> how many tensors are stored in it
+    num_weights   number of elements in all tensors of the files
+    stored_types  type, as the files spell it, such as "BF16" or "Q4_K" -> number of tensors
     """
 
     num_weights: int
     stored_types: Mapping[str, int]
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Close the files. Raises ModelLoadError when a tensor was not asked for and its name matches no pattern of
+        """Close the files. Raises ModelLoadError if a tensor was never requested and its name matches no pattern of
         `harmless`."""
         ...
 
 
 class Checkpoint(Protocol):
-    """What a model is loaded from. Every fault that a method finds in a file is a ModelLoadError.
+    """The files of one model. Every method raises ModelLoadError for a fault in a file.
 
-    path   as errors name the checkpoint
+    path   the path that errors name
     """
 
     path: Path
 
     def config(self) -> Fields:
-        """The configuration, by the names of Hugging Face's config.json."""
+        """Return the configuration, under the field names of Hugging Face's config.json."""
         ...
 
     def generation_config(self) -> Fields | None:
-        """What generation_config.json has; None where there is none."""
+        """Return the fields of generation_config.json; None if the checkpoint has none."""
         ...
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> StoredWeights:
-        """Open the files with the tensors. Their names are those of Hugging Face's checkpoints. On the device "meta"
-        they are checked as elsewhere, and have shapes and no numbers."""
+        """Open the tensor files. Tensors have the names of Hugging Face's checkpoints. On the device "meta" all checks
+        run, but tensors have only shapes."""
         ...
 
 
@@ -81,8 +81,8 @@ class HuggingFaceFolder:
         except OSError:
             return
         if names:
-            raise ModelLoadError(f"{self.path} has no {CONFIG_FILE}, and {len(names)} GGUF file{'s' * bool(names[1:])}",
-                                 A_CHECKPOINT, f"pass the file: {shown(names[0])} in that folder")
+            raise ModelLoadError(f"{self.path} has no {CONFIG_FILE}, but {len(names)} GGUF file{'s' * bool(names[1:])}",
+                                 A_CHECKPOINT, f"pass the path of the file, such as {shown(names[0])} in that folder")
 
     @staticmethod
     def _read(file: CheckpointFile) -> Fields:
@@ -90,7 +90,7 @@ class HuggingFaceFolder:
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """The checkpoint at `path`: a folder, or a file whose name ends in .gguf. Raises ModelLoadError."""
+    """Open the checkpoint at `path`: a folder, or a file whose name ends in .gguf. Raises ModelLoadError."""
     found = existing_path(path)
     if is_gguf_name(found.name) and not found.is_dir():
         return GgufCheckpoint(found)

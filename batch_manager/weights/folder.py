@@ -1,4 +1,4 @@
-"""A checkpoint folder: the one place that turns names into files.
+"""A checkpoint folder. Only this module turns file names into paths.
 
 A folder of the Hugging Face cache holds links to files of its repository:
 
@@ -22,8 +22,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class CheckpointFile:
     """A regular file of a checkpoint.
 
-    path        in the folder, as errors name it
-    real_path   with links followed, as it is opened: to point a link elsewhere later changes nothing
+    path        path in the folder; errors name it
+    real_path   the same with links resolved; it is the one opened, so changing a link later has no effect
     """
 
     path: Path
@@ -34,22 +34,25 @@ class CheckpointFile:
 
 
 def existing_path(path: str | os.PathLike) -> Path:
-    """`path`, which exists, with the links on the way to its last part followed. Raises ModelLoadError."""
+    """Resolve `path`, which must exist; if it is a file, its own name is kept, even if it is a link.
+
+    Raises ModelLoadError.
+    """
     try:
         given = os.fsdecode(path)
-    except Exception as fault:                      # of an os.PathLike of the user's too, whose repr may raise as well
-        raise ModelLoadError(f"model_path is a {type_name(path)} that is no path ({type_name(fault)})",
+    except Exception as fault:                      # an os.PathLike of the user's can raise anything, in its repr too
+        raise ModelLoadError(f"model_path is a {type_name(path)}, which is not a path ({type_name(fault)})",
                              A_CHECKPOINT) from None
-    if not given:                                   # the working directory, to pathlib
-        raise ModelLoadError("model_path is empty", A_CHECKPOINT, 'pass its path, "." for the working directory')
+    if not given:                                   # pathlib would take it for the working directory
+        raise ModelLoadError("model_path is empty", A_CHECKPOINT, 'pass "." for the working directory')
     try:
         target = Path(given).resolve(strict=True)
         return target if target.is_dir() else Path(given).parent.resolve(strict=True) / Path(given).name
     except (OSError, ValueError, RuntimeError) as fault:
-        way_out = ["pass the path of one that is there"]
+        way_out = ["pass an existing path"]
         if HUB_NAME.fullmatch(given) and not is_gguf_name(given):
-            way_out = [f"it looks like a name on the Hugging Face hub, from which nothing is downloaded here: `hf "
-                       f"download {given}` prints the folder to pass"]
+            way_out = [f"it looks like a name on the Hugging Face hub, and models are not downloaded here: run `hf "
+                       f"download {given}` and pass the folder that it prints"]
         what = "GGUF file" if is_gguf_name(given) else "model folder"
         raise ModelLoadError(f"the {what} {given!r} cannot be opened ({fault})", A_CHECKPOINT, *way_out) from None
 
@@ -59,7 +62,7 @@ def is_gguf_name(name: str) -> bool:
 
 
 def gguf_file(path: str | os.PathLike) -> CheckpointFile:
-    """The regular file at `path`. Its own name may be a link to anywhere: the user passed it.
+    """Return the regular file at `path`. It may be a link to anywhere, because the user passed it.
 
     Raises ModelLoadError.
     """
@@ -71,30 +74,30 @@ def gguf_file(path: str | os.PathLike) -> CheckpointFile:
 
 
 class CheckpointFolder:
-    """Files directly inside one folder, by bare name.
+    """The files directly inside one folder, by bare name.
 
-    A link is followed to a file of the folder, and from a snapshot of a Hugging Face cache to one of the same
-    repository's `blobs`. Any other link is refused, and so is a name that leads out of the folder.
+    A link may lead to a file of the same folder or, from a snapshot of a Hugging Face cache, to a file in `blobs` of
+    the same repository. Any other link is refused, and so is a name that leads out of the folder.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = existing_path(path).resolve()
         if not self.path.is_dir():
             raise ModelLoadError(f"{self.path} is neither a folder nor a .gguf file", A_CHECKPOINT,
-                                 "pass the folder that the file stands in, or a file whose name ends in .gguf")
+                                 "pass the folder that contains the file, or a file whose name ends in .gguf")
 
     def has(self, name: str) -> bool:
         return os.path.lexists(self.path / name)
 
     def file(self, name: str, named_by: str = "") -> CheckpointFile:
-        """A regular file of the folder. `named_by` says, for the message, where the name came from.
+        """Return a regular file of the folder. Errors name `named_by` as the source of the name.
 
         Raises ModelLoadError.
         """
         where = f" (named by {named_by})" if named_by else ""
         if not name or name in (".", "..") or not name.isprintable() or any(sign in name for sign in "/\\:"):
-            raise ModelLoadError(f"{shown(name)}{where} is not the bare name of a file",
-                                 f"files stand directly in {self.path}")
+            raise ModelLoadError(f"{shown(name)}{where} is not a bare file name",
+                                 f"the name of a file directly in {self.path}")
         path = self.path / name
         try:
             target = path.resolve(strict=True) if path.is_symlink() else path
@@ -104,8 +107,8 @@ class CheckpointFolder:
                                  "a complete checkpoint has this file", "copy it into the folder") from None
         if target.parent not in (self.path, self._blobs):
             raise ModelLoadError(f"{path}{where} is a link that leads out of the folder, to {target}",
-                                 "every file of a checkpoint stands in its folder itself, or in blobs of the same "
-                                 "repository of a Hugging Face cache",
+                                 "a link to a file of the folder, or to one in blobs of the same repository of a "
+                                 "Hugging Face cache",
                                  "copy the folder with links followed, for example with cp -rL")
         if not stat.S_ISREG(mode):
             raise ModelLoadError(f"{path}{where} is not a regular file")
@@ -113,9 +116,9 @@ class CheckpointFolder:
 
     @property
     def _blobs(self) -> Path | None:
-        """Where the files of a snapshot of a Hugging Face cache lie; None where the folder is none.
+        """The folder with the files of a Hugging Face cache's snapshot; None if this folder is no such snapshot.
 
-        No link leads to it or is passed on the way: `path` is resolved, and so is what is compared with it.
+        Links cannot deceive the comparison with it: both `path` and the target of a link are resolved.
         """
         snapshots, repository = self.path.parent, self.path.parent.parent
         is_cached = snapshots.name == "snapshots" and repository.name.startswith("models--")

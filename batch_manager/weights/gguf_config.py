@@ -1,8 +1,8 @@
-"""The configuration of a GGUF file, by the names of Hugging Face's config.json.
+"""The configuration of a GGUF file, under the field names of Hugging Face's config.json.
 
-A family's class reads and checks the numbers as it does those of a config.json. Here it is made sure that nothing that
-the metadata says of the architecture goes unread. What a GGUF file does not say at all, such as the activation, is what
-the family has in transformers.
+The model class of the family reads and checks the values, as it does those of a config.json. This module refuses a file
+with a metadata key of the architecture that it does not read. For what GGUF files never state, such as the activation,
+the family's default in transformers applies.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from .json_file import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields, shown
 
 MOST_LAYERS = 4096
 
-# Keys of any architecture that leave the numbers alone, with the values that do; None: any value does.
+# Keys of any architecture that do not change the logits, with the values for which this is true; None: any value.
 _NEUTRAL: dict[str, tuple | None] = {
     "rope.scaling.finetuned": None, "rope.scaling.original_context_length": None,
     "tensor_data_layout": ("Meta AI original pth",), "attention.causal": (True,),
@@ -27,15 +27,15 @@ _NEUTRAL: dict[str, tuple | None] = {
     "rope.scale_linear": (1,), "embedding_scale": (1,), "residual_scale": (1,), "logit_scale": (1,),
     "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "rope.scaling.yarn_ext_factor": (1,),
     "rope.scaling.yarn_log_multiplier": (0,), "rope.scaling.attn_factor": (1,), "pooling_type": (0,),
-    # of the kind of norm that the architecture has not
+    # one of these two belongs to the kind of norm that the architecture does not use
     "attention.layer_norm_epsilon": None, "attention.layer_norm_rms_epsilon": None,
 }
 
 
 class GgufFields(Fields):
-    """Fields whose errors name the keys of the metadata that the values come from.
+    """Fields whose errors name the metadata keys that the values come from.
 
-    keys   field -> key, where they are known
+    keys   field -> metadata key, for the fields that have one
     """
 
     def __init__(self, values: dict[str, Any], where: str, keys: Mapping[str, str]) -> None:
@@ -53,7 +53,7 @@ class GgufFields(Fields):
 
 
 class Metadata:
-    """The metadata of one architecture's file, read key by key. Names here are keys without the architecture."""
+    """Access to the metadata keys of the file's architecture. A name is a key without its "ARCHITECTURE." prefix."""
 
     def __init__(self, header: GgufHeader, tensors: Mapping[str, GgufTensor]) -> None:
         self.header, self.tensors = header, tensors
@@ -62,22 +62,22 @@ class Metadata:
         if not isinstance(self.architecture, str) or self.architecture not in FAMILIES:
             raise UnsupportedModelError(
                 f"{self.where}: general.architecture is {shown(self.architecture)}", f"one of {', '.join(FAMILIES)}",
-                "use a model of one of these, or its Hugging Face checkpoint")
-        self._asked: set[str] = set()
+                "use a model of one of these architectures, or the model's Hugging Face checkpoint")
+        self._read: set[str] = set()
 
     def key(self, name: str) -> str:
         return f"{self.architecture}.{name}"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value under "ARCHITECTURE.name"."""
-        self._asked.add(self.key(name))
+        """Return the value of "ARCHITECTURE.name", or the default if the key is absent."""
+        self._read.add(self.key(name))
         return self.header.metadata.get(self.key(name), default)
 
     def need(self, name: str) -> Any:
         value = self.get(name)
         if value is None:
-            raise ModelLoadError(f"{self.where}: {self.key(name)} is missing", "a key that every file of the "
-                                 "architecture has", "convert the model again, with a newer tool")
+            raise ModelLoadError(f"{self.where}: {self.key(name)} is missing", "a key that this architecture requires",
+                                 "convert the model again, with a newer tool")
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -94,34 +94,36 @@ class Metadata:
     def has_tensor(self, name: str) -> bool:
         return name in self.tensors
 
-    def refuse_the_unread(self) -> None:
-        """Raise for a key of the architecture that was not asked for and is not known to change nothing."""
+    def refuse_unread_keys(self) -> None:
+        """Raise ModelLoadError for a key of the architecture that was not read, unless it is known to be neutral."""
         for key, value in self.header.metadata.items():
             name = key.removeprefix(f"{self.architecture}.")
-            if name == key or key in self._asked:
+            if name == key or key in self._read:
                 continue
-            good = _NEUTRAL.get(name, ())
-            if good is not None and not any(type(value) in (type(known), int, float) and value == known
-                                            for known in good):
-                raise self.fault(name, "not supported", "use a model without it, or its Hugging Face checkpoint")
+            neutral = _NEUTRAL.get(name, ())
+            if neutral is not None and not any(type(value) in (type(known), int, float) and value == known
+                                               for known in neutral):
+                raise self.fault(name, "not supported",
+                                 "use a model without it, or the model's Hugging Face checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one architecture's metadata becomes a configuration.
+    """How to turn one architecture's metadata into a configuration.
 
-    name, model_type   in Hugging Face's config.json
-    norm               field of the norms' epsilon
-    is_layer_norm      they subtract the mean
-    own                (metadata, heads, fields so far) -> more fields. It may take some of those so far out
-    head_dim           the class takes a head size of its own
-    partial            field of the part of a head that is rotated; "": whole heads are
-    rotates            it has rotary positions, whose fields are read here
+    name, model_type   architecture and model type in Hugging Face's config.json
+    special_fields     (metadata, heads, fields so far) -> fields of this family only; it can remove fields from the
+                       third argument
+    norm               field with the epsilon of the norms
+    is_layer_norm      whether the norms are LayerNorms; otherwise RMSNorms
+    head_dim           whether the configuration has the field head_dim
+    partial            field with the rotated fraction of a head; "": whole heads are rotated
+    rotates            whether the model has rotary positions
     """
 
     name: str
     model_type: str
-    own: Callable[[Metadata, Heads, dict[str, Any]], dict[str, Any]] = lambda metadata, heads, values: {}
+    special_fields: Callable[[Metadata, Heads, dict[str, Any]], dict[str, Any]] = lambda metadata, heads, values: {}
     norm: str = "rms_norm_eps"
     is_layer_norm: bool = False
     head_dim: bool = True
@@ -131,11 +133,11 @@ class Family:
 
 def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
                 factors: Callable[[str], list[float]]) -> tuple[GgufFields, Heads]:
-    """The configuration and the heads of the file.
+    """Return the configuration of the file, and its head counts and head size.
 
-    tensors   by name, of all shards
-    factors   name of a tensor -> its numbers
-    Raises ModelLoadError naming file and key, UnsupportedModelError naming the architecture.
+    tensors   name -> tensor, of all shards
+    factors   name of a tensor -> its elements
+    Raises ModelLoadError, which names file and key, or UnsupportedModelError, which names the architecture.
     """
     metadata = Metadata(header, tensors)
     _refuse_other_files(metadata)
@@ -156,7 +158,7 @@ def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
         "max_position_embeddings": metadata.need("context_length"),
         "vocab_size": _vocab_size(metadata), family.norm: metadata.need(epsilon),
         "tie_word_embeddings": not metadata.has_tensor("output.weight"), "torch_dtype": _dtype(metadata),
-        "pad_token_id": None,                  # transformers, given none, takes the family's, whatever the vocabulary
+        "pad_token_id": None,                  # without it, transformers uses the family's, even outside the vocabulary
     }
     keys = {"num_hidden_layers": "block_count", "hidden_size": "embedding_length",
             "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
@@ -170,13 +172,13 @@ def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
     values |= _head_size(metadata, family, width, heads)
     if family.rotates:
         values |= _rotary(metadata, family, heads, factors)
-    values |= family.own(metadata, heads, values)
-    metadata.refuse_the_unread()
+    values |= family.special_fields(metadata, heads, values)
+    metadata.refuse_unread_keys()
     return GgufFields(values, metadata.where, {field: metadata.key(name) for field, name in keys.items()}), heads
 
 
 def read_end_ids(header: GgufHeader) -> Fields | None:
-    """What generation_config.json would say of the tokens that end a text; None: the file says nothing."""
+    """Return the end ids, as the fields of a generation_config.json; None if the file has none."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = [header.metadata[key] for key in keys if key in header.metadata]
     for key in keys:
@@ -189,7 +191,7 @@ def _refuse_other_files(metadata: Metadata) -> None:
     kind = metadata.header.metadata.get("general.type", "model")
     if kind != "model":
         raise ModelLoadError(f"{metadata.where}: general.type is {shown(kind)}", "'model'",
-                             "pass the file of the language model itself")
+                             "pass the file of the language model")
     version = metadata.header.metadata.get("general.quantization_version", 2)
     if version != 2:
         raise ModelLoadError(f"{metadata.where}: general.quantization_version is {shown(version)}", "2",
@@ -199,19 +201,20 @@ def _refuse_other_files(metadata: Metadata) -> None:
 def _vocab_size(metadata: Metadata) -> int:
     table = metadata.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
-        raise ModelLoadError(f"{metadata.where}: token_embd.weight is {'missing' if table is None else 'no matrix'}",
-                             "the embedding of the tokens", "check that the file is complete, and a language model")
+        raise ModelLoadError(
+            f"{metadata.where}: token_embd.weight is {'missing' if table is None else 'not a matrix'}",
+            "the token embeddings, a matrix", "check that the file is complete and contains a language model")
     if metadata.get("vocab_size", table.shape[0]) != table.shape[0]:
-        raise metadata.fault("vocab_size", f"{table.shape[0]:,}, the rows of token_embd.weight")
+        raise metadata.fault("vocab_size", f"{table.shape[0]:,}, the number of rows of token_embd.weight")
     return table.shape[0]
 
 
 def _dtype(metadata: Metadata) -> str:
-    """What the weights are kept in on a GPU, as the file's own numbers need it."""
+    """Return the dtype of the weights on a GPU, chosen by the types in the file."""
     kinds = {tensor.kind for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
     if kinds <= {"F32"}:
         return "float32"
-    # Gemma's activations are beyond the range of float16.
+    # Gemma's activations exceed the range of float16.
     return "bfloat16" if kinds <= {"F32", "BF16"} or metadata.architecture.startswith("gemma") else "float16"
 
 
@@ -220,12 +223,12 @@ def _head_size(metadata: Metadata, family: Family, width: int, heads: Heads) -> 
     if given is not None and (type(given) is not int or not 1 <= given <= MAX_COUNT):
         raise metadata.fault("attention.key_length", "a positive integer")
     if metadata.get("attention.value_length", heads.size) != heads.size:
-        raise metadata.fault("attention.value_length", f"{heads.size}, as queries and keys have")
+        raise metadata.fault("attention.value_length", f"{heads.size}, the head size of queries and keys")
     if given is None and width % heads.queries:
         raise metadata.fault("embedding_length", f"a multiple of the number of attention heads, {heads.queries}")
     if family.rotates and heads.size % 2:
         raise metadata.fault("attention.key_length" if given else "embedding_length",
-                             f"an even number of entries in a head, which has {heads.size}")
+                             f"an even head size, not {heads.size}, because positions are rotary")
     if family.head_dim:
         return {"head_dim": heads.size}
     if heads.size * heads.queries != width:
@@ -234,13 +237,13 @@ def _head_size(metadata: Metadata, family: Family, width: int, heads: Heads) -> 
 
 
 def _rotary(metadata: Metadata, family: Family, heads: Heads, factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """The fields of the rotary positions, but those of layers with a window."""
+    """Return the fields of the rotary positions, except those of sliding-window layers."""
     size = metadata.count("rope.dimension_count", heads.size)
     values: dict[str, Any] = {"rope_theta": metadata.get("rope.freq_base", 10000.0)}
     if family.partial:
         if size > heads.size:
             raise metadata.fault("rope.dimension_count", f"at most the head size, {heads.size}")
-        # Half a rotated entry more, so that no rounding of the product with the head size loses one.
+        # Add half an entry, so that rounding in fraction * head size cannot lose one.
         values[family.partial] = 1.0 if size == heads.size else (size + 0.5) / heads.size
     elif size != heads.size:
         raise metadata.fault("rope.dimension_count", f"the head size, {heads.size}")
@@ -249,25 +252,25 @@ def _rotary(metadata: Metadata, family: Family, heads: Heads, factors: Callable[
         scaling = _longrope(metadata, scaling, values, factors)
     elif "rope_freqs.weight" in metadata.tensors:
         if scaling:
-            raise metadata.fault("rope.scaling.type", "'none' beside the tensor rope_freqs.weight")
+            raise metadata.fault("rope.scaling.type", "'none', because the file has the tensor rope_freqs.weight")
         scaling = _frequency_factors(metadata, heads, factors)
     return values | ({"rope_scaling": scaling} if scaling else {})
 
 
 def _scaling(metadata: Metadata) -> dict[str, Any]:
-    """`rope_scaling`, empty where nothing is scaled."""
+    """Return `rope_scaling`, empty if positions are not scaled."""
     kind = metadata.get("rope.scaling.type", "none")
     if kind in ("none", "longrope"):
         if metadata.get("rope.scaling.factor", 1.0) not in (0, 1):
-            raise metadata.fault("rope.scaling.factor", f"1 or not there, as rope.scaling.type is {kind}")
+            raise metadata.fault("rope.scaling.factor", f"1 or absent, because rope.scaling.type is {kind}")
         return {"rope_type": "longrope"} if kind == "longrope" else {}
     if kind not in ("linear", "yarn"):
         raise metadata.fault("rope.scaling.type", "none, linear, yarn or longrope")
     scaling = {"rope_type": kind, "factor": metadata.need("rope.scaling.factor")}
     if kind == "linear":
         return scaling
-    # What an attention factor beside yarn multiplies, converters and llama.cpp do not agree on: none is read, and a
-    # file that has one is refused as any other unread key.
+    # Converters and llama.cpp disagree on what an attention factor multiplies with yarn. It is not read here, so
+    # refuse_unread_keys refuses a file that has one.
     scaling["original_max_position_embeddings"] = metadata.need("rope.scaling.original_context_length")
     for field, name in (("beta_fast", "rope.scaling.yarn_beta_fast"), ("beta_slow", "rope.scaling.yarn_beta_slow")):
         if (value := metadata.get(name)) is not None:
@@ -277,35 +280,35 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 
 def _longrope(metadata: Metadata, scaling: dict[str, Any], values: dict[str, Any],
               factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """Phi-3's scaling, whose factors are two tensors."""
+    """Return `rope_scaling` of Phi-3, whose factors are stored in two tensors."""
     longest = metadata.count("context_length")
     names = ["rope_factors_short.weight", "rope_factors_long.weight"]
-    there = [name for name in names if metadata.has_tensor(name)]
+    found = [name for name in names if metadata.has_tensor(name)]
     if scaling.get("rope_type", "longrope") != "longrope":
         raise metadata.fault("rope.scaling.type", "none or longrope")
-    if not there and not scaling and metadata.count("rope.scaling.original_context_length", longest) >= longest:
+    if not found and not scaling and metadata.count("rope.scaling.original_context_length", longest) >= longest:
         return {}
-    if len(there) != 2:
-        raise ModelLoadError(f"{metadata.where} holds {', '.join(there) or 'no factors'}", " and ".join(names),
-                             "check that the file is complete")
+    if len(found) != 2:
+        raise ModelLoadError(f"{metadata.where} contains {', '.join(found) or 'no rope factors'}",
+                             f"the tensors {' and '.join(names)}", "check that the file is complete")
     values["original_max_position_embeddings"] = metadata.need("rope.scaling.original_context_length")
     return {"rope_type": "longrope", "attention_factor": metadata.get("rope.scaling.attn_factor", 1.0),
             "short_factor": factors(names[0]), "long_factor": factors(names[1])}
 
 
 def _frequency_factors(metadata: Metadata, heads: Heads, factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """What each frequency is divided by (Llama 3.1), as the factors of a longrope that nothing stretches."""
+    """Return Llama 3.1's divisors of the frequencies, as the factors of a longrope that does not extend the context."""
     numbers = factors("rope_freqs.weight")
     if len(numbers) != heads.size // 2 or not all(MIN_NUMBER <= number <= MAX_NUMBER for number in numbers):
-        raise ModelLoadError(f"{metadata.where}: rope_freqs.weight holds {shown(numbers)}",
+        raise ModelLoadError(f"{metadata.where}: rope_freqs.weight contains {shown(numbers)}",
                              f"a positive number for each of the {heads.size // 2} frequencies",
                              "convert the model again, with a newer tool")
     return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": numbers,
             "long_factor": numbers, "original_max_position_embeddings": metadata.need("context_length")}
 
 
-def _slides(metadata: Metadata, period: int) -> list[str]:
-    """`layer_types`, of a family whose layers slide but for every `period`-th one, unless the file says other."""
+def _layer_types(metadata: Metadata, period: int) -> list[str]:
+    """Return `layer_types`: the file's pattern, by default sliding attention in all but every `period`-th layer."""
     layers, name = metadata.count("block_count"), "attention.sliding_window_pattern"
     pattern = metadata.get(name)
     if isinstance(pattern, GgufArray):
@@ -322,6 +325,11 @@ def _has_biases(metadata: Metadata, name: str) -> bool:
     return metadata.has_tensor(f"blk.0.{name}.bias")
 
 
+def _refuse_grouped_keys(metadata: Metadata, heads: Heads) -> None:
+    if heads.keys != heads.queries:
+        raise metadata.fault("attention.head_count_kv", f"{heads.queries}, the number of attention heads, or absent")
+
+
 def _llama(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
     return {"attention_bias": _has_biases(metadata, "attn_q"), "mlp_bias": _has_biases(metadata, "ffn_up")}
 
@@ -331,9 +339,9 @@ def _with_attention_bias(metadata: Metadata, heads: Heads, values: dict[str, Any
 
 
 def _granite(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    # This architecture's switch for positions, unlike what the key says of others.
+    # In this architecture, unlike in others, the key switches rotary positions on and off.
     if metadata.get("rope.scaling.finetuned", True) is not True:
-        raise metadata.fault("rope.scaling.finetuned", "true: a Granite without positions is not supported")
+        raise metadata.fault("rope.scaling.finetuned", "true; a Granite without positions is not supported")
     return {**_llama(metadata, heads, values), "logits_scaling": metadata.need("logit_scale"),
             "embedding_multiplier": metadata.get("embedding_scale", 1.0),
             "residual_multiplier": metadata.get("residual_scale", 1.0),
@@ -345,12 +353,12 @@ def _gemma2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
              "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
              "final_logit_softcapping": metadata.get("final_logit_softcapping")}
     return {**{name: value for name, value in given.items() if value is not None},
-            "layer_types": _slides(metadata, 2), "query_pre_attn_scalar": _scaled_by(metadata, heads, 46)}
+            "layer_types": _layer_types(metadata, 2), "query_pre_attn_scalar": _query_scalar(metadata, heads, 46)}
 
 
-def _scaled_by(metadata: Metadata, heads: Heads, layers_of_27b: int) -> int:
-    """What the root of scales the queries of Gemma 2 and 3. No key says it: the 27B models, which are known by their
-    layers, have the width of a head's share, all others the head size."""
+def _query_scalar(metadata: Metadata, heads: Heads, layers_of_27b: int) -> int:
+    """Return `query_pre_attn_scalar` of Gemma 2 and 3, for which there is no key. The 27B models, recognized by their
+    number of layers, use hidden size / query heads; all others use the head size."""
     if metadata.count("block_count") != layers_of_27b:
         return heads.size
     return metadata.count("embedding_length") // heads.queries
@@ -360,7 +368,7 @@ def _gemma3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
     full = {"rope_type": "default", **values.pop("rope_scaling", {}), "rope_theta": values.pop("rope_theta")}
     sliding = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", 10000.0)}
     more = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding},
-            "layer_types": _slides(metadata, 6), "query_pre_attn_scalar": _scaled_by(metadata, heads, 62),
+            "layer_types": _layer_types(metadata, 6), "query_pre_attn_scalar": _query_scalar(metadata, heads, 62),
             "final_logit_softcapping": metadata.get("final_logit_softcapping") or None}
     if "sliding_attention" in more["layer_types"]:
         more["sliding_window"] = metadata.need("attention.sliding_window")
@@ -368,14 +376,14 @@ def _gemma3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
 
 
 def _olmo2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    """OLMo 3 is an OLMo 2 with windows, by the same name."""
+    """OLMo 3 is OLMo 2 with sliding windows, under the same architecture name."""
     window = metadata.get("attention.sliding_window")
     if not window:
         return {}
     full = {"rope_type": "default", **values.pop("rope_scaling", {}), "rope_theta": values.pop("rope_theta")}
     sliding = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", full["rope_theta"])}
     return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": window,
-            "layer_types": _slides(metadata, 4),
+            "layer_types": _layer_types(metadata, 4),
             "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
@@ -386,11 +394,11 @@ def _cohere(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
 
 def _cohere2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
     return {**_with_attention_bias(metadata, heads, values), "logit_scale": metadata.need("logit_scale"),
-            "sliding_window": metadata.need("attention.sliding_window"), "layer_types": _slides(metadata, 4)}
+            "sliding_window": metadata.need("attention.sliding_window"), "layer_types": _layer_types(metadata, 4)}
 
 
 def _stablelm(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    # As in llama.cpp: what the file holds decides, and the key, which always says true, does not.
+    # As in llama.cpp, the tensors decide. Converters always write true under the key; reading it marks it as known.
     metadata.get("use_parallel_residual")
     return {"use_qkv_bias": _has_biases(metadata, "attn_q"),
             "qk_layernorm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
@@ -398,9 +406,9 @@ def _stablelm(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[
 
 
 def _falcon(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    """As llama.cpp computes it: attention and MLP side by side, rotary positions."""
+    """As llama.cpp computes it: attention and MLP in parallel, rotary positions."""
     if metadata.get("tensor_data_layout", "jploski") != "jploski":
-        raise metadata.fault("tensor_data_layout", "'jploski', or not there")
+        raise metadata.fault("tensor_data_layout", "'jploski' or absent")
     has_own_norms = metadata.has_tensor("blk.0.attn_norm_2.weight")
     is_new = has_own_norms or heads.keys > 1
     return {"ffn_hidden_size": values.pop("intermediate_size"), "num_kv_heads": values.pop("num_key_value_heads"),
@@ -410,8 +418,7 @@ def _falcon(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[st
 
 
 def _bloom(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    if heads.keys != heads.queries:
-        raise metadata.fault("attention.head_count_kv", f"{heads.queries}, the attention heads, or not there")
+    _refuse_grouped_keys(metadata, heads)
     if values.pop("intermediate_size") != 4 * values["hidden_size"]:
         raise metadata.fault("feed_forward_length", f"{4 * values['hidden_size']:,}, four times embedding_length")
     return {}
@@ -420,7 +427,7 @@ def _bloom(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str
 def _phi3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
     window = metadata.get("attention.sliding_window")
     if window is None:
-        # The first files do not say it. These four models are known by their shapes, to llama.cpp too.
+        # Early files lack the key. As in llama.cpp, these four models are recognized by their sizes.
         layers, longest = values["num_hidden_layers"], values["max_position_embeddings"]
         windows = {(32, 4096): 2047, (40, 4096): 2047, (40, 131072): 131072}
         if heads.keys == 32:
@@ -430,14 +437,12 @@ def _phi3(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str,
 
 
 def _gpt2(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    if heads.keys != heads.queries:
-        raise metadata.fault("attention.head_count_kv", f"{heads.queries}, the attention heads, or not there")
+    _refuse_grouped_keys(metadata, heads)
     return {"n_inner": values.pop("intermediate_size")}
 
 
 def _gpt_neox(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
-    if heads.keys != heads.queries:
-        raise metadata.fault("attention.head_count_kv", f"{heads.queries}, the attention heads, or not there")
+    _refuse_grouped_keys(metadata, heads)
     return {"rotary_emb_base": values.pop("rope_theta"), "attention_bias": _has_biases(metadata, "attn_qkv"),
             "use_parallel_residual": metadata.need("use_parallel_residual")}
 

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: its metadata and where its tensors lie, all checked before anything is made of it.
+"""The header of a GGUF file: its metadata and the byte ranges of its tensors, read and checked.
 
-The file is not trusted. Every count, length, type and offset is compared with the file's size and with a bound of this
-module before memory is taken for it. Arrays, which hold a vocabulary, are checked entry by entry and left in the file:
-`read_gguf_array` reads one. Source: the GGUF specification of ggml (docs/gguf.md), versions 2 and 3.
+The file is not trusted. Every count, length, type and offset is checked against the file's size and a bound of this
+module before memory is allocated for it. Arrays, such as the vocabulary, are checked entry by entry but left in the
+file; `read_gguf_array` reads one. Source: the GGUF specification of ggml (docs/gguf.md), versions 2 and 3.
 """
 
 import math
@@ -20,16 +20,16 @@ from .json_file import MAX_COUNT, shown
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 64 * 2**20        # a vocabulary of a million tokens takes 40 MiB
-MAX_TEXT_BYTES = 8 * 2**20           # of all texts that are no array's together: names, licence, chat templates
-MAX_ENTRIES = 65_536                 # of the metadata, and as many tensors
+MAX_TEXT_BYTES = 8 * 2**20           # of all strings outside arrays together: names, licence, chat templates
+MAX_ENTRIES = 65_536                 # of the metadata; also of the tensors
 MAX_KEY_BYTES, MAX_NAME_BYTES = 1024, 64
-MAX_TEXTS = 2**21                    # in one array: a vocabulary, or its merges
+MAX_TEXTS = 2**21                    # strings in one array: a vocabulary, or its merges
 MAX_RANK = 4
 MAX_ALIGNMENT = 2**20
 DEFAULT_ALIGNMENT = 32
-_READ_BYTES = 2**20                  # the header's end is not known before it is read
+_READ_BYTES = 2**20                  # bytes per read; the header does not state its own length
 
-# Types of tensors: number -> name, numbers in one block, bytes of one block.
+# Tensor types: number -> name, elements per block, bytes per block.
 TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
@@ -43,7 +43,7 @@ TENSOR_TYPES = {
 _REMOVED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
                   37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 
-# Types of values: number -> name, layout of one.
+# Value types of metadata: number -> name, layout.
 _VALUE_TYPES = {0: ("uint8", "<u1"), 1: ("int8", "<i1"), 2: ("uint16", "<u2"), 3: ("int16", "<i2"),
                 4: ("uint32", "<u4"), 5: ("int32", "<i4"), 6: ("float32", "<f4"), 7: ("bool", "<u1"),
                 10: ("uint64", "<u8"), 11: ("int64", "<i8"), 12: ("float64", "<f8")}
@@ -55,9 +55,9 @@ _LENGTH, _SHORT_LENGTH = struct.Struct("<Q"), struct.Struct("<I")
 class GgufArray:
     """An array of the metadata, left in the file.
 
-    kind         "text", "bool", or a number's type such as "uint32"
-    count        of its entries
-    begin, end   its bytes in the file, without type and count
+    kind         "text", "bool", or a numeric type such as "uint32"
+    count        number of entries
+    begin, end   byte range of the entries in the file
     """
 
     kind: str
@@ -71,11 +71,12 @@ class GgufArray:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """
-    kind          the name of its type, such as "Q4_K"
-    shape         as torch has it: rows first
-    row_bytes     of the numbers along the last dimension
-    begin, end    its bytes in the file
+    """A tensor of the file.
+
+    kind         name of its type, such as "Q4_K"
+    shape        in torch's order: rows first
+    row_bytes    bytes of one row, the elements along the last dimension
+    begin, end   byte range in the file
     """
 
     kind: str
@@ -87,9 +88,9 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file says.
+    """The checked header of a GGUF file.
 
-    identity   of the file that was read: another one in its place has another
+    identity   device, inode, size and modification time of the file, which tell whether it was replaced
     metadata   key -> bool, int, float, str or GgufArray
     tensors    name -> GgufTensor
     """
@@ -102,8 +103,10 @@ class GgufHeader:
 
 
 def read_gguf_header(checkpoint_file: CheckpointFile) -> GgufHeader:
-    """The checked header of the file, which `folder.gguf_file(path)` names. Raises ModelLoadError naming file and key
-    or tensor."""
+    """Read and check the header of a file, which `folder.gguf_file(path)` returns.
+
+    Raises ModelLoadError, which names the file and the key or tensor.
+    """
     try:
         with checkpoint_file.real_path.open("rb") as file:
             return _Reader(checkpoint_file, file).header()
@@ -112,9 +115,9 @@ def read_gguf_header(checkpoint_file: CheckpointFile) -> GgufHeader:
 
 
 def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
-    """The array under `key`: texts as a list, numbers as one dimension of their own type, flags as bool.
+    """Read the array under `key`: strings as a list, numbers and flags as a 1-D array of their type.
 
-    Raises ModelLoadError where `key` holds no array, where a text is not UTF-8, or where the file has changed.
+    Raises ModelLoadError if `key` has no array, a string is not UTF-8, or the file has changed.
     """
     array, where = header.metadata.get(key), f"{header.file}: {shown(key)}"
     if not isinstance(array, GgufArray):
@@ -131,16 +134,16 @@ def read_gguf_array(header: GgufHeader, key: str) -> list[str] | np.ndarray:
         layout = next(layout for name, layout in _VALUE_TYPES.values() if name == array.kind)
         numbers = np.frombuffer(data, layout)
         return numbers.astype(bool) if array.kind == "bool" else numbers
-    texts, place = [], 0
+    texts, end = [], 0
     for _ in range(array.count):
-        start = place + _LENGTH.size
-        place = start + (_LENGTH.unpack_from(data, place)[0] if start <= len(data) else len(data))
-        if place > len(data):
+        start = end + _LENGTH.size
+        end = start + (_LENGTH.unpack_from(data, end)[0] if start <= len(data) else len(data))
+        if end > len(data):
             raise changed(header.file)
         try:
-            texts.append(data[start:place].decode())
+            texts.append(data[start:end].decode())
         except UnicodeDecodeError:
-            raise ModelLoadError(f"{where} has {shown(data[start:place])} at {len(texts):,}", "UTF-8") from None
+            raise ModelLoadError(f"{where}[{len(texts)}] is {shown(data[start:end])}", "a UTF-8 string") from None
     return texts
 
 
@@ -150,7 +153,7 @@ def incomplete(file: CheckpointFile, reason: str) -> ModelLoadError:
 
 
 def open_again(header: GgufHeader) -> BinaryIO:
-    """The file whose header was read. Raises OSError, and ModelLoadError where it is another one by now."""
+    """Open the file again for its data. Raises OSError, or ModelLoadError if it has changed since."""
     file = header.file.real_path.open("rb", buffering=0)
     if _identity(file) != header.identity:
         file.close()
@@ -164,18 +167,18 @@ def _identity(file: BinaryIO) -> tuple[int, ...]:
 
 
 def changed(file: CheckpointFile) -> ModelLoadError:
-    return ModelLoadError(f"{file} has changed since its header was read", "the same file",
-                          "load it again, and replace no file while it is loaded")
+    return ModelLoadError(f"{file} has changed since its header was read", "an unchanged file",
+                          "load the model again, and replace no file meanwhile")
 
 
 class _Reader:
-    """Reads on from the beginning of one file, which `data` holds as far as it was needed."""
+    """Reads the header of one file from its start. `_data` has the bytes read so far; `_offset` is the next to use."""
 
     def __init__(self, checkpoint_file: CheckpointFile, file: BinaryIO) -> None:
         self.where, self._file = checkpoint_file, file
         self.file_bytes = os.fstat(file.fileno()).st_size
         self._data = bytearray()
-        self._place = 0
+        self._offset = 0
         self._text_bytes = 0
 
     def header(self) -> GgufHeader:
@@ -185,17 +188,18 @@ class _Reader:
         for _ in range(num_entries):
             key = self._short_text("a key", MAX_KEY_BYTES)
             if key in metadata:
-                raise ModelLoadError(f"{self.where}: the key {shown(key)} occurs twice", "every key once")
+                raise ModelLoadError(f"{self.where}: the key {shown(key)} occurs twice", "unique keys")
             metadata[key] = self._value(f"{shown(key)}", self._unsigned(_SHORT_LENGTH, "a value's type"))
-        stated = {}
+        descriptions = {}
         for _ in range(num_tensors):
             name = self._short_text("a tensor's name", MAX_NAME_BYTES)
-            if name in stated:
-                raise ModelLoadError(f"{self.where}: the tensor {shown(name)} occurs twice", "every tensor once")
-            stated[name] = self._tensor(name)
+            if name in descriptions:
+                raise ModelLoadError(f"{self.where}: the tensor {shown(name)} occurs twice", "unique tensor names")
+            descriptions[name] = self._description(name)
         alignment = self._alignment(metadata)
-        start = -(-self._place // alignment) * alignment
-        tensors = {name: self._placed(name, start, alignment, *said) for name, said in stated.items()}
+        start = -(-self._offset // alignment) * alignment
+        tensors = {name: self._tensor(name, start, alignment, *description)
+                   for name, description in descriptions.items()}
         self._refuse_overlap(tensors)
         return GgufHeader(self.where, _identity(self._file), version, metadata, tensors)
 
@@ -210,7 +214,7 @@ class _Reader:
         if version & 0xFFFF == 0 and int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
             raise ModelLoadError(f"{self.where} is a big-endian GGUF file", "a little-endian one",
                                  "convert it with gguf-convert-endian of the gguf library")
-        raise ModelLoadError(f"{self.where} is of GGUF version {version}",
+        raise ModelLoadError(f"{self.where} has GGUF version {version}",
                              f"version {' or '.join(map(str, VERSIONS))}", "convert the model again with a newer tool")
 
     def _count(self, name: str) -> int:
@@ -224,14 +228,14 @@ class _Reader:
             length = self._length(key)
             self._text_bytes += length
             if self._text_bytes > MAX_TEXT_BYTES:
-                raise ModelLoadError(f"{self.where}: {key} makes {self._text_bytes:,} bytes of text in the metadata",
-                                     f"at most {MAX_TEXT_BYTES:,}")
+                raise ModelLoadError(f"{self.where}: up to {key}, the strings in the metadata take "
+                                     f"{self._text_bytes:,} bytes", f"at most {MAX_TEXT_BYTES:,}")
             return self._text(self._take(length, key), key)
         if kind == _ARRAY:
             return self._array(key)
         if kind not in _VALUE_TYPES:
-            raise ModelLoadError(f"{self.where}: {key} is of the value type {kind}",
-                                 "one that GGUF version 3 has: 0 to 12")
+            raise ModelLoadError(f"{self.where}: {key} has value type {kind}",
+                                 "a value type of GGUF version 3: 0 to 12")
         layout = np.dtype(_VALUE_TYPES[kind][1])
         data = self._take(layout.itemsize, key)
         if kind == _BOOL and data[0] > 1:
@@ -243,52 +247,52 @@ class _Reader:
         kind, count = self._unsigned(_SHORT_LENGTH, key), self._length(key)
         if kind == _TEXT:
             if count > MAX_TEXTS:
-                raise ModelLoadError(f"{self.where}: {key} has {count:,} texts", f"at most {MAX_TEXTS:,}")
-            begin = self._place
+                raise ModelLoadError(f"{self.where}: {key} has {count:,} strings", f"at most {MAX_TEXTS:,}")
+            begin = self._offset
             self._skip_texts(count, key)
-            return GgufArray("text", count, begin, self._place)
+            return GgufArray("text", count, begin, self._offset)
         if kind == _ARRAY:
-            raise ModelLoadError(f"{self.where}: {key} is an array of arrays", "an array of texts, numbers or flags")
+            raise ModelLoadError(f"{self.where}: {key} is an array of arrays", "an array of strings, numbers or flags")
         if kind not in _VALUE_TYPES:
-            raise ModelLoadError(f"{self.where}: {key} is an array of the value type {kind}",
-                                 "one that GGUF version 3 has: 0 to 12")
+            raise ModelLoadError(f"{self.where}: {key} is an array of value type {kind}",
+                                 "a value type of GGUF version 3: 0 to 12")
         name, layout = _VALUE_TYPES[kind]
-        begin = self._place
+        begin = self._offset
         self._skip(count * np.dtype(layout).itemsize, key)
-        if kind == _BOOL and any(self._data[begin : self._place].translate(None, b"\0\1")):
+        if kind == _BOOL and any(self._data[begin : self._offset].translate(None, b"\0\1")):
             raise ModelLoadError(f"{self.where}: {key} has a flag that is neither 0 nor 1", "0 or 1")
-        return GgufArray(name, count, begin, self._place)
+        return GgufArray(name, count, begin, self._offset)
 
     def _skip_texts(self, count: int, key: str) -> None:
-        """Past so many texts. This loop sees each token of a vocabulary once, and makes no text of it."""
-        place, unpack = self._place, _LENGTH.unpack_from
+        """Skip `count` strings. The loop runs once per token of a vocabulary, so it decodes nothing."""
+        offset, unpack = self._offset, _LENGTH.unpack_from
         for _ in range(count):
-            if place + 8 > len(self._data):
-                self._read_to(place + 8, key)
-            place += 8 + unpack(self._data, place)[0]
-            if place > len(self._data):
-                self._read_to(place, key)
-        self._place = place
+            if offset + 8 > len(self._data):
+                self._read_to(offset + 8, key)
+            offset += 8 + unpack(self._data, offset)[0]
+            if offset > len(self._data):
+                self._read_to(offset, key)
+        self._offset = offset
 
-    def _tensor(self, name: str) -> tuple[str, tuple[int, ...], int, int, int]:
-        """Type, shape, bytes of a row, bytes and offset, as the file says them."""
+    def _description(self, name: str) -> tuple[str, tuple[int, ...], int, int, int]:
+        """Read one tensor's type, shape, bytes per row, bytes, and offset in the data."""
         rank = self._unsigned(_SHORT_LENGTH, name)
         if not 1 <= rank <= MAX_RANK:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has {rank:,} dimensions", f"1..{MAX_RANK}")
+            raise ModelLoadError(f"{self.where}: {shown(name)} has {rank:,} dimensions", f"1 to {MAX_RANK}")
         shape = tuple(self._unsigned(_LENGTH, name) for _ in range(rank))[::-1]
         if not all(1 <= size <= MAX_COUNT for size in shape) or math.prod(shape) > MAX_COUNT:
             raise ModelLoadError(f"{self.where}: {shown(name)} has shape {list(shape)}",
-                                 f"sizes of 1 and more, whose product is at most {MAX_COUNT:,}")
+                                 f"sizes >= 1 with a product of at most {MAX_COUNT:,}")
         kind = self._unsigned(_SHORT_LENGTH, name)
         if kind not in TENSOR_TYPES:
-            removed = f", {_REMOVED_TYPES[kind]}, which the format no longer has" if kind in _REMOVED_TYPES else ""
-            raise ModelLoadError(f"{self.where}: {shown(name)} is of the tensor type {kind}{removed}",
+            removed = f" ({_REMOVED_TYPES[kind]}, which was removed from the format)" if kind in _REMOVED_TYPES else ""
+            raise ModelLoadError(f"{self.where}: {shown(name)} has tensor type {kind}{removed}",
                                  f"one of {', '.join(known for known, _, _ in TENSOR_TYPES.values())}",
                                  "convert or quantise the model again")
         kind_name, block, block_bytes = TENSOR_TYPES[kind]
         if shape[-1] % block:
-            raise ModelLoadError(f"{self.where}: {shown(name)} has rows of {shape[-1]:,} numbers in {kind_name}",
-                                 f"a multiple of {block}, which are one block of that type")
+            raise ModelLoadError(f"{self.where}: {shown(name)} has rows of {shape[-1]:,} elements in {kind_name}",
+                                 f"a multiple of {block}, the block size of that type")
         row_bytes = shape[-1] // block * block_bytes
         return kind_name, shape, row_bytes, row_bytes * math.prod(shape[:-1]), self._unsigned(_LENGTH, name)
 
@@ -299,10 +303,10 @@ class _Reader:
                                  f"a power of two up to {MAX_ALIGNMENT:,}")
         return alignment
 
-    def _placed(self, name: str, start: int, alignment: int, kind: str, shape: tuple[int, ...], row_bytes: int,
+    def _tensor(self, name: str, start: int, alignment: int, kind: str, shape: tuple[int, ...], row_bytes: int,
                 num_bytes: int, offset: int) -> GgufTensor:
         if offset % alignment:
-            raise ModelLoadError(f"{self.where}: {shown(name)} lies at {offset:,} of the data",
+            raise ModelLoadError(f"{self.where}: {shown(name)} has offset {offset:,}",
                                  f"a multiple of the alignment, {alignment}")
         if start + offset + num_bytes > self.file_bytes:
             raise incomplete(self.where, f"{shown(name)} ends at byte {start + offset + num_bytes:,}; the file has "
@@ -313,8 +317,8 @@ class _Reader:
         end, before = 0, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
             if tensor.begin < end:
-                raise incomplete(self.where, f"{shown(name)} begins at byte {tensor.begin:,}, and {shown(before)} ends "
-                                             f"at {end:,}")
+                raise incomplete(self.where, f"{shown(name)} begins at byte {tensor.begin:,}, before {shown(before)} "
+                                             f"ends at {end:,}")
             end, before = tensor.end, name
 
     # ------------------------------------------------------------------ bytes
@@ -322,7 +326,7 @@ class _Reader:
     def _short_text(self, what: str, max_bytes: int) -> str:
         length = self._length(what)
         if not 1 <= length <= max_bytes:
-            raise ModelLoadError(f"{self.where}: {what} has {length:,} bytes", f"1..{max_bytes:,}")
+            raise ModelLoadError(f"{self.where}: {what} has {length:,} bytes", f"1 to {max_bytes:,}")
         return self._text(self._take(length, what), what)
 
     def _text(self, data: bytearray, what: str) -> str:
@@ -332,10 +336,10 @@ class _Reader:
             raise ModelLoadError(f"{self.where}: {what} is {shown(bytes(data))}", "UTF-8") from None
 
     def _length(self, what: str) -> int:
-        """A length or count, which the rest of the file can hold as so many bytes."""
+        """Read a length or count. Each entry takes at least one byte, so it is at most the bytes left in the file."""
         length = self._unsigned(_LENGTH, what)
-        if length > self.file_bytes - self._place:
-            raise incomplete(self.where, f"{what} has a length of {length:,}; {self.file_bytes - self._place:,} bytes "
+        if length > self.file_bytes - self._offset:
+            raise incomplete(self.where, f"{what} has a length of {length:,}; {self.file_bytes - self._offset:,} bytes "
                                          "are left")
         return length
 
@@ -344,16 +348,16 @@ class _Reader:
 
     def _take(self, num_bytes: int, what: str) -> bytearray:
         self._skip(num_bytes, what)
-        return self._data[self._place - num_bytes : self._place]
+        return self._data[self._offset - num_bytes : self._offset]
 
     def _skip(self, num_bytes: int, what: str) -> None:
-        end = self._place + num_bytes
+        end = self._offset + num_bytes
         if end > len(self._data):
             self._read_to(end, what)
-        self._place = end
+        self._offset = end
 
     def _read_to(self, end: int, what: str) -> None:
-        """Make `data` hold the first `end` bytes. Raises where the file has fewer, or a header has not so many."""
+        """Extend `_data` to the first `end` bytes. Raises if the file, or the largest allowed header, has fewer."""
         if end > self.file_bytes:
             raise incomplete(self.where, f"{what} ends at byte {end:,}; the file has {self.file_bytes:,}")
         if end > MAX_HEADER_BYTES:

@@ -1,8 +1,8 @@
-"""Which tensor of a GGUF file is which of Hugging Face's, and how its rows lie there.
+"""Maps Hugging Face's tensor names to the tensors of a GGUF file.
 
-llama.cpp's converter renames every tensor, and changes some: it puts the rotated halves of a Llama's queries and keys
-beside each other, adds one to a Gemma's norms, writes GPT-2's matrices the other way round and takes fused projections
-apart by kind. `Place` says what undoes that.
+llama.cpp's converter renames every tensor and changes some: it interleaves the rotated halves of Llama's queries and
+keys, adds one to Gemma's norms, transposes GPT-2's matrices, and groups the rows of fused projections into queries,
+keys and values. A `Location` says how to undo that.
 """
 
 import re
@@ -20,7 +20,7 @@ from .json_file import shown
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What the order of rows depends on: heads of queries and of keys, and entries of one."""
+    """Numbers of query and key heads, and the head size. The order of rows depends on them."""
 
     queries: int
     keys: int
@@ -28,16 +28,16 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor with one of Hugging Face's names stands.
+class Location:
+    """Where a Hugging Face tensor is in the GGUF file, and how to restore it.
 
-    tensor       its name in the GGUF file
-    rows         the rows of that tensor that it is; None: all
-    is_one_row   it has one dimension less than they: it is the one row
-    order        () -> [rows] int64, the row of the GGUF tensor that each of its rows is; None: the same. Made when the
-                 tensor is read, whose shape is known to be right by then
-    transposed   the GGUF tensor has its columns as rows
-    offset       what is added to every number of it
+    tensor       name of the GGUF tensor
+    rows         rows of the GGUF tensor that belong to it; None: all
+    is_one_row   `rows` is one row, and the tensor is that row without the first dimension
+    order        () -> [rows] int64, the GGUF row of each of its rows; None: unchanged. Called when the tensor is read,
+                 after its shape is checked
+    transposed   the GGUF tensor is the transpose
+    offset       number to add to every element
     """
 
     tensor: str
@@ -48,7 +48,7 @@ class Place:
     offset: float = 0.0
 
 
-# What a tensor is called in a block and what its counterpart is called in a layer; without ".weight" and ".bias".
+# Name in a GGUF block -> name in a Hugging Face layer, both without ".weight" or ".bias".
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _QKV = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
 _GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
@@ -73,14 +73,14 @@ _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 
 
 def halves_apart(heads: int, size: int) -> torch.Tensor:
-    """The order of a Llama's queries or keys: the file has first and second halves of a head row by row."""
+    """Row order of Llama's queries or keys: the file interleaves the two halves of each head."""
     rows = torch.arange(heads * size, dtype=torch.int64, device="cpu")
     return rows.view(heads, size // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def parts_by_key_head(heads: Heads) -> torch.Tensor:
-    """The order of a fused projection that has, for each key head, its queries, its key and its value: the file has all
-    queries, all keys, all values."""
+    """Row order of a fused projection: by key head, each with its queries, its key and its value. The file has all
+    queries, then all keys, then all values."""
     rows = torch.arange((heads.queries + 2 * heads.keys) * heads.size, dtype=torch.int64, device="cpu")
     queries, keys, values = rows.view(-1, heads.size).split([heads.queries, heads.keys, heads.keys])
     return torch.cat([part.reshape(heads.keys, -1) for part in (queries, keys, values)], 1).reshape(-1)
@@ -101,17 +101,17 @@ def _fused_rows(name: str, heads: Heads) -> Order:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The tensors of one architecture.
+    """The tensor names of one architecture, and what the converter changes.
 
-    layer       in a block -> in a layer
-    layers      what comes before the number of a layer
-    outside     of the tensors that are in no layer
-    rows        (name in the block, heads) -> the order of a tensor's rows; None: as they are
-    offset      of the numbers of norms
-    transposed  the matrices in a block that are stored the other way round
-    by_head     the matrices in a block whose rows are tensors of their own, one for each head
-    two_norms   what else is called otherwise where a block has two norms beside each other
-    ignored     tensors that the configuration was made from
+    layer       name in a GGUF block -> name in a Hugging Face layer
+    layers      Hugging Face's prefix of a layer's number
+    outside     GGUF name -> Hugging Face's name, for tensors outside the layers
+    rows        (name in a block, heads) -> row order of the tensor; None: unchanged
+    offset      number to add to the weights of norms
+    transposed  names of matrices in a block that the converter transposes
+    by_head     names of matrices in a block whose rows are separate tensors, one for each head, in Hugging Face's
+    two_norms   changes to `layer` for blocks with two parallel norms
+    ignored     tensors that only the configuration needs
     """
 
     layer: Mapping[str, str]
@@ -160,10 +160,12 @@ _IN_A_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
 _OUTSIDE_BLOCKS = re.compile(r"(\w+)\.(weight|bias)")
 
 
-def places(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
-           file: CheckpointFile) -> dict[str, Place]:
-    """Hugging Face's name -> its place, for every tensor of the file. Raises ModelLoadError for one that `architecture`
-    has not."""
+def locate(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
+           file: CheckpointFile) -> dict[str, Location]:
+    """Return Hugging Face's name -> location for every tensor of the file.
+
+    Raises ModelLoadError for a tensor that `architecture` does not use.
+    """
     names, found = NAMES[architecture], {}
     layer = {**names.layer, **(names.two_norms if "blk.0.attn_norm_2.weight" in tensors else {})}
     for tensor in tensors:
@@ -177,25 +179,25 @@ def places(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
             name, kind = outside.groups()
             counterpart, prefix = names.outside[name], ""
         else:
-            raise ModelLoadError(f"{file} holds {shown(tensor)}",
-                                 f"the tensors that llama.cpp's converter writes for {architecture}",
-                                 "such a variant of the architecture is not supported: use another model")
+            raise ModelLoadError(f"{file} contains tensor {shown(tensor)}",
+                                 f"only tensors that llama.cpp's converter writes for {architecture}",
+                                 "this variant of the architecture is not supported; use another model")
         if name in names.by_head:
-            found.update({f"{prefix}.{counterpart}.{row}.{kind}": Place(tensor, range(row, row + 1), is_one_row=True)
+            found.update({f"{prefix}.{counterpart}.{row}.{kind}": Location(tensor, range(row, row + 1), is_one_row=True)
                           for row in range(tensors[tensor].shape[0])})
             continue
         if name == "attn_qkv" and counterpart.endswith(".qkv"):
-            found.update(_taken_apart(tensor, kind, f"{prefix}.{counterpart.removesuffix('.qkv')}", heads))
+            found.update(_split_qkv(tensor, kind, f"{prefix}.{counterpart.removesuffix('.qkv')}", heads))
             continue
-        found[f"{prefix}.{counterpart}.{kind}".removeprefix(".")] = Place(
+        found[f"{prefix}.{counterpart}.{kind}".removeprefix(".")] = Location(
             tensor, order=names.rows(name, heads), transposed=name in names.transposed and kind == "weight",
             offset=names.offset if name.endswith("norm") else 0.0)
     return found
 
 
-def _taken_apart(tensor: str, kind: str, prefix: str, heads: Heads) -> dict[str, Place]:
-    """Queries, keys and values of a fused projection."""
+def _split_qkv(tensor: str, kind: str, prefix: str, heads: Heads) -> dict[str, Location]:
+    """Locate queries, keys and values in a fused projection."""
     ends = [heads.queries * heads.size, heads.keys * heads.size, heads.keys * heads.size]
     starts = [0, ends[0], ends[0] + ends[1]]
-    return {f"{prefix}.{part}_proj.{kind}": Place(tensor, range(start, start + rows))
+    return {f"{prefix}.{part}_proj.{kind}": Location(tensor, range(start, start + rows))
             for part, start, rows in zip("qkv", starts, ends, strict=True)}

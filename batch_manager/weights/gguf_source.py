@@ -1,4 +1,4 @@
-"""Tensors of GGUF files, each made of its blocks a few rows at a time."""
+"""Tensors of GGUF files, decoded a few rows at a time."""
 
 import contextlib
 import math
@@ -15,49 +15,49 @@ from ..errors import ModelLoadError
 from ..loading_thread import check_interruption
 from .folder import CheckpointFile
 from .gguf_header import GgufHeader, GgufTensor, changed, open_again
-from .gguf_names import Place
+from .gguf_names import Location
 from .json_file import shown
 from .source import Shape
 
-BLOCK_NUMBERS = 2**17                # made at a time, unless one row is longer: small enough for a cache
+BLOCK_NUMBERS = 2**17                # elements decoded at a time, at least one row; small enough for a CPU cache
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_FACTORS = 2**20
 
 
 def numbers_of(headers: Sequence[GgufHeader], name: str) -> list[float]:
-    """A small tensor of F32 that belongs to the configuration. Raises ModelLoadError."""
+    """Read a small F32 tensor that belongs to the configuration. Raises ModelLoadError."""
     header = next(header for header in headers if name in header.tensors)
     tensor = header.tensors[name]
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_FACTORS:
         raise ModelLoadError(f"{header.file}: {shown(name)} has shape {list(tensor.shape)} and type {tensor.kind}",
-                             f"one dimension of at most {MAX_FACTORS:,} numbers in F32")
+                             f"one dimension of at most {MAX_FACTORS:,} elements in F32")
     with _Files(headers).reading(name) as read:
         return np.frombuffer(read(0, tensor.end - tensor.begin), "<f4").tolist()
 
 
 class GgufWeights:
-    """The tensors of one model's GGUF files under Hugging Face's names, converted to one dtype on one device as they
-    are asked for.
+    """The tensors of one model's GGUF files under Hugging Face's names, converted on request to one dtype on one
+    device.
 
-    Beside the tensor that is handed out there is never more in memory than a few rows of it. `finish` raises when
-    tensors are left that the model did not ask for.
+    Reading a tensor needs memory for that tensor and a few of its rows. `finish` raises if a tensor was never
+    requested.
     """
 
-    def __init__(self, headers: Sequence[GgufHeader], places: Mapping[str, Place], device: torch.device,
+    def __init__(self, headers: Sequence[GgufHeader], locations: Mapping[str, Location], device: torch.device,
                  dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.num_bytes = 0
-        self._places = places
+        self._locations = locations
         self._tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
         self._first = headers[0].file
         self._files = _Files(headers)
         self._used: set[str] = set()
-        holders = {tensor.kind: name for name, tensor in self._tensors.items()}
-        self._makers = {kind: _maker(kind, self._files.of(name)) for kind, name in holders.items()}
+        examples = {tensor.kind: name for name, tensor in self._tensors.items()}
+        self._decoders = {kind: _decoder(kind, self._files.of(name)) for kind, name in examples.items()}
 
     @property
     def num_weights(self) -> int:
-        """Numbers in all tensors that the files say they hold."""
+        """Number of elements in all tensors of the files."""
         return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
 
     @property
@@ -65,7 +65,7 @@ class GgufWeights:
         return Counter(tensor.kind for tensor in self._tensors.values())
 
     def has(self, name: str) -> bool:
-        return name in self._places
+        return name in self._locations
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
         return self.stacked([(name, shape)])
@@ -77,91 +77,92 @@ class GgufWeights:
         result = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
         start = 0
         for name, shape in parts:
-            self._fill(result[start : start + shape[0]], self._places[name])
+            self._fill(result[start : start + shape[0]], self._locations[name])
             start += shape[0]
             self._used.add(name)
         self.num_bytes += result.nbytes
         return result
 
     def tied(self, name: str, to: str) -> None:
-        if name in self._places:
-            raise ModelLoadError(f"{self._file_of(name)} holds {self._places[name].tensor!r}",
-                                 f"nothing of the kind where the model's class takes {to!r} in its place",
-                                 "correct the class")
+        if name in self._locations:
+            raise ModelLoadError(f"{self._file_of(name)} contains tensor {self._locations[name].tensor!r}",
+                                 f"no such tensor, because the model class uses {to!r} in its place",
+                                 "correct the model class")
 
     def count_copy(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Raises when a tensor was not asked for. (No converter writes what is `harmless`.)"""
-        left = sorted(self._places.keys() - self._used)
+        """Raise if a tensor was never requested. `harmless` is ignored: converters write no such tensors."""
+        left = sorted(self._locations.keys() - self._used)
         if left:
-            more = f" and {len(left) - 1} more tensors" if left[1:] else ""
-            raise ModelLoadError(f"{self._file_of(left[0])} holds {shown(self._places[left[0]].tensor)}{more}, which "
-                                 "the model has not", "every tensor belongs to the model that the metadata describes",
+            more = f" and {len(left) - 1} more" if left[1:] else ""
+            raise ModelLoadError(f"{self._file_of(left[0])} contains tensor {shown(self._locations[left[0]].tensor)}"
+                                 f"{more}, which the model does not use",
+                                 "only tensors of the model that the metadata describes",
                                  "check that the file is complete")
 
     def _file_of(self, name: str) -> CheckpointFile:
-        return self._files.of(self._places[name].tensor)
+        return self._files.of(self._locations[name].tensor)
 
     def _check(self, name: str, shape: Shape) -> None:
-        if name not in self._places:
-            raise ModelLoadError(f"{self._first} has no tensor for {name!r}", f"one of shape {list(shape)}",
+        if name not in self._locations:
+            raise ModelLoadError(f"{self._first} has no tensor for {name!r}", f"a tensor of shape {list(shape)}",
                                  "check that the file is complete, with all of its shards")
-        place = self._places[name]
-        stored = self._tensors[place.tensor]
-        found = stored.shape[::-1] if place.transposed else stored.shape
-        if place.rows is not None:
-            found = (len(place.rows), *found[1:]) if place.rows.stop <= found[0] else ()
-        if place.is_one_row:
+        location = self._locations[name]
+        stored = self._tensors[location.tensor]
+        found = stored.shape[::-1] if location.transposed else stored.shape
+        if location.rows is not None:
+            found = (len(location.rows), *found[1:]) if location.rows.stop <= found[0] else ()
+        if location.is_one_row:
             found = found[1:]
         if found != tuple(shape):
-            raise ModelLoadError(f"{self._file_of(name)}: {place.tensor!r} has shape {list(stored.shape)}",
-                                 f"{list(shape)} for {name!r}, as the metadata asks for",
+            raise ModelLoadError(f"{self._file_of(name)}: {location.tensor!r} has shape {list(stored.shape)}",
+                                 f"{list(shape)} for {name!r}, by the metadata",
                                  "check that the file is complete")
 
-    def _fill(self, target: torch.Tensor, place: Place) -> None:
-        """Write the tensor into `target`, which has its shape; on the device "meta" there is nothing to write."""
+    def _fill(self, target: torch.Tensor, location: Location) -> None:
+        """Read the tensor into `target`, which has its shape. On the device "meta" nothing is read."""
         if target.device.type == "meta":
             return
-        with self._files.reading(place.tensor) as read:
-            stored = self._tensors[place.tensor]
-            make = self._makers[stored.kind]
+        with self._files.reading(location.tensor) as read:
+            stored = self._tensors[location.tensor]
+            decode = self._decoders[stored.kind]
 
             def rows(begin: int, count: int) -> torch.Tensor:
                 """[count, columns]"""
-                block = make(read(begin * stored.row_bytes, count * stored.row_bytes), count)
-                return block + place.offset if place.offset else block
+                block = decode(read(begin * stored.row_bytes, count * stored.row_bytes), count)
+                return block + location.offset if location.offset else block
 
             if len(stored.shape) == 1:
-                _fill_row(target, place, rows(0, 1)[0])
+                _fill_vector(target, location, rows(0, 1)[0])
             else:
-                _fill_rows(target, place, rows, stored)
+                _fill_rows(target, location, rows, stored)
 
 
-def _fill_row(target: torch.Tensor, place: Place, row: torch.Tensor) -> None:
-    """Of a bias or a norm, which is made whole: its rows are its numbers."""
-    row = row if place.rows is None else row[place.rows.start : place.rows.stop]
-    _copy(target, row if place.order is None else row[place.order()])
+def _fill_vector(target: torch.Tensor, location: Location, vector: torch.Tensor) -> None:
+    """Copy a bias or a norm, which is decoded whole. Rows of the location are elements here."""
+    vector = vector if location.rows is None else vector[location.rows.start : location.rows.stop]
+    _copy(target, vector if location.order is None else vector[location.order()])
 
 
-def _fill_rows(target: torch.Tensor, place: Place, rows_of: Callable[[int, int], torch.Tensor],
+def _fill_rows(target: torch.Tensor, location: Location, rows_of: Callable[[int, int], torch.Tensor],
                stored: GgufTensor) -> None:
     columns = stored.shape[-1]
-    rows = place.rows or range(math.prod(stored.shape[:-1]))
-    goes_to = None if place.order is None else _inverse(place.order())
-    target = target if place.transposed else target.view(-1, columns)
+    rows = location.rows or range(math.prod(stored.shape[:-1]))
+    target_rows = None if location.order is None else _inverse(location.order())
+    target = target if location.transposed else target.view(-1, columns)
     step = max(1, BLOCK_NUMBERS // columns)
     for begin in range(rows.start, rows.stop, step):
         check_interruption()
         block = rows_of(begin, min(step, rows.stop - begin))
         first = begin - rows.start
-        if place.transposed:
+        if location.transposed:
             _copy(target[:, first : first + len(block)], block.t())
-        elif goes_to is None:
+        elif target_rows is None:
             _copy(target[first : first + len(block)], block)
         else:
-            _copy(target, block, goes_to[first : first + len(block)])
+            _copy(target, block, target_rows[first : first + len(block)])
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
@@ -171,12 +172,13 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, block: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-    """Write the block over `target`, or over those rows of it.
+    """Copy the block into `target`, or into the given rows of it.
 
-    Of small blocks, torch's threads take longer to meet than to copy, where others use the cores: numpy has none.
+    On the CPU numpy copies, in one thread: for small blocks on busy cores, torch's threads take longer to synchronize
+    than to copy.
     """
     if target.device.type == "cpu" and torch.bfloat16 not in (target.dtype, block.dtype):
-        with np.errstate(all="ignore"):         # of numbers beyond the range of the dtype: infinite, as torch has it
+        with np.errstate(all="ignore"):         # numbers beyond the range of the dtype become infinite, as in torch
             if rows is None:
                 np.copyto(target.numpy(), block.numpy(), casting="same_kind")
             else:
@@ -187,11 +189,11 @@ def _copy(target: torch.Tensor, block: torch.Tensor, rows: torch.Tensor | None =
         target[rows.to(target.device)] = block.to(target)
 
 
-Maker = Callable[[bytearray, int], torch.Tensor]
+Decoder = Callable[[bytearray, int], torch.Tensor]
 
 
-def _maker(kind: str, file: CheckpointFile) -> Maker:
-    """(bytes, rows) -> [rows, columns] on the CPU. Raises ModelLoadError for a type that nothing here can decode."""
+def _decoder(kind: str, file: CheckpointFile) -> Decoder:
+    """Return (bytes, rows) -> [rows, columns] on the CPU. Raises ModelLoadError for a type that cannot be decoded."""
     if kind in _PLAIN:
         return lambda data, rows: torch.frombuffer(data, dtype=_PLAIN[kind]).view(rows, -1)
     try:
@@ -199,7 +201,7 @@ def _maker(kind: str, file: CheckpointFile) -> Maker:
         from gguf.quants import dequantize
     except ImportError as error:
         raise ModelLoadError(f"{file} has tensors of type {kind}, and the gguf library cannot be imported ({error})",
-                             "the library that decodes quantised tensors",
+                             "the library, which decodes quantised tensors",
                              'pip install "batch-manager[gguf]"') from error
     known: Any = GGMLQuantizationType.__members__.get(kind)
     try:
@@ -211,18 +213,18 @@ def _maker(kind: str, file: CheckpointFile) -> Maker:
                              "quantise the model in another way, for example as Q4_K_M or Q8_0") from None
 
     def decoded(data: bytearray, rows: int) -> torch.Tensor:
-        with np.errstate(all="ignore"):         # of scales that are no numbers: what they make is the model's business
-            # Blocks are decoded one by one, whatever row they are in, and the library takes time for each row.
+        with np.errstate(all="ignore"):         # scales can be NaN or infinite, which is no fault of the file's format
+            # As one row: blocks do not depend on their row, and the library takes time for each row.
             return torch.from_numpy(dequantize(np.frombuffer(data, np.uint8).reshape(1, -1), known)).view(rows, -1)
 
     return decoded
 
 
 class _Files:
-    """The files of one model.
+    """The files of one model. Each is open only while one of its tensors is read.
 
-    They are read, not mapped: a file that shrinks while it is mapped ends the process, and pages of a map count as the
-    process's memory. Each is open for as long as one tensor is read.
+    They are read, not mapped: a file that shrinks while it is mapped kills the process, and mapped pages count as the
+    process's memory.
     """
 
     def __init__(self, headers: Sequence[GgufHeader]) -> None:
@@ -233,7 +235,7 @@ class _Files:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Callable[[int, int], bytearray]]:
-        """(offset, bytes) -> so many bytes of the tensor. Raises ModelLoadError where the file has changed."""
+        """Yield (offset, number of bytes) -> bytes of the tensor. Raises ModelLoadError if the file has changed."""
         header = self._headers[name]
         try:
             with open_again(header) as file:

@@ -1,4 +1,4 @@
-"""JSON from an untrusted file: bounded, without duplicate keys, an object at the top; and typed access to it."""
+"""JSON objects from untrusted files, bounded and without duplicate keys, and typed access to their fields."""
 
 import json
 import reprlib
@@ -7,12 +7,12 @@ from typing import Any
 
 from ..errors import ModelLoadError
 
-# Parsed, a value takes up to 200 bytes and a text four times what it takes in the file: both are bounded, so that no
-# file costs more than 64 MiB beside its own size. The index of 4,096 layers stays below.
+# A parsed value takes up to 200 bytes, and a parsed string four times its size in the file. With both bounds, no file
+# costs more than 64 MiB beyond its own size. The index of a model with 4,096 layers stays below them.
 MAX_JSON_BYTES = 4 * 1024 * 1024
 MAX_JSON_VALUES = 200_000
-MAX_COUNT = 2**40                    # no size in a configuration is larger; products of two stay far from overflow
-MAX_NUMBER = 1e30                    # and no other number; neither overflows in float32, nor does 1 / MIN_NUMBER
+MAX_COUNT = 2**40                    # bound of every size in a configuration; a product of two is finite in float32
+MAX_NUMBER = 1e30                    # bound of other numbers; it and 1 / MIN_NUMBER are finite in float32
 MIN_NUMBER = 1e-30
 
 _short = reprlib.Repr()
@@ -20,12 +20,12 @@ _short.maxlevel, _short.maxstring, _short.maxlong, _short.maxlist, _short.maxdic
 
 
 def shown(value: object) -> str:
-    """The value as a message shows it: short, whatever its size and depth."""
+    """Format a value for a message: short, whatever its size and depth."""
     return _short.repr(value)
 
 
 def read_json_file(path: Path, where: str) -> dict[str, Any]:
-    """The object in the file. Raises ModelLoadError naming `where`."""
+    """Read the JSON object in a file. Raises ModelLoadError, which names `where`."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
@@ -35,19 +35,19 @@ def read_json_file(path: Path, where: str) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
-    """The object in `data`. Raises ModelLoadError naming `where`."""
+    """Parse the JSON object in `data`. Raises ModelLoadError, which names `where`."""
     if len(data) > MAX_JSON_BYTES:
         raise ModelLoadError(f"{where} is larger than {MAX_JSON_BYTES:,} bytes", "no checkpoint needs that much JSON")
     if sum(data.count(sign) for sign in (b",", b"[", b"{")) > MAX_JSON_VALUES:
-        raise ModelLoadError(f"{where} holds more than {MAX_JSON_VALUES:,} values", "no checkpoint needs so many")
+        raise ModelLoadError(f"{where} has more than {MAX_JSON_VALUES:,} values", "no checkpoint needs that many")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except RecursionError:
         raise ModelLoadError(f"{where} is nested too deeply", "a plain JSON object") from None
-    except ValueError as fault:         # of JSON, of UTF-8, and the two below
+    except ValueError as fault:         # from json, the UTF-8 decoder, and the two functions below
         raise ModelLoadError(f"{where} is not valid JSON ({fault})") from None
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{where} holds a {type(value).__name__}", "a JSON object")
+        raise ModelLoadError(f"{where} contains a {type(value).__name__}", "a JSON object")
     return value
 
 
@@ -65,10 +65,10 @@ def _no_constant(text: str) -> None:
 
 
 class Fields:
-    """Typed access to a JSON object. A field that is absent or null takes the default; without one it is an error.
+    """Typed access to a JSON object. An absent or null field takes the default; without a default it is an error.
 
-    asked_for   the names whose values were read here
-    Raises ModelLoadError naming file and field from every method.
+    asked_for   names of the fields that were read
+    Methods raise ModelLoadError, which names the file and the field.
     """
 
     _REQUIRED: Any = object()
@@ -78,16 +78,16 @@ class Fields:
         self.asked_for: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def fault(self, name: str, expectation: str, fix: str = "") -> ModelLoadError:
-        """The error to raise about a field's value."""
+        """Return the error to raise for an invalid value of a field."""
         return ModelLoadError(f"{self.where}: {_name(name)} is {shown(self.values.get(name))}", expectation, fix)
 
     def missing(self, name: str, expectation: str,
                 fix: str = "download or save it again, or correct the file") -> ModelLoadError:
-        """The error to raise about a field that is absent or null."""
+        """Return the error to raise for a field that is absent or null."""
         return ModelLoadError(f"{self.where}: {_name(name)} is missing", expectation, fix)
 
     def count(self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = MAX_COUNT) -> Any:
@@ -95,21 +95,21 @@ class Fields:
                          f"an integer in {minimum:,}..{maximum:,}")
 
     def counts(self, name: str, lengths: range) -> list[int]:
-        """A list of integers, 0 among them, of one of the lengths."""
+        """Return a list of integers >= 0 whose length is in `lengths`."""
         return self._get(name, Fields._REQUIRED,
                          lambda value: isinstance(value, list) and len(value) in lengths
                          and all(type(item) is int and 0 <= item <= MAX_COUNT for item in value),
                          f"a list of {lengths[0]}..{lengths[-1]} integers in 0..{MAX_COUNT:,}")
 
     def numbers(self, name: str) -> list[float]:
-        """A list of numbers, as floats."""
+        """Return a list of numbers, as floats."""
         return [float(item) for item in self._get(
             name, Fields._REQUIRED, lambda value: isinstance(value, list) and all(
                 type(item) in (int, float) and MIN_NUMBER <= item <= MAX_NUMBER for item in value),
             f"a list of numbers in {MIN_NUMBER:g}..{MAX_NUMBER:g}")]
 
     def number(self, name: str, default: Any = _REQUIRED, minimum: float = MIN_NUMBER) -> Any:
-        """A number, as float."""
+        """Return a number, as float."""
         value = self._get(name, default,
                           lambda value: isinstance(value, int | float) and minimum <= value <= MAX_NUMBER,
                           f"a number in {minimum:g}..{MAX_NUMBER:g}")
@@ -127,7 +127,7 @@ class Fields:
                          "a list of strings")
 
     def fields(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A nested object, as Fields."""
+        """Return a nested object, as Fields."""
         value = self._get(name, default, lambda value: isinstance(value, dict), "an object")
         return Fields(value, f"{self.where}: {_name(name)}") if isinstance(value, dict) else value
 
@@ -144,5 +144,5 @@ class Fields:
 
 
 def _name(name: str) -> str:
-    """A field's name; one that the file made up is shown like a value."""
+    """A field's name for a message; one that is long or not printable comes from the file and is shown like a value."""
     return name if len(name) <= 120 and name.isprintable() else shown(name)

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: what it says of each tensor, checked before the library opens the file.
+"""The header of a safetensors file, checked before the safetensors library opens the file.
 
-The library checks it too. It names neither tensor nor field, takes any text into its message, keeps the last of two
-equal names, and parses a header of any size up to 100 MB.
+The library checks it too, but its errors name neither tensor nor field and quote the file unescaped. It also keeps the
+last of two tensors with the same name, and parses headers of up to 100 MB.
 """
 
 import math
@@ -15,13 +15,17 @@ from .folder import CheckpointFile
 from .json_file import MAX_JSON_BYTES, Fields, parse_json, shown
 
 LENGTH_BYTES = 8                     # the file begins with the length of its header
-MAX_RANK = 8                         # no weight has so many dimensions; their product stays small
+MAX_RANK = 8                         # no weight has more dimensions
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """dtype as the file spells it: any, also one that cannot be loaded. `begin` and `end` are bytes of the data."""
+    """The description of a tensor.
+
+    dtype        as the file spells it; it may be one that cannot be loaded
+    begin, end   byte range in the data, which follows the header
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,23 +34,25 @@ class StoredTensor:
 
 
 def read_header(checkpoint_file: CheckpointFile) -> dict[str, StoredTensor]:
-    """The tensors of the file, which lie one after the other up to its end. Raises ModelLoadError naming file and
-    field."""
+    """Read the tensors' descriptions. The tensors fill the file without gaps or overlap.
+
+    Raises ModelLoadError, which names file and field.
+    """
     where = checkpoint_file.path
     try:
         with checkpoint_file.real_path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             if file_bytes < LENGTH_BYTES:
-                raise incomplete(where, f"it has {file_bytes} bytes; the first {LENGTH_BYTES} are a length")
+                raise incomplete(where, f"it has {file_bytes} bytes; the length field alone takes {LENGTH_BYTES}")
             (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
             if length > file_bytes - LENGTH_BYTES:
-                raise incomplete(where, f"it has {file_bytes:,} bytes, and a header of {length:,}")
+                raise incomplete(where, f"it has {file_bytes:,} bytes; its header should take {length:,}")
             header = file.read(min(length, MAX_JSON_BYTES + 1))
     except OSError as fault:
         raise ModelLoadError(f"{where} cannot be read ({fault.strerror})") from None
     fields = Fields(parse_json(header, f"the header of {where}"), f"the header of {where}")
     tensors = {name: _stored(where, name, fields.fields(name)) for name in fields.values if name != "__metadata__"}
-    _check_places(where, tensors, file_bytes - LENGTH_BYTES - length)
+    _check_ranges(where, tensors, file_bytes - LENGTH_BYTES - length)
     return tensors
 
 
@@ -56,22 +62,22 @@ def incomplete(path: Path, reason: str) -> ModelLoadError:
 
 
 def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
-    """The tensor, as large as its dtype and shape say; a dtype that cannot be loaded is left to the library."""
+    """Read one description and check its size; for a dtype that cannot be loaded the size is not known."""
     dtype, shape = fields.text("dtype"), fields.counts("shape", range(MAX_RANK + 1))
     begin, end = fields.counts("data_offsets", range(2, 3))
     if dtype in ELEMENT_BYTES and (size := math.prod(shape) * ELEMENT_BYTES[dtype]) != end - begin:
-        raise incomplete(path, f"shape of {shown(name)} is {shape}, which is {size:,} bytes in {dtype}; its "
-                               f"data_offsets are {begin:,} and {end:,}")
+        raise incomplete(path, f"{shown(name)} has shape {shape}, which takes {size:,} bytes in {dtype}, but "
+                               f"data_offsets {begin:,} and {end:,}")
     return StoredTensor(dtype, tuple(shape), begin, end)
 
 
-def _check_places(path: Path, tensors: dict[str, StoredTensor], data_bytes: int) -> None:
-    """Without gaps and without overlap."""
-    place = 0
+def _check_ranges(path: Path, tensors: dict[str, StoredTensor], data_bytes: int) -> None:
+    """Check that the tensors fill the data without gaps or overlap."""
+    end = 0
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if stored.begin != place or stored.end < place:
-            raise incomplete(path, f"data_offsets of {shown(name)} are {stored.begin:,} and {stored.end:,}, the tensor "
-                                   f"before it ends at {place:,}")
-        place = stored.end
-    if place != data_bytes:
-        raise incomplete(path, f"data_offsets end at {place:,}, there are {data_bytes:,} bytes")
+        if stored.begin != end or stored.end < end:
+            raise incomplete(path, f"{shown(name)} has data_offsets {stored.begin:,} and {stored.end:,}, but the data "
+                                   f"before it ends at {end:,}")
+        end = stored.end
+    if end != data_bytes:
+        raise incomplete(path, f"the last data_offsets end at {end:,}, but the data has {data_bytes:,} bytes")

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint folder: model.safetensors, or the shards of model.safetensors.index.json."""
+"""Tensors of a checkpoint folder: model.safetensors, or the shards listed in model.safetensors.index.json."""
 
 import math
 import re
@@ -25,7 +25,7 @@ TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor, and the open file that holds it; `path` is the file's in its folder."""
+    """A tensor and the open file that holds it. `path` is the file's path in its folder."""
 
     path: Path
     reader: Any
@@ -33,11 +33,10 @@ class _Tensor:
 
 
 class SafetensorsWeights:
-    """The tensors of a folder, converted to one dtype on one device as they are asked for; on the device "meta" they
-    have shapes and no numbers, and none is read.
+    """The tensors of a folder, converted on request to one dtype on one device. On the device "meta" no data is read,
+    and tensors have only shapes.
 
-    `finish` raises when tensors are left that the model did not ask for: a checkpoint with more in it than the model
-    uses is another model.
+    `finish` raises if a tensor was never requested: a checkpoint with unused tensors is of a different model.
     """
 
     def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype) -> None:
@@ -53,7 +52,7 @@ class SafetensorsWeights:
 
     @property
     def num_weights(self) -> int:
-        """Numbers in all tensors that the files say they hold."""
+        """Number of elements in all tensors of the files."""
         return sum(math.prod(tensor.stored.shape) for tensor in self._tensors.values())
 
     @property
@@ -92,23 +91,23 @@ class SafetensorsWeights:
             self._check(name, self._tensors[to].stored.shape)
         if to not in self._tensors or not (self._is_meta or torch.equal(self._read(name), self._read(to))):
             raise ModelLoadError(f"{self._tensors[name].path}: {name!r} differs from {to!r}",
-                                 "the two are one tensor when tie_word_embeddings is true",
-                                 "set tie_word_embeddings to false, or leave the tensor out")
+                                 "equal tensors, because tie_word_embeddings is true",
+                                 "set tie_word_embeddings to false, or remove the tensor")
         self._used.add(name)
 
     def count_copy(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Close the files. Raises when a tensor was not asked for and its name matches no pattern of `harmless`."""
+        """Close the files. Raises if a tensor was never requested and its name matches no pattern of `harmless`."""
         patterns = [re.compile(pattern) for pattern in harmless]
         left = sorted(name for name in self._tensors.keys() - self._used
                       if not any(pattern.fullmatch(name) for pattern in patterns))
         if left:
-            more = f" and {len(left) - 1} more tensors" if left[1:] else ""
-            raise ModelLoadError(f"{self._tensors[left[0]].path} holds {shown(left[0])}{more}, which the model has not",
-                                 "every tensor belongs to the architecture that config.json names",
-                                 "check the architecture, the sizes and the tie_word_embeddings of config.json")
+            more = f" and {len(left) - 1} more" if left[1:] else ""
+            raise ModelLoadError(f"{self._tensors[left[0]].path} contains tensor {shown(left[0])}{more}, which the "
+                                 "model does not use", "only tensors of the architecture in config.json",
+                                 "check the architecture, the sizes and tie_word_embeddings in config.json")
         self._tensors.clear()
 
     def _open_all(self) -> None:
@@ -119,7 +118,7 @@ class SafetensorsWeights:
         else:
             raise ModelLoadError(f"{self.folder.path} has neither {SINGLE_FILE} nor {INDEX_FILE}",
                                  "weights in safetensors files; pickled checkpoints (*.bin, *.pt) are never read",
-                                 "save the model as safetensors; load_format='dummy' runs without weights")
+                                 "save the model as safetensors, or pass load_format='dummy' for random weights")
 
     def _open_shards(self, index: CheckpointFile) -> None:
         weight_map = Fields(read_json_file(index.real_path, str(index)), str(index)).fields("weight_map")
@@ -128,13 +127,13 @@ class SafetensorsWeights:
             self._open(self.folder.file(shard, named_by=str(index)))
         for name, tensor in self._tensors.items():
             if weight_map.values.get(name) != tensor.path.name:
-                raise ModelLoadError(f"{tensor.path} holds {shown(name)}, which {index} "
-                                     + (f"places in {shown(weight_map.values[name])}" if name in weight_map.values
-                                        else "does not list"), "index and shards agree")
+                raise ModelLoadError(f"{tensor.path} contains tensor {shown(name)}, which {index} "
+                                     + (f"lists in {shown(weight_map.values[name])}" if name in weight_map.values
+                                        else "does not list"), "an index that matches its shards")
         for name, shard in weight_map.values.items():
             if name not in self._tensors:
-                raise ModelLoadError(f"{index} places {shown(name)} in {shown(shard)}, which does not hold it",
-                                     "index and shards agree")
+                raise ModelLoadError(f"{index} lists tensor {shown(name)} in {shown(shard)}, which does not contain it",
+                                     "an index that matches its shards")
 
     def _open(self, file: CheckpointFile) -> None:
         tensors = read_header(file)
@@ -142,10 +141,10 @@ class SafetensorsWeights:
             str(file.real_path).encode()
         except UnicodeEncodeError:
             raise ModelLoadError(f"the path {str(file.real_path)!r} is not UTF-8",
-                                 "the library that reads weights opens no other", "rename the folder") from None
+                                 "a UTF-8 path, which the safetensors library requires", "rename the folder") from None
         try:
             reader = safe_open(file.real_path, framework="pt", device="cpu")
-        except (SafetensorError, OSError, ValueError, RuntimeError) as fault:    # torch's, of a file that just shrank
+        except (SafetensorError, OSError, ValueError, RuntimeError) as fault:    # RuntimeError: the file just shrank
             raise incomplete(file.path, str(fault)[:200]) from None
         for name, stored in tensors.items():
             if name in self._tensors:
@@ -155,21 +154,21 @@ class SafetensorsWeights:
 
     def _check(self, name: str, shape: Shape) -> None:
         if name not in self._tensors:
-            raise ModelLoadError(f"{self.folder.path} has no tensor {name!r}", f"one of shape {list(shape)}",
-                                 "check that the checkpoint is complete and that config.json belongs to it, or "
-                                 "correct the class")
+            raise ModelLoadError(f"{self.folder.path} has no tensor {name!r}", f"a tensor of shape {list(shape)}",
+                                 "check that the checkpoint is complete, and that config.json and the model class fit "
+                                 "it")
         path, stored = self._tensors[name].path, self._tensors[name].stored
         if stored.shape != tuple(shape):
             raise ModelLoadError(f"{path}: {name!r} has shape {shown(list(stored.shape))}",
-                                 f"the spec that the model's class read from config.json asks for {list(shape)}",
-                                 "check that config.json belongs to these weights, or correct the class")
+                                 f"{list(shape)}, by the spec that the model class read from config.json",
+                                 "check that config.json and the model class fit these weights")
         if stored.dtype not in ELEMENT_BYTES:
-            raise ModelLoadError(f"{path}: {name!r} is of type {shown(stored.dtype)}", "F32, F16 or BF16",
-                                 "quantised checkpoints are not supported")
+            raise ModelLoadError(f"{path}: {name!r} has type {shown(stored.dtype)}", "F32, F16 or BF16",
+                                 "quantised safetensors are not supported; use a GGUF file or unquantised weights")
 
     def _read(self, name: str) -> torch.Tensor:
-        """The tensor as its file has it. The library opened the file after its header was checked: it may be another
-        by then, and is then read as that one says."""
+        """Read a tensor from its file. The library opened the file after the header was checked: the file may have been
+        replaced in between, so the tensor is compared with the checked header."""
         tensor = self._tensors[name]
         if self._is_meta:
             return torch.empty(tensor.stored.shape, dtype=self.dtype, device=self.device)
@@ -181,6 +180,6 @@ class SafetensorsWeights:
         if tuple(found.shape) != stored.shape or found.dtype is not TORCH_DTYPES.get(stored.dtype, found.dtype):
             raise ModelLoadError(
                 f"{tensor.path}: {name!r} has shape {shown(list(found.shape))} and type {found.dtype}",
-                f"the file said {shown(list(stored.shape))} and {shown(stored.dtype)} before it was replaced",
-                "load it again, and replace no file while it is loaded")
+                f"{shown(list(stored.shape))} and {shown(stored.dtype)}, as in its header before it was replaced",
+                "load the model again, and replace no file meanwhile")
         return found

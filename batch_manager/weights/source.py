@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: the protocol, and the source that needs no file."""
+"""Sources of a model's tensors: the protocol, and random weights, which need no file."""
 
 import zlib
 from collections.abc import Sequence
@@ -14,37 +14,39 @@ Shape = Sequence[int]
 class Weights(Protocol):
     """Tensors by name, all on one device and in one dtype.
 
-    num_bytes   of everything handed out, and of the copies that layers made of it for speed
+    num_bytes   size of all tensors returned so far, and of the copies that layers made of them for speed
     """
 
     num_bytes: int
 
     def has(self, name: str) -> bool:
-        """Whether the tensor exists: for names that differ from checkpoint to checkpoint."""
+        """Whether the tensor exists. For names that differ between checkpoints."""
         ...
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        """The tensor, contiguous; a single number has the shape (). Raises ModelLoadError when it is missing or has
+        """Return the tensor, contiguous; a single number has shape (). Raises ModelLoadError if it is missing or has
         another shape."""
         ...
 
     def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
-        """Several tensors of equal trailing shape, one below the other, as one contiguous tensor."""
+        """Return several tensors, concatenated along the first dimension, as one contiguous tensor. Their other
+        dimensions must be equal. Raises like `tensor`."""
         ...
 
     def tied(self, name: str, to: str) -> None:
-        """Say that `name` is not asked for because it is `to`. Raises ModelLoadError when a file says otherwise."""
+        """Declare that the model uses `to` in place of `name`, so that `name` counts as used. Raises ModelLoadError if
+        the checkpoint has a different tensor under `name`."""
         ...
 
     def count_copy(self, num_bytes: int) -> None:
-        """Add a copy that a layer keeps beside the tensor it was handed to `num_bytes`."""
+        """Add to `num_bytes` the size of a copy that a layer keeps beside the original tensor."""
         ...
 
 
 class DummyWeights:
-    """Seeded random weights of any shape: matrices normal with standard deviation 0.02, norms one, biases zero.
+    """Seeded random weights of any shape: matrices normal with standard deviation 0.02, norm weights one, biases zero.
 
-    The values are a function of (seed, name, shape) on one kind of device, in any order of asking.
+    The values depend only on seed, name, shape and the kind of device, not on the order of requests.
     """
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -78,6 +80,6 @@ class DummyWeights:
         if rows.dim() == 1:
             rows.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
-            # One number of 32 bits: a CPU generator looks at no more of its seed.
+            # 32 bits are enough: a CPU generator ignores the others.
             generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
             rows.normal_(0.0, 0.02, generator=generator)

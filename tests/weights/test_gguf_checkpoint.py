@@ -75,7 +75,7 @@ WRONG = {
     "keys that do not divide": (model(**{"attention.head_count_kv": 3}), ModelLoadError,
                                 r"llama\.attention\.head_count_kv is 3; a divisor of attention\.head_count, 4"),
     "an odd head": (model(**{"attention.key_length": 7, "attention.value_length": 7}), ModelLoadError,
-                    r"llama\.attention\.key_length is 7; an even number of entries in a head, which has 7"),
+                    r"llama\.attention\.key_length is 7; an even head size, not 7"),
     "heads by layer": (model(extra=[llama_key("attention.head_count_kv", ARRAY, (INT32, [2, 2]))],
                              **{"attention.head_count_kv": None}), ModelLoadError,
                        r"llama\.attention\.head_count_kv is an array of 2 int32; a positive integer"),
@@ -85,8 +85,8 @@ WRONG = {
     "a part of heads rotated": (model(**{"rope.dimension_count": 4}), ModelLoadError,
                                 r"llama\.rope\.dimension_count is 4; the head size, 8"),
     "values of another size": (model(**{"attention.key_length": 8, "attention.value_length": 16}), ModelLoadError,
-                               r"llama\.attention\.value_length is 16; 8, as queries and keys have"),
-    "another vocabulary": (model(vocab_size=11), ModelLoadError, r"llama\.vocab_size is 11; 10, the rows of token_emb"),
+                               r"llama\.attention\.value_length is 16; 8, the head size of"),
+    "another vocabulary": (model(vocab_size=11), ModelLoadError, r"llama\.vocab_size is 11; 10, the number of rows"),
     "a scaling nobody knows": (model(extra=[llama_key("rope.scaling.type", TEXT, "ntk")]), ModelLoadError,
                                r"llama\.rope\.scaling\.type is 'ntk'; none, linear, yarn or longrope"),
     "linear without a factor": (model(extra=[llama_key("rope.scaling.type", TEXT, "linear")]), ModelLoadError,
@@ -119,22 +119,22 @@ def replaced(name, *stand_ins):
 
 
 @pytest.mark.parametrize("draft, message", [
-    (replaced("token_embd.weight"), r"token_embd\.weight is missing; the embedding of the tokens"),
-    (replaced("blk.1.ffn_up.weight"), r"has no tensor for 'model\.layers\.1\.mlp\.up_proj\.weight'; one of shape \[48"),
+    (replaced("token_embd.weight"), r"token_embd\.weight is missing; the token embeddings"),
+    (replaced("blk.1.ffn_up.weight"), r"has no tensor for 'model\.layers\.1\.mlp\.up_proj\.weight'; a tensor of shape"),
     (replaced("blk.1.ffn_up.weight", tensor("blk.1.ffn_up.weight", 32, 48)),
      r"'blk\.1\.ffn_up\.weight' has shape \[32, 48\]; \[48, 32\] for 'model\.layers\.1\.mlp\.up_proj\.weight'"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.2.ffn_up.weight", 48, 32)),
-     r"holds 'blk\.2\.ffn_up\.weight', which the model has not"),
+     r"contains tensor 'blk\.2\.ffn_up\.weight', which the model does not use"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.0.ffn_gate_inp.weight", 8, 32)),
-     r"holds 'blk\.0\.ffn_gate_inp\.weight'; the tensors that llama\.cpp's converter writes for llama"),
+     r"contains tensor 'blk\.0\.ffn_gate_inp\.weight'; only tensors that llama\.cpp's converter writes for llama"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.00.ffn_up.weight", 48, 32)),
-     r"holds 'blk\.00\.ffn_up\.weight'; the tensors"),
+     r"contains tensor 'blk\.00\.ffn_up\.weight'; only tensors"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("blk.0.attn_q.bias", 32)),
      r"has no tensor for 'model\.layers\.0\.self_attn\.k_proj\.bias'"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("rope_freqs.weight", 4, kind=F16)),
      r"'rope_freqs\.weight' has shape \[4\] and type F16; one dimension of at most"),
     (replaced("output_norm.weight", tensor("output_norm.weight", 32), tensor("rope_freqs.weight", 3)),
-     r"rope_freqs\.weight holds \[.*\]; a positive number for each of the 4 frequencies"),
+     r"rope_freqs\.weight contains \[.*\]; a positive number for each of the 4 frequencies"),
 ], ids=lambda value: "" if isinstance(value, Draft) else value[:30])
 def test_tensors_that_are_not_the_models(tmp_path, draft, message):
     path = write(tmp_path, draft)
@@ -207,19 +207,19 @@ def test_shards_that_do_not_fit(tmp_path):
         return str(caught.value)
 
     parts = shards()
-    assert "is shard 2 of 3; the first one, which has the metadata; pass 'm-00001-of-00003.gguf'" in refusal(
+    assert "is shard 2 of 3; the first shard, which has the metadata; pass 'm-00001-of-00003.gguf'" in refusal(
         parts, "m-00002-of-00003.gguf")
     del parts["m-00003-of-00003.gguf"]
     assert "'m-00003-of-00003.gguf' (named by" in refusal(parts)
     parts = shards()
     parts["m-00002-of-00003.gguf"] = parts["m-00003-of-00003.gguf"]
-    assert "m-00002-of-00003.gguf: split.no is 2 and split.count 3; 1 and 3, by its name" in refusal(parts)
+    assert "m-00002-of-00003.gguf: split.no is 2 and split.count is 3; 1 and 3, as in the file's name" in refusal(parts)
     parts = shards()
     parts["m-00003-of-00003.gguf"].tensors.append(tensor("token_embd.weight", 10, 32))
     assert "'token_embd.weight' is in" in refusal(parts)
     parts = shards()
     parts["m-00003-of-00003.gguf"].tensors.pop()
-    assert "split.tensors.count is 20; 19, which the shards hold" in refusal(parts)
+    assert "split.tensors.count is 20; 19, the number of tensors in the shards" in refusal(parts)
     parts = shards()
     parts["renamed.gguf"] = parts.pop("m-00001-of-00003.gguf")
     assert "is shard 1 of 3, by split.no and split.count; a name that ends in -00001-of-00003.gguf" in refusal(
@@ -241,10 +241,10 @@ def test_a_shard_that_leads_out_of_the_folder_is_refused(tmp_path):
 
 def test_a_folder_of_gguf_files_names_one(tmp_path):
     write(tmp_path, model(), "b.gguf")
-    with pytest.raises(ModelLoadError, match="has no config.json, and 1 GGUF file; .*; pass the file: 'b.gguf' in"):
+    with pytest.raises(ModelLoadError, match="but 1 GGUF file; .*; pass the path of the file, such as 'b.gguf' in"):
         read_spec(tmp_path)
     write(tmp_path, model(), "a.gguf")
-    with pytest.raises(ModelLoadError, match="and 2 GGUF files; .*; pass the file: 'a.gguf'"):
+    with pytest.raises(ModelLoadError, match="but 2 GGUF files; .*; pass the path of the file, such as 'a.gguf'"):
         read_spec(tmp_path)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ModelLoadError, match="notes.txt is neither a folder nor a .gguf file"):
@@ -297,7 +297,7 @@ def test_a_header_of_many_tensors_is_read_in_a_moment(tmp_path):
     draft.tensors += [Tensor(f"x{number}", [1], F32, struct.pack("<f", 0)) for number in range(5000)]
     path = write(tmp_path, draft)
     began = time.thread_time()
-    with pytest.raises(ModelLoadError, match="holds 'x0'"):
+    with pytest.raises(ModelLoadError, match="contains tensor 'x0'"):
         load_model(path, device="cpu")
     assert time.thread_time() - began < 2
 
@@ -336,8 +336,8 @@ YARN = (("rope.scaling.type", TEXT, "yarn"), ("rope.scaling.factor", FLOAT32, 4.
     (of("phi3", *STRETCHED, tensors=[tensor(f"rope_factors_{which}.weight", 4) for which in ("short", "long")]),
      "long_factor is .*; a list of numbers"),
     (of("phi3", *STRETCHED, tensors=[tensor("rope_factors_long.weight", 4)]),
-     r"holds rope_factors_long\.weight; rope_factors_short\.weight and rope_factors_long\.weight"),
-    (of("phi3", *STRETCHED), r"holds no factors; rope_factors_short\.weight and rope_factors_long"),
+     r"contains rope_factors_long\.weight; the tensors rope_factors_short\.weight and rope_factors_long\.weight"),
+    (of("phi3", *STRETCHED), r"contains no rope factors; the tensors rope_factors_short\.weight and rope_factors_long"),
     (of("phi3"), r"phi3\.attention\.sliding_window is missing"),
     (of("phi3", block_count=32, context_length=4096), {"windows": [2047] * 32}),
     (of("phi3", block_count=32, context_length=131072), r"phi3\.attention\.sliding_window is missing"),
@@ -352,7 +352,7 @@ YARN = (("rope.scaling.type", TEXT, "yarn"), ("rope.scaling.factor", FLOAT32, 4.
     (of("gptneox", ("rope.dimension_count", UINT32, 4), ("use_parallel_residual", BOOL, False),
         **{"attention.head_count_kv": None}), {"rotary_size": 4, "is_parallel": False}),
     (of("gptneox", **{"attention.head_count_kv": None}), r"gptneox\.use_parallel_residual is missing"),
-    (of("gptneox", ("use_parallel_residual", BOOL, True)), r"gptneox\.attention\.head_count_kv is 2; 4, the attention"),
+    (of("gptneox", ("use_parallel_residual", BOOL, True)), r"gptneox\.attention\.head_count_kv is 2; 4, the number"),
     (of("stablelm", ("rope.dimension_count", UINT32, 6)), {"rotary_size": 6, "is_parallel": True}),
     (of("stablelm", ("rope.dimension_count", UINT32, 10)), r"stablelm\.rope\.dimension_count is 10; at most the head"),
     (of("stablelm", **HEAD), r"stablelm\.attention\.key_length is 16; 8, embedding_length"),

@@ -155,7 +155,7 @@ def an_index_that_misses_a_tensor(c):
 
 
 def an_index_that_promises_a_tensor(c):
-    return c.write_shards({"model.more.weight": "second.safetensors"}), "model.more.weight", "does not hold it"
+    return c.write_shards({"model.more.weight": "second.safetensors"}), "model.more.weight", "does not contain it"
 
 
 def an_index_without_a_map(c):
