@@ -1,9 +1,9 @@
-"""The model families: one file each, put together from layers/, without inheritance between them.
+"""The model families: one file each, composed of layers/, without inheritance between them.
 
 Owns     a family's configuration, tensor names and order of operations; `loading` loads a checkpoint
-Not      where keys and values live, which tokens run, what is drawn from the logits
-Yours    a new family is one file with a class like Llama's, and a line in registry.py; from outside, register_model
-         and public names of batch_manager alone. Families that transformers implements run without one: transformers/
+Not      where keys and values are stored, which tokens run, how tokens are sampled from the logits
+Yours    a new family is one file with a class like Llama's, and a line in registry.py. Outside this package use
+         register_model and public names of batch_manager only. Families of transformers need no file: transformers/
 """
 
 from .loading import LoadedModel, load_model, read_spec

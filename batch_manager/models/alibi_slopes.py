@@ -1,4 +1,4 @@
-"""The slopes of ALiBi, as BLOOM and Falcon have them."""
+"""ALiBi slopes, for BLOOM and Falcon."""
 
 import math
 
@@ -6,8 +6,11 @@ import torch
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """A slope for each head: powers of one number; where the heads are no power of two, after those of the next lower
-    one every second power of another number (Press et al. 2022). Computed in float32, as transformers does."""
+    """Return the ALiBi slope of each head (Press et al. 2022), computed in float32 as in transformers.
+
+    For a power of two, the slopes are powers of one base. For other numbers of heads, the slopes of the next lower
+    power of two come first, followed by every second power of another base.
+    """
     lower = 1 << num_heads.bit_length() - 1
     slopes = _powers(lower, range(1, lower + 1)) + _powers(2 * lower, range(1, 2 * (num_heads - lower), 2))
     return tuple(slopes)

@@ -1,4 +1,4 @@
-"""BLOOM, BLOOMZ: no positions but ALiBi's slopes, a norm after the embedding, LayerNorm, an MLP of two matrices.
+"""BLOOM, BLOOMZ: ALiBi as the only positions, a norm after the embedding, LayerNorm, an ungated MLP.
 
 Source   "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model" (arXiv 2211.05100); checkpoints as
          transformers saves BloomForCausalLM, with or without the `transformer.` prefix.
@@ -25,18 +25,21 @@ from .model_spec import (
     ModelSpec,
     even_share,
     layer_count,
-    name_in_use,
+    name_or_alias,
     read_dtype,
-    refuse_rotary,
+    refuse_rope_scaling,
     refuse_windows,
 )
 
-DEFAULT_POSITIONS = 2048       # what the models were trained with. Slopes have no end: a file may name another number
+DEFAULT_POSITIONS = 2048       # the models' training length; ALiBi has no limit, so a file can state another number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BloomSpec(ModelSpec):
-    """adds_to_normed   what attention and the MLP give is added to what they were given, not to what was normed"""
+    """The spec of BLOOM models.
+
+    adds_to_normed   attention and the MLP add their outputs to the normed rows, not to the rows before the norm
+    """
 
     adds_to_normed: bool
 
@@ -50,16 +53,16 @@ class Bloom:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> BloomSpec:
-        num_layers = layer_count(config, name_in_use(config, "n_layer", "num_hidden_layers"))
+        num_layers = layer_count(config, name_or_alias(config, "n_layer", "num_hidden_layers"))
         refuse_windows(config, num_layers)
-        refuse_rotary(config)
+        refuse_rope_scaling(config)
         if not config.flag("alibi", True):
-            raise config.fault("alibi", "true, or not there: this architecture has nothing else for positions")
-        # Products in slices, which leave out the biases after attention and the MLP.
+            raise config.fault("alibi", "true or absent, because this architecture has no other positions")
+        # These two make transformers multiply in slices, without the biases after attention and the MLP.
         if config.flag("slow_but_exact", False) and config.count("pretraining_tp", 1) > 1:
-            raise config.fault("slow_but_exact", "false, where pretraining_tp is above 1")
-        num_heads = config.count(name_in_use(config, "n_head", "num_attention_heads"), maximum=MAX_HEADS)
-        width = name_in_use(config, "hidden_size", "n_embed")
+            raise config.fault("slow_but_exact", "false, because pretraining_tp is above 1")
+        num_heads = config.count(name_or_alias(config, "n_head", "num_attention_heads"), maximum=MAX_HEADS)
+        width = name_or_alias(config, "hidden_size", "n_embed")
         hidden_size = config.count(width, maximum=MAX_WIDTH)
         head_size = even_share(config, width, hidden_size, num_heads)
         positions = next((name for name in ("seq_length", "n_positions") if name in config), "max_position_embeddings")
@@ -96,7 +99,7 @@ class Bloom:
                          tied_to=self.embedding if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Before the norm after the embedding, which is for rows of a prompt-tuning table too."""
+        """Embeddings before their norm. `forward` applies the norm, to rows of a prompt-tuning table too."""
         return self.embedding(token_ids)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
@@ -115,7 +118,7 @@ class _Layer:
         self.heads, self.head_size = [spec.num_heads] * 3, spec.head_size
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        # Stored head by head, each with its query, key and value.
+        # The file has the rows by head, each with its query, key and value.
         order = torch.arange(3 * size, dtype=torch.int64, device=context.device).view(spec.num_heads, 3, spec.head_size)
         self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes, bias=True,
                           split="columns", row_order=order.transpose(0, 1).reshape(-1))

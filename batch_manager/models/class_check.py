@@ -1,4 +1,4 @@
-"""What a registered class and the spec that it reads must be. What is wrong with either, no file is blamed for."""
+"""Checks of a registered model class and of the spec that it returns. Errors name the class, not a file."""
 
 import inspect
 import re
@@ -18,72 +18,70 @@ _COLLECTIONS = (tuple, list, set, frozenset)
 
 
 def refuse_wrong_class(model_class: object) -> None:
-    """Raise ConfigError unless it is a class with the members of models.registry.Model."""
+    """Raise ConfigError unless `model_class` is a class with valid members of models.registry.Model."""
     if not isinstance(model_class, type):
-        raise ConfigError(f"an object of type {type_name(model_class)} was given to register_model",
-                          "a class, of which the engine makes one object", "give the class itself")
+        raise ConfigError(f"register_model got an object of type {type_name(model_class)}",
+                          "a class, which the engine instantiates", "pass the class itself")
     name = model_class.__name__
     missing = [member for member in ("harmless_tensors", *_METHODS) if getattr(model_class, member, None) is None]
     if missing:
         raise ConfigError(f"{name} has no {', '.join(missing)}", "a class with the members of models.registry.Model",
-                          "correct the class")
+                          "")
     for member in _METHODS:
         if not callable(getattr(model_class, member)):
-            raise ConfigError(f"{name}.{member} is {shown(getattr(model_class, member))}", "a method",
-                              "correct the class")
+            raise ConfigError(f"{name}.{member} is {shown(getattr(model_class, member))}", "a method", "")
     _refuse_read_spec(model_class)
-    _refuse_no_names(name, "understands", getattr(model_class, "understands", ()), "names of fields")
-    _refuse_no_names(name, "harmless_tensors", model_class.harmless_tensors, "patterns of tensor names")
+    _refuse_no_strings(name, "understands", getattr(model_class, "understands", ()), "field names")
+    _refuse_no_strings(name, "harmless_tensors", model_class.harmless_tensors, "patterns of tensor names")
     for pattern in model_class.harmless_tensors:
         try:
             re.compile(pattern)
         except re.error as fault:
-            raise ConfigError(f"{name}.harmless_tensors has {shown(pattern)}", f"a regular expression ({fault})",
-                              "correct the class") from None
+            raise ConfigError(f"{name}.harmless_tensors contains {shown(pattern)}",
+                              f"valid regular expressions ({fault})", "") from None
     deterministic = getattr(model_class, "deterministic", False)
     if not isinstance(deterministic, bool):
-        raise ConfigError(f"{name}.deterministic is {shown(deterministic)}", "True or False", "correct the class")
+        raise ConfigError(f"{name}.deterministic is {shown(deterministic)}", "True or False", "")
 
 
 def _refuse_read_spec(model_class: type) -> None:
-    """It is called through the class, before there is an object."""
+    """Raise ConfigError unless `read_spec` can be called on the class: the engine does so before it has an object."""
     try:
         signature = inspect.signature(model_class.read_spec)
-    except (TypeError, ValueError):                    # of a callable that is not written in Python
+    except (TypeError, ValueError):                    # a callable that is not written in Python
         return
     try:
         signature.bind("config", "architecture")
     except TypeError:
-        raise ConfigError(f"{model_class.__name__}.read_spec takes {signature}", "a static method that takes (config, "
-                          "architecture)", "write @staticmethod before it") from None
+        raise ConfigError(f"{model_class.__name__}.read_spec takes {signature}",
+                          "a static method that takes (config, architecture)",
+                          "add @staticmethod, or correct the parameters") from None
 
 
-def _refuse_no_names(class_name: str, member: str, value: object, what: str) -> None:
+def _refuse_no_strings(class_name: str, member: str, value: object, what: str) -> None:
     if not isinstance(value, _COLLECTIONS) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{class_name}.{member} is {shown(value)}", f"a tuple of {what}, each a string",
-                          "correct the class")
+        raise ConfigError(f"{class_name}.{member} is {shown(value)}", f"a tuple of strings: {what}", "")
 
 
 def refuse_wrong_spec(model_class: type, spec: object) -> None:
-    """Raise ConfigError unless it is a ModelSpec whose fields may be what they are, each for itself."""
+    """Raise ConfigError unless `spec` is a ModelSpec with valid fields. `check_spec` checks that they fit together."""
     name = f"{model_class.__name__}.read_spec"
     if not isinstance(spec, ModelSpec):
-        raise ConfigError(f"{name} returned {shown(spec)}", "a ModelSpec", "correct the class")
-    for field, expectation, is_good in _fields(spec):
-        if not is_good:
-            raise ConfigError(f"{name} returned a spec whose {field} is {shown(getattr(spec, field))}", expectation,
-                              "correct the class")
+        raise ConfigError(f"{name} returned {shown(spec)}", "a ModelSpec", "")
+    for field, expectation, is_valid in _fields(spec):
+        if not is_valid:
+            raise ConfigError(f"{name} returned a spec whose {field} is {shown(getattr(spec, field))}", expectation, "")
     if len(spec.attention) != spec.num_layers:
-        raise ConfigError(f"{name} returned a spec with {spec.num_layers} layers and {len(spec.attention)} entries of "
-                          "attention", "one for each layer", "correct the class")
+        raise ConfigError(f"{name} returned a spec with {spec.num_layers} layers and {len(spec.attention)} entries in "
+                          "attention", "one entry for each layer", "")
     for layer, how in enumerate(spec.attention):
         if how.alibi_slopes is not None and len(how.alibi_slopes) != spec.num_heads:
             raise ConfigError(f"{name} returned a spec with {spec.num_heads} heads and {len(how.alibi_slopes)} "
-                              f"alibi_slopes in layer {layer}", "one for each query head", "correct the class")
+                              f"alibi_slopes in layer {layer}", "one slope for each query head", "")
 
 
 def _fields(spec: ModelSpec) -> Iterable[tuple[str, str, bool]]:
-    """Name of a field, what it must be, whether it is that."""
+    """Yield (field, expected value, whether the field has such a value)."""
     for field in _SIZES:
         size = getattr(spec, field)
         yield field, "an integer above 0", isinstance(size, int) and not isinstance(size, bool) and size > 0
@@ -94,10 +92,10 @@ def _fields(spec: ModelSpec) -> Iterable[tuple[str, str, bool]]:
     yield "attention", "a tuple of LayerAttention, one for each layer", are_layers
     is_number = isinstance(spec.norm_epsilon, int | float) and not isinstance(spec.norm_epsilon, bool)
     yield "norm_epsilon", "a finite number above 0", is_number and 0 < spec.norm_epsilon < float("inf")
-    yield "activation", "the name of a function", isinstance(spec.activation, str)
+    yield "activation", "the name of an activation function", isinstance(spec.activation, str)
     is_rotary = isinstance(spec.rotary, RotaryParameters | None)
-    yield "rotary", "RotaryParameters, or None where positions are learned", is_rotary
+    yield "rotary", "RotaryParameters, or None for a model without rotary positions", is_rotary
     size = spec.rotary_size
     is_part = isinstance(size, int) and not isinstance(size, bool) and size % 2 == 0 and 2 <= size <= spec.head_size
-    yield "rotary_size", f"None, or an even integer in 2..{spec.head_size}, the size of a head", size is None or is_part
+    yield "rotary_size", f"None, or an even integer from 2 to the head size, {spec.head_size}", size is None or is_part
     yield "dtype", f"None, or one of {', '.join(DTYPES)}", spec.dtype is None or spec.dtype in DTYPES

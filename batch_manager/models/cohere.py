@@ -1,4 +1,4 @@
-"""Command-R (Cohere): attention and MLP side by side, LayerNorm without bias, neighbours rotated, scaled logits.
+"""Command-R (Cohere): parallel attention and MLP, LayerNorm without bias, interleaved rotary pairs, scaled logits.
 
 Source   "Command R" (Cohere, 2024); checkpoints as transformers saves CohereForCausalLM.
 """
@@ -21,7 +21,10 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CohereSpec(ModelSpec):
-    """logit_scale   logits are multiplied with it"""
+    """The spec of Cohere models.
+
+    logit_scale   factor of the logits
+    """
 
     logit_scale: float
 
@@ -38,7 +41,7 @@ class Cohere:
         num_layers, bias = layer_count(config), config.flag("attention_bias", False)
         refuse_windows(config, num_layers)
         if "logit_scale" in config.values and "logit_scale" not in config:
-            raise config.fault("logit_scale", "a number, or not there")
+            raise config.fault("logit_scale", "a number or absent")
         return read_decoder_spec(
             config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias, max_positions=8192,
             tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,

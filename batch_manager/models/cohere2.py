@@ -1,5 +1,5 @@
-"""Command-R7B, Command A (Cohere 2): a Cohere whose layers have a window and rotate, but for every fourth, which does
-neither.
+"""Command-R7B, Command A (Cohere 2): Cohere with sliding windows and rotary positions, except in every fourth layer,
+which has neither.
 
 Source   "Command A" (arXiv 2504.00698); checkpoints as transformers saves Cohere2ForCausalLM.
 """
@@ -22,9 +22,10 @@ from .model_spec import ModelSpec, read_alternating_windows, read_decoder_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cohere2Spec(ModelSpec):
-    """
-    slides        of each layer: it has a window, and rotates; the others do neither
-    logit_scale   logits are multiplied with it
+    """The spec of Cohere 2 models.
+
+    slides        for each layer: whether it has a window and rotary positions; otherwise it has neither
+    logit_scale   factor of the logits
     """
 
     slides: tuple[bool, ...]
@@ -48,7 +49,7 @@ class Cohere2:
             default_theta=10000.0, spec_class=Cohere2Spec, logit_scale=config.number("logit_scale", 0.0625),
             slides=tuple(window is not None for window in windows))
         if spec.head_size * spec.num_heads != spec.hidden_size:
-            raise config.fault("head_dim", "hidden_size / num_attention_heads, or not there")
+            raise config.fault("head_dim", "hidden_size / num_attention_heads, or absent")
         return spec
 
     def __init__(self, spec: Cohere2Spec, weights: Weights, context: LayerContext) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens end a text, as a checkpoint says."""
+"""Reads the end ids of a checkpoint: the tokens that end a sequence."""
 
 from ..weights.checkpoint import Checkpoint
 from ..weights.json_file import MAX_COUNT, Fields
@@ -7,10 +7,10 @@ MOST_END_IDS = 1000
 
 
 def read_end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
-    """`eos_token_id` of generation_config.json; where that has none, of config.json. Empty: neither does.
+    """Return `eos_token_id` of generation_config.json or, without one there, of config.json; empty if neither has one.
 
-    What is outside the vocabulary is left out: no token has it.
-    Raises ModelLoadError for what is neither an integer nor a list of integers.
+    Ids outside the vocabulary are dropped. Raises ModelLoadError for a value that is neither an integer nor a list of
+    integers.
     """
     for fields in (checkpoint.generation_config(), checkpoint.config()):
         if fields is not None and "eos_token_id" in fields:

@@ -1,5 +1,5 @@
-"""Falcon, Falcon-RW, Falcon 2: rotary positions or ALiBi, attention and an MLP of two matrices side by side or one
-after the other, one key head, some, or one for each query head.
+"""Falcon, Falcon-RW, Falcon 2: rotary positions or ALiBi, parallel or sequential attention and MLP, an ungated MLP, and
+one key head, several, or one for each query head.
 
 Source   "The Falcon Series of Open Language Models" (arXiv 2311.16867); checkpoints as transformers saves
          FalconForCausalLM, with or without the `transformer.` prefix.
@@ -26,17 +26,19 @@ from .model_spec import (
     ModelSpec,
     even_share,
     layer_count,
-    name_in_use,
+    name_or_alias,
     read_decoder_spec,
-    refuse_rotary,
+    refuse_rope_scaling,
     refuse_windows,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconSpec(ModelSpec):
-    """is_parallel      the MLP stands beside attention, not after it
-    has_own_norms    beside each other, each of them has a norm of its own
+    """The spec of Falcon models.
+
+    is_parallel     attention and the MLP read the same rows; otherwise the MLP follows attention
+    has_own_norms   parallel attention and MLP have separate norms
     """
 
     is_parallel: bool
@@ -56,28 +58,29 @@ class Falcon:
         num_layers = layer_count(config)
         refuse_windows(config, num_layers)
         num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
-        width = name_in_use(config, "hidden_size", "n_embed")
+        width = name_or_alias(config, "hidden_size", "n_embed")
         hidden_size = config.count(width, maximum=MAX_WIDTH)
         even_share(config, width, hidden_size, num_heads)
         if "head_dim" in config:
-            raise config.fault("head_dim", "not there: heads have hidden_size / num_attention_heads entries")
+            raise config.fault("head_dim", "absent; heads have hidden_size / num_attention_heads entries")
         if config.flag("apply_residual_connection_post_layernorm", False):
-            raise config.fault("apply_residual_connection_post_layernorm", "false, or not there")
+            raise config.fault("apply_residual_connection_post_layernorm", "false or absent")
         is_parallel, has_own_norms = _read_norms(config)
         bias, has_slopes = config.flag("bias", False), config.flag("alibi", False)
-        own = {**config.values, "hidden_size": hidden_size, "num_key_value_heads": _read_kv_heads(config, num_heads),
-               "intermediate_size": config.count("ffn_hidden_size", 4 * hidden_size, maximum=MAX_WIDTH)}
+        renamed = {**config.values, "hidden_size": hidden_size,
+                   "num_key_value_heads": _read_kv_heads(config, num_heads),
+                   "intermediate_size": config.count("ffn_hidden_size", 4 * hidden_size, maximum=MAX_WIDTH)}
         spec = read_decoder_spec(
-            Fields(own, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+            Fields(renamed, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
             mlp_bias=bias, gated_mlp=False, tie_word_embeddings=True, activation="activation",
             default_activation="gelu", norm_epsilon="layer_norm_epsilon", default_norm_epsilon=1e-5,
             default_theta=10000.0, max_positions=2048, spec_class=FalconSpec, is_parallel=is_parallel,
             has_own_norms=has_own_norms)
         if not has_slopes:
             return spec
-        refuse_rotary(config)
-        # The products of slopes and positions are rounded to bfloat16 as the models were trained, whatever the dtype of
-        # the weights, and added to scores before those are scaled.
+        refuse_rope_scaling(config)
+        # As in training, slope * position is rounded to bfloat16, whatever the dtype of the weights, and added to the
+        # scores before they are scaled.
         slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.bfloat16, device="cpu").tolist()
         scale = spec.attention[0].scale
         attention = LayerAttention(scale=scale, alibi_slopes=tuple(slopes), alibi_bfloat16_factor=scale)
@@ -115,17 +118,17 @@ def _read_kv_heads(config: Fields, num_heads: int) -> int:
     if config.flag("multi_query", True):
         return 1
     if num_kv_heads != num_heads:
-        raise config.fault("num_kv_heads", f"num_attention_heads, {num_heads}, where there is neither "
-                                           "new_decoder_architecture nor multi_query")
+        raise config.fault("num_kv_heads", f"num_attention_heads, {num_heads}, because neither "
+                                           "new_decoder_architecture nor multi_query is set")
     return num_heads
 
 
 def _read_norms(config: Fields) -> tuple[bool, bool]:
-    """(is_parallel, has_own_norms) of a FalconSpec."""
+    """Return (is_parallel, has_own_norms) of a FalconSpec."""
     is_new, is_parallel = config.flag("new_decoder_architecture", False), config.flag("parallel_attn", True)
     num_norms = config.count("num_ln_in_parallel_attn", 2 if is_new else 1)
     if is_new and not is_parallel:
-        raise config.fault("parallel_attn", "true, or not there, beside new_decoder_architecture")
+        raise config.fault("parallel_attn", "true or absent, because new_decoder_architecture is true")
     if is_parallel and num_norms not in ((1, 2) if is_new else (1,)):
         raise config.fault("num_ln_in_parallel_attn", "1 or 2" if is_new else "1 without new_decoder_architecture")
     return is_parallel, is_parallel and num_norms == 2
@@ -141,10 +144,10 @@ class _Layer:
             return LayerNorm(weights, context, f"{name}.{part}", size, spec.norm_epsilon)
 
         self.attention_norm = norm("ln_attn" if spec.has_own_norms else "input_layernorm")
-        self.mlp_norm = None                               # the MLP is given what attention is given
+        self.mlp_norm = None                               # None: the MLP reads attention's normed rows
         if spec.has_own_norms or not spec.is_parallel:
             self.mlp_norm = norm("ln_mlp" if spec.has_own_norms else "post_attention_layernorm")
-        # Stored by key heads, each one's query heads before it and its value after it, however many those are.
+        # The file has the rows by key head: its query heads, the key head itself, its value head.
         order = torch.arange(sum(spec.qkv_sizes), dtype=torch.int64, device=context.device)
         order = order.view(spec.num_kv_heads, -1, spec.head_size)
         parts = (order[:, :-2], order[:, -2], order[:, -1])
@@ -161,7 +164,7 @@ class _Layer:
         query, key, value = qkv.split_with_sizes(self.heads, 1)
         attended = attention.run(self.index, query, key, value, rotary)
         if self.is_parallel:
-            beside = normed if self.mlp_norm is None else self.mlp_norm(hidden)       # before the sum overwrites them
-            return self.mlp.add_to(self.out.add_to(hidden, attended), beside)
+            mlp_rows = normed if self.mlp_norm is None else self.mlp_norm(hidden)     # before add_to overwrites hidden
+            return self.mlp.add_to(self.out.add_to(hidden, attended), mlp_rows)
         hidden = self.out.add_to(hidden, attended)
         return self.mlp.add_to(hidden, self.mlp_norm(hidden))

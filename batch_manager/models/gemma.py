@@ -1,4 +1,4 @@
-"""Gemma: a Llama with scaled embeddings, norms whose weights count from one, heads of their own size and a tanh GELU.
+"""Gemma: Llama with scaled embeddings, norms with weights stored minus one, an explicit head size and tanh GELU.
 
 Source   "Gemma" (arXiv 2403.08295); checkpoints as transformers saves GemmaForCausalLM.
 """
@@ -34,7 +34,7 @@ class Gemma:
                                  head_size=256, num_kv_heads=16, max_positions=8192, tie_word_embeddings=True,
                                  default_activation="gelu_pytorch_tanh", default_norm_epsilon=1e-6,
                                  default_theta=10000.0)
-        # The first checkpoints say "gelu" and mean this one, as transformers knows too.
+        # Early checkpoints say "gelu" but use the tanh approximation; transformers treats them the same way.
         return replace(spec, activation="gelu_new") if config.text("hidden_act", "") == "gelu" else spec
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:

@@ -1,4 +1,4 @@
-"""Gemma 2: a Gemma with norms before and after attention and MLP, softcaps, and a window on every other layer.
+"""Gemma 2: Gemma with norms before and after attention and MLP, softcaps, and a window in every other layer.
 
 Source   "Gemma 2" (arXiv 2408.00118); checkpoints as transformers saves Gemma2ForCausalLM.
 """
@@ -21,7 +21,10 @@ from .model_spec import ModelSpec, read_alternating_windows, read_decoder_spec, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma2Spec(ModelSpec):
-    """logits_softcap   logits become softcap * tanh(logits / softcap); None: they stay as they are"""
+    """The spec of Gemma 2 models.
+
+    logits_softcap   logits become softcap * tanh(logits / softcap); None: they are unchanged
+    """
 
     logits_softcap: float | None = None
 

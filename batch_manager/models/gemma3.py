@@ -1,5 +1,5 @@
-"""Gemma 3, its text model: a Gemma 2 whose queries and keys are normed per head, without softcaps in attention; five
-layers of six have a window and rotate by a table of their own.
+"""Gemma 3, text model: Gemma 2 with queries and keys normed per head and without attention softcaps. Five of six
+layers have a window and a separate rotary table.
 
 Source   "Gemma 3" (arXiv 2503.19786); checkpoints as transformers saves Gemma3ForCausalLM.
 """
@@ -29,9 +29,10 @@ from .model_spec import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Spec(ModelSpec):
-    """
-    slides          of each layer: it has a window, and rotates by `sliding_rotary`; the others by `rotary`
-    logits_softcap  logits become softcap * tanh(logits / softcap); None: they stay as they are
+    """The spec of Gemma 3 models.
+
+    slides           for each layer: whether it has a window and uses `sliding_rotary`; otherwise it uses `rotary`
+    logits_softcap   logits become softcap * tanh(logits / softcap); None: they are unchanged
     """
 
     slides: tuple[bool, ...]
@@ -57,7 +58,7 @@ class Gemma3:
             max_positions=131072, tie_word_embeddings=True, activation="hidden_activation",
             default_activation="gelu_pytorch_tanh", default_norm_epsilon=1e-6, default_theta=1_000_000.0, rope=full,
             spec_class=Gemma3Spec, slides=tuple(window is not None for window in windows),
-            sliding_rotary=read_rotary(_local(config), max_positions, 10000.0, rope=sliding),
+            sliding_rotary=read_rotary(_for_sliding_layers(config), max_positions, 10000.0, rope=sliding),
             logits_softcap=read_softcap(config, "final_logit_softcapping", None))
 
     def __init__(self, spec: Gemma3Spec, weights: Weights, context: LayerContext) -> None:
@@ -82,8 +83,8 @@ class Gemma3:
         return self.head(hidden)
 
 
-def _local(config: Fields) -> Fields:
-    """The configuration as the sliding layers see it."""
+def _for_sliding_layers(config: Fields) -> Fields:
+    """The configuration with the sliding layers' `rope_theta`."""
     return Fields({**config.values, "rope_theta": config.values.get("rope_local_base_freq")}, config.where)
 
 

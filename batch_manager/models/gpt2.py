@@ -1,4 +1,4 @@
-"""GPT-2: layer norms with biases, learned positions, an ungated feed-forward network.
+"""GPT-2: LayerNorm, learned positions, an ungated MLP.
 
 Source   "Language Models are Unsupervised Multitask Learners", 2019; checkpoints as transformers saves GPT2LMHeadModel,
          with or without the `transformer.` prefix.
@@ -24,11 +24,11 @@ from .model_spec import (
     layer_count,
     read_activation,
     read_dtype,
-    refuse_rotary,
+    refuse_rope_scaling,
     refuse_windows,
 )
 
-# Other names of four fields. As in transformers, a value under the alias comes before the one under the first name.
+# Aliases of four fields. As in transformers, the alias takes precedence.
 _ALIASES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
             "n_positions": "max_position_embeddings"}
 
@@ -51,7 +51,7 @@ class Gpt2:
         names = {name: alias if alias in config else name for name, alias in _ALIASES.items()}
         num_layers = layer_count(config, names["n_layer"])
         refuse_windows(config, num_layers)
-        refuse_rotary(config)
+        refuse_rope_scaling(config)
         num_heads = config.count(names["n_head"], maximum=MAX_HEADS)
         hidden_size = config.count(names["n_embd"], maximum=MAX_WIDTH)
         head_size = even_share(config, names["n_embd"], hidden_size, num_heads)

@@ -1,4 +1,4 @@
-"""GPT-NeoX, Pythia: LayerNorm, a part of each head rotated, attention and MLP side by side, and an MLP of two matrices.
+"""GPT-NeoX, Pythia: LayerNorm, partial rotary positions, parallel attention and MLP, an ungated MLP.
 
 Source   "GPT-NeoX-20B" (arXiv 2204.06745), "Pythia" (2304.01373); checkpoints as transformers saves GPTNeoXForCausalLM.
 """
@@ -21,7 +21,10 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptNeoXSpec(ModelSpec):
-    """is_parallel   the MLP is given what attention is given, not what attention made of it"""
+    """The spec of GPT-NeoX models.
+
+    is_parallel   attention and the MLP read the same rows; otherwise the MLP follows attention
+    """
 
     is_parallel: bool
 
@@ -37,13 +40,13 @@ class GptNeoX:
     def read_spec(config: Fields, architecture: str) -> GptNeoXSpec:
         num_layers, bias = layer_count(config), config.flag("attention_bias", True)
         refuse_windows(config, num_layers)
-        # What this family does not have: transformers leaves it aside too.
-        own = {name: value for name, value in config.values.items()
-               if name not in ("num_key_value_heads", "rope_theta", "partial_rotary_factor")}
+        # Drop fields that this family does not have; transformers ignores them too.
+        kept = {name: value for name, value in config.values.items()
+                if name not in ("num_key_value_heads", "rope_theta", "partial_rotary_factor")}
         if "head_dim" in config:
-            raise config.fault("head_dim", "not there: heads have hidden_size / num_attention_heads entries")
+            raise config.fault("head_dim", "absent; heads have hidden_size / num_attention_heads entries")
         return read_decoder_spec(
-            Fields(own, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+            Fields(kept, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
             mlp_bias=True, gated_mlp=False, default_activation="gelu", norm_epsilon="layer_norm_eps",
             default_norm_epsilon=1e-5, default_theta=config.number("rotary_emb_base", 10000.0),
             partial_rotary_factor=config.number("rotary_pct", 0.25), max_positions=2048, spec_class=GptNeoXSpec,
@@ -76,7 +79,7 @@ class _Layer:
         self.heads, self.head_size = [spec.num_heads] * 3, spec.head_size
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        # Stored head by head, each with its query, key and value.
+        # The file has the rows by head, each with its query, key and value.
         order = torch.arange(3 * size, dtype=torch.int64, device=context.device).view(spec.num_heads, 3, spec.head_size)
         self.qkv = Linear(weights, context, [f"{name}.attention.query_key_value"], size, spec.qkv_sizes,
                           bias=spec.qkv_bias, split="columns", row_order=order.transpose(0, 1).reshape(-1))
@@ -90,7 +93,7 @@ class _Layer:
         query, key, value = qkv.split_with_sizes(self.heads, 1)
         attended = attention.run(self.index, query, key, value, rotary)
         if self.is_parallel:
-            beside = self.mlp_norm(hidden)             # before the sum, which may overwrite the rows
-            return self.mlp.add_to(self.out.add_to(hidden, attended), beside)
+            normed = self.mlp_norm(hidden)             # before add_to, which can overwrite `hidden`
+            return self.mlp.add_to(self.out.add_to(hidden, attended), normed)
         hidden = self.out.add_to(hidden, attended)
         return self.mlp.add_to(hidden, self.mlp_norm(hidden))

@@ -1,4 +1,4 @@
-"""GPT-J: attention and an MLP of two matrices side by side, neighbours of a part of each head rotated.
+"""GPT-J: parallel attention and MLP, an ungated MLP, partial rotary positions with interleaved pairs.
 
 Source   "GPT-J-6B" (EleutherAI, 2021); checkpoints as transformers saves GPTJForCausalLM.
 """
@@ -24,7 +24,7 @@ from .model_spec import (
     layer_count,
     read_activation,
     read_dtype,
-    refuse_rotary,
+    refuse_rope_scaling,
     refuse_windows,
 )
 
@@ -40,16 +40,16 @@ class GptJ:
         for name, alias in (("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads"),
                             ("n_embd", "hidden_size"), ("n_positions", "max_position_embeddings")):
             if alias in config:
-                raise config.fault(alias, f"not there: this architecture calls it {name}")
+                raise config.fault(alias, f"absent; this architecture uses the name {name}")
         num_layers = layer_count(config, "n_layer")
         refuse_windows(config, num_layers)
-        refuse_rotary(config)
+        refuse_rope_scaling(config)
         num_heads = config.count("n_head", maximum=MAX_HEADS)
         hidden_size = config.count("n_embd", maximum=MAX_WIDTH)
         head_size = even_share(config, "n_embd", hidden_size, num_heads)
-        rotary_size = config.count("rotary_dim") if "rotary_dim" in config.values else 64      # a null is refused
+        rotary_size = config.count("rotary_dim") if "rotary_dim" in config.values else 64      # null is refused
         if rotary_size % 2 or rotary_size > head_size:
-            raise config.fault("rotary_dim", f"an even number of the {head_size} entries of a head")
+            raise config.fault("rotary_dim", f"an even number, at most the head size, {head_size}")
         return ModelSpec(
             architecture=architecture,
             num_layers=num_layers,

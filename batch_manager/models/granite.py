@@ -1,4 +1,4 @@
-"""Granite: a Llama with factors on embeddings, residual branches, attention and logits.
+"""Granite: Llama with factors for embeddings, residual branches, attention scores and logits.
 
 Source   "Granite 3.0 Language Models" (IBM, 2024); checkpoints as transformers saves GraniteForCausalLM.
 """
@@ -21,10 +21,11 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteSpec(ModelSpec):
-    """
-    embedding_scale   of what the first layer is given
-    residual_scale    of what attention and the MLP of each layer add
-    logits_divisor    of the logits
+    """The spec of Granite models.
+
+    embedding_scale   factor of the embeddings
+    residual_scale    factor of what attention and the MLP of each layer add
+    logits_divisor    divisor of the logits
     """
 
     embedding_scale: float
@@ -53,7 +54,7 @@ class Granite:
     def __init__(self, spec: GraniteSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,
                                    scale=_unless_one(spec.embedding_scale))
-        self.virtual_token_scale = spec.embedding_scale    # transformers multiplies them, too
+        self.virtual_token_scale = spec.embedding_scale    # as in transformers
         self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
         self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
         self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,

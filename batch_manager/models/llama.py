@@ -1,4 +1,4 @@
-"""Llama: root-mean-square norms, rotary positions, grouped queries, a gated feed-forward network.
+"""Llama: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
 Source   "Llama 2" (arXiv 2307.09288) and the Llama 3 releases; checkpoints as transformers saves LlamaForCausalLM.
 """

@@ -1,4 +1,4 @@
-"""Loading a checkpoint with the class of its architecture."""
+"""Loads a checkpoint with the model class of its architecture."""
 
 import os
 from dataclasses import dataclass
@@ -14,15 +14,16 @@ from ..weights.source import DummyWeights
 from .class_check import refuse_wrong_spec
 from .end_ids import read_end_ids
 from .implementation import NATIVE, TRANSFORMERS, choose_implementation, load_transformers_class
-from .model_spec import ModelSpec, check_spec, refuse_unknown_numerics, refuse_unread_names
+from .model_spec import ModelSpec, check_spec, refuse_unread_aliases, refuse_unsupported_fields
 from .registry import Model, find_model, is_shipped, known_architectures, model_type_of
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `weight_bytes` counts the tensors and the copies made for speed.
+    """A model ready to run.
 
-    end_ids   tokens that end a text, as the checkpoint says
+    weight_bytes     size of the tensors, and of the copies of them that layers keep for speed
+    end_ids          tokens that end a sequence, from the checkpoint
     implementation   "native" or "transformers"
     """
 
@@ -37,9 +38,9 @@ class LoadedModel:
 
 
 def read_spec(path: str | os.PathLike, model_implementation: str = "auto") -> ModelSpec:
-    """The spec of the checkpoint at `path`, from its config.json or its metadata alone.
+    """Read the spec of the checkpoint at `path` from its config.json or its GGUF metadata; no weights are loaded.
 
-    model_implementation   as of `load_model`
+    model_implementation   as for `load_model`
     """
     return class_and_spec(open_checkpoint(path), model_implementation)[1]
 
@@ -49,14 +50,14 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                free_bytes: int | None = None, model_implementation: str = "auto") -> LoadedModel:
     """Load the checkpoint at `path`.
 
-    dtype         a torch dtype or its name; "auto": the checkpoint's on a GPU, float32 on a CPU
-    load_format   "auto": safetensors or GGUF; "dummy": random weights from `seed`, config.json is enough
-    deterministic   a row's bits come from that row alone; ConfigError where the model's class does not promise it
-    compiled_step   for a CPU: matrices as the compiled step takes them, see triton_kernels/cpu/native
-    free_bytes    of the device's memory; weights that take more are refused before any is allocated. None: tried anyhow
+    dtype           a torch dtype or its name; "auto": the checkpoint's dtype on a GPU, float32 on a CPU
+    load_format     "auto": safetensors or GGUF; "dummy": random weights from `seed`, only config.json is needed
+    deterministic   a row's bits depend on that row only; ConfigError if the model class does not support this
+    compiled_step   on a CPU: store matrices for the compiled step, see triton_kernels/cpu/native
+    free_bytes      free device memory; larger weights are refused before any allocation. None: no check
     model_implementation   "native": a class of this package, or a registered one; "transformers": transformers' own
-                  class, with the engine's attention; "auto": the first where there is one
-    Raises ModelLoadError naming file and field, UnsupportedModelError, or InsufficientMemoryError.
+                           class with the engine's attention; "auto": native if there is such a class
+    Raises ModelLoadError, which names file and field, UnsupportedModelError, or InsufficientMemoryError.
     """
     device = torch.device(device)
     if model_implementation not in MODEL_IMPLEMENTATIONS:
@@ -64,18 +65,19 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                           f"one of {', '.join(MODEL_IMPLEMENTATIONS)}", "leave it out for auto")
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format is {load_format!r}", f"one of {', '.join(LOAD_FORMATS)}",
-                          "leave it out for files")
+                          "leave it out to load the checkpoint's tensors")
     checkpoint = open_checkpoint(path)
     model_class, spec, implementation = class_and_spec(checkpoint, model_implementation)
     end_ids = read_end_ids(checkpoint, spec.vocab_size)
     dtype = resolve_dtype(dtype, spec, device)
     if deterministic and implementation == TRANSFORMERS:
-        raise ConfigError(f"deterministic was asked for, and layers of transformers compute {spec.architecture}",
+        raise ConfigError(f"deterministic was asked for, but layers of transformers compute {spec.architecture}",
                           "a model class of this package", "leave deterministic out")
     if deterministic and not getattr(model_class, "deterministic", False):
-        raise ConfigError(f"deterministic was asked for with {model_class.__name__}, which does not promise it",
-                          "a class with deterministic = True: nothing but layers of batch_manager.layers and "
-                          "element-wise sums and products between them", "set it, or leave deterministic out")
+        raise ConfigError(f"deterministic was asked for with {model_class.__name__}, which does not support it",
+                          "a class with deterministic = True: it computes only with layers of batch_manager.layers and "
+                          "element-wise sums and products between them",
+                          "set deterministic = True in the class if this is so, or leave the option out")
 
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step)
     try:
@@ -87,8 +89,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                 return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids,
                                    implementation)
             weights = checkpoint.weights(device, dtype)
-            # What is allocated is both asked for by the configuration and there: where the two differ, which is refused
-            # by name below, the smaller bounds it.
+            # A tensor is allocated only if both the configuration and the files have it, so the smaller number bounds
+            # the memory. Differences between the two are refused below, with the tensor's name.
             refuse_too_many_weights(min(spec.num_weights, weights.num_weights), checkpoint, device, dtype, free_bytes)
             model = model_class(spec, weights, context)
             weights.finish(model.harmless_tensors)
@@ -98,14 +100,14 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
             raise
         raise InsufficientMemoryError(
             f"the weights of {checkpoint.path} in {dtype} do not fit into the memory of {device}",
-            "room for all of them", "a smaller dtype, or a larger device") from fault
+            "enough memory for all weights", "use a smaller dtype or a larger device") from fault
 
 
 def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelSpec, dtype: torch.dtype) -> None:
-    """Refuse a checkpoint whose tensors are not those that the model takes, without reading one of them: as
-    `load_model` does, with the same texts. That tied tensors are equal is not looked at.
+    """Check the names and shapes of a checkpoint's tensors against the model, without reading the tensors.
 
-    Raises ModelLoadError. The class is one of this package; others may need numbers to be made.
+    Raises the ModelLoadError that `load_model` would raise. Tied tensors are not compared. `model_class` must be a
+    class of this package, because the constructors of others may need values.
     """
     device = torch.device("meta")
     with torch.inference_mode():
@@ -115,20 +117,21 @@ def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelS
 
 def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
                            free_bytes: int | None) -> None:
-    """Raise InsufficientMemoryError where the weights alone are larger than what is free.
+    """Raise InsufficientMemoryError if the weights alone are larger than the free memory.
 
-    Pages of a large allocation are taken as they are written: the allocation may well succeed, and the system then ends
-    the process while it loads.
+    The system provides the pages of a large allocation when they are written. The allocation can therefore succeed, and
+    the system then kills the process while it loads.
     """
     num_bytes = num_weights * dtype.itemsize
     if free_bytes is not None and num_bytes > free_bytes:
         raise InsufficientMemoryError(
             f"the weights of {checkpoint.path} in {dtype} do not fit into the memory of {device}: they take "
-            f"{num_bytes:,} bytes", f"{free_bytes:,} bytes are free", "take a smaller dtype or a larger device")
+            f"{num_bytes:,} bytes", f"at most {free_bytes:,} bytes, which are free",
+            "use a smaller dtype or a larger device")
 
 
 def class_and_spec(checkpoint: Checkpoint, model_implementation: str = "auto") -> tuple[type[Model], ModelSpec, str]:
-    """(the class that runs a checkpoint, its spec, "native" or "transformers"). Raises as `load_model`."""
+    """Return (model class of the checkpoint, its spec, "native" or "transformers"). Raises like `load_model`."""
     config = checkpoint.config()
     names = config.texts("architectures")
     if len(names) != 1:
@@ -148,37 +151,37 @@ def _read_native_spec(config: Fields, name: str) -> tuple[type[Model], ModelSpec
     model_class = find_model(name, named_by=f"{config.where}: architectures: ")
     expected = model_type_of(name)
     if expected is not None and config.text("model_type", expected) != expected:
-        raise config.fault("model_type", f"{expected!r}, as architectures is {shown([name])}",
-                           "correct the one of the two that is wrong")
+        raise config.fault("model_type", f"{expected!r}, because architectures is {shown([name])}",
+                           "correct whichever of the two is wrong")
     understood = getattr(model_class, "understands", ())
     shipped = is_shipped(name, model_class)
-    refuse_unknown_numerics(config, understood, is_shipped=shipped)
+    refuse_unsupported_fields(config, understood, is_shipped=shipped)
     spec = model_class.read_spec(config, name)
     refuse_wrong_spec(model_class, spec)
     if not shipped:
-        refuse_unread_names(config, understood)
+        refuse_unread_aliases(config, understood)
     check_spec(config, spec, model_class.__name__, is_shipped=shipped)
     return model_class, spec
 
 
 def _refuse_composite(config: Fields, architecture: str) -> None:
-    """Raise UnsupportedModelError for a model of text and something else, which no class here runs."""
+    """Raise UnsupportedModelError for a model of text and something else, such as images."""
     text = config.values.get("text_config")
     if architecture in known_architectures() or not isinstance(text, dict) or not text:
         return
     kind = text.get("model_type")
     raise UnsupportedModelError(
-        f"{config.where}: the architecture {shown(architecture)} joins a text model"
-        + (f" of type {shown(kind)}" if isinstance(kind, str) else "") + " with another one",
-        f"a text model alone: {', '.join(known_architectures())}",
-        "save its text part as a checkpoint of its own, with AutoModelForCausalLM of transformers")
+        f"{config.where}: the architecture {shown(architecture)} combines a text model"
+        + (f" of type {shown(kind)}" if isinstance(kind, str) else "") + " with another model",
+        f"a text model only: {', '.join(known_architectures())}",
+        "save the text model as a separate checkpoint, with AutoModelForCausalLM of transformers")
 
 
 def resolve_dtype(dtype: torch.dtype | str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The dtype that `load_model` computes in. Raises ConfigError."""
+    """Return the dtype in which `load_model` loads the weights. Raises ConfigError."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}", f"one of {', '.join(DTYPES)}", "leave it out for the checkpoint's")
+        raise ConfigError(f"dtype is {dtype!r}", f"one of {', '.join(DTYPES)}", "leave it out for auto")
     if name == "auto":
         name = "float32" if device.type == "cpu" else spec.dtype or "float32"
     return getattr(torch, name)

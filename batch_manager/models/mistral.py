@@ -1,4 +1,4 @@
-"""Mistral: a Llama whose queries look back a fixed window.
+"""Mistral: Llama with a sliding window.
 
 Source   "Mistral 7B" (arXiv 2310.06825); checkpoints as transformers saves MistralForCausalLM.
 """
@@ -14,7 +14,7 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, read_decoder_spec, read_one_window, read_window
+from .model_spec import ModelSpec, read_decoder_spec, read_uniform_windows, read_window
 
 
 class Mistral:
@@ -26,7 +26,7 @@ class Mistral:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        return read_decoder_spec(config, architecture, windows=read_one_window(config, read_window(config)),
+        return read_decoder_spec(config, architecture, windows=read_uniform_windows(config, read_window(config)),
                                  num_kv_heads=8, max_positions=131072, default_norm_epsilon=1e-6,
                                  default_theta=10000.0)
 

@@ -1,4 +1,4 @@
-"""What a model is, in numbers: the parsed and checked config.json."""
+"""The spec of a model: the numbers of its config.json, parsed and checked."""
 
 import math
 from collections.abc import Collection
@@ -13,11 +13,11 @@ from ..weights.json_file import Fields
 
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB, MAX_POSITIONS = 4096, 4096, 2**20, 2**24, 2**24
 MAX_WEIGHTS = 2**44                                  # of all layers together
-MAX_ROTARY_ENTRIES = 2**27                           # 512 MiB of cosines and sines: two numbers ask for them, no file
+MAX_ROTARY_ENTRIES = 2**27                           # 512 MiB of cosines and sines, which config.json alone can request
 
-# Fields that change what a model computes, with the values that leave the numbers alone. A file that says anything
-# else is refused by name, unless the class of its architecture says that it understands the field. What brings tensors
-# of its own, as experts do, is refused anyhow: no class asks for those.
+# Field that changes what a model computes -> values that change nothing. Any other value is refused by name, unless the
+# model class lists the field in `understands`. Fields that imply additional tensors, such as those of experts, need no
+# entry: tensors that no class requests are refused anyway.
 _NEUTRAL = {
     "quantization_config": (), "compression_config": (),
     "partial_rotary_factor": (1, 1.0), "rotary_pct": (1, 1.0), "rope_interleaved": (False,), "use_mrope": (False,),
@@ -30,14 +30,14 @@ _NEUTRAL = {
     "use_bidirectional_attention": (False,),
 }
 
-# More of them, for classes that were registered. Of a shipped family it is known what transformers leaves aside.
-_NEUTRAL_IN_OTHERS = {
+# More such fields, for registered classes only. For a shipped family it is known which fields transformers ignores.
+_NEUTRAL_IF_REGISTERED = {
     # windows
     **dict.fromkeys(("use_sliding_window", "window_attention"), (False,)),
     **dict.fromkeys(("sliding_window_size", "interleaved_sliding_window", "window_size", "attention_window",
                      "attention_window_size", "local_attention", "local_window", "local_attention_window_len",
                      "attention_chunk_size", "attention_types"), ()),
-    # which layer is what
+    # kinds of layers
     **dict.fromkeys(("attn_layer_indices", "layer_group_size", "num_attention_heads_per_layer", "attn_config",
                      "ffn_config"), ()),
     **dict.fromkeys(("num_loops", "layer_repeat"), (1,)),
@@ -75,23 +75,23 @@ _NEUTRAL_IN_OTHERS = {
                      "learned_pos_emb", "use_learned_position_embeddings", "sinusoidal_embeddings"), (False,)),
     **dict.fromkeys(("use_rope", "use_rotary", "rope", "rotary"), (True,)),
     "nope_layers": ([],), "position_embedding_type": ("rope", "rotary"),
-    # who sees whom
+    # masks
     **dict.fromkeys(("is_encoder", "bidirectional", "bidirectional_attention", "prefix_lm", "multi_query",
                      "new_decoder_architecture"), (False,)),
     "causal": (True,), "attention_type": (),
 }
 
-# Lists with the entry that leaves the numbers alone, for classes that were registered.
+# List field -> the entry that changes nothing, for registered classes.
 _NEUTRAL_ENTRIES = {"layer_types": "full_attention", "mlp_layer_types": "dense", "block_types": "attention",
                     "layers_block_type": "attention", "attention_layers": "global"}
 
-# Fields that change nothing where the file says that there is no window, for classes that were registered.
-_OF_A_WINDOW = ("sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
-                "global_attn_every_n_layers")
+# Fields that change nothing if the file has no window, for registered classes.
+_WINDOW_FIELDS = ("sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
+                  "global_attn_every_n_layers")
 
-# Names that different families have for one number, for classes that were registered: a class reads one of each. A name
-# that it does not read must not say anything else.
-_NAMES_OF_ONE = (
+# Names that different families use for the same value, for registered classes. A class reads one name of a group; the
+# other names must not have different values.
+_ALIASES = (
     ("hidden_act", "hidden_activation", "activation", "activation_function", "ff_activation", "mlp_hidden_act",
      "mlp_act", "act_fn", "afn"),
     ("rms_norm_eps", "rms_norm_epsilon", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon",
@@ -100,32 +100,32 @@ _NAMES_OF_ONE = (
     ("rope_scaling", "rope_parameters"),
 )
 
-# activation names of transformers -> ours; different spellings of one function
+# activation name in transformers -> name here; some are spellings of the same function
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
                 "gelu_pytorch_tanh": "gelu_new",
                 "gelu_fast": "gelu_new", "relu": "relu"}
-_NO_DEFAULT = ("a number: the class of this architecture has no default for it",
-               "put it into the file, or give read_decoder_spec the family's default")
+_NO_DEFAULT = ("a number, because the model class has no default for it",
+               "add it to the file, or pass the family's default to read_decoder_spec")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One model's numbers. A family that has more of them adds fields in a subclass.
+    """The numbers of one model. A family with more numbers adds fields in a subclass.
 
-    head_size                entries of one attention head; hidden_size / num_heads unless the configuration says else
+    head_size                entries of one attention head; hidden_size / num_heads unless the configuration states it
     vocab_size               rows of the embedding
-    max_position_embeddings  positions the model was made for; with longrope those before stretching
-    attention                one LayerAttention for each layer: scale, window, softcap, slopes, sink logits
-    norm_epsilon             of all norms
-    tie_word_embeddings      the head is the embedding
-    rotary                   None: the model has learned positions, or slopes in `attention`
+    max_position_embeddings  positions that the model supports; with longrope, those before stretching
+    attention                one LayerAttention for each layer: scale, window, softcap, ALiBi slopes, sink logits
+    norm_epsilon             epsilon of all norms
+    tie_word_embeddings      whether the head uses the embedding's matrix
+    rotary                   None: the model has learned positions, or ALiBi slopes in `attention`
     rotary_size              leading entries of each head that are rotated; None: all
-    qkv_bias, out_bias       of the attention's projections
-    mlp_bias                 of the feed-forward projections
-    qk_norm                  queries and keys are normed per head
-    gated_mlp                the feed-forward network has three matrices, not two
-    dtype                    "float32", "float16" or "bfloat16" as config.json says; None: it does not
+    qkv_bias, out_bias       whether the attention's projections have biases
+    mlp_bias                 whether the projections of the feed-forward network have biases
+    qk_norm                  whether queries and keys are normed per head
+    gated_mlp                whether the feed-forward network has three matrices; otherwise two
+    dtype                    "float32", "float16" or "bfloat16", from config.json; None: not stated there
     """
 
     architecture: str
@@ -152,7 +152,7 @@ class ModelSpec:
 
     @property
     def num_weights(self) -> int:
-        """Numbers in the matrices of the model. Norms and biases, which are few beside them, are not counted."""
+        """Number of elements in the model's matrices. Norms and biases, which are small, are not counted."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
         rows = self.num_layers * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
         rows += self.vocab_size if self.tie_word_embeddings else 2 * self.vocab_size
@@ -162,27 +162,27 @@ class ModelSpec:
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Rows of the query, key and value projections."""
+        """Numbers of rows of the query, key and value projections."""
         return (self.num_heads * self.head_size, *(self.num_kv_heads * self.head_size,) * 2)
 
 
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
-def refuse_unknown_numerics(config: Fields, understood: Collection[str], *, is_shipped: bool) -> None:
-    """Raise for a field that changes what a model computes and that its class does not understand.
+def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is_shipped: bool) -> None:
+    """Raise ModelLoadError for a field that changes what the model computes, if the model class does not read it.
 
-    understood   the fields that the class reads, as it says itself
-    is_shipped   the class is the shipped one of its architecture
+    understood   `understands` of the class: the fields that it reads
+    is_shipped   whether the class is the shipped one of its architecture
     """
-    for name, neutral in (_NEUTRAL if is_shipped else _NEUTRAL | _NEUTRAL_IN_OTHERS).items():
+    for name, neutral in (_NEUTRAL if is_shipped else _NEUTRAL | _NEUTRAL_IF_REGISTERED).items():
         value = config.values.get(name)
         if name in config and name not in understood and not any(
-                type(value) in (type(good), int, float) and value == good for good in neutral):
+                type(value) in (type(known), int, float) and value == known for known in neutral):
             raise _not_understood(config, name)
-    if "auto_map" in config and not (is_shipped and _is_of_the_same_name(config)):
-        raise config.fault("auto_map", "not there: code that a checkpoint brings is never run",
-                           "save the model without its code, or use one of an architecture that is known")
+    if "auto_map" in config and not (is_shipped and _names_shipped_class(config)):
+        raise config.fault("auto_map", "absent, because code of a checkpoint is never run",
+                           "save the model without its code, or use a known architecture")
     if is_shipped:
         return
     for name, entry in _NEUTRAL_ENTRIES.items():
@@ -192,27 +192,27 @@ def refuse_unknown_numerics(config: Fields, understood: Collection[str], *, is_s
             raise _not_understood(config, name)
     if config.values.get("use_sliding_window") is False or config.values.get("sliding_window", 0) is None:
         return
-    for name in _OF_A_WINDOW:
+    for name in _WINDOW_FIELDS:
         if name in config and name not in understood:
             raise _not_understood(config, name)
 
 
-def refuse_unread_names(config: Fields, understood: Collection[str]) -> None:
-    """Raise for a name that stands for the same as others do, where the class reads none of equal value.
+def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
+    """Raise ModelLoadError for an alias whose value differs from every alias that the model class read.
 
-    config       after the class read it
-    understood   as in `refuse_unknown_numerics`
+    config       after the class has read it
+    understood   as in `refuse_unsupported_fields`
     """
-    for names in _NAMES_OF_ONE:
+    for names in _ALIASES:
         seen = [config.values[name] for name in names if name in config and name in config.asked_for]
         for name in names:
             if name in config and name not in understood and config.values[name] not in seen:
                 raise _not_understood(config, name)
 
 
-def _is_of_the_same_name(config: Fields) -> bool:
-    """Whether the code beside a checkpoint is a class of the name that `architectures` has, from before transformers
-    had it: transformers takes its own then."""
+def _names_shipped_class(config: Fields) -> bool:
+    """Whether `auto_map` names the class in `architectures`. Such code is older than the class in transformers, which
+    then uses its own class."""
     by_task = config.values["auto_map"]
     text = by_task.get("AutoModelForCausalLM") if isinstance(by_task, dict) else None
     return isinstance(text, str) and [text.rpartition(".")[2]] == config.values["architectures"]
@@ -220,7 +220,7 @@ def _is_of_the_same_name(config: Fields) -> bool:
 
 def _not_understood(config: Fields, name: str) -> ModelLoadError:
     return config.fault(name, "not supported",
-                        "register_model takes a class that reads the field and names it in `understands`")
+                        "register a model class that reads the field and lists it in `understands`")
 
 
 def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int | None, ...], qkv_bias: bool = False,
@@ -231,24 +231,24 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
                       head_size: int | None = None, num_kv_heads: int | None = None,
                       tie_word_embeddings: bool = False, partial_rotary_factor: float | None = None,
                       rope: Fields | None = None, max_positions: int, spec_class: type[Spec] = ModelSpec,
-                      **own: Any) -> Spec:
-    """The spec of a decoder with rotary positions and a gated feed-forward network, as Llama's relatives have.
+                      **more_fields: Any) -> Spec:
+    """Read the spec of a decoder with rotary positions, such as Llama and its relatives.
 
-    windows                    of each layer, as in LayerAttention
-    scale, softcap             of all layers, as there; scale None: head_size ** -0.5
-    activation, norm_epsilon   the fields that hold them
+    windows                    window of each layer, as in LayerAttention
+    scale, softcap             of all layers, as in LayerAttention; scale None: head_size ** -0.5
+    activation, norm_epsilon   names of the fields
     head_size, num_kv_heads, tie_word_embeddings, max_positions, default_activation
                                the family's defaults; num_kv_heads None: the number of attention heads
     default_norm_epsilon, default_theta
-                               the family's defaults too, of the norms and of `rope_theta`; None: it has none, and a
+                               the family's defaults of the norms' epsilon and of `rope_theta`; None: no default, a
                                file without the field is refused
-    rope                       the rotary parameters; None: those of `rope_parameters` or `rope_scaling`
-    partial_rotary_factor      the family's default; None: it rotates whole heads, and a file that says other is refused
-    spec_class, own            a subclass of ModelSpec, and what its own fields get
-    Raises ModelLoadError naming file and field.
+    rope                       the rotary parameters; None: those in `rope_parameters` or `rope_scaling`
+    partial_rotary_factor      the family's default; None: whole heads are rotated, another factor is refused
+    spec_class, more_fields    a subclass of ModelSpec, and the values of its additional fields
+    Raises ModelLoadError, which names file and field.
     """
     num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
-    # As in transformers: the family's default holds where the field is left out. A null means one for each head.
+    # As in transformers: the family's default applies if the field is absent; null means one key head per query head.
     if num_kv_heads is None or "num_key_value_heads" in config.values:
         num_kv_heads = config.count("num_key_value_heads", num_heads, maximum=MAX_HEADS)
     hidden_size = config.count("hidden_size", maximum=MAX_WIDTH)
@@ -284,31 +284,33 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         dtype=read_dtype(config),
-        **own,
+        **more_fields,
     )
 
 
 def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: bool) -> None:
-    """Raise where the numbers of a spec do not fit each other.
+    """Raise if the numbers of a spec do not fit together.
 
-    is_shipped   the class is the shipped one of its architecture: its numbers are those of the file, or defaults
-    Raises       ModelLoadError where the file says so, ConfigError naming the class where it was the class
+    is_shipped   whether the class is the shipped one of its architecture, which takes all numbers from the file or from
+                 the family's defaults
+    Raises       ModelLoadError for a number of the file, ConfigError naming the class for a number of the class
     """
     def fault(is_from_file: bool, of_file: str, of_spec: str, expectation: str, fix: str) -> ConfigError:
         if is_shipped or is_from_file:
             return ModelLoadError(f"{config.where}: {of_file}", expectation, fix)
-        return ConfigError(f"{class_name}.read_spec returned a spec whose {of_spec}", expectation, "correct the class")
+        return ConfigError(f"{class_name}.read_spec returned a spec whose {of_spec}", expectation, "")
 
     values = config.values
     if spec.num_heads % spec.num_kv_heads:
         default = "" if "num_key_value_heads" in config else ", the default of this architecture"
         raise fault(values.get("num_key_value_heads") == spec.num_kv_heads,
                     f"num_key_value_heads is {spec.num_kv_heads}{default}", f"num_kv_heads is {spec.num_kv_heads}",
-                    f"a divisor of num_attention_heads, {spec.num_heads}", "check that both are right")
+                    f"a divisor of num_attention_heads, {spec.num_heads}", "check both fields")
     if spec.head_size % 2 and spec.rotary is not None:
         raise fault(spec.head_size in (values.get("head_dim"), spec.hidden_size / spec.num_heads),
                     f"the head size is {spec.head_size}", f"head_size is {spec.head_size}",
-                    "an even number: rotary positions turn pairs", "check hidden_size and head_dim")
+                    "an even number, because rotary positions rotate pairs of entries",
+                    "check hidden_size and head_dim")
     if spec.rotary is not None and spec.max_position_embeddings * spec.head_size > MAX_ROTARY_ENTRIES:
         positions = f"max_position_embeddings is {spec.max_position_embeddings:,}"
         raise fault(values.get("max_position_embeddings") == spec.max_position_embeddings, positions, positions,
@@ -318,21 +320,21 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
     total = spec.num_layers * (attention + 2 * spec.intermediate_size * spec.hidden_size) + (
         spec.vocab_size * spec.hidden_size)
     if total > MAX_WEIGHTS:
-        raise ModelLoadError(f"{config.where}: the sizes ask for {total:,} weights", f"at most {MAX_WEIGHTS:,}",
+        raise ModelLoadError(f"{config.where}: the sizes imply {total:,} weights", f"at most {MAX_WEIGHTS:,}",
                              "check that config.json belongs to this checkpoint")
 
 
 def even_share(config: Fields, name: str, whole: int, parts: int) -> int:
-    """whole / parts, for a head size that the configuration does not give."""
+    """Return whole / parts: the head size, if the configuration does not state it. Raises ModelLoadError."""
     if whole % parts:
         raise config.fault(name, f"a multiple of the number of attention heads, {parts}")
     return whole // parts
 
 
-def name_in_use(config: Fields, name: str, alias: str) -> str:
-    """`alias` where the file has it, else `name`: both stand for one number. Raises where they differ."""
+def name_or_alias(config: Fields, name: str, alias: str) -> str:
+    """Return `alias` if the file has it, else `name`. Raises ModelLoadError if the file has both and they differ."""
     if name in config and alias in config and config.values[name] != config.values[alias]:
-        raise config.fault(alias, f"not there, or what {name} is")
+        raise config.fault(alias, f"absent, or equal to {name}")
     return alias if alias in config else name
 
 
@@ -349,7 +351,7 @@ def read_activation(config: Fields, name: str, default: str) -> str:
 
 
 def read_dtype(config: Fields) -> str | None:
-    """`dtype`, which older configurations call `torch_dtype`."""
+    """Return `dtype`, or `torch_dtype` of older configurations; None if the dtype is not stated."""
     name = "dtype" if "dtype" in config else "torch_dtype"
     given = config.text(name, "auto").removeprefix("torch.")
     if given != "auto" and given not in DTYPES:
@@ -358,57 +360,57 @@ def read_dtype(config: Fields) -> str | None:
 
 
 def read_layer_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Windows of a family whose layers slide or not, by `layer_types` or by `max_window_layers` (Qwen2, Qwen3).
+    """Return the window of each layer, by `layer_types` or by `max_window_layers` (Qwen2, Qwen3).
 
-    As in transformers: a `sliding_window` that is left out is 4096, one that is null is none.
+    As in transformers, an absent `sliding_window` means 4096, and null means no window.
     """
-    slides = config.flag("use_sliding_window", False)
-    window = read_window(config) if slides else None
+    has_windows = config.flag("use_sliding_window", False)
+    window = read_window(config) if has_windows else None
     first = config.count("max_window_layers", 28, minimum=0)
     default = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
     kinds = read_layer_types(config, default)
-    if "sliding_attention" in kinds and not slides:
-        raise config.fault("layer_types", "no sliding_attention while use_sliding_window is false")
+    if "sliding_attention" in kinds and not has_windows:
+        raise config.fault("layer_types", "no sliding_attention, because use_sliding_window is false")
     return windows_of(config, kinds, window)
 
 
 def read_alternating_windows(config: Fields, period: int) -> tuple[int | None, ...]:
-    """Windows of a family whose layers slide but for every `period`-th one, unless `layer_types` says other."""
+    """Return the window of each layer, by `layer_types`; by default, all but every `period`-th layer have one."""
     kinds = read_layer_types(config, ["sliding_attention" if (index + 1) % period else "full_attention"
                                       for index in range(layer_count(config))])
     return windows_of(config, kinds, read_window(config))
 
 
-def read_one_window(config: Fields, window: int | None) -> tuple[int | None, ...]:
-    """`window` for each layer, of a family that leaves `layer_types` aside: a list that says something else is another
-    model, and is refused."""
+def read_uniform_windows(config: Fields, window: int | None) -> tuple[int | None, ...]:
+    """Return `window` for each layer, for a family that ignores `layer_types`. A file whose `layer_types` differs is
+    refused, because it describes another model."""
     num_layers, kind = layer_count(config), "full_attention" if window is None else "sliding_attention"
     if set(read_layer_types(config, [kind] * num_layers)) != {kind}:
-        raise config.fault("layer_types", f"{kind} everywhere, as sliding_window says")
+        raise config.fault("layer_types", f"{kind} for every layer, to match sliding_window")
     return (window,) * num_layers
 
 
 def windows_of(config: Fields, kinds: list[str], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer, by its kind in `layer_types`. window: `sliding_window`, None where it is null"""
+    """Return the window of each layer. kinds: `layer_types`. window: `sliding_window`; None: it is null"""
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise config.fault("layer_types", "full_attention or sliding_attention")
+        raise config.fault("layer_types", "only full_attention and sliding_attention")
     if "sliding_attention" in kinds and window is None:
-        raise config.fault("sliding_window", "a number of tokens, as layer_types names sliding_attention")
+        raise config.fault("sliding_window", "a number of tokens, because layer_types has sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def read_softcap(config: Fields, name: str, default: float | None) -> float | None:
-    """A softcap of a family that has `default` where the field is left out, and none where it is null."""
+    """Return a softcap: `default` if the field is absent, None if it is null."""
     return config.number(name, None if name in config.values else default)
 
 
 def read_window(config: Fields) -> int | None:
-    """`sliding_window` of a family that has 4096 where the field is left out, and none where it is null."""
+    """Return `sliding_window`: 4096 if the field is absent, None if it is null."""
     return config.count("sliding_window", None if "sliding_window" in config.values else 4096)
 
 
 def read_layer_types(config: Fields, default: list[str]) -> list[str]:
-    """`layer_types`, as many as there are in `default`."""
+    """Return `layer_types`, which must have as many entries as `default`."""
     kinds = config.texts("layer_types", default)
     if len(kinds) != len(default):
         raise config.fault("layer_types", f"one entry for each of the {len(default)} layers")
@@ -416,32 +418,32 @@ def read_layer_types(config: Fields, default: list[str]) -> list[str]:
 
 
 def refuse_windows(config: Fields, num_layers: int) -> None:
-    """Raise when a family without sliding windows is given some."""
+    """Raise ModelLoadError if the file has sliding windows, for a family without them."""
     if "sliding_window" in config and config.flag("use_sliding_window", True):
-        raise config.fault("sliding_window", "null: this architecture has no sliding window")
+        raise config.fault("sliding_window", "null, because this architecture has no sliding windows")
     if set(read_layer_types(config, ["full_attention"] * num_layers)) != {"full_attention"}:
-        raise config.fault("layer_types", "full_attention everywhere: this architecture has no other layers")
+        raise config.fault("layer_types", "only full_attention, because this architecture has no other layers")
 
 
-def refuse_rotary(config: Fields) -> None:
-    """Raise when a family that does not rotate is given parameters of a rotation."""
+def refuse_rope_scaling(config: Fields) -> None:
+    """Raise ModelLoadError if the file scales rotary positions, for a family that cannot scale them or has none."""
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.fields(name, Fields({}, config.where))
         if rope.text("rope_type", rope.text("type", "default")) != "default":
-            raise config.fault(name, "null: this architecture does not rotate")
+            raise config.fault(name, "null, because this architecture has no scaled rotary positions")
 
 
 def read_rotary(config: Fields, max_positions: int, default_theta: float | None = None,
                 is_partial: bool = False, rope: Fields | None = None) -> RotaryParameters:
-    """The rotary embedding, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`.
+    """Read the rotary parameters from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
-    default_theta   where the file has no `rope_theta`; None: it must have one
-    is_partial      the family rotates a part of each head; else a file that says so is refused
-    rope            the parameters, where a family has several; None: those two
+    default_theta   used if the file has no `rope_theta`; None: the file must have it
+    is_partial      whether the family can rotate a part of each head; otherwise a file that does so is refused
+    rope            the parameters, for a family with several sets; None: those of the fields above
     """
     rope = _rope_fields(config) if rope is None else rope
     if not is_partial and "partial_rotary_factor" in rope and rope.number("partial_rotary_factor") != 1.0:
-        raise rope.fault("partial_rotary_factor", "1: rotation of a part of a head is not supported")
+        raise rope.fault("partial_rotary_factor", "1, because this model class rotates whole heads")
     theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
     if theta is None:
         raise config.missing("rope_theta", *_NO_DEFAULT)
@@ -449,18 +451,18 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "original_max_position_embeddings",
              "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
              "mscale_all_dim", "truncate"} | ({"short_factor", "long_factor"} if kind == "longrope" else set())
-    strange = sorted(name for name in rope.values.keys() - known if name in rope)
+    unknown = sorted(name for name in rope.values.keys() - known if name in rope)
     if kind not in KINDS:
-        raise ModelLoadError(f"{rope.where}: the rotary embedding is of type {kind!r}", f"one of {', '.join(KINDS)}",
-                             "use a model with one of these")
-    if strange:
-        raise rope.fault(strange[0], "not supported")
+        raise ModelLoadError(f"{rope.where}: the rotary embedding has type {kind!r}", f"one of {', '.join(KINDS)}",
+                             "use a model with one of these types")
+    if unknown:
+        raise rope.fault(unknown[0], "not supported")
     if kind == "default":
         return RotaryParameters(theta=theta)
     if kind == "linear":
         return RotaryParameters(kind=kind, theta=theta, factor=rope.number("factor"))
 
-    # As in transformers: a value beside the rope parameters comes before the one among them.
+    # As in transformers, a top-level value takes precedence over the one in the rope parameters.
     original = config.count("original_max_position_embeddings",
                             rope.count("original_max_position_embeddings", max_positions, maximum=MAX_POSITIONS),
                             maximum=MAX_POSITIONS)
@@ -472,7 +474,7 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
                                 low_freq_factor=low, high_freq_factor=high)
     if kind == "longrope":
         factor = rope.number("factor", max_positions / original)
-        rope.numbers("long_factor")               # its own check: it is for longer sequences than are run
+        rope.numbers("long_factor")               # only checked: it applies to sequences longer than those run here
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
         return RotaryParameters(kind=kind, theta=theta, factor=factor, original_max_positions=original,
                                 short_factors=tuple(rope.numbers("short_factor")),
@@ -487,27 +489,29 @@ def read_rotary(config: Fields, max_positions: int, default_theta: float | None 
 
 
 def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
-    """The rotary parameters of the full layers and of the sliding ones, of a family that has a table for each:
-    `rope_parameters` by kind of layer, or, in older files, `rope_scaling` of the full layers alone."""
+    """Return the rotary parameters of full layers and of sliding layers, for a family with a table for each kind.
+
+    They are in `rope_parameters`, by kind of layer. Older files have `rope_scaling`, for full layers only.
+    """
     nothing = Fields({}, config.where)
     by_kind = config.fields("rope_parameters", nothing)
-    strange = sorted(name for name in by_kind.values.keys() - {"full_attention", "sliding_attention"})
-    if strange:
-        raise by_kind.fault(strange[0], "not there: the parameters are those of full_attention and sliding_attention")
+    unknown = sorted(name for name in by_kind.values.keys() - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise by_kind.fault(unknown[0], "absent; only full_attention and sliding_attention are known here")
     older = config.fields("rope_scaling", nothing)
     if older.values and by_kind.values:
-        raise config.fault("rope_scaling", "null beside rope_parameters")
+        raise config.fault("rope_scaling", "null, because the file has rope_parameters")
     if "type" in older and "rope_type" not in older:
-        raise older.fault("type", "not there: this architecture calls it rope_type")
+        raise older.fault("type", "absent; this architecture uses the name rope_type")
     full, sliding = by_kind.fields("full_attention", older), by_kind.fields("sliding_attention", nothing)
     for rope in (full, sliding):
-        if not rope.flag("truncate", True):            # transformers does not look at it here
-            raise rope.fault("truncate", "true, or not there")
+        if not rope.flag("truncate", True):            # transformers ignores the field here
+            raise rope.fault("truncate", "true or absent")
     return full, sliding
 
 
 def _rope_fields(config: Fields) -> Fields:
-    """`rope_scaling`, as older configurations call it, or `rope_parameters`; empty where there is neither."""
+    """Return `rope_scaling`, the older name, or `rope_parameters`; empty if the file has neither."""
     rope = config.fields("rope_scaling", Fields({}, config.where))
     return rope if rope.values else config.fields("rope_parameters", rope)
 
@@ -520,12 +524,12 @@ def _epsilon(config: Fields, name: str, default: float | None) -> float:
 
 
 def _rotary_size(config: Fields, head_size: int, default: float) -> int:
-    """Leading entries of a head that are rotated."""
+    """Return the number of leading entries of a head that are rotated."""
     factor = _rope_fields(config).number("partial_rotary_factor", config.number("partial_rotary_factor", default))
     size = int(head_size * factor)
     if not 0 < size <= head_size or size % 2:
-        raise ModelLoadError(f"{config.where}: partial_rotary_factor is {factor:g} and the head size {head_size}",
-                             "an even number of entries of a head, at least 2 and at most all",
+        raise ModelLoadError(f"{config.where}: partial_rotary_factor is {factor:g} and the head size is {head_size}",
+                             f"an even number of rotated entries, from 2 to {head_size}",
                              "check head_dim and partial_rotary_factor")
     return size
 
@@ -533,7 +537,7 @@ def _rotary_size(config: Fields, head_size: int, default: float) -> int:
 def _check_short_factors(config: Fields, rotary: RotaryParameters, size: int) -> None:
     if len(rotary.short_factors) != size // 2:
         raise ModelLoadError(f"{_rope_fields(config).where}: short_factor has {len(rotary.short_factors)} numbers",
-                             f"one for each of the {size // 2} frequencies", "check head_dim and short_factor")
+                             f"{size // 2}, one for each frequency", "check head_dim and short_factor")
 
 
 def _yarn_amplitude(rope: Fields, factor: float) -> float:

@@ -1,4 +1,4 @@
-"""OLMo 3: an OLMo 2 in which three layers of four have a window and rotate by a table of their own.
+"""OLMo 3: OLMo 2 in which three of four layers have a window and a separate rotary table.
 
 Source   "OLMo 3" (Ai2, 2025); checkpoints as transformers saves Olmo3ForCausalLM.
 """
@@ -27,7 +27,10 @@ from .model_spec import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Olmo3Spec(ModelSpec):
-    """slides   of each layer: it has a window, and rotates by `sliding_rotary`; the others by `rotary`"""
+    """The spec of OLMo 3 models.
+
+    slides   for each layer: whether it has a window and uses `sliding_rotary`; otherwise it uses `rotary`
+    """
 
     slides: tuple[bool, ...]
     sliding_rotary: RotaryParameters
@@ -45,13 +48,13 @@ class Olmo3:
         windows = read_alternating_windows(config, 4)
         bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
         max_positions = config.count("max_position_embeddings", 2048)
-        # A `rope_theta` beside the parameters is that of the full layers, as transformers reads it.
-        beside = Fields({name: value for name, value in config.values.items() if name != "rope_theta"}, config.where)
+        # As in transformers, a top-level `rope_theta` applies to full layers only.
+        others = Fields({name: value for name, value in config.values.items() if name != "rope_theta"}, config.where)
         return read_decoder_spec(
             config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
             qk_norm=True, max_positions=2048, default_norm_epsilon=1e-5, default_theta=500_000.0, rope=full,
             spec_class=Olmo3Spec, slides=tuple(window is not None for window in windows),
-            sliding_rotary=read_rotary(beside, max_positions, 500_000.0, rope=sliding))
+            sliding_rotary=read_rotary(others, max_positions, 500_000.0, rope=sliding))
 
     def __init__(self, spec: Olmo3Spec, weights: Weights, context: LayerContext) -> None:
         self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

@@ -1,4 +1,4 @@
-"""OPT: learned positions whose table begins two rows late, ReLU, norms before or after attention and the network.
+"""OPT: learned positions with an offset of two rows, ReLU, norms before or after attention and MLP.
 
 Source   "OPT: Open Pre-trained Transformer Language Models" (arXiv 2205.01068); checkpoints as transformers saves
          OPTForCausalLM, with or without the `model.` prefix.
@@ -26,20 +26,22 @@ from .model_spec import (
     layer_count,
     read_activation,
     read_dtype,
-    refuse_rotary,
+    refuse_rope_scaling,
     refuse_windows,
 )
 
-POSITION_OFFSET = 2      # rows of the table before the one of the first position, as fairseq left them
+POSITION_OFFSET = 2      # unused rows at the start of the position table, inherited from fairseq
 EPSILON = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptSpec(ModelSpec):
-    """embedding_size       entries of a token's row; where they are not as many as the hidden size has, a product maps
-                         them to it, and another one maps hidden states back before the head
-    norms_first          norms stand before attention and the network, else after the sums
-    has_last_norm        the last layer's rows are normed once more
+    """The spec of OPT models.
+
+    embedding_size       width of the embedding; if it is not the hidden size, one matrix maps embeddings to the hidden
+                         size, and another maps hidden states back before the head
+    norms_first          norms come before attention and the MLP; otherwise after the residual sums
+    has_last_norm        there is a norm after the last layer
     norms_have_weights   norms have weights and biases
     """
 
@@ -66,7 +68,7 @@ class Opt:
     def read_spec(config: Fields, architecture: str) -> OptSpec:
         num_layers = layer_count(config)
         refuse_windows(config, num_layers)
-        refuse_rotary(config)
+        refuse_rope_scaling(config)
         num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
         hidden_size = config.count("hidden_size", maximum=MAX_WIDTH)
         head_size = even_share(config, "hidden_size", hidden_size, num_heads)
@@ -114,7 +116,7 @@ class Opt:
                          tied_to=self.tokens if spec.tie_word_embeddings else None)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the hidden size: a prompt-tuning table of the size of a token's row has no place here."""
+        """Embeddings mapped to the hidden size. Rows of a prompt-tuning table need the hidden size, too."""
         rows = self.tokens(token_ids)
         return rows if self.project_in is None else self.project_in(rows)
 

@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5, Phi-2: attention and an MLP of two matrices side by side, a part of each head rotated, biases.
+"""Phi-1, Phi-1.5, Phi-2: parallel attention and MLP, an ungated MLP, partial rotary positions, biases.
 
 Source   "Textbooks Are All You Need" (arXiv 2306.11644, 2309.05463); checkpoints as transformers saves PhiForCausalLM.
 """

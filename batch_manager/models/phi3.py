@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5, Phi-4: a Mistral whose projections are stored in one, and that may rotate a part of each head.
+"""Phi-3, Phi-3.5, Phi-4: Mistral with fused projections and optional partial rotary positions.
 
 Source   "Phi-3" (arXiv 2404.14219); checkpoints as transformers saves Phi3ForCausalLM.
 """
@@ -14,7 +14,7 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, read_decoder_spec, read_one_window
+from .model_spec import ModelSpec, read_decoder_spec, read_uniform_windows
 
 
 class Phi3:
@@ -26,7 +26,7 @@ class Phi3:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        windows = read_one_window(config, config.count("sliding_window", None))
+        windows = read_uniform_windows(config, config.count("sliding_window", None))
         return read_decoder_spec(_with_longrope(config), architecture, windows=windows,
                                  partial_rotary_factor=1.0, max_positions=4096, default_norm_epsilon=1e-5,
                                  default_theta=10000.0)
@@ -52,14 +52,14 @@ class Phi3:
 
 
 def _with_longrope(config: Fields) -> Fields:
-    """The configuration with today's names: the first files call longrope "su", and 4,096 positions are the default
-    before stretching."""
+    """Return the configuration with current names and defaults: early files call longrope "su", and
+    `original_max_position_embeddings` is 4096 by default."""
     values = dict(config.values)
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.fields(name, Fields({}, config.where))
         kind = rope.text("rope_type", rope.text("type", "default"))
         if kind not in ("default", "longrope", *(["su"] if name == "rope_scaling" else [])):
-            raise rope.fault("rope_type" if "rope_type" in rope else "type", "longrope, or default")
+            raise rope.fault("rope_type" if "rope_type" in rope else "type", "longrope or default")
         if rope.values:
             values[name] = {**rope.values, "rope_type": "default" if kind == "default" else "longrope"}
             values[name].pop("type", None)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: a Llama with biases on query, key and value; upper layers may slide.
+"""Qwen2 and Qwen2.5: Llama with biases on query, key and value; upper layers can have a window.
 
 Source   "Qwen2" (arXiv 2407.10671); checkpoints as transformers saves Qwen2ForCausalLM.
 """

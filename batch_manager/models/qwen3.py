@@ -1,4 +1,4 @@
-"""Qwen3: a Llama whose queries and keys are normed per head; upper layers may slide.
+"""Qwen3: Llama with queries and keys normed per head; upper layers can have a window.
 
 Source   "Qwen3" (arXiv 2505.09388); checkpoints as transformers saves Qwen3ForCausalLM.
 """

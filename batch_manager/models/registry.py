@@ -1,4 +1,4 @@
-"""Which class runs which architecture."""
+"""The registry: architecture -> model class."""
 
 from importlib import import_module
 from typing import Protocol
@@ -15,20 +15,19 @@ from .model_spec import ModelSpec
 
 
 class Model(Protocol):
-    """One model on one device. Used by one thread.
+    """One model on one device, used by one thread.
 
-    harmless_tensors   regular expressions, each for the whole name of a tensor: tensors that a checkpoint may hold and
-                       that the model does not need, such as "model.rotary.inv_freq". Any other tensor that
-                       `__init__` does not take is refused by name. An empty tuple: there are none
-    understands        may be left out. Fields of config.json that change what a model computes and that `read_spec`
-                       reads, such as "sliding_window". Where a file says something with such a field that is not
-                       neutral, and the class does not name it here, the file is refused by name; the fields are in the
-                       tables of model_spec.py
-    virtual_token_scale   may be left out. What rows that replace those of `embed` are multiplied with: a prompt-tuning
-                       table holds what the embedding's own table does, before the model's factor
-    deterministic      may be left out, which is False. True where all that the class does is done by layers of
-                       batch_manager.layers, by attention, and by sums and products of single elements between them.
-                       Then a row's bits depend on that row alone when the context is deterministic
+    harmless_tensors   regular expressions that match whole names of tensors which a checkpoint may contain but the
+                       model does not need, such as "model.rotary.inv_freq". Any other tensor that `__init__` does not
+                       request is refused by name
+    understands        optional. Fields of config.json that change what a model computes and that `read_spec` reads,
+                       such as "sliding_window"; the tables in model_spec.py have all such fields. A checkpoint is
+                       refused if it sets one that is not listed here, except to a value that changes nothing
+    virtual_token_scale   optional. Factor for prompt-tuning rows, which replace rows of `embed`: a prompt-tuning table
+                       contains embeddings before the model scales them
+    deterministic      optional; absent means False. True if the class computes only with layers of
+                       batch_manager.layers, attention, and element-wise sums and products between them. With a
+                       deterministic context, a row's bits then depend on that row only
     """
 
     harmless_tensors: tuple[str, ...]
@@ -37,20 +36,20 @@ class Model(Protocol):
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        """Parse and check config.json. Raises ModelLoadError naming file and field."""
+        """Parse and check config.json. Raises ModelLoadError, which names file and field."""
         ...
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
-        """Make the layers, each from `weights` and `context`, and so take every tensor of the checkpoint."""
+        """Create the layers from `weights` and `context`. The layers request every tensor of the checkpoint."""
         ...
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Packed tokens [T] int64 -> a new tensor [T, hidden_size], what the first layer is given of them. Rows of it
-        may be replaced before `forward`: whatever depends on positions is up to that."""
+        """Packed tokens [T] int64 -> a new tensor [T, hidden_size] of embeddings, without position terms. The engine
+        can replace rows of it before it calls `forward`."""
         ...
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """What `embed` gave and the positions [T] -> hidden states [T, hidden_size], after the last norm."""
+        """Embeddings from `embed` and positions [T] -> hidden states [T, hidden_size], after the last norm."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -58,7 +57,7 @@ class Model(Protocol):
         ...
 
 
-# Classes by architecture; a shipped family is named by module and class and imported when it is asked for.
+# Architecture -> (module, class) of a shipped family, which is imported when it is first needed.
 _SHIPPED = {
     "GPT2LMHeadModel": ("gpt2", "Gpt2"),
     "BloomForCausalLM": ("bloom", "Bloom"),
@@ -86,7 +85,7 @@ _SHIPPED = {
 }
 _models: dict[str, type[Model] | tuple[str, str]] = dict(_SHIPPED)
 
-# What transformers calls the family of a shipped architecture. It chooses the class by this field.
+# Shipped architecture -> model type in transformers, which chooses the class by the model type.
 _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
                 "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
                 "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "GPTNeoXForCausalLM": "gpt_neox",
@@ -99,13 +98,13 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:
-    """Run checkpoints whose config.json names `architecture` with `model_class`, which satisfies `Model`.
+    """Run checkpoints whose config.json names `architecture` with `model_class`, which implements `Model`.
 
-    Replaces what was registered under that name. Raises ConfigError when a member is missing or is not what it must be.
+    Replaces an earlier class for that name. Raises ConfigError if a member is missing or invalid.
     """
     if not isinstance(architecture, str) or not architecture:
-        raise ConfigError(f"the architecture is {shown(architecture)}", "a name, as config.json has it",
-                          "name the architecture that the class is for")
+        raise ConfigError(f"the architecture is {shown(architecture)}", "a name, as in architectures of config.json",
+                          "")
     refuse_wrong_class(model_class)
     _models[architecture] = model_class
 
@@ -115,15 +114,15 @@ def known_architectures() -> list[str]:
 
 
 def find_model(architecture: str, named_by: str = "") -> type[Model]:
-    """The class registered for `architecture`. `named_by` says, for the message, where the name came from.
+    """Return the class registered for `architecture`. Raises UnsupportedModelError.
 
-    Raises UnsupportedModelError.
+    named_by   start of the error's message, which says where the name comes from
     """
     if architecture not in _models:
         raise UnsupportedModelError(
             f"{named_by}the architecture {shown(architecture)} is not known",
             f"one of {', '.join(known_architectures())}",
-            "register_model(architecture, model_class) adds one")
+            "add it with register_model(architecture, model_class)")
     found = _models[architecture]
     if isinstance(found, tuple):
         module, name = found
@@ -138,10 +137,10 @@ def is_shipped(architecture: str, model_class: type[Model]) -> bool:
 
 
 def model_type_of(architecture: str) -> str | None:
-    """What transformers calls the family of a shipped architecture; None for any other."""
+    """Return transformers' model type of a shipped architecture; None for any other."""
     return _MODEL_TYPES.get(architecture)
 
 
-def has_own_class(model_type: str) -> bool:
-    """Whether a shipped architecture is what transformers makes of this model type."""
+def is_shipped_type(model_type: str) -> bool:
+    """Whether a shipped architecture has this model type in transformers."""
     return model_type in _MODEL_TYPES.values()

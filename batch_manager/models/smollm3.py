@@ -1,4 +1,4 @@
-"""SmolLM 3: a Llama in which every fourth layer has no positions; those may have a window.
+"""SmolLM 3: Llama in which every fourth layer has no positions; these layers can have a window.
 
 Source   "SmolLM3" (Hugging Face, 2025), "RoPE to NoPE and Back Again" (arXiv 2501.18795); checkpoints as transformers
          saves SmolLM3ForCausalLM.
@@ -22,7 +22,10 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, read_layer_ty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmolLm3Spec(ModelSpec):
-    """rotates   of each layer: whether its queries and keys are rotated"""
+    """The spec of SmolLM 3 models.
+
+    rotates   for each layer: whether its queries and keys are rotated
+    """
 
     rotates: tuple[bool, ...]
 
@@ -39,14 +42,14 @@ class SmolLm3:
         num_layers, bias = layer_count(config), config.flag("attention_bias", False)
         interval = config.count("no_rope_layer_interval", 4)
         rotates = tuple(bool((index + 1) % interval) for index in range(num_layers))
-        if "no_rope_layers" in config:                 # 1 for a layer that rotates, whatever the name says
+        if "no_rope_layers" in config:                 # despite the name, 1 means that the layer rotates
             rotates = tuple(map(bool, config.counts("no_rope_layers", range(num_layers, num_layers + 1))))
-        slides = config.flag("use_sliding_window", False)
-        window = config.count("sliding_window", None) if slides else None
+        has_windows = config.flag("use_sliding_window", False)
+        window = config.count("sliding_window", None) if has_windows else None
         kinds = read_layer_types(config, ["full_attention" if rotated or window is None else "sliding_attention"
                                           for rotated in rotates])
-        if "sliding_attention" in kinds and not slides:
-            raise config.fault("layer_types", "no sliding_attention while use_sliding_window is false")
+        if "sliding_attention" in kinds and not has_windows:
+            raise config.fault("layer_types", "no sliding_attention, because use_sliding_window is false")
         return read_decoder_spec(config, architecture, windows=windows_of(config, kinds, window), qkv_bias=bias,
                                  out_bias=bias, mlp_bias=config.flag("mlp_bias", False), num_kv_heads=4,
                                  max_positions=32768, tie_word_embeddings=True, default_norm_epsilon=1e-6,

@@ -1,4 +1,4 @@
-"""StableLM: a Llama with LayerNorm and a quarter of each head rotated; attention and MLP may stand side by side.
+"""StableLM: Llama with LayerNorm and partial rotary positions; attention and MLP can be parallel.
 
 Source   "Stable LM 2 1.6B" (arXiv 2402.17834); checkpoints as transformers saves StableLmForCausalLM.
 """
@@ -21,7 +21,10 @@ from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StableLmSpec(ModelSpec):
-    """is_parallel   attention and the MLP are given the same normed rows"""
+    """The spec of StableLM models.
+
+    is_parallel   attention and the MLP read the same normed rows; otherwise the MLP follows attention
+    """
 
     is_parallel: bool
 
@@ -38,7 +41,7 @@ class StableLm:
         num_layers = layer_count(config)
         refuse_windows(config, num_layers)
         if "head_dim" in config:
-            raise config.fault("head_dim", "not there: heads have hidden_size / num_attention_heads entries")
+            raise config.fault("head_dim", "absent; heads have hidden_size / num_attention_heads entries")
         return read_decoder_spec(
             config, architecture, windows=(None,) * num_layers, qkv_bias=config.flag("use_qkv_bias", False),
             num_kv_heads=32, max_positions=4096, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,

@@ -1,4 +1,4 @@
-"""StarCoder 2: a Mistral with LayerNorm, biases and an MLP of two matrices.
+"""StarCoder 2: Mistral with LayerNorm, biases and an ungated MLP.
 
 Source   "StarCoder 2" (arXiv 2402.19173); checkpoints as transformers saves Starcoder2ForCausalLM.
 """
@@ -14,7 +14,7 @@ from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, read_decoder_spec, read_one_window
+from .model_spec import ModelSpec, read_decoder_spec, read_uniform_windows
 
 
 class StarCoder2:
@@ -26,7 +26,7 @@ class StarCoder2:
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        windows = read_one_window(config, config.count("sliding_window", None))
+        windows = read_uniform_windows(config, config.count("sliding_window", None))
         bias = config.flag("use_bias", True)
         return read_decoder_spec(config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
                                  mlp_bias=bias, gated_mlp=False, num_kv_heads=2, max_positions=4096,

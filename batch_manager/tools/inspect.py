@@ -1,12 +1,12 @@
-"""What would run of a checkpoint, and what it would take in memory, without its weights being loaded.
+"""Show how a checkpoint would run and how much memory it would take, without loading its weights.
 
     python -m batch_manager.tools.inspect FOLDER_OR_GGUF_FILE
-    batch-manager inspect FOLDER --device cuda --free-memory-bytes 80000000000      # planned for another machine
+    batch-manager inspect FOLDER --device cuda --free-memory-bytes 80000000000      # plan for another machine
 
-What cannot run is refused with the engine's own text. That every tensor is there, of the shape that the configuration
-implies, and that there is no other one, is checked for the package's own models; for those of transformers, and for
-registered classes, only as they are loaded. The first inspection on a CPU may compile the package's C code, as the
-first engine does. The engine is one with the defaults of GptManager in all that is no option here.
+A checkpoint that cannot run is refused with the engine's own error. For the package's own models, the names and shapes
+of all tensors are checked against the configuration. Models of transformers and registered classes get this check only
+when they are loaded. The first inspection on a CPU may compile the package's C code, as the first engine does. Settings
+that are no option here have the defaults of GptManager.
 """
 
 import argparse
@@ -34,29 +34,29 @@ from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as
 from .standard_output import discard_standard_output
 
-SHORTEST_CONTEXT = 512      # of the table of sequences, unless the model's is shorter
+SHORTEST_CONTEXT = 512      # last row of the table of sequences, unless the model's context is shorter
 STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "triton": "Triton's kernels"}
 
 
 def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", max_seq_len: int | None = None,
                   model_implementation: str = "auto", free_bytes: int | None = None) -> dict[str, Any]:
-    """What `main` prints, as plain values that JSON has; sizes in bytes, lengths in tokens.
+    """Return what `main` prints, as values for JSON; sizes in bytes, lengths in tokens.
 
-    free_bytes   of the device's memory before the weights are loaded; None: what is free there now. Where it is given,
-                 the device need not be there
+    free_bytes   free device memory before the weights are loaded; None: what is free now. If it is given, the device
+                 need not exist on this machine
 
-    Raises ConfigError and its subclasses where an engine would.
+    Raises ConfigError and its subclasses where an engine would raise them.
     """
     kv = KvCacheConfig()
     params = TrtGptModelOptionalParams(device=device, dtype=dtype, max_seq_len=max_seq_len, kv_cache_config=kv,
                                        model_implementation=model_implementation)
     if free_bytes is not None and free_bytes < 1:
-        raise ConfigError(f"the free memory to plan for is {free_bytes:,} bytes", "1 byte or more",
-                          "say how much the device has, or leave it out for what is free here now")
+        raise ConfigError(f"the free memory to plan for is {free_bytes:,} bytes", "at least 1 byte",
+                          "state the device's free memory, or leave it out to use what is free on this machine")
     is_elsewhere = free_bytes is not None and device is not None and named_device(device).type == "cuda"
-    place = torch.device("cuda") if is_elsewhere else resolve_device(device)
+    target = torch.device("cuda") if is_elsewhere else resolve_device(device)
     if free_bytes is None:
-        free_bytes = free_memory(place)
+        free_bytes = free_memory(target)
 
     checkpoint = open_checkpoint(path)
     model_class, spec, implementation = class_and_spec(checkpoint, model_implementation)
@@ -64,27 +64,27 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         raise ConfigError(f"max_seq_len is {max_seq_len:,}",
                           f"the model has positions for {spec.max_position_embeddings:,} tokens",
                           f"set it to at most {spec.max_position_embeddings:,}, or leave it out")
-    computed_in = resolve_dtype(dtype, spec, place)
-    by_kernels = is_elsewhere or use_triton(place)
-    compiles = implementation == NATIVE and not by_kernels and may_compile(params, place, None)
-    steps = "triton" if by_kernels else "compiled" if compiles else "torch"
+    resolved_dtype = resolve_dtype(dtype, spec, target)
+    with_triton = is_elsewhere or use_triton(target)
+    compiles = implementation == NATIVE and not with_triton and may_compile(params, target, None)
+    steps = "triton" if with_triton else "compiled" if compiles else "torch"
 
-    weights = checkpoint.weights(torch.device("cpu"), computed_in)
+    weights = checkpoint.weights(torch.device("cpu"), resolved_dtype)
     stored, stored_types = weights.num_weights, dict(weights.stored_types.most_common())
-    with suppress(ModelLoadError):      # it closes the files, and says that their tensors were not asked for
+    with suppress(ModelLoadError):      # closes the files; it raises because no tensor was requested
         weights.finish()
-    refuse_too_many_weights(stored, checkpoint, place, computed_in, free_bytes)
+    refuse_too_many_weights(stored, checkpoint, target, resolved_dtype, free_bytes)
     is_checked = implementation == NATIVE and is_shipped(spec.architecture, model_class)
     if is_checked:
-        check_tensors(checkpoint, model_class, spec, computed_in)
-    # Compiled code has its own copy of the embedding where that is the head too.
-    shared = spec.vocab_size * spec.hidden_size if steps == "compiled" and spec.tie_word_embeddings else 0
-    weight_bytes = (stored + shared) * computed_in.itemsize
-    one_block = block_bytes(spec, kv.tokens_per_block, computed_in)
-    set_aside = step_bytes(spec, computed_in, params.max_num_tokens, params.max_batch_size, by_kernels)
+        check_tensors(checkpoint, model_class, spec, resolved_dtype)
+    # Compiled steps keep a copy of an embedding that is also the head.
+    copied = spec.vocab_size * spec.hidden_size if steps == "compiled" and spec.tie_word_embeddings else 0
+    weight_bytes = (stored + copied) * resolved_dtype.itemsize
+    one_block = block_bytes(spec, kv.tokens_per_block, resolved_dtype)
+    set_aside = step_bytes(spec, resolved_dtype, params.max_num_tokens, params.max_batch_size, with_triton)
     longest = max_seq_len or spec.max_position_embeddings
     plan = plan_memory(kv, block_bytes=one_block, free_bytes=max(free_bytes - weight_bytes, 0), step_bytes=set_aside,
-                       on_gpu=place.type != "cpu", max_seq_len=longest, max_num_sequences=params.max_batch_size)
+                       on_gpu=target.type != "cpu", max_seq_len=longest, max_num_sequences=params.max_batch_size)
     lengths, length = [], longest
     while length >= min(SHORTEST_CONTEXT, longest):
         lengths.append(length)
@@ -94,8 +94,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "path": str(checkpoint.path), "architecture": spec.architecture, "model_implementation": implementation,
         "tensors_are_checked": is_checked,
         "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
-        "device": device if is_elsewhere else device_name(place),
-        "dtype": str(computed_in).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
+        "device": device if is_elsewhere else device_name(target),
+        "dtype": str(resolved_dtype).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
         "num_layers": spec.num_layers, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size, "attention_windows": windows,
         "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),
@@ -110,32 +110,31 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
 
 
 def described(facts: dict[str, Any]) -> str:
-    """The facts of `inspect_model` as text."""
+    """Format the facts of `inspect_model` as text."""
     windows = "no window"
     if facts["attention_windows"]:
         sizes = " and ".join(f"{size:,}" for size in facts["attention_windows"])
         windows = f"windows of {sizes} tokens in {facts['layers_with_a_window']} layers"
-    ends = ", ".join(map(str, facts["end_ids"])) or "none: texts end at their length only"
-    what = "steps run" if facts["model_implementation"] == NATIVE else "layers are transformers' own, attention runs"
-    stored_as = ", ".join(f"{count:,} of {printable(kind)}" for kind, count in facts["stored_types"].items())
+    ends = ", ".join(map(str, facts["end_ids"])) or "none, outputs end only at their length limit"
+    what = "steps run" if facts["model_implementation"] == NATIVE else "layers run in transformers, attention"
+    stored_as = ", ".join(f"{count:,} {printable(kind)}" for kind, count in facts["stored_types"].items())
     lines = [
         facts["path"], "",
         f"  architecture   {facts['architecture']}, {facts['model_implementation']}: {facts['model_class']}",
         f"  device         {facts['device']}; {what} in {STEPS[facts['steps']]}",
-        f"  dtype          {facts['dtype']}; tensors are stored as {stored_as}",
-        f"  attention      {facts['num_layers']} layers of {facts['num_heads']} heads and {facts['num_kv_heads']} for "
-        f"keys and values, each of {facts['head_size']}; {windows}",
+        f"  dtype          {facts['dtype']}; tensors in the checkpoint: {stored_as}",
+        f"  attention      {facts['num_layers']} layers, {facts['num_heads']} query heads, {facts['num_kv_heads']} "
+        f"key/value heads, head size {facts['head_size']}; {windows}",
         f"  vocabulary     {facts['vocab_size']:,} tokens; end ids: {ends}",
-        f"  context        {facts['max_seq_len']:,} tokens of {facts['max_position_embeddings']:,} that the model has "
-        "positions for", "",
-        f"  weights        {size(facts['weight_bytes'])}, {facts['num_weights']:,} numbers are stored; "
-        + ("the tensors are those that the model takes" if facts["tensors_are_checked"] else
-           "whether these are the model's tensors is seen as they are loaded"),
-        f"  one step       {size(facts['step_bytes'])} at most",
+        f"  context        {facts['max_seq_len']:,} of the model's {facts['max_position_embeddings']:,} positions", "",
+        f"  weights        {size(facts['weight_bytes'])}, {facts['num_weights']:,} elements in the checkpoint; "
+        + ("the tensors match the model" if facts["tensors_are_checked"] else
+           "the tensors are checked only when the model is loaded"),
+        f"  one step       at most {size(facts['step_bytes'])}",
         f"  KV cache       {size(facts['pool_bytes'])}, {facts['num_blocks']:,} blocks of {facts['tokens_per_block']} "
-        f"tokens and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} a token)",
-        f"  of             {size(facts['free_bytes'])} that are free", "",
-        "  sequences that the KV cache holds at once, by their length:"]
+        f"tokens and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} per token)",
+        f"  free memory    {size(facts['free_bytes'])} before the weights are loaded", "",
+        "  sequences that fit into the KV cache at once, by length:"]
     lines += [f"  {int(length):>12,} tokens   {count:,}" for length, count in facts["sequences_by_context"].items()]
     return "\n".join(lines)
 
@@ -145,17 +144,19 @@ def size(num_bytes: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what a checkpoint is and takes, or why it cannot run, and return 0 or 1."""
+    """Print how a checkpoint would run, or why it cannot run; return 0 or 1."""
     parser = argparse.ArgumentParser(
         prog="batch-manager inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 it can run; 1 it cannot; 2 an argument is wrong; 130 Ctrl-C")
-    parser.add_argument("path", help="folder with config.json and *.safetensors, or .gguf file")
-    parser.add_argument("--device", help="such as cpu or cuda:0; without it a GPU where there is one")
-    parser.add_argument("--dtype", default="auto", help="in which it is to compute: float32, bfloat16, ... (auto)")
-    parser.add_argument("--max-seq-len", type=int, help="the longest prompt and answer together")
-    parser.add_argument("--model-implementation", default="auto", help="native, transformers, or auto (auto)")
-    parser.add_argument("--free-memory-bytes", type=int, help="plan for so much; the device need not be here")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("path", help="folder with config.json and *.safetensors, or a .gguf file")
+    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU if there is one")
+    parser.add_argument("--dtype", default="auto", help="dtype of the weights: float32, bfloat16, ... (default: auto)")
+    parser.add_argument("--max-seq-len", type=int, help="largest length of prompt and output together")
+    parser.add_argument("--model-implementation", default="auto",
+                        help="native, transformers or auto (default: auto)")
+    parser.add_argument("--free-memory-bytes", type=int,
+                        help="free memory to plan for; the device need not exist on this machine")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
     options = parser.parse_args(argv)
     try:
         facts = inspect_model(options.path, device=options.device, dtype=options.dtype,
@@ -173,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(facts) if options.json else described(facts), flush=True)
     except OSError as error:
         discard_standard_output()
-        if isinstance(error, BrokenPipeError):               # the reader, `head` say, has seen enough
+        if isinstance(error, BrokenPipeError):               # the reader, such as `head`, has closed the pipe
             return 0
         print(f"batch-manager inspect: {error}", file=sys.stderr)
         return 1

@@ -91,6 +91,7 @@ class Fields:
         return ModelLoadError(f"{self.where}: {_name(name)} is missing", expectation, fix)
 
     def count(self, name: str, default: Any = _REQUIRED, minimum: int = 1, maximum: int = MAX_COUNT) -> Any:
+        """Return an integer in `minimum`..`maximum`."""
         return self._get(name, default, lambda value: isinstance(value, int) and minimum <= value <= maximum,
                          f"an integer in {minimum:,}..{maximum:,}")
 
@@ -116,12 +117,15 @@ class Fields:
         return float(value) if isinstance(value, int) else value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return true or false."""
         return self._get(name, default, lambda value: isinstance(value, bool), "true or false", bools=True)
 
     def text(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return a string."""
         return self._get(name, default, lambda value: isinstance(value, str), "a string")
 
     def texts(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return a list of strings."""
         return self._get(name, default,
                          lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
                          "a list of strings")

@@ -247,7 +247,7 @@ def try_type(model_type: str) -> dict:
         model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         result["architecture"] = model_class.__name__
         if config_class.sub_configs:
-            return result | {"verdict": "refused", "reason": "it joins a text model with another one"}
+            return result | {"verdict": "refused", "reason": "it combines a text model with another model"}
         config = small_config(config_class)
         result["layers"] = getattr(config, "num_hidden_layers", None)
         PROVEN[model_type] = ()
@@ -334,18 +334,18 @@ def write(results: list[dict]) -> None:
         if result["verdict"] == "passed":
             proven[name] = tuple(result["kinds"])
         else:
-            before = {"wrong": "it computes something else: ", "not tried": "it was not tried: "}
+            before = {"wrong": "it computes something else: ", "not tried": "it was not tested: "}
             refused[name] = short(before.get(result["verdict"], "") + result["reason"])
-    lines = ['"""Model types of transformers that were proven to run in the engine, and why others are not run.', "",
-             "Written by tests/campaigns/transformers_types.py; the figures are beside it in transformers_types.json.",
+    lines = ['"""Model types of transformers that were proven to run in the engine, and why others do not run.', "",
+             "Written by tests/campaigns/transformers_types.py, which keeps its results in transformers_types.json.",
              '"""', "", f"VERSIONS = {json.dumps(versions)}", "",
-             "# Type -> the kinds of layers that its configurations named, of all with which it was tried.",
+             "# Model type -> the kinds of layers in the configurations that were tested.",
              "PROVEN: dict[str, tuple[str, ...]] = {"]
     for name, kinds in sorted(proven.items()):
         line = f"    {json.dumps(name)}: ({', '.join(map(json.dumps, kinds))}{',' * (len(kinds) == 1)}),"
         lines += [line] if len(line) <= 120 else [
             f"    {json.dumps(name)}: (", *(f"        {json.dumps(kind)}," for kind in kinds), "    ),"]
-    lines += ["}", "", "# Type -> the reason, as a message gives it.", "REFUSED: dict[str, str] = {"]
+    lines += ["}", "", "# Model type -> the reason, as error messages quote it.", "REFUSED: dict[str, str] = {"]
     for name, reason in sorted(refused.items()):
         lines += [f"    {json.dumps(name)}:", f"        {json.dumps(reason)},"]
     PROVEN_FILE.write_text("\n".join([*lines, "}", ""]))

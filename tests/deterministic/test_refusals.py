@@ -26,7 +26,7 @@ def test_a_model_of_ones_own_that_does_not_promise_it(differential, monkeypatch)
         deterministic = False
 
     monkeypatch.setitem(registry._models, "LlamaForCausalLM", Mine)
-    with pytest.raises(ConfigError, match="deterministic was asked for with Mine, which does not promise it"):
+    with pytest.raises(ConfigError, match="deterministic was asked for with Mine, which does not support it"):
         build(differential.SHIPPED)
     Mine.deterministic = True
     build(differential.SHIPPED).close()

@@ -350,16 +350,16 @@ def test_a_gemma_3_of_older_files_has_a_table_of_its_own_for_the_layers_that_sli
     assert spec.rotary == RotaryParameters(kind="linear", theta=1e6, factor=8.0)
     assert spec.sliding_rotary == RotaryParameters(theta=1e4)
     assert windows_of(spec) == (*[512] * 5, None, 512) and spec.slides == (*[True] * 5, False, True)
-    with pytest.raises(ModelLoadError, match="rope_scaling is .*null beside rope_parameters"):
+    with pytest.raises(ModelLoadError, match="rope_scaling is .*null, because the file has rope_parameters"):
         spec_of("Gemma3ForCausalLM", rope_scaling={"rope_type": "linear", "factor": 8.0},
                 rope_parameters={"full_attention": {"rope_type": "default"}})
 
 
 def test_a_composite_model_is_refused_with_the_kind_of_its_text_part(spec_of):
-    with pytest.raises(UnsupportedModelError, match="'Gemma3ForConditionalGeneration' joins a text model of type "
-                       "'gemma3_text' with another one; .*AutoModelForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="'Gemma3ForConditionalGeneration' combines a text model of type "
+                       "'gemma3_text' with another model; .*AutoModelForCausalLM"):
         spec_of("Gemma3ForConditionalGeneration", text_config={"model_type": "gemma3_text"}, vision_config={})
-    with pytest.raises(UnsupportedModelError, match="joins a text model with another one"):
+    with pytest.raises(UnsupportedModelError, match="combines a text model with another model"):
         spec_of("OddForConditionalGeneration", text_config={"model_type": 3})
     with pytest.raises(UnsupportedModelError, match="is not known"):
         spec_of("OddForConditionalGeneration", text_config={})
@@ -440,7 +440,7 @@ CHANGES_NUMBERS = {
 @pytest.mark.parametrize("name", CHANGES_NUMBERS)
 def test_a_field_that_a_registered_class_does_not_name_is_refused_by_name(name, registered_spec_of):
     """The shipped families read their windows themselves; a class of somebody's must say that it does."""
-    with pytest.raises(ModelLoadError, match=f"{name} is .*; not supported; .*names it in `understands`"):
+    with pytest.raises(ModelLoadError, match=f"{name} is .*; not supported; .*lists it in `understands`"):
         registered_spec_of(**{name: CHANGES_NUMBERS[name]})
     members = {"understands": (name,)}
     assert registered_spec_of(members=members, **{name: CHANGES_NUMBERS[name]}).num_layers == 4

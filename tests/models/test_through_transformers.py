@@ -181,14 +181,14 @@ def test_a_family_of_this_package_that_transformers_cannot_run_is_named_with_its
     _, folder = reference("Bloom", **NO_IDS)
     with pytest.raises(UnsupportedModelError) as refusal:
         load_model(folder, device="cpu", model_implementation="transformers")
-    assert "not known" not in str(refusal.value) and "'bloom' is not run through transformers" in str(refusal.value)
-    assert "leave model_implementation out: another class runs BloomForCausalLM" in str(refusal.value)
+    assert "not known" not in str(refusal.value) and "'bloom' does not run through transformers" in str(refusal.value)
+    assert "leave model_implementation out; a native class runs BloomForCausalLM" in str(refusal.value)
 
 
 def test_embeddings_of_another_width_than_hidden_states_are_named(reference):
     _, folder = reference("OPT", ffn_dim=96, word_embed_proj_dim=32, **NO_IDS)
     assert load_model(folder, device="cpu").implementation == "native"
-    refused(folder, "the embedding of OPTForCausalLM is", "32]", "leave model_implementation out", how="transformers",
+    refused(folder, "the embedding of OPTForCausalLM has", "32]", "leave model_implementation out", how="transformers",
             error=UnsupportedModelError)
 
 
@@ -427,8 +427,8 @@ def test_what_a_layer_says_later_must_be_what_it_said(mistral):
 def test_the_comparison_crosses_small_windows(mistral, monkeypatch):
     """Without the engine's attention's window being right a prompt longer than it would not be equal."""
     lengths = []
-    own = load_check._own
-    monkeypatch.setattr(load_check, "_own", lambda model, context, prompts: lengths.extend(map(len, prompts)) or own(
-        model, context, prompts))
+    reference = load_check._reference_logits
+    monkeypatch.setattr(load_check, "_reference_logits", lambda model, context, prompts: lengths.extend(
+        map(len, prompts)) or reference(model, context, prompts))
     load_model(mistral, device="cpu", model_implementation="transformers")
     assert max(lengths) > 8 + 16

@@ -1,4 +1,4 @@
-"""From a config.json that may say anything to a configuration object of transformers."""
+"""Turns an untrusted config.json into a configuration object of transformers."""
 
 import inspect
 from typing import Any
@@ -9,42 +9,42 @@ from ..model_spec import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH
 from .installed import first_words, transformers
 from .proven_types import PROVEN
 
-MOST_LAYERS = 512                # each is some Python objects, made twice
-LARGEST_INTEGER = 2**24          # of all that are not the base of rotary frequencies; no size is larger
+MOST_LAYERS = 512                # bounds time and memory: each layer is many Python objects, created twice
+LARGEST_INTEGER = 2**24          # bound of all integers except the base of rotary frequencies
 
-# What these say changes what is computed in a way that is not run here. Value that changes nothing -> nothing is said.
+# Fields that change the computation in a way that the engine does not support -> the value that changes nothing.
 _REFUSED = {"auto_map": None, "quantization_config": None, "compression_config": None, "per_layer_config": {},
             "is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}, "prune_heads": {},
             "text_config": {}, "adapter_config": None}
-# What these say changes nothing that is computed, or would change how transformers runs the model. `num_labels` makes
-# a table of so many entries.
-_LEFT_OUT = {"architectures", "attn_implementation", "experts_implementation", "num_labels", "id2label", "label2id",
-             "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_return_dict",
-             "torchscript", "use_cache", "use_bfloat16", "chunk_size_feed_forward", "gradient_checkpointing",
-             "transformers_version", "dtype", "torch_dtype", "task_specific_params", "problem_type", "name_or_path",
-             "tokenizer_class", "finetuning_task", "generation_config", "kernel_config", "use_kernels",
-             "use_mamba_kernels", "is_decoder"}
+# Fields that are not passed to transformers. They do not change what a model computes, or they change how transformers
+# runs it. `num_labels` would create a table of that many entries.
+_DROPPED = {"architectures", "attn_implementation", "experts_implementation", "num_labels", "id2label", "label2id",
+            "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_return_dict",
+            "torchscript", "use_cache", "use_bfloat16", "chunk_size_feed_forward", "gradient_checkpointing",
+            "transformers_version", "dtype", "torch_dtype", "task_specific_params", "problem_type", "name_or_path",
+            "tokenizer_class", "finetuning_task", "generation_config", "kernel_config", "use_kernels",
+            "use_mamba_kernels", "is_decoder"}
 _LISTS_OF_KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "attention_types")
 _SIZES = (("num_hidden_layers", MOST_LAYERS), ("hidden_size", MAX_WIDTH), ("vocab_size", MAX_VOCAB),
           ("num_attention_heads", MAX_HEADS))
 
 
 def make_configuration(config: Fields, model_type: str) -> Any:
-    """The configuration object of transformers for a model type of the list, with sizes that are bounded.
+    """Create transformers' configuration object for a model type of the list, with bounded sizes.
 
-    Raises ModelLoadError naming file and field.
+    Raises ModelLoadError, which names file and field.
     """
     for name, neutral in _REFUSED.items():
         if name in config and config.values[name] != neutral:
             raise UnsupportedModelError(f"{config.where}: {name} is {shown(config.values[name])}",
-                                        "not there: it is not run through transformers",
+                                        "absent, because it is not supported through transformers",
                                         "save the model without it, with the newest transformers")
     _refuse_large_numbers(config.values, config.where)
     configuration_class = transformers().CONFIG_MAPPING[model_type]
-    # Names with an underscore are how transformers runs a model, but for those that the class declares, as OPT's.
+    # Fields with a leading underscore control how transformers runs a model, unless the class declares them, as OPT's.
     declared = inspect.signature(configuration_class).parameters
     values = {name: value for name, value in config.values.items()
-              if name not in _LEFT_OUT and name not in _REFUSED and (name in declared or not name.startswith("_"))}
+              if name not in _DROPPED and name not in _REFUSED and (name in declared or not name.startswith("_"))}
     for name, most in _SIZES:
         own_name = configuration_class.attribute_map.get(name, name)
         for given in {name, own_name} & values.keys():
@@ -52,12 +52,12 @@ def make_configuration(config: Fields, model_type: str) -> Any:
     try:
         made = configuration_class(**values)
     except Exception as fault:
-        raise ModelLoadError(f"{config.where}: transformers does not take it as a configuration of type {model_type!r} "
-                             f"({first_words(fault)})", "a configuration as transformers saves it") from None
+        raise ModelLoadError(f"{config.where}: transformers rejects it as a configuration of type {model_type!r} "
+                             f"({first_words(fault)})", "a configuration saved by transformers") from None
     made.use_cache = False
     for name, most in _SIZES:
         size = getattr(made, name, None)
-        if size is None and name == "num_attention_heads":      # heads may be counted otherwise
+        if size is None and name == "num_attention_heads":      # some families count heads in other fields
             continue
         if type(size) is not int or not 1 <= size <= most:
             raise ModelLoadError(f"{config.where}: {name} is {shown(size)}", f"an integer in 1..{most:,}",
@@ -66,8 +66,10 @@ def make_configuration(config: Fields, model_type: str) -> Any:
 
 
 def most_positions(configuration: Any, where: str) -> int | None:
-    """Positions that the model can run; None: the configuration does not say. With longrope those before stretching:
-    later ones change the earlier ones."""
+    """Return the number of positions that the model can run; None if the configuration does not state it.
+
+    With longrope, these are the positions before stretching: longer sequences would change the keys of earlier tokens.
+    """
     positions = getattr(configuration, "max_position_embeddings", None)
     if positions is None:
         return None
@@ -82,7 +84,7 @@ def most_positions(configuration: Any, where: str) -> int | None:
 
 
 def kinds_of(configuration: Any) -> set[str]:
-    """The kinds of layers that it names, as "layer_types: sliding_attention"."""
+    """Return the kinds of layers that a configuration names, such as "layer_types: sliding_attention"."""
     kinds = set()
     for name in _LISTS_OF_KINDS:
         found = getattr(configuration, name, None)
@@ -92,24 +94,25 @@ def kinds_of(configuration: Any) -> set[str]:
 
 
 def refuse_untried_kinds(configuration: Any, where: str) -> None:
-    """Raise for a kind of layer that no configuration had with which the model type was tried."""
-    untried = sorted(kinds_of(configuration) - set(PROVEN.get(configuration.model_type, ())))
+    """Raise UnsupportedModelError for a kind of layer that was never tested with the model type."""
+    tested = PROVEN.get(configuration.model_type, ())
+    untried = sorted(kinds_of(configuration) - set(tested))
     if untried:
-        raise UnsupportedModelError(f"{where}: {shown(untried[0])}, which was not tried with the model type "
+        raise UnsupportedModelError(f"{where}: {shown(untried[0])} was not tested with model type "
                                     f"{configuration.model_type!r}",
-                                    f"one of {', '.join(PROVEN.get(configuration.model_type, ())) or 'none'}",
+                                    f"one of {', '.join(tested)}" if tested else "no kinds of layers",
                                     "use a model without such layers")
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """The rotary parameters, of all layers or of each kind of layer."""
+    """The rotary parameters, for all layers or for each kind of layer."""
     if not isinstance(parameters, dict):
         return []
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 
 
 def _refuse_large_numbers(values: dict[str, Any], where: str) -> None:
-    """Raise for an integer, however deep, that is no size of a model."""
+    """Raise ModelLoadError for an integer, at any depth, that is too large for a size of a model."""
     left: list[tuple[str, Any]] = list(values.items())
     while left:
         name, value = left.pop()
@@ -118,6 +121,6 @@ def _refuse_large_numbers(values: dict[str, Any], where: str) -> None:
         elif isinstance(value, list):
             left.extend((name, item) for item in value)
         elif type(value) is int and abs(value) > LARGEST_INTEGER and "theta" not in name and "base" not in name:
-            raise ModelLoadError(f"{where}: {name if len(name) <= 120 else shown(name)} is or holds {shown(value)}",
+            raise ModelLoadError(f"{where}: {name if len(name) <= 120 else shown(name)} is or contains {shown(value)}",
                                  f"integers of at most {LARGEST_INTEGER:,}",
                                  "check that config.json belongs to this checkpoint")

@@ -1,4 +1,4 @@
-"""How each layer of a model attends, found out by a forward on the meta device, which computes nothing."""
+"""Finds out how each layer of a model attends, with a forward pass on the meta device, which computes nothing."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from ...attention.interface import LayerAttention
 from ...errors import ConfigError, ModelLoadError, UnsupportedModelError
 from ...weights.json_file import shown
-from .attention_function import SINK_LOGITS, MaskDescription, in_step, said, unknown_keyword
+from .attention_function import SINK_LOGITS, MaskDescription, in_step, score_arguments, unknown_keyword
 from .installed import first_words
 
 NUM_TOKENS = 16
@@ -17,21 +17,21 @@ NUM_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredLayer:
-    """One call of attention in a forward.
+    """One attention call of the forward pass.
 
-    module   the name of the module that called
-    sizes    (query heads, key heads, entries of a head)
-    said     what it said of its scores, as attention_function.said
+    module            name of the calling module
+    sizes             (query heads, key heads, head size)
+    score_arguments   see attention_function.score_arguments
     """
 
     module: str
     sizes: tuple[int, int, int]
-    said: tuple[Any, ...]
+    score_arguments: tuple[Any, ...]
     attention: LayerAttention
 
 
 class _Discovery:
-    """A step in which each call of attention is looked at."""
+    """A step that checks and records each attention call."""
 
     def __init__(self, model: Any, max_positions: int) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -43,38 +43,40 @@ class _Discovery:
         name = self._names.get(id(module), type(module).__name__)
         if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == 1
                 and query.shape[2] == key.shape[2] == value.shape[2] == NUM_TOKENS):
-            raise _unsupported(f"{name} attends to other tokens than those of the step", "decoders of one text")
+            raise _unsupported(f"{name} attends to tokens that are not in the step", "self-attention over one sequence")
         sizes = query.shape[1], key.shape[1], query.shape[3]
         if not (key.shape[1] == value.shape[1] and key.shape[3] == query.shape[3] >= value.shape[3]):
             raise _unsupported(f"queries, keys and values of {name} are {query.shape[3]}, {key.shape[3]} and "
                                f"{value.shape[3]} wide, in {key.shape[1]} and {value.shape[1]} heads",
-                               "queries and keys of one width, and values no wider")
+                               "queries and keys of equal width, values no wider, and as many key as value heads")
         if sizes[0] % sizes[1]:
-            raise _unsupported(f"{name} has {sizes[0]} query heads and {sizes[1]} key heads", "a multiple")
+            raise _unsupported(f"{name} has {sizes[0]} query heads and {sizes[1]} key heads",
+                               "query heads in a multiple of the key heads")
         if name in (layer.module for layer in self.layers):
-            raise _unsupported(f"{name} attends twice in one forward", "once")
-        self.layers.append(DiscoveredLayer(name, sizes, said(keywords), self._read(name, sizes, mask, keywords)))
+            raise _unsupported(f"{name} attends twice in one forward pass", "one attention call per layer")
+        self.layers.append(DiscoveredLayer(name, sizes, score_arguments(keywords),
+                                           self._read(name, sizes, mask, keywords)))
         return query.new_empty(1, NUM_TOKENS, query.shape[1], value.shape[3])
 
     def _read(self, name, sizes, mask, keywords):
-        strange = unknown_keyword(keywords)
-        if strange is not None:
-            raise _unsupported(f"{name} attends with {strange}", "a scale, a window, a softcap and sink logits alone")
+        unknown = unknown_keyword(keywords)
+        if unknown is not None:
+            raise _unsupported(f"{name} attends with {unknown}", "only a scale, a window, a softcap and sink logits")
         sinks = keywords.get(SINK_LOGITS)
         if sinks is not None and tuple(sinks.shape) != sizes[:1]:
             raise _unsupported(f"sink logits of {name} have shape {list(sinks.shape)}", "one for each query head")
         if not isinstance(mask, MaskDescription):
-            raise _unsupported(f"{name} attends with {'no mask' if mask is None else 'a mask of its own'}",
-                               "a mask that transformers makes from a function")
+            raise _unsupported(f"{name} attends with {'no mask' if mask is None else 'its own mask'}",
+                               "a mask that transformers makes from a mask function")
         from .mask_reading import read_window
 
         if id(mask) not in self._windows:
             self._windows[id(mask)] = mask, read_window(mask.sees, self._max_positions, name)
         window = self._windows[id(mask)][1]
-        scale, spoken, softcap = said(keywords)
-        if spoken is not None and spoken != window and not (window is None and spoken >= self._max_positions):
-            raise _unsupported(f"{name} says that its window is {shown(spoken)}, and its mask has {window}",
-                               "the same of both")
+        scale, stated, softcap = score_arguments(keywords)
+        if stated is not None and stated != window and not (window is None and stated >= self._max_positions):
+            raise _unsupported(f"{name} passes sliding_window={shown(stated)}, but the window of its mask is {window}",
+                               "equal windows")
         try:
             return LayerAttention(scale=sizes[2] ** -0.5 if scale is None else scale, window=window, softcap=softcap,
                                   has_sink_logits=sinks is not None)
@@ -83,10 +85,11 @@ class _Discovery:
 
 
 class _WithoutValues(TorchFunctionMode):
-    """What a forward asks of values, which are not there: nothing is chosen, no condition holds.
+    """Lets code that reads tensor values run on the meta device, where there are none: nothing is selected, and no
+    condition holds.
 
-    Experts that no token chose compute nothing, and tables that depend on positions stay as they are. A model that goes
-    another way with values is found out as it is loaded.
+    Experts then get no tokens and compute nothing, and position-dependent tables stay unchanged. The comparison at
+    loading catches a model that takes another path with real values.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -96,7 +99,7 @@ class _WithoutValues(TorchFunctionMode):
             if function in (torch.nonzero, torch.Tensor.nonzero, torch.argwhere):
                 return torch.empty((0, given.dim()), dtype=torch.int64, device="meta")
             if function in (torch.all, torch.Tensor.all) and len(args) == 1 and not kwargs:
-                return torch.ones((), dtype=torch.bool, device="cpu")       # "are all tokens of one sequence": they are
+                return torch.ones((), dtype=torch.bool, device="cpu")       # the check for a single sequence: it is one
             if function is torch.where and len(args) == 1:
                 return tuple(torch.empty(0, dtype=torch.int64, device="meta") for _ in range(given.dim()))
             if function in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__,
@@ -108,10 +111,10 @@ class _WithoutValues(TorchFunctionMode):
 
 
 def discover(model: Any, base: Any, hidden_size: int, max_positions: int, where: str) -> tuple[DiscoveredLayer, ...]:
-    """How the layers of a model on the meta device attend, in the order in which they do.
+    """Return how the layers of a model on the meta device attend, in the order of their calls.
 
-    base   what of it gives hidden states
-    Raises UnsupportedModelError for a model that the engine does not run, ModelLoadError; both name `where`
+    base   the part of the model that computes hidden states
+    Raises UnsupportedModelError for a model that the engine does not run, or ModelLoadError; both name `where`
     """
     discovery = _Discovery(model, max_positions)
     hidden = torch.empty(1, NUM_TOKENS, hidden_size, dtype=torch.float32, device="meta")
@@ -122,26 +125,26 @@ def discover(model: Any, base: Any, hidden_size: int, max_positions: int, where:
     except ModelLoadError as error:
         raise type(error)(f"{where}: {error.fact}", error.expectation, error.fix) from None
     except Exception as fault:
-        raise UnsupportedModelError(f"{where}: a forward without values of {type(model).__name__} raised "
-                                    f"{first_words(fault)}", "a decoder that attends through transformers' interface",
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} on the meta device raised {first_words(fault)}",
+                                    "a decoder that attends through transformers' interface",
                                     "use a model of another type") from None
     if last.shape != hidden.shape:
-        raise UnsupportedModelError(f"{where}: {type(model).__name__} makes hidden states {list(last.shape)} of "
-                                    f"{list(hidden.shape)}", "states of the size of embeddings",
-                                    "use a model of another type")
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} turns embeddings {list(hidden.shape)} into "
+                                    f"hidden states {list(last.shape)}", "equal shapes", "use a model of another type")
     layers = discovery.layers
     if not layers:
         raise UnsupportedModelError(f"{where}: no layer of {type(model).__name__} calls transformers' attention "
-                                    "interface", "a decoder whose layers all do", "use a model of another type")
+                                    "interface", "a decoder in which every layer calls it",
+                                    "use a model of another type")
     if len(layers) != model.config.num_hidden_layers:
         raise UnsupportedModelError(f"{where}: {len(layers)} of {model.config.num_hidden_layers} layers attend",
-                                    "attention in each layer: others, as recurrent ones, keep what is not in the KV "
-                                    "cache", "use a model of another type")
+                                    "attention in every layer, because other layers, such as recurrent ones, keep "
+                                    "state outside the KV cache", "use a model of another type")
     if len({layer.sizes for layer in layers}) > 1:
         different = next(layer for layer in layers if layer.sizes != layers[0].sizes)
-        raise UnsupportedModelError(f"{where}: heads of {layers[0].module} are {layers[0].sizes} and those of "
-                                    f"{different.module} {different.sizes}", "the same in all layers",
-                                    "use a model of another type")
+        raise UnsupportedModelError(f"{where}: (query heads, key heads, head size) are {layers[0].sizes} in "
+                                    f"{layers[0].module} and {different.sizes} in {different.module}",
+                                    "the same in all layers", "use a model of another type")
     return tuple(layers)
 
 

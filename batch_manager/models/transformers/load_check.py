@@ -1,4 +1,5 @@
-"""The proof, as a model is loaded, that it computes with the engine's attention what it does with transformers' own."""
+"""Checks, when a model is loaded, that it computes the same logits with the engine's attention as with transformers'.
+"""
 
 from typing import Any
 
@@ -11,50 +12,50 @@ from ...errors import UnsupportedModelError
 from ...layers.context import LayerContext
 from .installed import first_words
 
-NUM_TOKENS, SECOND_TOKENS = 64, 23      # of two prompts that are computed side by side, in chunks
-MOST_TOKENS = 192                       # where a window is crossed with no more
+NUM_TOKENS, SECOND_TOKENS = 64, 23      # lengths of two prompts that are computed in one batch, in chunks
+MOST_TOKENS = 192                       # maximum length of the first prompt, which is extended to exceed a window
 BLOCK = 16
 
-# Of the largest logit. In float32 no row may be further off. In the others a token may go to other experts by rounding:
-# nine rows of ten are within it.
+# Largest difference, relative to the largest logit, and the share of rows that must be within it. In float16 and
+# bfloat16, rounding can route a token to other experts, so some rows may differ more.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 ROWS_WITHIN = {torch.float32: 1.0}
-MOST_ROWS_WITHIN_IN_HALF = 0.9
+ROWS_WITHIN_IN_HALF = 0.9
 
 
-def refuse_other_results(wrapped: Any, model: Any, spec: Any, context: LayerContext) -> None:
-    """Raise UnsupportedModelError where logits of the wrapped model are not those of `model` with its eager attention.
+def refuse_different_logits(wrapped: Any, model: Any, spec: Any, context: LayerContext) -> None:
+    """Raise UnsupportedModelError if the logits of the wrapped model differ from those of `model` with eager attention.
 
-    wrapped   the class around `model`; it computes two prompts of seeded tokens, packed, in chunks and in generation
+    wrapped   the class around `model`; it computes two prompts of seeded tokens: packed, in chunks and in generation
     """
     windows = [layer.window for layer in spec.attention if layer.window is not None]
     wanted = max([NUM_TOKENS, *(window + BLOCK for window in windows if window + BLOCK <= MOST_TOKENS)])
     lengths = [min(spec.max_position_embeddings, count) for count in (wanted, SECOND_TOKENS)]
-    draw = np.random.default_rng(0)
-    prompts = [draw.integers(0, spec.vocab_size, length).astype(np.int64) for length in lengths]
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, spec.vocab_size, length).astype(np.int64) for length in lengths]
     try:
-        found = _computed(wrapped, spec, context, prompts)
-        expected = _own(model, context, prompts)
+        found = _engine_logits(wrapped, spec, context, prompts)
+        expected = _reference_logits(model, context, prompts)
     except Exception as fault:
         if isinstance(fault, MemoryError) or "memory" in str(fault).lower():
             raise
         raise UnsupportedModelError(f"{spec.where}: computing a prompt of {lengths[0]} tokens raised "
-                                    f"{first_words(fault)}", "a model that computes one", "use a model of another type"
+                                    f"{first_words(fault)}", "a model that runs", "use a model of another type"
                                     ) from fault
-    tolerance, share = TOLERANCES[context.dtype], ROWS_WITHIN.get(context.dtype, MOST_ROWS_WITHIN_IN_HALF)
+    tolerance, share = TOLERANCES[context.dtype], ROWS_WITHIN.get(context.dtype, ROWS_WITHIN_IN_HALF)
     scale = max(float(logits.abs().max()) for logits in expected)
     rows = torch.cat([(mine - theirs).abs().amax(1) for mine, theirs in zip(found, expected)])
-    within = float((rows <= tolerance * max(scale, 1e-6)).float().mean())          # NaN is within nothing
+    within = float((rows <= tolerance * max(scale, 1e-6)).float().mean())          # NaN is never within
     if within < share and all(bool(logits.isfinite().all()) for logits in expected):
         raise UnsupportedModelError(
-            f"{spec.where}: {type(model).__name__} through the engine's attention makes logits that differ by "
-            f"{float(rows.nan_to_num(torch.inf).max()):.3g} from its own, of which the largest is {scale:.3g}; "
-            f"{within:.0%} of {len(rows)} tokens are within {tolerance:g} of that",
-            f"{share:.0%} of them", "the model attends in a way that is not run here; use another one")
+            f"{spec.where}: logits of {type(model).__name__} through the engine's attention differ by up to "
+            f"{float(rows.nan_to_num(torch.inf).max()):.3g} from its own, with a largest logit of {scale:.3g}; "
+            f"{within:.0%} of {len(rows)} tokens differ by at most {tolerance:g} of the largest logit",
+            f"{share:.0%} of the tokens", "use another model, because this one attends in a way that is not supported")
 
 
-def _own(model: Any, context: LayerContext, prompts: list[np.ndarray]) -> list[torch.Tensor]:
-    """The model's logits with transformers' own attention, one prompt at a time."""
+def _reference_logits(model: Any, context: LayerContext, prompts: list[np.ndarray]) -> list[torch.Tensor]:
+    """Compute logits with transformers' own attention, one prompt at a time."""
     chosen = model.config._attn_implementation
     model.config._attn_implementation = "eager"
     try:
@@ -64,13 +65,13 @@ def _own(model: Any, context: LayerContext, prompts: list[np.ndarray]) -> list[t
         model.config._attn_implementation = chosen
 
 
-def _computed(wrapped: Any, spec: Any, context: LayerContext, prompts: list[np.ndarray]) -> list[torch.Tensor]:
-    """The same in packed steps: two chunks of each prompt, then their last tokens as generation rows."""
+def _engine_logits(wrapped: Any, spec: Any, context: LayerContext, prompts: list[np.ndarray]) -> list[torch.Tensor]:
+    """Compute logits in packed steps: two chunks of each prompt, then their last tokens as generation rows."""
     columns = -(-max(map(len, prompts)) // BLOCK)
     pool = torch.zeros(len(prompts) * columns, spec.num_layers, 2, spec.num_kv_heads, BLOCK, spec.head_size,
                        dtype=context.dtype, device=context.device)
     attention = make_attention(spec, pool)
-    # The blocks of one prompt are between those of the others.
+    # Interleave the blocks of the prompts.
     tables = np.arange(len(prompts) * columns, dtype=np.int32).reshape(columns, len(prompts)).T.copy()
     cuts = [[0, len(prompt) * 5 // 8, len(prompt) - 1, len(prompt)] for prompt in prompts]
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -86,19 +87,19 @@ def _computed(wrapped: Any, spec: Any, context: LayerContext, prompts: list[np.n
         hidden = wrapped.embed(torch.from_numpy(step.token_ids.astype(np.int64)).to(context.device))
         positions = torch.from_numpy(step.positions.astype(np.int64)).to(context.device)
         rows = wrapped.logits(wrapped.forward(hidden, positions, attention)).float()
-        for place, which in enumerate(taken):
-            logits[which].append(rows[int(step.query_starts[place]) : int(step.query_starts[place + 1])])
+        for row, which in enumerate(taken):
+            logits[which].append(rows[int(step.query_starts[row]) : int(step.query_starts[row + 1])])
     return [torch.cat(parts) for parts in logits]
 
 
 def _step(prompts: list[np.ndarray], spans: list[tuple[int, int]], taken: list[int], tables: np.ndarray,
           is_generation: bool) -> PackedStep:
     starts = np.cumsum([0, *(spans[which][1] - spans[which][0] for which in taken)]).astype(np.int32)
-    places = [np.arange(*spans[which], dtype=np.int64) for which in taken]
-    slots = [tables[which][place // BLOCK] * np.int64(BLOCK) + place % BLOCK for which, place in zip(taken, places)]
+    positions = [np.arange(*spans[which], dtype=np.int64) for which in taken]
+    slots = [tables[which][at // BLOCK] * np.int64(BLOCK) + at % BLOCK for which, at in zip(taken, positions)]
     return PackedStep(
         token_ids=np.concatenate([prompts[which][slice(*spans[which])] for which in taken]).astype(np.int32),
-        positions=np.concatenate(places).astype(np.int32), pool_slots=np.concatenate(slots),
+        positions=np.concatenate(positions).astype(np.int32), pool_slots=np.concatenate(slots),
         slots=np.array(taken, np.int32), query_starts=starts,
         kv_lengths=np.array([spans[which][1] for which in taken], np.int32), block_tables=tables[taken],
         num_contexts=0 if is_generation else len(taken), logits_rows=starts[1:].astype(np.int64) - 1)

@@ -1,4 +1,4 @@
-"""What a mask lets queries see, read off the function that the mask would be made from."""
+"""Reads the window of a layer from the function that defines its mask."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 
 from ...errors import UnsupportedModelError
 
-MOST_READ = 2**20                 # keys of one row that are looked at
+MOST_READ = 2**20                 # keys of one row that are checked
 
 
 def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int | None:
-    """The window of a causal mask, in tokens with the query itself; None: a query sees all before it.
+    """Return the window of a causal mask, in tokens including the query; None if a query sees all earlier tokens.
 
-    max_positions   of the model; rows up to the last of them are looked at
-    layer           in words, for the message
+    max_positions   of the model; rows up to the last position are checked
+    layer           name of the layer, for the error's message
     Raises UnsupportedModelError for any other mask.
     """
     last = min(max_positions, MOST_READ) - 1
@@ -38,7 +38,7 @@ def read_window(sees: Callable[..., Any], max_positions: int, layer: str) -> int
 
 
 def _row(sees: Callable[..., Any], query: int) -> torch.Tensor:
-    """Whether the query sees each of the keys up to the second one after it."""
+    """Return whether the query sees each key, up to two keys after it."""
     keys = torch.arange(query + 3, dtype=torch.int64, device="cpu")
     zero = torch.zeros_like(keys)
     seen = sees(zero, zero, zero + query, keys)
@@ -49,5 +49,5 @@ def _row(sees: Callable[..., Any], query: int) -> torch.Tensor:
 
 def _unsupported(layer: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"the mask of {layer} is not causal with one window: {reason}",
-                                 "layers in which a token sees all before it, or the last so many",
+                                 "a mask that shows all earlier tokens, or a fixed number of them",
                                  "use a model without that mask")

@@ -1,4 +1,4 @@
-"""The class that runs a model of transformers in the engine."""
+"""The model class that runs a model of transformers in the engine."""
 
 import copy
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .attention_function import DISCOVERING, RUNNING, RunningStep, in_step, regi
 from .configuration import make_configuration, most_positions, refuse_untried_kinds
 from .discovery import DiscoveredLayer, discover
 from .installed import first_words, transformers
-from .load_check import refuse_other_results
+from .load_check import refuse_different_logits
 from .parameters import fill
 from .skeleton import make_skeleton
 
@@ -25,12 +25,12 @@ ANY_POSITIONS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec(ModelSpec):
-    """What is known of a model of transformers before its parameters are there.
+    """What is known of a model of transformers before its parameters are loaded.
 
-    where           the file that says so
-    configuration   transformers' own
+    where           the file that was read
+    configuration   transformers' configuration object
     layers          how each layer attends, in order
-    parameters      numbers in all its parameters
+    parameters      number of elements in all parameters
     """
 
     where: str
@@ -44,13 +44,13 @@ class TransformersSpec(ModelSpec):
 
 
 class TransformersModel:
-    """A decoder of transformers whose model type is on the list: its layers, the engine's attention and KV cache.
+    """A decoder of transformers, run with the engine's attention and KV cache. Its model type must be on the list.
 
-    Each layer calls attention where it would call transformers' own; nothing else of it is replaced. As it is loaded,
-    the model computes a prompt through the engine's attention and through transformers', and is refused where the two
-    differ. Rows of a prompt-tuning table are what transformers takes as `inputs_embeds`.
+    Each layer calls the engine's attention in place of transformers'; nothing else is replaced. When the model is
+    loaded, it computes prompts with both, and is refused if the logits differ. Rows of a prompt-tuning table are what
+    transformers takes as `inputs_embeds`.
 
-    Raises   ModelLoadError, and UnsupportedModelError for what the engine's attention does not do
+    Raises   ModelLoadError, or UnsupportedModelError for a model that the engine's attention does not support
     """
 
     harmless_tensors: tuple[str, ...] = (r".*\.inv_freq",)
@@ -61,7 +61,7 @@ class TransformersModel:
         configuration = make_configuration(config, config.text("model_type"))
         refuse_untried_kinds(configuration, config.where)
         positions = most_positions(configuration, config.where)
-        # Experts one by one: without values no token chooses one, and products of all of them are not made on "meta".
+        # Eager experts run one by one, so on "meta" none runs. Other implementations multiply all experts, which fails.
         model = make_skeleton(configuration, architecture, config.where, DISCOVERING, experts="eager")
         _check_tokens(model, configuration, config.where)
         layers = discover(model, _base_of(model, config.where), configuration.hidden_size, positions or ANY_POSITIONS,
@@ -69,7 +69,7 @@ class TransformersModel:
         if positions is None:
             raise config.missing("max_position_embeddings", "the number of positions that the model can run",
                                  "add it to the file")
-        _check_embeddings(model, configuration, positions, config.where)
+        _check_tables_and_logits(model, configuration, positions, config.where)
         heads, kv_heads, head_size = layers[0].sizes
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return TransformersSpec(
@@ -88,11 +88,12 @@ class TransformersModel:
         self.harmless_tensors = (*self.harmless_tensors, *(
             f".*(?:{pattern}).*" for pattern in model._keys_to_ignore_on_load_unexpected or ()))
         modules = dict(model.named_modules())
-        self._layers = {id(modules[layer.module]): (index, layer.said) for index, layer in enumerate(spec.layers)}
+        self._layers = {id(modules[layer.module]): (index, layer.score_arguments)
+                        for index, layer in enumerate(spec.layers)}
         self._base = _base_of(model, spec.where)
         self._embedding = model.get_input_embeddings()
-        self._behind = _BehindHidden(model, self._base)
-        refuse_other_results(self, model, spec, context)
+        self._head = _Head(model, self._base)
+        refuse_different_logits(self, model, spec, context)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._embedding(token_ids[None])[0]
@@ -103,71 +104,70 @@ class TransformersModel:
                               use_cache=False)[0][0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._behind(hidden)
+        return self._head(hidden)
 
 
-class _BehindHidden:
-    """What the forward of a model does to hidden states: that forward, with the hidden states in the base's place."""
+class _Head:
+    """Everything that a model computes from hidden states: the model's own forward, with a stand-in for the base."""
 
     def __init__(self, model: Any, base: Any) -> None:
-        self._given = _Given()
         self._model = copy.copy(model)
         names = [name for name, module in model._modules.items() if module is not None
                  and (module is base or base in module.modules())]
-        self._model.__dict__["_modules"] = {**model._modules, **dict.fromkeys(names, self._given)}
+        self._model.__dict__["_modules"] = {**model._modules, **dict.fromkeys(names, _StandIn())}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[r, hidden size] -> [r, vocab]"""
         return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
 
 
-class _Given(torch.nn.Module):
-    """In the place of a base model, or of a decoder in one: its hidden states are what it was given."""
+class _StandIn(torch.nn.Module):
+    """Replaces a base model, or a decoder in one: returns its input embeddings as hidden states."""
 
     @property
-    def decoder(self) -> "_Given":
+    def decoder(self) -> "_StandIn":
         return self
 
-    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> "_GivenOutput":
-        return _GivenOutput(inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> "_StandInOutput":
+        return _StandInOutput(inputs_embeds)
 
 
-class _GivenOutput:
-    """The output of a base model, of which only hidden states are there."""
+class _StandInOutput:
+    """The output of a base model, with hidden states only; all other attributes are None."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
 
-    def __getitem__(self, place: Any) -> Any:
-        return (self.last_hidden_state,)[place]
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _base_of(model: Any, where: str) -> Any:
-    """What of a model gives hidden states."""
+    """Return the part of a model that computes hidden states."""
     base = model.base_model
-    if base is model:                              # its prefix is that of a model of which it is a part
+    if base is model:                              # its base_model_prefix belongs to a larger model
         base = getattr(model, "model", model)
     if base is model or not isinstance(base, torch.nn.Module):
-        raise UnsupportedModelError(f"{where}: {type(model).__name__} has no part that gives hidden states",
-                                    "a model with a head", "use a model of another type")
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} has no base model that computes hidden states",
+                                    "a base model and a head", "use a model of another type")
     return base
 
 
 def _check_tokens(model: Any, configuration: Any, where: str) -> None:
-    """Raise where an embedding is no hidden state, as in OPT-350m."""
+    """Raise if the embedding's width is not the hidden size, as in OPT-350m."""
     tokens = model.get_input_embeddings()
     sizes = tuple(getattr(getattr(tokens, "weight", None), "shape", ()))
     if sizes != (configuration.vocab_size, configuration.hidden_size):
-        raise UnsupportedModelError(f"{where}: the embedding of {type(model).__name__} is {shown(list(sizes))}",
-                                    f"{configuration.vocab_size:,} rows of {configuration.hidden_size}, as hidden_size "
-                                    "is", "leave model_implementation out, or use a model of another type")
+        raise UnsupportedModelError(f"{where}: the embedding of {type(model).__name__} has shape {shown(list(sizes))}",
+                                    f"[{configuration.vocab_size}, {configuration.hidden_size}], by vocab_size and "
+                                    "hidden_size", "leave model_implementation out, or use a model of another type")
 
 
-def _check_embeddings(model: Any, configuration: Any, positions: int, where: str) -> None:
-    """Raise where tables have fewer positions than the configuration says, or logits are not one for each token."""
+def _check_tables_and_logits(model: Any, configuration: Any, positions: int, where: str) -> None:
+    """Raise if a position table has too few rows, or if there is not one logit for each token of the vocabulary."""
     tokens = model.get_input_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module is not tokens and module.num_embeddings < positions and (
@@ -177,18 +177,19 @@ def _check_embeddings(model: Any, configuration: Any, positions: int, where: str
     hidden = torch.empty(1, configuration.hidden_size, dtype=torch.float32, device="meta")
     try:
         with torch.inference_mode():
-            logits = _BehindHidden(model, _base_of(model, where))(hidden)
+            logits = _Head(model, _base_of(model, where))(hidden)
     except Exception as fault:
-        raise UnsupportedModelError(f"{where}: {type(model).__name__} makes no logits of hidden states alone "
-                                    f"({first_words(fault)})", "a forward of hidden states and a head",
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} cannot compute logits from hidden states alone "
+                                    f"({first_words(fault)})", "a base model and a head",
                                     "use a model of another type") from None
     if logits.shape != (1, configuration.vocab_size):
-        raise UnsupportedModelError(f"{where}: {type(model).__name__} makes logits {list(logits.shape)} of one token",
-                                    f"{configuration.vocab_size:,}, its vocab_size", "use a model of another type")
+        raise UnsupportedModelError(f"{where}: {type(model).__name__} computes logits {list(logits.shape)} for one "
+                                    "token", f"[1, {configuration.vocab_size}], by vocab_size",
+                                    "use a model of another type")
 
 
 def _widest(model: Any) -> int:
-    """The most numbers that a layer makes of a token between two maps, for the estimate of a step's memory."""
+    """Return the widest intermediate row of a layer, in elements per token, for the estimate of a step's memory."""
     head = model.get_output_embeddings()
     widths = [max(module.weight.shape) for module in model.modules() if module is not head
               and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() == 2

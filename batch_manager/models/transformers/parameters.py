@@ -1,4 +1,4 @@
-"""A model's parameters and buffers: from the checkpoint, and computed again where no file has them."""
+"""Loads a model's parameters and buffers from a checkpoint, and computes the buffers that no file stores."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -12,10 +12,10 @@ from .installed import checkpoint_names, first_words
 
 
 def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype, where: str) -> None:
-    """Give a model on the meta device its parameters and buffers.
+    """Replace the parameters and buffers of a model on the meta device with real ones.
 
-    Files hold what transformers saves: tensors of experts one by one, where the model has them in one.
-    Raises ModelLoadError.
+    The files have the layout in which transformers saves: one tensor for each expert, for example, which the model has
+    in a single tensor. Raises ModelLoadError.
     """
     _refuse_other_dtypes(model, dtype, where)
     _compute_buffers(model, device, where)
@@ -28,21 +28,21 @@ def fill(model: Any, weights: Weights, device: torch.device, dtype: torch.dtype,
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
             if tensor.device.type == "meta"]
     if left:
-        raise UnsupportedModelError(f"{where}: nothing gives {left[0]} and {len(left) - 1} more tensors a value",
+        raise UnsupportedModelError(f"{where}: {len(left)} tensors of the model get no value, the first is {left[0]}",
                                     "a tensor of the checkpoint for each parameter", "use a model of another type")
 
 
 def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str], weights: Weights, where: str,
                 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the model, tensor) of every parameter and persistent buffer."""
+    """Yield (name in the model, tensor) for every parameter and persistent buffer."""
     mapping, loading = checkpoint_names()
     try:
-        # Names and shapes in files. Of tensors on the meta device: nothing is copied.
+        # Names and shapes in files. The tensors are on the meta device, so nothing is copied.
         in_files = loading.revert_weight_conversion(model, stored)
         conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)
     except Exception as fault:
-        raise UnsupportedModelError(f"{where}: transformers does not say how the files of {type(model).__name__} are "
-                                    f"named ({first_words(fault)})", "a model that it saves",
+        raise UnsupportedModelError(f"{where}: transformers cannot map the tensor names of {type(model).__name__} "
+                                    f"({first_words(fault)})", "a model that transformers can save",
                                     "use a model of another type") from None
     renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
@@ -54,14 +54,14 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
     groups: dict[str, list[tuple[str, str]]] = {}
     given: set[str] = set()
     for name in sorted(in_files, key=loading.dot_natural_key):
-        if name in stored and weights.has(name):              # as the model has it
+        if name in stored and weights.has(name):              # stored under the model's own name
             continue
         renamed, pattern = loading.rename_source_key(name, renamings, converters)
         if pattern is not None and not weights.has(renamed):
             groups.setdefault(renamed, []).append((name, pattern))
         elif pattern is None and renamed in stored and not weights.has(renamed):
             given.add(renamed)
-            yield renamed, _taken(weights, name, renamed, stored[renamed].shape, targets)
+            yield renamed, _read(weights, name, renamed, stored[renamed].shape, targets)
     for renamed, parts in groups.items():
         converter = deepcopy(by_pattern[parts[0][1]])
         for name, pattern in parts:
@@ -69,25 +69,25 @@ def _from_files(model: Any, stored: dict[str, torch.Tensor], tied: dict[str, str
         try:
             made = converter.convert(renamed, model=model, config=model.config)
         except Exception as fault:
-            raise UnsupportedModelError(f"{where}: {renamed} cannot be made of {parts[0][0]} and others "
-                                        f"({first_words(fault)})", "tensors as transformers saves them",
+            raise UnsupportedModelError(f"{where}: {renamed} cannot be assembled from {parts[0][0]} and others "
+                                        f"({first_words(fault)})", "tensors saved by transformers",
                                         "save the model again with the newest transformers") from None
         for name, tensor in made.items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             if name not in stored or tensor.shape != stored[name].shape:
-                raise UnsupportedModelError(f"{where}: {name} made of {parts[0][0]} and others has shape "
-                                            f"{list(tensor.shape)}", "a tensor of the model, in its shape",
+                raise UnsupportedModelError(f"{where}: {name}, assembled from {parts[0][0]} and others, has shape "
+                                            f"{list(tensor.shape)}", "a tensor of the model, with the model's shape",
                                             "save the model again with the newest transformers")
             given.add(name)
             yield name, tensor
     for name in sorted(stored.keys() - given):
-        yield name, _taken(weights, name, name, stored[name].shape, targets)
+        yield name, _read(weights, name, name, stored[name].shape, targets)
 
 
-def _taken(weights: Weights, name: str, own_name: str, shape: torch.Size, targets: dict[str, list[str]],
-           ) -> torch.Tensor:
-    """The tensor that a file calls `name`, or by the name of a parameter that is tied to it."""
-    others = targets.get(own_name, [])
+def _read(weights: Weights, name: str, name_in_model: str, shape: torch.Size, targets: dict[str, list[str]],
+          ) -> torch.Tensor:
+    """Read the tensor that the files store as `name`, or under the name of a parameter tied to it."""
+    others = targets.get(name_in_model, [])
     if not weights.has(name):
         name = next((other for other in others if weights.has(other)), name)
     tensor = weights.tensor(name, shape)
@@ -108,39 +108,39 @@ def _set(model: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def _compute_buffers(model: Any, device: torch.device, where: str) -> None:
-    """Let transformers compute the tables that no file has. Parameters are on the meta device and stay there."""
-    tables = list(model.named_non_persistent_buffers(remove_duplicate=False))
-    for name, buffer in tables:
-        _set(model, name, torch.full_like(buffer, _unset(buffer.dtype), device=device))
+    """Let transformers compute the buffers that no file stores. Parameters stay on the meta device."""
+    buffers = list(model.named_non_persistent_buffers(remove_duplicate=False))
+    for name, buffer in buffers:
+        _set(model, name, torch.full_like(buffer, _placeholder(buffer.dtype), device=device))
     try:
         with torch.device(device):
             model.initialize_weights()
     except Exception as fault:
-        raise UnsupportedModelError(f"{where}: transformers cannot compute the tables of {type(model).__name__} "
-                                    f"({first_words(fault)})", "a model that it loads", "use a model of another type"
-                                    ) from None
-    for name, _ in tables:
+        raise UnsupportedModelError(f"{where}: transformers cannot compute the buffers of {type(model).__name__} "
+                                    f"({first_words(fault)})", "a model that transformers can load",
+                                    "use a model of another type") from None
+    for name, _ in buffers:
         buffer = model.get_buffer(name)
-        is_unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+        is_unset = buffer.isnan() if buffer.is_floating_point() else buffer == _placeholder(buffer.dtype)
         if buffer.dtype != torch.bool and bool(is_unset.any()):
             raise UnsupportedModelError(f"{where}: transformers does not compute {name} of {type(model).__name__}",
-                                        "a value for every table that no file has", "use a model of another type")
+                                        "a value for every buffer that no file stores", "use a model of another type")
 
 
-def _unset(dtype: torch.dtype) -> float | int | bool:
-    """What a table holds before it is computed, and not afterwards. Truth values have none to spare."""
+def _placeholder(dtype: torch.dtype) -> float | int | bool:
+    """The value of a buffer before it is computed. No computed value equals it, except for booleans."""
     if dtype.is_floating_point:
         return torch.nan
     return False if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _refuse_other_dtypes(model: Any, dtype: torch.dtype, where: str) -> None:
-    """Raise for a model some of whose parameters stay in float32 where the others are not."""
+    """Raise ConfigError for a model with parameters that stay in float32, if `dtype` is another."""
     kept = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept |= set(model._keep_in_fp32_modules or ())
     names = [name for name in model.state_dict() if any(part in name for part in kept)]
     if dtype != torch.float32 and names:
-        raise ConfigError(f"{where}: {type(model).__name__} keeps {names[0]} in float32, and dtype is "
-                          f"{str(dtype).removeprefix('torch.')}", "float32 for all of a model run through transformers",
+        raise ConfigError(f"{where}: {type(model).__name__} keeps {names[0]} in float32, but dtype is "
+                          f"{str(dtype).removeprefix('torch.')}", "one dtype for the whole model",
                           'set dtype="float32"')

@@ -1,11 +1,11 @@
-"""Model types of transformers that were proven to run in the engine, and why others are not run.
+"""Model types of transformers that were proven to run in the engine, and why others do not run.
 
-Written by tests/campaigns/transformers_types.py; the figures are beside it in transformers_types.json.
+Written by tests/campaigns/transformers_types.py, which keeps its results in transformers_types.json.
 """
 
 VERSIONS = {"transformers": "5.23.0", "torch": "2.13.0"}
 
-# Type -> the kinds of layers that its configurations named, of all with which it was tried.
+# Model type -> the kinds of layers in the configurations that were tested.
 PROVEN: dict[str, tuple[str, ...]] = {
     "afmoe": ("layer_types: full_attention", "layer_types: sliding_attention"),
     "apertus": (),
@@ -122,106 +122,106 @@ PROVEN: dict[str, tuple[str, ...]] = {
     "youtu": (),
 }
 
-# Type -> the reason, as a message gives it.
+# Model type -> the reason, as error messages quote it.
 REFUSED: dict[str, str] = {
     "axk2":
-        "a forward without values of AXK2ForCausalLM raised TypeError: 'MaskDescription' object is not s...",
+        "AXK2ForCausalLM on the meta device raised TypeError: 'MaskDescription' object is not subscriptable",
     "bailing_hybrid":
         "1 of 6 layers attend",
     "bamba":
-        "transformers does not take it as a configuration of type 'bamba' (StrictDataclassFieldValidatio...",
+        "transformers rejects it as a configuration of type 'bamba' (StrictDataclassFieldValidationError...",
     "bart":
-        "BartForCausalLM through the engine's attention makes logits that differ by 3.82 from its own, o...",
+        "logits of BartForCausalLM through the engine's attention differ by up to 3.82 from its own, wit...",
     "bert":
         "the mask of bert.encoder.layer.0.attention.self is not causal with one window: the query at 0 d...",
     "bert-generation":
         "the mask of bert.encoder.layer.0.attention.self is not causal with one window: the query at 0 d...",
     "big_bird":
-        "a forward without values of BigBirdForCausalLM raised TypeError: unsupported operand type(s) fo...",
+        "BigBirdForCausalLM on the meta device raised TypeError: unsupported operand type(s) for +: 'Ten...",
     "bigbird_pegasus":
-        "BigBirdPegasusForCausalLM through the engine's attention makes logits that differ by 3.66 from ...",
+        "logits of BigBirdPegasusForCausalLM through the engine's attention differ by up to 3.66 from it...",
     "blenderbot":
-        "BlenderbotForCausalLM through the engine's attention makes logits that differ by 5.53 from its ...",
+        "logits of BlenderbotForCausalLM through the engine's attention differ by up to 5.53 from its ow...",
     "blenderbot-small":
-        "BlenderbotSmallForCausalLM through the engine's attention makes logits that differ by 0.947 fro...",
+        "logits of BlenderbotSmallForCausalLM through the engine's attention differ by up to 0.947 from ...",
     "bloom":
-        "a forward without values of BloomForCausalLM raised TypeError: unsupported operand type(s) for ...",
+        "BloomForCausalLM on the meta device raised TypeError: unsupported operand type(s) for +: 'Tenso...",
     "blt":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "camembert":
         "the mask of roberta.encoder.layer.0.attention.self is not causal with one window: the query at ...",
     "codegen":
-        "a forward without values of CodeGenForCausalLM raised TypeError: unsupported operand type(s) fo...",
+        "CodeGenForCausalLM on the meta device raised TypeError: unsupported operand type(s) for +: 'Ten...",
     "cohere_compass_text":
-        "it was not tried: KeyError: 'full_attention' (modeling_cohere_compass.py:77)",
+        "it was not tested: KeyError: 'full_attention' (modeling_cohere_compass.py:77)",
     "cpmant":
-        "a forward without values of CpmAntForCausalLM raised AttributeError: 'NoneType' object has no a...",
+        "CpmAntForCausalLM on the meta device raised AttributeError: 'NoneType' object has no attribute ...",
     "data2vec-text":
         "the mask of data2vec_text.encoder.layer.0.attention.self is not causal with one window: the que...",
     "dbrx":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "deepseek_v32":
-        "a forward without values of DeepseekV32ForCausalLM raised TypeError: 'MaskDescription' object i...",
+        "DeepseekV32ForCausalLM on the meta device raised TypeError: 'MaskDescription' object is not sub...",
     "deepseek_v4":
-        "a forward without values of DeepseekV4ForCausalLM raised AttributeError: 'NoneType' object has ...",
+        "DeepseekV4ForCausalLM on the meta device raised AttributeError: 'NoneType' object has no attrib...",
     "diffllama":
-        "model.layers.0.self_attn attends twice in one forward",
+        "model.layers.0.self_attn attends twice in one forward pass",
     "doge":
-        "a forward without values of DogeForCausalLM raised AttributeError: 'MaskDescription' object has...",
+        "DogeForCausalLM on the meta device raised AttributeError: 'MaskDescription' object has no attri...",
     "dots3_note":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "dots3_note_text":
-        "it was not tried: AmbiguousGlobalPerLayerAttributeError: 'num_attention_heads' is a per-layer a...",
+        "it was not tested: AmbiguousGlobalPerLayerAttributeError: 'num_attention_heads' is a per-layer ...",
     "electra":
         "the mask of electra.encoder.layer.0.attention.self is not causal with one window: the query at ...",
     "emu3":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "ernie":
         "the mask of ernie.encoder.layer.0.attention.self is not causal with one window: the query at 0 ...",
     "falcon":
-        "transformers cannot make the model (KeyError: 'batch_manager_discovery')",
+        "transformers cannot create the model (KeyError: 'batch_manager_discovery')",
     "falcon_h1":
-        "transformers does not take it as a configuration of type 'falcon_h1' (StrictDataclassFieldValid...",
+        "transformers rejects it as a configuration of type 'falcon_h1' (StrictDataclassFieldValidationE...",
     "falcon_mamba":
         "no layer of FalconMambaForCausalLM calls transformers' attention interface",
     "fuyu":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "gemma3":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "gemma3n":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "gemma3n_text":
-        "Gemma3nForCausalLM through the engine's attention makes logits that differ by 1.94 from its own...",
+        "logits of Gemma3nForCausalLM through the engine's attention differ by up to 1.94 from its own, ...",
     "gemma4":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "gemma4_assistant":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "gemma4_text":
-        "it was not tried: AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute an...",
+        "it was not tested: AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute a...",
     "gemma4_unified":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "gemma4_unified_assistant":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "gemma4_unified_text":
-        "it was not tried: AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute an...",
+        "it was not tested: AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute a...",
     "git":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "glm_moe_dsa":
-        "a forward without values of GlmMoeDsaForCausalLM raised TypeError: 'MaskDescription' object is ...",
+        "GlmMoeDsaForCausalLM on the meta device raised TypeError: 'MaskDescription' object is not subsc...",
     "got_ocr2":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "gpt_neo":
-        "it was not tried: no small model could be made: StrictDataclassClassValidationError: Class vali...",
+        "it was not tested: no small model could be made: StrictDataclassClassValidationError: Class val...",
     "gpt_neox_japanese":
-        "a forward without values of GPTNeoXJapaneseForCausalLM raised TypeError: unsupported operand ty...",
+        "GPTNeoXJapaneseForCausalLM on the meta device raised TypeError: unsupported operand type(s) for...",
     "gptj":
-        "transformers cannot make the model (KeyError: 'batch_manager_discovery')",
+        "transformers cannot create the model (KeyError: 'batch_manager_discovery')",
     "granitemoehybrid":
-        "transformers does not take it as a configuration of type 'granitemoehybrid' (StrictDataclassFie...",
+        "transformers rejects it as a configuration of type 'granitemoehybrid' (StrictDataclassFieldVali...",
     "hrm_text":
-        "model.L_module.layers.0.self_attn attends twice in one forward",
+        "model.L_module.layers.0.self_attn attends twice in one forward pass",
     "hy_v4":
-        "a forward without values of HYV4ForCausalLM raised TypeError: 'MaskDescription' object is not s...",
+        "HYV4ForCausalLM on the meta device raised TypeError: 'MaskDescription' object is not subscriptable",
     "inkling2_text":
         "model.layers.0.self_attn attends with position_bias",
     "inkling_text":
@@ -229,63 +229,63 @@ REFUSED: dict[str, str] = {
     "jamba":
         "1 of 6 layers attend",
     "jetmoe":
-        "a forward without values of JetMoeForCausalLM raised RuntimeError: split_with_sizes expects spl...",
+        "JetMoeForCausalLM on the meta device raised RuntimeError: split_with_sizes expects split_sizes ...",
     "kimi_linear":
         "1 of 6 layers attend",
     "lfm2_moe":
-        "it was not tried: TypeError: 'NoneType' object is not subscriptable (modeling_lfm2_moe.py:472)",
+        "it was not tested: TypeError: 'NoneType' object is not subscriptable (modeling_lfm2_moe.py:472)",
     "lfm3":
         "2 of 6 layers attend",
     "llama4":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "llama4_text":
         "the mask of model.layers.0.self_attn is not causal with one window: it cannot be read: RuntimeE...",
     "mamba":
         "no layer of MambaForCausalLM calls transformers' attention interface",
     "mamba2":
-        "it was not tried: no small model could be made: StrictDataclassClassValidationError: Class vali...",
+        "it was not tested: no small model could be made: StrictDataclassClassValidationError: Class val...",
     "marian":
-        "MarianForCausalLM through the engine's attention makes logits that differ by 2.23 from its own,...",
+        "logits of MarianForCausalLM through the engine's attention differ by up to 2.23 from its own, w...",
     "mbart":
-        "MBartForCausalLM through the engine's attention makes logits that differ by 5.2 from its own, o...",
+        "logits of MBartForCausalLM through the engine's attention differ by up to 5.2 from its own, wit...",
     "megatron-bert":
-        "a forward without values of MegatronBertForCausalLM raised TypeError: unsupported operand type(...",
+        "MegatronBertForCausalLM on the meta device raised TypeError: unsupported operand type(s) for +:...",
     "mimo_v2_flash":
-        "heads of model.layers.0.self_attn are (4, 2, 16) and those of model.layers.1.self_attn (4, 4, 16)",
+        "(query heads, key heads, head size) are (4, 2, 16) in model.layers.0.self_attn and (4, 4, 16) i...",
     "minimax":
         "2 of 4 layers attend",
     "mllama":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "moshi":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "moss_transcribe_diarize":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "mpt":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "musicgen":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "musicgen_melody":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "mvp":
-        "a forward without values of MvpForCausalLM raised AttributeError: 'MaskDescription' object has ...",
+        "MvpForCausalLM on the meta device raised AttributeError: 'MaskDescription' object has no attrib...",
     "nemotron_h":
-        "transformers does not take it as a configuration of type 'nemotron_h' (StrictDataclassFieldVali...",
+        "transformers rejects it as a configuration of type 'nemotron_h' (StrictDataclassFieldValidation...",
     "olmo_hybrid":
         "1 of 4 layers attend",
     "openai-gpt":
         "no layer of OpenAIGPTLMHeadModel calls transformers' attention interface",
     "pegasus":
-        "PegasusForCausalLM through the engine's attention makes logits that differ by 5.53 from its own...",
+        "logits of PegasusForCausalLM through the engine's attention differ by up to 5.53 from its own, ...",
     "phi4_multimodal":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "plbart":
-        "PLBartForCausalLM through the engine's attention makes logits that differ by 1.26 from its own,...",
+        "logits of PLBartForCausalLM through the engine's attention differ by up to 1.26 from its own, w...",
     "prophetnet":
         "add_cross_attention is True",
     "qwen3_5":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "qwen3_5_moe":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "qwen3_5_moe_text":
         "1 of 4 layers attend",
     "qwen3_5_text":
@@ -293,15 +293,15 @@ REFUSED: dict[str, str] = {
     "qwen3_next":
         "1 of 4 layers attend",
     "qwen4_exp":
-        "it joins a text model with another one",
+        "it combines a text model with another model",
     "qwen4_exp_text":
-        "it was not tried: TypeError: unsupported operand type(s) for //: 'NoneType' and 'NoneType' (mod...",
+        "it was not tested: TypeError: unsupported operand type(s) for //: 'NoneType' and 'NoneType' (mo...",
     "recurrent_gemma":
         "1 of 4 layers attend",
     "reformer":
-        "it was not tried: AssertionError: If you want to use `ReformerModelWithLMHead` make sure that `...",
+        "it was not tested: AssertionError: If you want to use `ReformerModelWithLMHead` make sure that ...",
     "rembert":
-        "a forward without values of RemBertForCausalLM raised RuntimeError: Attempting to broadcast a d...",
+        "RemBertForCausalLM on the meta device raised RuntimeError: Attempting to broadcast a dimension ...",
     "roberta":
         "the mask of roberta.encoder.layer.0.attention.self is not causal with one window: the query at ...",
     "roberta-prelayernorm":
@@ -309,15 +309,15 @@ REFUSED: dict[str, str] = {
     "roc_bert":
         "the mask of roc_bert.encoder.layer.0.attention.self is not causal with one window: the query at...",
     "roformer":
-        "a forward without values of RoFormerForCausalLM raised TypeError: unsupported operand type(s) f...",
+        "RoFormerForCausalLM on the meta device raised TypeError: unsupported operand type(s) for +: 'Te...",
     "rwkv":
         "no layer of RwkvForCausalLM calls transformers' attention interface",
     "trocr":
-        "a forward without values of TrOCRForCausalLM raised AttributeError: 'MaskDescription' object ha...",
+        "TrOCRForCausalLM on the meta device raised AttributeError: 'MaskDescription' object has no attr...",
     "whisper":
         "max_position_embeddings is missing",
     "xglm":
-        "a forward without values of XGLMForCausalLM raised AttributeError: 'MaskDescription' object has...",
+        "XGLMForCausalLM on the meta device raised AttributeError: 'MaskDescription' object has no attri...",
     "xlm":
         "no layer of XLMWithLMHeadModel calls transformers' attention interface",
     "xlm-roberta":
@@ -329,11 +329,11 @@ REFUSED: dict[str, str] = {
     "xlstm":
         "no layer of xLSTMForCausalLM calls transformers' attention interface",
     "xmod":
-        "a forward without values of XmodForCausalLM raised ValueError: Input language unknown. Please c...",
+        "XmodForCausalLM on the meta device raised ValueError: Input language unknown. Please call `Xmod...",
     "zamba":
-        "it was not tried: ValueError: There is an issue with your definition of `tie_weights_keys` for ...",
+        "it was not tested: ValueError: There is an issue with your definition of `tie_weights_keys` for...",
     "zamba2":
-        "it was not tried: no small model could be made: StrictDataclassClassValidationError: Class vali...",
+        "it was not tested: no small model could be made: StrictDataclassClassValidationError: Class val...",
     "zaya":
-        "it was not tried: no small model could be made: StrictDataclassClassValidationError: Class vali...",
+        "it was not tested: no small model could be made: StrictDataclassClassValidationError: Class val...",
 }

@@ -1,4 +1,4 @@
-"""A model of transformers without memory for its parameters: on the meta device, and of bounded size."""
+"""Creates a model of transformers on the meta device, without memory for its parameters and with bounded size."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from ...weights.json_file import shown
 from ..model_spec import MAX_WEIGHTS
 from .installed import first_words, transformers
 
-MOST_CALLS = 500_000             # of torch while a model is made: some for each module; half a minute's worth
-MOST_BUFFER_BYTES = 2**30        # of tables that no file holds
+MOST_CALLS = 500_000             # of torch, several for each module; they take about half a minute
+MOST_BUFFER_BYTES = 2**30        # of buffers, which transformers computes
 
 
 class _TooManyCallsError(Exception):
@@ -19,7 +19,7 @@ class _TooManyCallsError(Exception):
 
 
 class _Bounded(TorchFunctionMode):
-    """Ends the making of a model whose configuration asks for very many modules."""
+    """Stops the creation of a model whose configuration implies too many modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class _Bounded(TorchFunctionMode):
 
 
 def make_skeleton(configuration: Any, architecture: str, where: str, attention: str, experts: str | None = None) -> Any:
-    """The model of class `architecture` on the meta device, in float32, for evaluation.
+    """Create the model of class `architecture` on the meta device, in float32 and evaluation mode.
 
-    attention   the registered name of the attention that it calls
-    experts     the registered name of the way in which experts compute; None: transformers chooses
-    Raises      ModelLoadError naming `where`
+    attention   registered name of its attention function
+    experts     registered name of its implementation of experts; None: transformers chooses
+    Raises      ModelLoadError, which names `where`
     """
     library = transformers()
     model_class = library.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None)
@@ -45,8 +45,8 @@ def make_skeleton(configuration: Any, architecture: str, where: str, attention: 
         model_class = model_class[0]
     if model_class is None or model_class.__name__ != architecture:
         raise UnsupportedModelError(
-            f"{where}: the architecture is {shown(architecture)} and the model type {configuration.model_type!r}",
-            "the class for generating text that transformers has for this model type"
+            f"{where}: the architecture is {shown(architecture)} and the model type is {configuration.model_type!r}",
+            "transformers' text generation class for this model type"
             + ("" if model_class is None else f", {model_class.__name__}"),
             "save the model with AutoModelForCausalLM of transformers")
     configuration._attn_implementation = attention
@@ -55,19 +55,19 @@ def make_skeleton(configuration: Any, architecture: str, where: str, attention: 
         with torch.device("meta"), _Bounded():
             model = model_class(configuration)
     except _TooManyCallsError:
-        raise ModelLoadError(f"{where}: the model is made of more than {MOST_CALLS:,} pieces",
-                             "sizes of a model that exists", "check that config.json belongs to this checkpoint"
+        raise ModelLoadError(f"{where}: creating the model takes more than {MOST_CALLS:,} calls of torch",
+                             "a model with fewer modules", "check that config.json belongs to this checkpoint"
                              ) from None
     except Exception as fault:
-        raise ModelLoadError(f"{where}: transformers cannot make the model ({first_words(fault)})",
-                             "a configuration as transformers saves it") from None
+        raise ModelLoadError(f"{where}: transformers cannot create the model ({first_words(fault)})",
+                             "a configuration saved by transformers") from None
     model.eval().requires_grad_(False)
     total = sum(parameter.numel() for parameter in model.parameters())
     if total > MAX_WEIGHTS:
-        raise ModelLoadError(f"{where}: the sizes ask for {total:,} weights", f"at most {MAX_WEIGHTS:,}",
+        raise ModelLoadError(f"{where}: the sizes imply {total:,} weights", f"at most {MAX_WEIGHTS:,}",
                              "check that config.json belongs to this checkpoint")
-    tables = sum(buffer.nbytes for buffer in model.buffers())
-    if tables > MOST_BUFFER_BYTES:
-        raise ModelLoadError(f"{where}: the sizes ask for tables of {tables:,} bytes", f"at most {MOST_BUFFER_BYTES:,}",
-                             "lower max_position_embeddings")
+    num_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    if num_bytes > MOST_BUFFER_BYTES:
+        raise ModelLoadError(f"{where}: the sizes imply buffers of {num_bytes:,} bytes",
+                             f"at most {MOST_BUFFER_BYTES:,}", "lower max_position_embeddings")
     return model
