@@ -234,7 +234,7 @@ def _make_backend(model_path: Any, model_type: TrtGptModelType, max_beam_width: 
     return build_native_backend(
         model_path, params, layout=layout, num_slots=num_slots, max_beam_width=max_beam_width,
         attention_factory=checked_attention(parts.attention), own_stages=checked_stages(parts.stages),
-        is_own_thread=is_a_worker)
+        is_engine_thread=is_a_worker)
 
 
 def numpy_to_tensor(array: np.ndarray) -> "torch.Tensor":

@@ -1,8 +1,8 @@
-"""Tokens that may not be sampled now: their logit becomes -inf.
+"""Bans: set the logits of forbidden tokens to -inf.
 
-    end ids               before min_length tokens were generated
-    repeated n-grams      the token that would end a sequence of n tokens which the prompt or the output holds already
-    bad words             the last token of a word whose other tokens are the last ones of the sequence
+    end ids               until min_length tokens are generated
+    repeated n-grams      a token that would repeat an n-gram of the sequence
+    bad words             the last token of a word if the sequence ends with the word's other tokens
 """
 
 import numpy as np
@@ -17,13 +17,13 @@ from .word_lists import WordLists, has_longer_words
 
 
 class MinLength(LogitsStage):
-    """Bans the end ids while the output is too short."""
+    """Bans the end ids until the output has min_length tokens."""
 
     reads = ("min_length", "end_id", "prompt_length")
 
     def __init__(self, state: SlotState) -> None:
         self._state = state
-        self._more: dict[int, tuple[int, ...]] = {}     # slot -> end ids beyond the first, where there are any
+        self._more: dict[int, tuple[int, ...]] = {}     # slot -> end ids after the first; only non-empty ones
 
     def is_active(self, setup: SlotSetup) -> bool:
         return setup.sampling.min_length > 0 and setup.end_id >= 0

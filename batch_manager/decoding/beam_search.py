@@ -1,30 +1,29 @@
-"""Beam search: which continuations a sequence goes on with, which texts are finished, and when the search is over.
+"""Beam search: selects the beams of the next step, collects finished hypotheses, and decides when the search ends.
 
-In each step the operation `beam_topk` gives the (1 + ends) * width best continuations of a sequence's beams, best
-first. `ends` counts the end ids and the different last tokens of its stop words, and is 1 at least. At most `ends`
-continuations of each beam end it, so `width` are left to go on with. The rest is done here, on the host, on a few
-numbers:
+In each step the operation `beam_topk` returns the (1 + ends) * width best continuations of a sequence's beams, best
+first. `ends` is the number of end ids and distinct last tokens of stop words, at least 1. At most `ends` continuations
+of each beam end it, so at least `width` continuations can go on. The rest happens here, on the host:
 
     finished    a continuation by an end id or by the last token of a stop word, if it is among the first `width`; at
-                `max_new_tokens` each of the first `width`. Worth cum_log_prob / length ** len_penalty, where the token
-                that ends the text counts in both, though an end id is not part of it, and a stop word is. The `width`
-                most worth are kept
-    live        the first `width` that did not end
-    over        at max_new_tokens, when nothing is live, or when `width` texts are finished and
+                `max_new_tokens`, each of the first `width`. Its score is cum_log_prob / length ** len_penalty. The
+                ending token counts in both; a stop word is part of the output, an end id is not. The `width` best
+                scores are kept
+    live        the first `width` continuations that did not end
+    end         at max_new_tokens, when no beam is live, or when there are `width` finished hypotheses and
 
-        early_stopping 1      at once
-        early_stopping 0      the best live text, at its present length, is worth no more than the least finished one
-        another number        the same, but at the length at which it would be worth most: max_new_tokens if len_penalty
-                              is above 0. So nothing that could get better is given up
+        early_stopping 1      always
+        early_stopping 0      the best live beam, at its present length, scores no higher than the worst finished one
+        any other value       the same, but with the length that gives the best score: max_new_tokens if len_penalty is
+                              above 0. So the search continues while a live beam could still score higher
 
-    diversity   a continuation competes with its log-probability less diversity_rate for every better continuation of
-                the same beam (Li, Monroe and Jurafsky, 2016); what is kept and reported of it is without that
+    diversity   the log-probability by which a continuation competes is reduced by diversity_rate for each better
+                continuation of the same beam (Li, Monroe and Jurafsky, 2016); stored and reported values are not
 
-With early_stopping 1, 0 and another number this is the beam search of transformers with True, False and "never", in
-float32 as there. A stop word is what a stopping criterion is there: one of a single token is one more end id that stays
-in the text. Logits processors of transformers act on log-probabilities when there are beams, and so do biases,
-penalties and bans here (stages.py); `log_prob` is what they made of it. The results are the finished texts by worth, or
-fewer than `width` where the model allows no more.
+This is the beam search of transformers, in float32 too: early_stopping 1, 0 and any other value stand for True, False
+and "never". A stop word acts like a stopping criterion there; one of a single token acts like an end id that stays in
+the output. Biases, penalties and bans act on log-probabilities (see stages.py), as the logits processors of
+transformers do with beams; `log_prob` is the value after them. The results are the finished hypotheses by score; there
+are fewer than `width` if fewer sequences are possible.
 
 numpy only.
 """
@@ -48,12 +47,12 @@ from .beam_stop_words import BeamStopWords
 from .output_rows import BeamStep
 from .position_ring import COLUMNS, PositionRing
 
-NOWHERE = np.float32(-np.inf)
+EMPTY = np.float32(-np.inf)             # cum_log_prob of an empty beam
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trail:
-    """The tokens a step added to the live texts, and which texts of the step before they continue. All [width]."""
+    """The tokens that a step added to the live beams, and the parent beams in `before`. All arrays [width]."""
 
     before: "_Trail | None"
     tokens: np.ndarray
@@ -61,7 +60,7 @@ class _Trail:
     log_probs: np.ndarray
 
     def walk_back(self, beam: int) -> tuple[list[int], list[float], list[int]]:
-        """Tokens, log-probs and rows of the text that is in `beam`, from its first token on."""
+        """Return tokens, log-probs and rows of the output of `beam`, first token first."""
         tokens, log_probs, rows = [], [], []
         trail: _Trail | None = self
         while trail is not None:
@@ -75,9 +74,9 @@ class _Trail:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Finished:
-    """A finished text. worth is what it is compared by; its last token, which may be the end id, is held apart."""
+    """A finished hypothesis: the output of beam `row` in `before`, then `token`, which may be an end id."""
 
-    worth: np.float32
+    score: np.float32
     cum_log_prob: np.float32
     before: _Trail | None
     row: int
@@ -97,15 +96,16 @@ class _Finished:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamSearch:
-    """The search of one sequence between two steps. Never changed: a step makes a new one, so a step can be run again.
+    """The search of one sequence between two steps. Immutable: `advance` returns a new one, so a step can run again.
 
-    num_candidates  continuations that `advance` takes
-    cum_log_probs   [beams] float32 of the live texts: one, empty, before the first step, then `width`; -inf: none
-    last_tokens     [width] int32: what the live sequences end with: input tokens of the next step
-    texts           [beams, n] int32: what was generated of the live texts; None where nothing depends on it
-    stop_words      those of the sequence; None: it has none, else it has texts
-    is_changed      stages act on its log-probabilities
-    needs_history   they look at the tokens, so the device must know these
+    num_candidates  number of continuations that `advance` takes
+    cum_log_probs   [beams] float32 of the live beams: one of no tokens before the first step, then `width`; -inf: an
+                    empty beam
+    last_tokens     [width] int32: last tokens of the live beams, the input tokens of the next step
+    outputs         [beams, n] int32: tokens generated by the live beams; None: no stage or stop word reads them
+    stop_words      stop words of the sequence; None: it has none. If it has some, `outputs` is not None
+    is_changed      whether stages act on its log-probabilities
+    needs_history   whether these stages read the tokens, so that the device needs the outputs
     """
 
     sampling: SamplingConfig
@@ -114,7 +114,7 @@ class BeamSearch:
     num_candidates: int
     cum_log_probs: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
     last_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    texts: np.ndarray | None = None
+    outputs: np.ndarray | None = None
     stop_words: BeamStopWords | None = None
     is_changed: bool = False
     needs_history: bool = False
@@ -124,33 +124,33 @@ class BeamSearch:
 
     @staticmethod
     def of(setup: SlotSetup, *, is_changed: bool = False, needs_history: bool = False) -> "BeamSearch":
-        """The search of a sequence with beams that has generated nothing."""
+        """Return the search of a sequence with beams before its first token."""
         prompt, stop_words = setup.history, None
         if setup.stop_words:
             stop_words = BeamStopWords(setup.stop_words, np.empty(0, np.int32) if prompt is None else prompt)
-        texts = np.empty((1, 0), np.int32) if needs_history or stop_words is not None else None
+        outputs = np.empty((1, 0), np.int32) if needs_history or stop_words is not None else None
         return BeamSearch(
             setup.sampling, setup.max_new_tokens, setup.end_ids,
             num_beam_candidates(setup.sampling.beam_width, setup.end_ids, setup.stop_words),
-            texts=texts, stop_words=stop_words, is_changed=is_changed, needs_history=needs_history)
+            outputs=outputs, stop_words=stop_words, is_changed=is_changed, needs_history=needs_history)
 
     @property
     def has_finished(self) -> bool:
-        """Whether there is a text to end with, should no beam go on."""
+        """Whether there is a finished hypothesis to return if no beam can continue."""
         return bool(self._finished)
 
     def advance(self, log_probs: np.ndarray, parents: np.ndarray,
                 tokens: np.ndarray) -> tuple["BeamSearch", BeamStep]:
-        """One step on.
+        """Return the search and its output after one more step.
 
-        log_probs, parents, tokens   [num_candidates] the best continuations, best first, as `beam_topk` gives them
+        log_probs, parents, tokens   [num_candidates] the best continuations, best first, from `beam_topk`
         """
         width, length = self.sampling.beam_width, self._num_generated + 1
         sums = self.cum_log_probs[parents] + log_probs
-        exists, is_last = sums > NOWHERE, length == self.max_new_tokens
+        exists, is_last = sums > EMPTY, length == self.max_new_tokens
         finish = np.full(len(tokens), LENGTH if is_last else NOT_FINISHED)
         if self.stop_words is not None:
-            finish[self.stop_words.ended(self.texts, parents, tokens)] = STOP_WORDS
+            finish[self.stop_words.ended(self.outputs, parents, tokens)] = STOP_WORDS
         finish[np.isin(tokens, self.end_ids)] = END_ID
 
         finishing = exists & (finish != NOT_FINISHED)
@@ -160,35 +160,35 @@ class BeamSearch:
             finished += tuple(
                 _Finished(sums[i] / divisor, sums[i], self._trail, int(parents[i]), int(tokens[i]), log_probs[i],
                           int(finish[i])) for i in np.flatnonzero(finishing[:width]).tolist())
-            finished = tuple(sorted(finished, key=lambda text: -text.worth)[:width])
+            finished = tuple(sorted(finished, key=lambda hypothesis: -hypothesis.score)[:width])
 
         live = np.flatnonzero(exists & (finish != END_ID) & (finish != STOP_WORDS))[:width]
-        step, cum_log_probs = self._go_on(sums[live], log_probs[live], parents[live], tokens[live])
-        if is_last or not len(live) or self._is_over(finished, sums[live].max(), length):
-            hypotheses = tuple(text.hypothesis() for text in finished)
-            step = replace(step, hypotheses=hypotheses)
+        step, cum_log_probs = self._next_beams(sums[live], log_probs[live], parents[live], tokens[live])
+        if is_last or not len(live) or self._has_ended(finished, sums[live].max(), length):
+            step = replace(step, hypotheses=tuple(one.hypothesis() for one in finished))
         trail = _Trail(self._trail, step.tokens, step.parents, step.log_probs)
-        texts = self.texts
-        if texts is not None:
-            texts = np.concatenate([texts[step.parents], step.tokens[:, None]], axis=1, dtype=np.int32)
-        return replace(self, cum_log_probs=cum_log_probs, last_tokens=step.tokens, texts=texts,
+        outputs = self.outputs
+        if outputs is not None:
+            outputs = np.concatenate([outputs[step.parents], step.tokens[:, None]], axis=1, dtype=np.int32)
+        return replace(self, cum_log_probs=cum_log_probs, last_tokens=step.tokens, outputs=outputs,
                        _num_generated=length, _trail=trail, _finished=finished), step
 
-    def _go_on(self, sums: np.ndarray, log_probs: np.ndarray, parents: np.ndarray,
-               tokens: np.ndarray) -> tuple[BeamStep, np.ndarray]:
-        """The live texts and their cum_log_probs; beams for which there is none go on with anything, worth nothing."""
+    def _next_beams(self, sums: np.ndarray, log_probs: np.ndarray, parents: np.ndarray,
+                    tokens: np.ndarray) -> tuple[BeamStep, np.ndarray]:
+        """Return the live beams and their cum_log_probs, filled up to `width` with empty beams."""
         width, count = self.sampling.beam_width, len(sums)
         if count == width:
             return BeamStep(tokens, parents, log_probs), sums
-        anywhere = np.arange(count, width, dtype=np.int32)
+        # The parent of an empty beam is the beam of its own index, or the only beam after a context.
+        empty_parents = np.arange(count, width, dtype=np.int32)
         if len(self.cum_log_probs) == 1:
-            anywhere[:] = 0
-        nothing, none = np.full(width - count, NOWHERE), np.zeros(width - count, np.int32)
+            empty_parents[:] = 0
+        empty_sums, empty_tokens = np.full(width - count, EMPTY), np.zeros(width - count, np.int32)
         tokens, parents, sums, log_probs = (np.concatenate(pair) for pair in (
-            (tokens, none), (parents, anywhere), (sums, nothing), (log_probs, nothing)))
+            (tokens, empty_tokens), (parents, empty_parents), (sums, empty_sums), (log_probs, empty_sums)))
         return BeamStep(tokens, parents, log_probs), sums
 
-    def _is_over(self, finished: tuple[_Finished, ...], best: np.float32, length: int) -> bool:
+    def _has_ended(self, finished: tuple[_Finished, ...], best: np.float32, length: int) -> bool:
         sampling = self.sampling
         if len(finished) < sampling.beam_width:
             return False
@@ -196,19 +196,19 @@ class BeamSearch:
             return True
         if sampling.early_stopping != 0 and sampling.len_penalty > 0:
             length = self.max_new_tokens
-        return not best / _power(length, sampling.len_penalty) > finished[-1].worth
+        return not best / _power(length, sampling.len_penalty) > finished[-1].score
 
 
 class BeamSearches:
-    """The searches of the slots, each kept by the position that it is to sample: a step that is run again finds the one
-    it started from."""
+    """The searches of all slots, stored by the position that they sample next, so that a step that is run again starts
+    from the same search."""
 
     def __init__(self) -> None:
         self._rings: dict[int, PositionRing] = {}
         self._first: dict[int, BeamSearch] = {}
 
     def set_up(self, slot: int, setup: SlotSetup, *, is_changed: bool = False, needs_history: bool = False) -> None:
-        """A sequence takes the slot, with beams or without, and starts afresh. Doing so again is harmless.
+        """Set up a sequence in a slot, with a new search if it has beams. Idempotent.
 
         is_changed, needs_history   see BeamSearch
         """
@@ -226,25 +226,25 @@ class BeamSearches:
         return len(self._first)
 
     def width(self, slot: int) -> int:
-        """Beams of the sequence in the slot."""
+        """Return the number of beams of the sequence in a slot."""
         return self._first[slot].sampling.beam_width if slot in self._first else 1
 
     def at(self, slot: int, position: int) -> BeamSearch:
-        """The search that is to sample the tokens of this position."""
+        """Return the search before it samples the tokens at this position."""
         found = self._rings[slot].at(0, position)
         return found[1] if found is not None and found[0] == position else self._first[slot]
 
     def keep(self, slot: int, position: int, after: BeamSearch) -> None:
-        """The search has sampled the tokens of this position and is now `after`."""
+        """Store `after`, the search once the tokens at this position are sampled."""
         self._rings[slot].put(0, position + 1, (position + 1, after))
 
     def input_tokens(self, generation: GenerationWork) -> np.ndarray:
-        """[g * beam width] int32: the input tokens of a generation step."""
+        """Return the input tokens [g * beam width] int32 of a generation step."""
         return np.concatenate([self.at(slot, kv_length + 1).last_tokens for slot, kv_length in zip(
             generation.slots.tolist(), generation.kv_lengths.tolist())])
 
 
 def _power(length: int, exponent: float) -> np.float32:
-    """length ** exponent, infinite where that is too large."""
+    """Return length ** exponent, or infinity on overflow."""
     with np.errstate(over="ignore"):
         return np.float32(np.float64(length) ** exponent)

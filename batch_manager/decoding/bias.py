@@ -1,4 +1,4 @@
-"""A number added to every token's logit."""
+"""Embedding bias: a vector that is added to the logits."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from .logits_stage import LogitsStage
 
 
 class EmbeddingBias(LogitsStage):
-    """The bias a request came with."""
+    """Adds the `embedding_bias` of each request."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,5 +29,5 @@ class EmbeddingBias(LogitsStage):
         if logits.device.type == "cpu":
             for row, bias in zip(biased.tolist(), biases):
                 logits[row] += bias
-        else:                                           # two kernels, whatever the number of rows
+        else:                                           # two kernels for any number of rows
             logits.index_add_(0, torch.from_numpy(biased).to(logits.device), torch.stack(biases))

@@ -1,4 +1,4 @@
-"""Logits to tokens: stages, sampling, and what is reported about it."""
+"""The decoder: applies the stages to logits, samples tokens and collects what requests asked to have returned."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,9 +10,8 @@ from ..handover import END_ID, NOT_FINISHED, SlotSetup
 from ..sampling_config import PARAMETERS
 from ..triton_kernels import dispatch
 from ..triton_kernels.sample_scratch import BUCKETS
-from .beam_draw import BeamRows, DrawnBeams, find_candidates, to_log_probs
+from .beam_sampling import BeamRows, SampledBeams, find_candidates, to_log_probs
 from .beam_search import BeamSearches
-from .drawn import Drawn, Sampled
 from .end_ids import MoreEndIds
 from .history import TokenHistory
 from .log_prob_report import REPORTED, raw_log_probs, report
@@ -20,7 +19,8 @@ from .logits_post_processors import LogitsPostProcessors
 from .logits_return import generation_logits
 from .logits_rows import LogitsRows
 from .logits_stage import LogitsStage
-from .plain_draw import draw_plainly
+from .plain_sampling import sample_plain
+from .sampled_step import SampledStep, SampledTokens
 from .slots import (
     BEAMS,
     GENERATION_LOGITS,
@@ -32,34 +32,34 @@ from .slots import (
     SAMPLES,
     STAGES,
     STOP_WORDS,
-    DrawRows,
+    SamplingRows,
     Send,
     SlotState,
 )
 from .stages import Stages, default_stages
 from .stop import StopWords
 
-# What a token is sampled by: fields of SamplingConfig, under the names that `sample_token` has for them.
+# Fields of SamplingConfig -> the matching arguments of `sample_token`.
 SAMPLED_BY = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "random_seed": "seed"}
-IN_FLOAT32 = GENERATION_LOGITS | POST_PROCESSED | BEAMS | STAGES     # features whose logits are float32
-READS_LOGITS = IN_FLOAT32 | SAMPLES | LOG_PROBS | REPORTED   # features for which the largest logit is not enough
+IN_FLOAT32 = GENERATION_LOGITS | POST_PROCESSED | BEAMS | STAGES     # features that need float32 logits
+READS_LOGITS = IN_FLOAT32 | SAMPLES | LOG_PROBS | REPORTED   # features that need more than the largest logit
 TORCH_DTYPES = {np.float32: torch.float32, np.int32: torch.int32, np.int64: torch.int64}
-assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is one of the two
+assert (NOT_FINISHED, END_ID) == (0, 1)                 # so that a bool is a finish reason
 
 
 class GptDecoder:
-    """Samples one token per row, and the next tokens of beams. Work that no row of a step asks for is not done.
+    """Samples one token per row, and candidates for beams. Skips features that no row of a step has.
 
-    state           the per-slot state; the token sampled is kept there by `keep`, last of all
-    searches        the slots that have beams; their tokens are kept there, when the host has judged them
-    history         tokens of the sequences for which anything but the model depends on them; those of beams are
-                    written before each step, from the search that the step starts from
-    stages          what is done to logits before a token is drawn
-    own_stages      changes of logits beside those of `stages.default_stages`, in the place that stages.py says
-    deterministic   a row's bits do not depend on the others: on a CPU, where torch shares work out by the number of
-                    rows, each row is staged and sampled alone, and so are the beams of each sequence. Kernels take rows
-                    alone anyhow, and so does plain argmax
-    send            brings arrays to the device in one copy; None: one copy each
+    state           per-slot state; `keep` stores the sampled tokens in it, after everything else
+    searches        beam searches by slot; they advance when the host has read the candidates
+    history         tokens of the sequences whose stages or stop words read them; those of beams are written before each
+                    step, from the search that the step starts from
+    stages          the changes made to logits before sampling
+    own_stages      custom stages, which run between those of `stages.default_stages`, see stages.py
+    deterministic   the bits of a row do not depend on the other rows. On a CPU, where torch splits work by the number
+                    of rows, each row and each sequence's beams are processed by themselves. Triton's kernels and a
+                    plain argmax process rows independently anyway
+    send            uploads arrays in one copy; None: one copy for each array
     """
 
     def __init__(self, num_slots: int, device: torch.device, own_stages: Sequence[LogitsStage] = (),
@@ -79,7 +79,7 @@ class GptDecoder:
         self._beam_kernel = dispatch.kernel("beam_topk", device)
 
     def set_up(self, setups: Iterable[tuple[int, SlotSetup]]) -> None:
-        """Sequences take their slots. Doing so again is harmless."""
+        """Set up sequences in their slots. Idempotent."""
         for slot, setup in setups:
             self.state.set_up(slot, setup)
             features, needs_history = self.stages.set_up(slot, setup)
@@ -97,88 +97,93 @@ class GptDecoder:
             self.state.features[slot] |= features
         self.state.upload()
 
-    def draw(self, logits: torch.Tensor, rows: DrawRows) -> Drawn:
-        """Sample from `logits` [r, vocab], of any float dtype; post-processors and stages may change it. Keeps nothing.
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledStep:
+        """Sample from `logits` [r, vocab], of any float dtype. Stores nothing: see `keep`.
 
-        rows   whose they are; several that follow one another may be the beams of one sequence
+        rows      the sequence of each row of logits; the beams of a sequence are contiguous
+        Mutates   logits, by post-processors and stages
         """
-        of = LogitsRows(rows, self.state, self.history)
-        if of.features & IN_FLOAT32 or not self._samples_any_dtype:     # a copy of rows that are large, unless they are
+        logits_rows = LogitsRows(rows, self.state, self.history)
+        if logits_rows.features & IN_FLOAT32 or not self._samples_any_dtype:      # else without the large copy
             logits = logits.float()
         slots, asked, returned, raw, post_processed, beams = rows.slots, [], None, None, None, None
-        if of.features & GENERATION_LOGITS:             # a copy, before anything is done to them
-            asked, returned = generation_logits(logits, of)
-        if of.features & RAW_LOG_PROBS:                 # likewise
-            raw = self._raw_log_probs(logits, of)
-        if of.features & POST_PROCESSED:
+        if logits_rows.features & GENERATION_LOGITS:    # a copy, before anything changes them
+            asked, returned = generation_logits(logits, logits_rows)
+        if logits_rows.features & RAW_LOG_PROBS:        # likewise
+            raw = self._raw_log_probs(logits, logits_rows)
+        if logits_rows.features & POST_PROCESSED:
             post_processed = self._post_processors.apply(logits, slots)
-        if of.features & BEAMS:
+        if logits_rows.features & BEAMS:
             beam_rows = BeamRows.of(rows, self.searches, self.state.send)
             slots = slots[np.flatnonzero(np.diff(slots, prepend=-1))]
-            beams = DrawnBeams(beam_rows, self.searches,
-                               self._find_candidates(beam_rows.beam_logits(logits), beam_rows))
-            logits, of = beam_rows.single_logits(logits), LogitsRows(beam_rows.singles, self.state, self.history)
-        if self._one_by_one and len(of) > 1 and of.features & (STAGES | SAMPLES | LOG_PROBS | REPORTED):
-            sampled = self._sample_one_by_one(logits, of, raw)
+            beams = SampledBeams(beam_rows, self.searches,
+                                 self._find_candidates(beam_rows.beam_logits(logits), beam_rows))
+            logits = beam_rows.single_logits(logits)
+            logits_rows = LogitsRows(beam_rows.singles, self.state, self.history)
+        if (self._one_by_one and len(logits_rows) > 1
+                and logits_rows.features & (STAGES | SAMPLES | LOG_PROBS | REPORTED)):
+            sampled = self._sample_one_by_one(logits, logits_rows, raw)
         else:
-            sampled = self._stage_and_sample(logits, of, raw)
-        return Drawn(slots, of, sampled.tokens, self._finish(sampled.tokens, of), sampled.finite, sampled.log_probs,
-                     sampled.emptied, post_processed, asked, returned, sampled.top, beams)
+            sampled = self._stage_and_sample(logits, logits_rows, raw)
+        return SampledStep(slots, logits_rows, sampled.tokens, self._finish(sampled.tokens, logits_rows),
+                           sampled.finite, sampled.log_probs, sampled.emptied, post_processed, asked, returned,
+                           sampled.top, beams)
 
-    def takes_largest(self, rows: DrawRows) -> bool:
-        """Whether each row yields the token of its largest logit, and nothing else is asked of the logits."""
+    def needs_only_largest(self, rows: SamplingRows) -> bool:
+        """Whether all rows are greedy and have no feature that reads other logits than the largest."""
         return not np.bitwise_or.reduce(self.state.features[rows.slots]) & READS_LOGITS
 
-    def draw_largest(self, tokens: torch.Tensor, largest: torch.Tensor, rows: DrawRows) -> Drawn:
-        """What `draw` makes of logits whose largest are these.
+    def sample_largest(self, tokens: torch.Tensor, largest: torch.Tensor, rows: SamplingRows) -> SampledStep:
+        """Return what `sample` would, from the largest logits alone. For rows where `needs_only_largest` is true.
 
-        tokens    [r] int64: which token has the largest logit, the lowest of equals. Set to 0 where that is not finite
-        largest   [r] float32: that logit, NaN where one is
+        tokens    [r] int64: token of the largest logit, the lowest id among equals. Set to 0 where not finite
+        largest   [r] float32: that logit; NaN where any logit is NaN
         """
-        of = LogitsRows(rows, self.state, self.history)
+        logits_rows = LogitsRows(rows, self.state, self.history)
         finite = largest.isfinite()
         if np.count_nonzero(finite.numpy()) != len(finite):
             tokens.masked_fill_(~finite, 0)
-        return Drawn(rows.slots, of, tokens, self._finish(tokens, of), finite, None, None, None, [], None)
+        return SampledStep(rows.slots, logits_rows, tokens, self._finish(tokens, logits_rows), finite, None, None, None,
+                           [], None)
 
     def _finish(self, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """[r] uint8: how each token ends its sequence."""
-        finish = (tokens == rows.column("end_id")).view(torch.uint8)          # an end id of -1 is no token's
+        """Return [r] uint8: the finish reason of each token."""
+        finish = (tokens == rows.column("end_id")).view(torch.uint8)          # an end id of -1 matches no token
         if rows.features & MORE_END_IDS:
             finish |= self._more_end_ids.end(tokens, rows).view(torch.uint8)
         return self._stop_words.mark(finish, tokens, rows) if rows.features & STOP_WORDS else finish
 
-    def keep(self, drawn: Drawn) -> None:
-        """The next step's input is what was sampled, and what is sampled next depends on it."""
-        of = drawn.rows
-        if of.features & HISTORY:
-            self.history.append(of, of.active(HISTORY), drawn.tokens)
-        if of.features & STAGES:
-            self.stages.keep(of, drawn.tokens)
-        self.state.last_tokens.put(of.device_slots, of.device_positions, drawn.tokens.long())
+    def keep(self, sampled: SampledStep) -> None:
+        """Store the sampled tokens, for the input, the histories and the stages of later steps."""
+        rows = sampled.rows
+        if rows.features & HISTORY:
+            self.history.append(rows, rows.active(HISTORY), sampled.tokens)
+        if rows.features & STAGES:
+            self.stages.keep(rows, sampled.tokens)
+        self.state.last_tokens.put(rows.device_slots, rows.device_positions, sampled.tokens.long())
 
     def plain_counts(self, num_rows: int) -> torch.Tensor:
-        """Memory for `draw_plainly` of rows that may be sampled. The caller sets it to zeros before."""
+        """Allocate `counts` of `sample_plain` for rows that may not all be greedy. The caller sets it to zeros."""
         return torch.empty((num_rows, BUCKETS), dtype=torch.int32, device=self.state.device)
 
-    def draw_plainly(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+    def sample_plain(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
                      counts: torch.Tensor | None, results: torch.Tensor) -> None:
-        """Draw and keep, for rows that nothing but the numbers of `sample_token` matters for; see plain_draw.py."""
-        draw_plainly(self.state, self._sample_token, SAMPLED_BY, logits, slots, positions, counts, results)
+        """Sample and store tokens for rows that need only the parameters of `sample_token`; see plain_sampling.py."""
+        sample_plain(self.state, self._sample_token, SAMPLED_BY, logits, slots, positions, counts, results)
 
     def _find_candidates(self, logits: torch.Tensor, rows: BeamRows) -> Sequence[torch.Tensor]:
-        of, finite = LogitsRows(rows.beams, self.state, self.history), None
-        temperature = of.column("temperature")
+        logits_rows, finite = LogitsRows(rows.beams, self.state, self.history), None
+        temperature = logits_rows.column("temperature")
         if rows.is_changed.any():
-            for group, texts in rows.texts:
-                self.history.put_texts(group.slot, group.position - texts.shape[1], texts)
+            for group, outputs in rows.outputs:
+                self.history.put_outputs(group.slot, group.position - outputs.shape[1], outputs)
             finite = to_log_probs(logits, temperature, rows, one_by_one=self._one_by_one)
             for part in [slice(group.first, group.first + group.count) for group in rows.groups
                          ] if self._one_by_one else [slice(None)]:
-                self.stages.apply(logits[part], of.part(part))
-        *found, drawable = find_candidates(self._beam_kernel, logits, temperature, rows, one_by_one=self._one_by_one)
-        # A beam whose every continuation is banned yields nothing, and the others go on.
-        return *found, drawable if finite is None else finite.where(rows.device_is_changed, drawable)
+                self.stages.apply(logits[part], logits_rows.part(part))
+        *found, has_finite = find_candidates(self._beam_kernel, logits, temperature, rows, one_by_one=self._one_by_one)
+        # Rows that stages changed are judged before the stages: a beam may have no continuation left after bans.
+        return *found, has_finite if finite is None else finite.where(rows.device_is_changed, has_finite)
 
     def _raw_log_probs(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
         if not self._one_by_one:
@@ -186,11 +191,11 @@ class GptDecoder:
         return torch.cat([raw_log_probs(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)))
                           for row in np.flatnonzero(rows.active(RAW_LOG_PROBS)).tolist()])
 
-    def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> Sampled:
-        """raw: what `raw_log_probs` gave for these rows; None: none of them asked"""
+    def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> SampledTokens:
+        """Apply the stages and sample. raw: `raw_log_probs` of these rows; None: no row asked for them"""
         given = None
         if rows.features & STAGES:
-            # Whether the stages left nothing to sample, or what they were given had nothing, shows before them only.
+            # Checked before the stages: a row that is not finite after them is their fault only if it was finite here.
             given = self._given_finite(logits, rows) if self.stages.changes(rows) else None
             self.stages.apply(logits, rows)
         if not rows.features & (SAMPLES | LOG_PROBS):
@@ -209,10 +214,10 @@ class GptDecoder:
             top = report(logits, rows, tokens, log_probs, raw, self._beam_kernel, self.state.send)
         if log_probs is not None and not wants_log_prob.all():
             log_probs = torch.where(rows.column("return_log_probs") != 0, log_probs, 0)
-        return Sampled(tokens, finite, log_probs, None if given is None else given & ~finite, top)
+        return SampledTokens(tokens, finite, log_probs, None if given is None else given & ~finite, top)
 
     def _given_finite(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """[r] bool: which rows that stages will change are finite before that."""
+        """Return [r] bool: whether the rows that stages will change are finite before the stages."""
         changed = rows.active(STAGES)
         if logits.device.type != "cpu" or changed.all():
             return logits.amax(1).isfinite()
@@ -222,7 +227,7 @@ class GptDecoder:
         return finite
 
     def _greedy(self, num_rows: int) -> dict[str, Any]:
-        """What `sample_token` is given where each row is greedy, whatever its numbers are, and wants no log-prob."""
+        """Return arguments of `sample_token` that make all rows greedy, without log-probs."""
         if not self._all_greedy or num_rows != len(self._all_greedy["temperature"]):
             device = self.state.device
             self._all_greedy = {
@@ -233,13 +238,13 @@ class GptDecoder:
             self._all_greedy["only_greedy"] = True
         return self._all_greedy
 
-    def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> Sampled:
-        """Each row as if it were the step; log-probabilities are 0 for those who did not ask."""
+    def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> SampledTokens:
+        """Stage and sample each row as a step of its own. Log-probs are 0 in rows that did not ask for them."""
         if raw is None:
             raw_of = [None] * len(rows)
         else:
-            own = iter(raw.split(1))
-            raw_of = [next(own).clone() if asks else None for asks in rows.active(RAW_LOG_PROBS).tolist()]
-        return Sampled.joined([
+            parts = iter(raw.split(1))
+            raw_of = [next(parts).clone() if asks else None for asks in rows.active(RAW_LOG_PROBS).tolist()]
+        return SampledTokens.joined([
             self._stage_and_sample(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)), raw_of[row])
             for row in range(len(rows))])

@@ -1,4 +1,4 @@
-"""End ids of a sequence beyond its first one, which is a number of the slot. Few sequences have any."""
+"""The second to eighth end ids of sequences. The first is a column of the slot; few sequences have more."""
 
 import torch
 
@@ -7,14 +7,14 @@ from .logits_rows import LogitsRows
 from .slots import SlotState
 
 COLUMNS = 7                        # a sequence has at most 8 end ids
-NONE = -1                          # no token's id
+NONE = -1                          # matches no token
 
 
 class MoreEndIds:
-    """Which tokens end a sequence beside its first end id. The bit MORE_END_IDS of `SlotState.features` says who has
-    any; beams do not count, for their search looks at the end ids itself.
+    """End ids of each slot after its first. Slots that have some have the bit MORE_END_IDS in `SlotState.features`.
+    Sequences with beams are left out: beam search checks their end ids.
 
-    _ids   [slots, COLUMNS] int64 on the device, filled up with NONE; no rows before a sequence needs one
+    _ids   [slots, COLUMNS] int64 on the device, padded with NONE; empty until a sequence needs a row
     """
 
     def __init__(self, state: SlotState) -> None:
@@ -22,7 +22,7 @@ class MoreEndIds:
         self._ids = torch.empty((0, COLUMNS), dtype=torch.int64, device=state.device)
 
     def set_up(self, slot: int, setup: SlotSetup) -> bool:
-        """A sequence takes the slot. True when it has more than one end id. Doing so again is harmless."""
+        """Set up a sequence in a slot. Returns whether it has more than one end id. Idempotent."""
         more = () if setup.has_beams else setup.more_end_ids
         if not more and not len(self._ids):
             return False
@@ -32,7 +32,7 @@ class MoreEndIds:
         return bool(more)
 
     def end(self, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """[r] bool: which of `tokens` [r] are among these ids of their sequences."""
+        """Return [r] bool: whether each of `tokens` [r] is one of these end ids of its sequence."""
         self._reserve()
         return (tokens[:, None] == self._ids[rows.device_slots]).any(1)
 

@@ -1,26 +1,24 @@
-"""The tokens of sequences whose logits depend on them in other ways than through the model."""
+"""Token histories on the device, for stages and stop words that read them."""
 
 import numpy as np
 import torch
 
 from ..handover import SlotSetup
-from .slots import DrawRows
+from .slots import SamplingRows
 
-COLUMNS_AT_ONCE = 64               # a width that is a multiple of it: one that is not would make variants of kernels
+COLUMNS_AT_ONCE = 64               # widths are multiples, so that kernels are not compiled for other alignments
 
 
 class TokenHistory:
-    """Prompt and generated tokens of the slots that want them kept, on the device; nothing where none does.
+    """Prompt and output tokens, on the device, of the slots with the feature bit HISTORY. Empty if there are none.
 
-    The bit HISTORY of `SlotState.features` says which do.
+    tokens   [rows, capacity] int32: the token of position p is in column p. The row is the slot or, once a sequence
+             with beams has a history, slot * largest beam width + beam; `device_rows_of` computes it. Columns from the
+             position to sample on, and rows of slots without a history, are undefined.
 
-    tokens   [rows, capacity] int32: the token of position p in column p. A slot's row is the slot; where beams want
-             a history, slot * most beams + beam. `device_rows_of` is where that is decided. Columns at
-             and after the position that is sampled, and rows of slots without a history, hold anything.
-
-    The token drawn is written at its position, so a step may run twice. What beams hold changes with their parents: it
-    is written whole, before each step, by the code that knows where that step began. Grows by doubling, to the longest
-    sequence, and to the most beams.
+    A sampled token is written at its position, so a step may run twice. The outputs of beams change with their parents:
+    the decoder writes them whole before each step, from the search that the step starts from. Capacity doubles as
+    needed, for the longest sequence and the largest beam width.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,8 +26,8 @@ class TokenHistory:
         self._rows_per_slot = 1
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """A sequence takes the slot and wants its tokens kept: those that it holds so far, and those to come."""
-        assert setup.history is not None, "a setup without the tokens that it depends on"
+        """Set up a sequence with a history in a slot and store its tokens so far."""
+        assert setup.history is not None, "the setup has no history, but a stage or stop word reads it"
         length, width = len(setup.history), setup.sampling.beam_width
         if width > self._rows_per_slot:
             self._make_room_for_beams(width)
@@ -37,30 +35,31 @@ class TokenHistory:
         self._reserve(first + self._rows_per_slot, length + 1)
         self.tokens[first : first + width, :length] = torch.from_numpy(setup.history)
 
-    def put_texts(self, slot: int, start: int, texts: torch.Tensor) -> None:
-        """The beams of a slot that keeps a history hold these tokens from position `start` on.
+    def put_outputs(self, slot: int, start: int, outputs: torch.Tensor) -> None:
+        """Store the outputs of the beams in a slot with a history.
 
-        texts   [beams, n] int32, on the device
+        start     position of the first output token
+        outputs   [beams, n] int32, on the device
         """
-        self._reserve(0, start + texts.shape[1])
+        self._reserve(0, start + outputs.shape[1])
         first = slot * self._rows_per_slot
-        self.tokens[first : first + len(texts), start : start + texts.shape[1]] = texts
+        self.tokens[first : first + len(outputs), start : start + outputs.shape[1]] = outputs
 
-    def device_rows_of(self, rows: DrawRows) -> torch.Tensor:
-        """[r] int64 on the device: where the rows' tokens stand."""
+    def device_rows_of(self, rows: SamplingRows) -> torch.Tensor:
+        """Return [r] int64 on the device: the row of `tokens` for each row of logits."""
         if self._rows_per_slot == 1:
             return rows.device_slots
         first = rows.device_slots * self._rows_per_slot
         return first if rows.device_beams is None else first + rows.device_beams
 
     def up_to(self, length: int) -> torch.Tensor:
-        """The first columns of `tokens`."""
+        """Return the first `length` columns of `tokens`."""
         return self.tokens[:, :length]
 
-    def append(self, rows: DrawRows, is_kept: np.ndarray, sampled: torch.Tensor) -> None:
-        """Keep the token sampled for each row whose sequence wants it kept.
+    def append(self, rows: SamplingRows, is_kept: np.ndarray, sampled: torch.Tensor) -> None:
+        """Store the sampled tokens of the rows in `is_kept`.
 
-        Shapes   is_kept [r] bool on the host, at least one; sampled [r]
+        Shapes   is_kept [r] bool on the host, at least one true; sampled [r]
         """
         self._reserve(0, int(rows.positions[is_kept].max()) + 1)
         at, positions = self.device_rows_of(rows), rows.device_positions

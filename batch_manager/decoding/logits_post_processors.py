@@ -1,23 +1,22 @@
-"""Users' functions on the logits of a step: the first thing that is done to what the model computed.
+"""Logits post-processors: users' functions that change the logits of a step before all stages.
 
-Either form runs on the worker thread while the step is launched, once for every token that is drawn: after the last
-chunk of a context and in every generation step. It may be called again for the same token, with the same tokens before
-it, when a step failed and is run again; so what it does must follow from its arguments, not from how often it was
-called. Logits are float32 tensors on the engine's device; on a GPU the current stream is the engine's.
+Both forms run on the worker thread while a step is launched, once for each token to sample: after the last chunk of a
+context and in each generation step. If a step fails and is run again, a function is called again for the same token
+with the same sequence, so its result must depend on its arguments only, not on the number of calls. The logits are
+float32 tensors on the engine's device; on a GPU the current stream is the engine's.
 
     one request     (request_id: int, logits [1, beams, vocab], token_ids: list[list[int]]) -> logits
-                    changes the tensor and returns it, or returns another one like it
+                    changes the tensor and returns it, or returns another of the same shape, dtype and device
     batched         (request_ids: list[int], logits [n, 1, beams, vocab], token_ids: list[list[list[int]]]) -> None
-                    one call for all requests of a step that asked for it; changes the tensor in place. Indexed or
-                    iterated over, the tensor is a list of the requests' [1, beams, vocab]
+                    one call for all requests of a step with this function; changes the tensor in place. logits[i] is
+                    the tensor [1, beams, vocab] of request i
 
-token_ids holds, per beam, the prompt and what was generated so far; the lists are the function's to keep. After the
-prompt there is one beam, however many a request asked for.
+token_ids holds prompt and output, one list per beam; the function may keep the lists. Right after the prompt there is
+one beam, whatever the beam width.
 
-A function that raises, returns something else, or leaves NaN, +inf or no token at all in a row ends its own request.
-One with a message for the receiver of the response raises InvalidRequestError with it.
-A batched one that raises for several requests is called again for fewer of them, with the step, until it is known whom
-it cannot do.
+A function that raises, returns something else, or leaves a row with NaN, +inf or no finite logit ends its own request.
+To send a message in the response, raise InvalidRequestError. If a batched function raises for several requests, the
+step is bisected, and the function is called with fewer requests until the failing ones are found.
 
 Source   TensorRT-LLM's LogitsPostProcessor and LogitsPostProcessorBatched, without their stream argument.
 """
@@ -37,17 +36,17 @@ from ..guard import ForeignCodeError, Guard
 from ..handover import LogitsPostProcessor, RowFailure, SlotSetup
 from ..names import ErrorCode
 
-NO_TOKEN = ("after its logits post-processor a logit is NaN or +inf, or no token is left that may be drawn; each row "
-            "needs a finite logit; correct the function")
+NO_TOKEN = ("the logits post-processor of this request left a NaN, a +inf, or no token to sample; each row needs at "
+            "least one finite logit, and the others finite or -inf; correct the function")
 
 
 @dataclass(frozen=True, slots=True)
 class PostProcessed:
-    """What became of the rows that have a post-processor.
+    """The rows that post-processors changed.
 
     slots           [k] of these rows
-    model_finite    [k] bool, on the device: whether the model's logits were finite, before the functions changed them
-    failures        slot -> what its function did wrong
+    model_finite    [k] bool, on the device: whether the logits were finite before the functions ran
+    failures        slot -> error of its function
     """
 
     slots: np.ndarray
@@ -57,7 +56,7 @@ class PostProcessed:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows first..end - 1 of a step, one for each beam of a request."""
+    """Rows first..end - 1 of a step: one for each beam of a sequence."""
 
     slot: int
     first: int
@@ -65,20 +64,20 @@ class _Rows:
     processor: LogitsPostProcessor
 
     def token_ids(self) -> list[list[int]]:
-        """After a context there is one row still, whatever the beams."""
+        """Return one list per row; after a context there is one row, whatever the beam width."""
         return self.processor.token_ids()[: self.end - self.first]
 
 
 class LogitsPostProcessors:
-    """The functions of the sequences that have one, by slot."""
+    """The post-processors of the sequences in the slots."""
 
     def __init__(self) -> None:
-        # The host drops a request's function with the request; a slot without a new owner must not keep it.
+        # Weak: the host drops the function with its request, and a free slot must not keep it alive.
         self._of_slot: WeakValueDictionary[int, LogitsPostProcessor] = WeakValueDictionary()
         self._in_post_processor = Guard().raising("logits post-processor")
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """A sequence takes the slot."""
+        """Set up a sequence in a slot."""
         if setup.logits_post_processor is not None:
             self._of_slot[slot] = setup.logits_post_processor
         elif self._of_slot:
@@ -88,22 +87,22 @@ class LogitsPostProcessors:
         return len(self._of_slot)
 
     def apply(self, logits: torch.Tensor, slots: np.ndarray) -> PostProcessed | None:
-        """Change `logits` [r, vocab] float32 in place; row i belongs to slots[i]. None when no row has a function.
+        """Change `logits` [r, vocab] float32 in place; row i belongs to slots[i]. None: no row has a function.
 
-        Raises ForeignCodeError when a batched function that was called for several requests raised.
+        Raises ForeignCodeError if a batched function raised in a call for several requests.
         """
-        wanted = list(self._rows(slots.tolist()))
-        if not wanted:
+        parts = list(self._rows(slots.tolist()))
+        if not parts:
             return None
-        rows = np.concatenate([np.arange(of.first, of.end) for of in wanted])
+        rows = np.concatenate([np.arange(part.first, part.end) for part in parts])
         model_finite = _picked(logits, rows).amax(1).isfinite()
         failures: dict[int, RowFailure] = {}
         batches: dict[tuple[Any, int], list[_Rows]] = {}
-        for of in wanted:
-            if of.processor.is_batched:
-                batches.setdefault((of.processor.function, of.end - of.first), []).append(of)
-            elif (wrong := self._run_one(of, logits)) is not None:
-                failures[of.slot] = wrong
+        for part in parts:
+            if part.processor.is_batched:
+                batches.setdefault((part.processor.function, part.end - part.first), []).append(part)
+            elif (failure := self._run_one(part, logits)) is not None:
+                failures[part.slot] = failure
         for batch in batches.values():
             failures |= self._run_batched(batch, logits)
         return PostProcessed(slots[rows], model_finite, failures)
@@ -117,65 +116,64 @@ class LogitsPostProcessors:
                     yield _Rows(slots[first], first, end, processor)
                 first = end
 
-    def _run_one(self, of: _Rows, logits: torch.Tensor) -> RowFailure | None:
-        place = logits[None, of.first : of.end]
-        given = place.detach()    # the same numbers; what becomes of its shape is for the function to answer for
+    def _run_one(self, rows: _Rows, logits: torch.Tensor) -> RowFailure | None:
+        target = logits[None, rows.first : rows.end]
+        given = target.detach()    # shares memory; the function may change its shape without affecting `target`
         try:
             with self._in_post_processor:
-                result = of.processor.function(of.processor.request_id, given, of.token_ids())
+                result = rows.processor.function(rows.processor.request_id, given, rows.token_ids())
         except ForeignCodeError as failure:
             return _raised(failure.error)
-        if result is given and (given.shape, given.data_ptr()) == (place.shape, place.data_ptr()):
+        if result is given and (given.shape, given.data_ptr()) == (target.shape, target.data_ptr()):
             return None
         if not isinstance(result, torch.Tensor):
-            return _wrong(f"returned {_type_name(result)}", "it must return the logits")
-        expected = tuple(place.shape), place.dtype, place.device, place.layout
+            return _failure(f"returned {_type_name(result)}", "it must return the logits")
+        expected = tuple(target.shape), target.dtype, target.device, target.layout
         if (tuple(result.shape), result.dtype, result.device, result.layout) != expected:
-            return _wrong(f"returned a tensor of shape {_shape(result)}, {result.dtype}, on {result.device}",
-                          f"it must be {_shape(place)}, {place.dtype}, on {place.device}, dense")
-        place.copy_(result)
+            return _failure(f"returned a tensor of shape {_shape(result)}, {result.dtype}, on {result.device}",
+                            f"it must be {_shape(target)}, {target.dtype}, on {target.device}, dense")
+        target.copy_(result)
         return None
 
     def _run_batched(self, batch: list[_Rows], logits: torch.Tensor) -> dict[int, RowFailure]:
-        """Failures by slot."""
+        """Return slot -> failure."""
         width = batch[0].end - batch[0].first
-        rows = np.concatenate([np.arange(of.first, of.end) for of in batch])
+        rows = np.concatenate([np.arange(rows.first, rows.end) for rows in batch])
         picked = _picked(logits, rows)
         given = picked.view(len(batch), 1, width, logits.shape[1])
         try:
             with self._in_post_processor:
-                result = batch[0].processor.function([of.processor.request_id for of in batch], given,
-                                                     [of.token_ids() for of in batch])
+                result = batch[0].processor.function([rows.processor.request_id for rows in batch], given,
+                                                     [rows.token_ids() for rows in batch])
         except ForeignCodeError as failure:
             if len(batch) > 1:
-                raise                                              # the loop runs the step again in halves
+                raise                                              # the loop bisects the step
             return {batch[0].slot: _raised(failure.error)}
         if result is not None and result is not given:
-            wrong = _wrong(f"returned {_type_name(result)}",
-                           "the batched form changes the logits in place and returns None")
-            return {of.slot: wrong for of in batch}
+            failure = _failure(f"returned {_type_name(result)}",
+                               "the batched form changes the logits in place and returns None")
+            return {rows.slot: failure for rows in batch}
         if picked is not logits:
             logits[torch.from_numpy(rows).to(logits.device)] = picked
         return {}
 
 
 def _picked(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """These rows: `logits` itself where they are all of it, else a copy."""
+    """Return these rows: `logits` itself if they are all of it, else a copy."""
     return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
 
 
 def _raised(error: BaseException) -> RowFailure:
-    """The words of a RequestError are made for the response; those of others may quote tokens and go nowhere."""
+    """A RequestError's message is meant for the response. Other messages may quote tokens, so they are left out."""
     if is_a(error, RequestError):
-        with suppress(BaseException):                              # it may be of a class of the user's
+        with suppress(BaseException):                              # a user's subclass may raise in __str__
             return RowFailure(ErrorCode(error.code), f"from the logits post-processor of this request: {error}")
     log.error("a logits post-processor raised %s\n%s", type_name(error), where_raised(error))
-    return _wrong(f"raised {type_name(error)}", "the others go on; see the log of the engine")
+    return _failure(f"raised {type_name(error)}", "see the log of the engine")
 
 
-def _wrong(what: str, expectation: str) -> RowFailure:
-    return RowFailure(ErrorCode.MODEL_ERROR, f"the logits post-processor of this request {what}; {expectation}; "
-                                             "correct the function")
+def _failure(what: str, expectation: str) -> RowFailure:
+    return RowFailure(ErrorCode.MODEL_ERROR, f"the logits post-processor of this request {what}; {expectation}")
 
 
 def _type_name(value: object) -> str:

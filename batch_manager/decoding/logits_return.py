@@ -1,4 +1,4 @@
-"""Logits for the requests that asked for them: as the model gave them, before any stage, float32 on the host."""
+"""Returned logits: the model's own, before any stage, as float32 on the host, for requests that asked for them."""
 
 from collections.abc import Callable
 
@@ -8,12 +8,12 @@ import torch
 from .logits_rows import LogitsRows
 from .slots import GENERATION_LOGITS
 
-ROWS_AT_ONCE = 256         # context rows projected together: bounds what a long prompt needs beside the result
+ROWS_AT_ONCE = 256         # context rows projected at once: bounds the extra memory for a long prompt
 
 
 def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor,
                    vocab_size: int) -> np.ndarray:
-    """[n, vocab] float32 from the hidden states [n, hidden size] of one context chunk."""
+    """Return logits [n, vocab] float32 for the hidden states [n, hidden size] of one context chunk."""
     logits = torch.empty((len(hidden), vocab_size), dtype=torch.float32, device="cpu")
     for start in range(0, len(hidden), ROWS_AT_ONCE):
         logits[start : start + ROWS_AT_ONCE] = project(hidden[start : start + ROWS_AT_ONCE])
@@ -21,13 +21,13 @@ def context_logits(project: Callable[[torch.Tensor], torch.Tensor], hidden: torc
 
 
 def generation_logits(logits: torch.Tensor, rows: LogitsRows) -> tuple[list[int], torch.Tensor]:
-    """(slots that asked, copies of their rows [q, vocab])."""
+    """Return the slots that asked for logits and copies of their rows [q, vocab]."""
     asked = np.nonzero(rows.active(GENERATION_LOGITS))[0]
     return rows.slots[asked].tolist(), logits[torch.from_numpy(asked).to(logits.device)]
 
 
 def logits_by_slot(slots: list[int], logits: np.ndarray) -> dict[int, np.ndarray]:
-    """slot -> its rows of `logits` [q, vocab]. Those of one slot lie together."""
+    """Return slot -> its rows of `logits` [q, vocab]. The rows of a slot are contiguous."""
     by_slot, start = {}, 0
     while start < len(slots):
         stop = start + 1

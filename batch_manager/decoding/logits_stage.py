@@ -1,4 +1,4 @@
-"""What a stage is: one change of the logits of a step, for the sequences that it is active for."""
+"""The interface of a stage: one change to the logits of a step."""
 
 import numpy as np
 import torch
@@ -8,39 +8,39 @@ from .logits_rows import LogitsRows
 
 
 class LogitsStage:
-    """One change of logits, the same for a sequence whatever else is in the step.
+    """One change to the logits. Its effect on a sequence must not depend on the other sequences of the step.
 
-    A stage of your own (Parts.stages) may inherit this, or have all of these members. Before there are requests a
-    warm-up calls it with sequences that it invents, of request id 0 and prompt [0], one of them with as many beams as
-    there may be; where one of these calls raises, the manager is not made.
+    A custom stage (Parts.stages) may inherit from this class or implement all of its members. While the manager is
+    constructed, a warm-up calls the stage with dummy sequences of request id 0 and prompt [0], one of them with the
+    largest number of beams. If one of these calls raises, the constructor raises ConfigError.
 
-    reads   fields of SamplingConfig whose numbers it takes from `LogitsRows.column`; `end_id` and `prompt_length` of
-            the setup may be among them
+    reads   fields of SamplingConfig that the stage reads with `LogitsRows.column`; may include `end_id` and
+            `prompt_length` of the setup
     """
 
     reads: tuple[str, ...] = ()
 
     def is_active(self, setup: SlotSetup) -> bool:
-        """Whether the stage may change the logits of this sequence. By default: any number it reads is not neutral."""
+        """Whether the stage may change the logits of this sequence. Default: a field in `reads` is not neutral."""
         return setup.sampling.sets(self.reads)
 
     def needs_history(self, setup: SlotSetup) -> bool:
-        """Whether `apply` looks at the tokens of this sequence, which it is active for."""
+        """Whether `apply` reads the tokens of this sequence. Called only if the stage is active for it."""
         return False
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """A sequence takes the slot, active or not; whatever the stage keeps of the one before is gone. Called again
-        where a step is run again, and after a pause.
+        """Set up a sequence in a slot, whether the stage is active for it or not. Discard the state of the slot's
+        previous sequence. Called again if a step is run again, and after a pause.
         """
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows, active: np.ndarray) -> None:
         """Change `logits` [r, vocab] float32 in place.
 
-        rows     the sequences that the rows of logits belong to; a sequence with beams has a row for each
-        active   [r] bool on the host: the rows that the stage is active for, at least one. The others stay as they are
+        rows     the sequences of the rows; a sequence with beams has one row for each beam
+        active   [r] bool on the host: the rows that the stage is active for, at least one. Leave the others unchanged
 
-        Called once a step, on the engine's thread, in torch.inference_mode. A step may run twice, and must come to the
-        same: what is kept here must not change. With `deterministic` on a CPU each call has the rows of one sequence.
-        A raise fails the step, which is narrowed down to the sequences that cannot run even alone.
+        Called once per step, on the engine's thread, in torch.inference_mode. A step may run twice and must give the
+        same result, so do not change the stage's state here. With `deterministic` on a CPU, each call has the rows of
+        one sequence. If the call raises, the step is bisected, and only the requests that fail alone end with an error.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The rows of a StepOutput, from the tokens of sequences without beams and the searches of those with beams."""
+"""Builds the columns of a StepOutput from the tokens of sequences without beams and the steps of beam searches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from ..handover import Hypothesis
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """What a step yielded for the beams of one sequence.
+    """The result of one step for the beams of one sequence.
 
-    tokens       [width] int32: the token each beam goes on with
-    parents      [width] int32: the beam whose output it continues; 0 after a context, when there is but one
-    log_probs    [width] float32: of the tokens, with what biases, penalties and bans made of them; -inf: there are
-                 fewer continuations than beams, this beam has none
-    hypotheses   the search is over, and these are its results, best first; nothing else of this matters then. None: it
-                 goes on
+    tokens       [width] int32: the token that extends each beam
+    parents      [width] int32: the beam of the previous step that it extends; 0 after a context, which has one row
+    log_probs    [width] float32: log-probs of the tokens after all stages; -inf: this beam is empty, because there are
+                 fewer continuations than beams
+    hypotheses   results of a search that has ended, best first; the other fields are then unused. None: the search
+                 continues
     """
 
     tokens: np.ndarray
@@ -29,11 +29,11 @@ class BeamStep:
 
 def columns_with_beams(slots: np.ndarray, single_slots: np.ndarray, tokens: np.ndarray, finish: np.ndarray,
                        log_probs: np.ndarray | None, beam_steps: Mapping[int, BeamStep]) -> dict[str, Any]:
-    """The columns of a StepOutput, by name.
+    """Return the columns of a StepOutput, by name.
 
-    slots          [r] of all rows, in batch order
-    single_slots   [s] those without beams, in the same order; tokens, finish and log_probs [s] are theirs
-    beam_steps     slot -> its step, for the others; one that is missing has failed, and gets a row without tokens
+    slots          [r] of all sequences, in batch order
+    single_slots   [s] of sequences without beams, in the same order; tokens, finish and log_probs [s] belong to them
+    beam_steps     slot -> step of a sequence with beams; one that is missing has failed and gets a row without tokens
     """
     lengths = np.zeros(len(slots), np.int32)
     is_single = np.isin(slots, single_slots)

@@ -1,4 +1,4 @@
-"""Tokens that a sequence holds are made less likely, or more."""
+"""Repetition, presence and frequency penalties."""
 
 import numpy as np
 import torch
@@ -10,9 +10,9 @@ from .logits_stage import LogitsStage
 
 
 class TokenPenalties(LogitsStage):
-    """Repetition, presence and frequency penalty on prompt and generated tokens: the operation `token_penalties`.
+    """Penalises, or with opposite values favours, tokens of prompt and output: the operation `token_penalties`.
 
-    Presence and frequency leave out the first `prompt_ignore_length` tokens of the prompt, at most all of it.
+    Presence and frequency ignore the first `prompt_ignore_length` tokens of the prompt, at most the whole prompt.
     """
 
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -1,19 +1,18 @@
-"""What steps find and leave per slot, by position, kept until no earlier step can run again."""
+"""Per-slot values by position, kept until no step that reads them can run again."""
 
 from typing import Any
 
-COLUMNS = 4        # a power of two: what a step finds, what it leaves, and what two steps after it leave
+COLUMNS = 4        # a power of two: the value that a step reads, and those that it and two later steps write
 
 
 class PositionRing:
     """The newest values of each slot, one for each position.
 
-    A step that fails is run again, perhaps after the steps that were launched after it. It must find what it found the
-    first time. So a value is stored by the position it belongs to, and only one COLUMNS positions further on replaces
-    it.
+    A failed step is run again, possibly after later steps were launched. It must read the same values as the first
+    time. So each value is stored by its position, and is overwritten only by the value COLUMNS positions later.
 
-    values   [slots, columns, ...] a numpy array or a tensor, indexed with arrays of its own kind; slots may be added by
-             assigning a longer one
+    values   [slots, COLUMNS, ...] a numpy array or a tensor, indexed with arrays or tensors respectively; assign a
+             longer one to add slots
     """
 
     __slots__ = ("values",)
@@ -23,7 +22,7 @@ class PositionRing:
         self.values = values
 
     def at(self, slots: Any, positions: Any) -> Any:
-        """[n, ...]: the values at these positions. slots, positions [n]"""
+        """Return the values [n, ...] at these positions. slots, positions [n]"""
         return self.values[slots, positions & COLUMNS - 1]
 
     def put(self, slots: Any, positions: Any, values: Any) -> None:

@@ -1,4 +1,4 @@
-"""State of the sequences on the device, one row per slot; written when a sequence takes a slot, not per step."""
+"""Per-slot sampling state on the device. It is written when a sequence gets a slot, not in each step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from ..sampling_config import PARAMETERS
 from .position_ring import COLUMNS as COLUMNS_OF_RING
 from .position_ring import PositionRing
 
-# Bits of `SlotState.features`. The lowest ones are the stages', in their order.
+# Bits of `SlotState.features`. The lowest bits belong to the stages, in their order.
 MAX_STAGES = 32
 STAGES = (1 << MAX_STAGES) - 1
 (SAMPLES, LOG_PROBS, CONTEXT_LOGITS, GENERATION_LOGITS, HISTORY, STOP_WORDS, BEAMS, POST_PROCESSED, MORE_END_IDS,
  TOP_LOG_PROBS, RAW_LOG_PROBS) = (1 << bit for bit in range(MAX_STAGES, MAX_STAGES + 11))
 
-# Columns that are no parameter of sampling: of the setup itself.
+# Columns from SlotSetup itself, not from its SamplingConfig.
 SETUP_COLUMNS = ("end_id", "prompt_length", "return_log_probs", "top_log_probs")
 
 Send = Callable[[Sequence[np.ndarray]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class DrawRows:
-    """Whose token each row of logits yields, on the host and on the device.
+class SamplingRows:
+    """Rows of logits to sample from: slot and position of each, on the host and on the device.
 
-    slots       [r]   host int32, device int64
-    positions   [r]   position of the token to be sampled, in its sequence; host int32, device int64
-    beams       [r]   which beam of its sequence a row is, likewise; None: each is the only one
+    slots       [r]   slot of the row's sequence; host int32, device int64
+    positions   [r]   position, in its sequence, of the token to sample; host int32, device int64
+    beams       [r]   index of the beam within its sequence, same dtypes; None: no sequence has beams
     """
 
     slots: np.ndarray
@@ -42,40 +42,43 @@ class DrawRows:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def part(self, of: slice) -> "DrawRows":
-        """Some of the rows."""
-        return DrawRows(self.slots[of], self.positions[of], self.device_slots[of], self.device_positions[of],
-                        None if self.beams is None else self.beams[of],
+    def part(self, of: slice) -> "SamplingRows":
+        """Return a slice of the rows."""
+        return SamplingRows(self.slots[of], self.positions[of], self.device_slots[of], self.device_positions[of],
+                         None if self.beams is None else self.beams[of],
                         None if self.device_beams is None else self.device_beams[of])
 
 
 class Plane:
-    """Columns of one width: `host` [columns, slots] and its copy on the device, which on a CPU is the same memory."""
+    """The columns of one element size.
+
+    host     [columns, slots] on the host
+    tensor   the copy on the device; on a CPU it shares the memory of `host`
+    """
 
     def __init__(self, dtype: type[np.signedinteger], capacity: int, device: torch.device) -> None:
         self._device, self.host = device, np.zeros((0, capacity), dtype)
-        self.there = torch.from_numpy(self.host)
+        self.tensor = torch.from_numpy(self.host)
 
     def resize(self, num_columns: int, capacity: int) -> None:
         before, self.host = self.host, np.zeros((num_columns, capacity), self.host.dtype)
         self.host[: len(before), : before.shape[1]] = before
-        self.there = torch.from_numpy(self.host).to(self._device)
+        self.tensor = torch.from_numpy(self.host).to(self._device)
 
 
 class SlotState:
-    """Per slot: the numbers that its sequence is sampled by, which features it has, and its newest tokens.
+    """Sampling parameters, feature bits and newest tokens of the sequence in each slot.
 
-    features      [slots] int64 on the host: the bits above, for decisions that must not wait for the device
-    last_tokens   int64 on the device: the tokens sampled last, by position. A step reads the one before the position
-                  that it samples, and the decoder's `keep` writes that
-    host          column -> [slots] on the host, a view of its plane
-    num_taken     slots up to the last one that a sequence was ever set up in
+    features      [slots] int64 on the host: the feature bits above, readable without waiting for the device
+    last_tokens   int64 on the device: the newest tokens, by position. A step reads the token before the position that
+                  it samples; `GptDecoder.keep` stores the sampled one
+    host          column name -> [slots] on the host, a view of its plane
+    num_taken     1 + the largest slot that was ever set up
 
-    Columns are parameters of SamplingConfig under their names, SETUP_COLUMNS, and what parts of decoding add for
-    themselves. What is written on the host reaches the device with `upload`: one copy, however many columns and slots.
-    Grows by doubling when a larger slot arrives.
+    The columns are parameters of SamplingConfig, SETUP_COLUMNS, and columns that stages and word lists add. `upload`
+    sends all changes to the device in one copy. Capacity doubles when a larger slot is set up.
 
-    send   brings arrays to the device in one copy; None: one copy each
+    send   uploads arrays in one copy; None: one copy for each array
     """
 
     def __init__(self, num_slots: int, device: torch.device, send: Send | None = None) -> None:
@@ -84,9 +87,9 @@ class SlotState:
         self.features = np.zeros(max(num_slots, 1), np.int64)
         self.last_tokens = PositionRing(torch.zeros((self.capacity, COLUMNS_OF_RING), dtype=torch.int64, device=device))
         self._planes = {4: Plane(np.int32, self.capacity, device), 8: Plane(np.int64, self.capacity, device)}
-        self._places: dict[str, tuple[Plane, int, np.dtype]] = {}
-        self._neutral: dict[str, int] = {}             # of the columns that parts have added for themselves
-        self._changed: list[int] = []                   # slots whose columns the device does not have yet
+        self._columns: dict[str, tuple[Plane, int, np.dtype]] = {}
+        self._neutral: dict[str, int] = {}             # initial values of the added columns
+        self._changed: list[int] = []                   # slots with columns to upload
         self.host: dict[str, np.ndarray] = {}
         self.num_taken = 0
         self.add_columns([*SETUP_COLUMNS, "temperature", "top_k", "top_p"])
@@ -96,28 +99,28 @@ class SlotState:
         return len(self.features)
 
     def add_columns(self, names: Sequence[str], neutral: int | None = None) -> None:
-        """Columns of these names, unless they are there.
+        """Add columns that do not exist yet.
 
-        neutral   their value in slots where nothing else is written; None: they are parameters of sampling, or of
-                  SETUP_COLUMNS, and have the values of the setup
+        neutral   initial value in each slot; None: the columns are parameters of SamplingConfig or SETUP_COLUMNS, and
+                  `set_up` fills them from the setup
         """
         for name in names:
-            if name in self._places:
+            if name in self._columns:
                 continue
             dtype = np.dtype(PARAMETERS[name].dtype if name in PARAMETERS else np.int32)
             plane = self._planes[dtype.itemsize]
-            self._places[name] = plane, len(plane.host), dtype
+            self._columns[name] = plane, len(plane.host), dtype
             plane.resize(len(plane.host) + 1, self.capacity)
             if neutral is not None:
                 self._neutral[name] = neutral
-        self._look_at_planes()
+        self._refresh_views()
 
     def set_up(self, slot: int, setup: SlotSetup) -> None:
-        """A sequence takes the slot. Doing so again is harmless."""
+        """Set up a sequence in a slot. Idempotent."""
         if slot >= self.capacity:
             self._grow(slot + 1)
         self.num_taken = max(self.num_taken, slot + 1)
-        for name in self._places:
+        for name in self._columns:
             if name in PARAMETERS:
                 value = PARAMETERS[name].stored(getattr(setup.sampling, name))
             else:
@@ -132,7 +135,7 @@ class SlotState:
         self._changed.append(slot)
 
     def _is_sampled(self, slot: int) -> bool:
-        """As float32 has the numbers: what rounds to 0 there is 0 everywhere."""
+        """Decides on the float32 values, so that a value that rounds to 0 is 0 on the host too."""
         temperature, top_k, top_p = (self.host[name][slot] for name in ("temperature", "top_k", "top_p"))
         return temperature != 0 and top_k != 1 and bool(top_k != 0 or top_p != 0)
 
@@ -143,31 +146,31 @@ class SlotState:
         self._changed.append(slot)
 
     def upload(self) -> None:
-        """Bring what was written to the device."""
+        """Send the changed columns to the device."""
         if self._changed and self.device.type != "cpu":
             planes, slots = list(self._planes.values()), np.unique(self._changed)
-            there, *parts = self.send([slots.astype(np.int64), *(plane.host[:, slots] for plane in planes)])
+            device_slots, *parts = self.send([slots.astype(np.int64), *(plane.host[:, slots] for plane in planes)])
             for plane, part in zip(planes, parts):
-                plane.there.index_copy_(1, there, part)
+                plane.tensor.index_copy_(1, device_slots, part)
         self._changed.clear()
 
-    def place(self, name: str) -> tuple[Plane, int, bool]:
-        """(the plane of a column, its index there, whether its numbers are floats)."""
-        plane, index, dtype = self._places[name]
+    def locate(self, name: str) -> tuple[Plane, int, bool]:
+        """Return a column's plane, its index in the plane, and whether its values are floats."""
+        plane, index, dtype = self._columns[name]
         return plane, index, dtype.kind == "f"
 
     def column(self, name: str) -> torch.Tensor:
-        """[slots] on the device: a view, as long as no column or slot is added."""
-        plane, index, is_float = self.place(name)
-        return plane.there[index].view(torch.float32) if is_float else plane.there[index]
+        """Return a column [slots] on the device: a view, valid until a column or slot is added."""
+        plane, index, is_float = self.locate(name)
+        return plane.tensor[index].view(torch.float32) if is_float else plane.tensor[index]
 
     def active(self, feature: int, slots: np.ndarray) -> np.ndarray:
-        """[n] bool: which of the sequences in these slots have a feature."""
+        """Return [n] bool: whether the sequence in each of these slots has the feature."""
         return (self.features[slots] & feature) != 0
 
-    def _look_at_planes(self) -> None:
-        """Where the columns are once a plane is another array."""
-        self.host = {name: plane.host[index].view(dtype) for name, (plane, index, dtype) in self._places.items()}
+    def _refresh_views(self) -> None:
+        """Recreate the views of the columns after their planes were reallocated."""
+        self.host = {name: plane.host[index].view(dtype) for name, (plane, index, dtype) in self._columns.items()}
 
     def _grow(self, num_slots: int) -> None:
         capacity, before = max(2 * self.capacity, num_slots), self.capacity
@@ -175,7 +178,7 @@ class SlotState:
         self.features[:before] = features
         for plane in self._planes.values():
             plane.resize(len(plane.host), capacity)
-        self._look_at_planes()
+        self._refresh_views()
         last_tokens = torch.zeros((capacity, COLUMNS_OF_RING), dtype=torch.int64, device=self.device)
         last_tokens[:before] = self.last_tokens.values
         self.last_tokens.values = last_tokens

@@ -1,27 +1,27 @@
-"""What is done to a row of logits before a token is drawn from it, and in which order.
+"""The changes made to a row of logits before a token is sampled, in order.
 
-    0  post-processor       the user's own function, see logits_post_processors.py, or a grammar's bitmask, see
-                            extras/guided_decoding.py: what it forbids (-inf) stays forbidden, what it raises or lowers
-                            is then biased, penalised and divided by the temperature like any logit
-    1  bias                 embedding_bias, added to every token's logit
-    2  penalties            repetition, then presence, then frequency: on all that the sequence holds, prompt included;
-                            presence and frequency without its first prompt_ignore_length tokens
-    3  bans                 -inf: the end id before min_length, repeated n-grams, the last tokens of bad words
-    4  stages of your own   Parts.stages, in the order in which they are given
+    0  post-processor       the user's function, see logits_post_processors.py, or a grammar's bitmask, see
+                            extras/guided_decoding.py. Tokens that it forbids (-inf) stay forbidden; bias, penalties and
+                            temperature apply to the other logits that it changed, as to any logit
+    1  bias                 embedding_bias, added to the logits of all tokens
+    2  penalties            repetition, then presence, then frequency, on prompt and output; presence and frequency
+                            ignore the first prompt_ignore_length tokens
+    3  bans                 -inf for the end ids before min_length, repeated n-grams and the last tokens of bad words
+    4  custom stages        Parts.stages, in the order given
     5  temperature
-    6  top-k; top-p, as it has decayed, in what top-k leaves; min-p in what that leaves
+    6  top-k; then top-p, after its decay, on the tokens that top-k keeps; then min-p on those that top-p keeps
     7  sampling the token
 
-The order is that of transformers. TensorRT-LLM divides by the temperature before the penalties; the two agree where the
-temperature is 1. Log-probs are those of 0 to 5; logits that are returned are the model's own, before 0.
+The order is that of transformers. TensorRT-LLM divides by the temperature before the penalties; the two agree if the
+temperature is 1. Log-probs are computed after steps 0 to 5. Returned logits are the model's, before step 0.
 
-With beams 1 to 4 act on log-probabilities: 5 comes before them, then log_softmax, and what they leave is not made to
-sum to one again before it is added to what came before. That is where transformers has its processors in beam search.
-So a ban makes no other token more likely. Beams for which no stage is active are sampled from as they are.
+With beams, steps 1 to 4 act on log-probabilities: step 5 and log_softmax come first, and the results are not normalised
+again before they are added to the cumulative log-probabilities, as for the processors of transformers in beam search.
+So a ban makes no other token more likely. Beams without an active stage skip this.
 
-5 to 7 are one operation, `sample_token`, because a greedy row needs none of the passes over the vocabulary that a
-sampled one does. 1 to 4 are objects of logits_stage.py; one that is active for no row of a step is skipped. A new
-number for one is a row of SamplingConfig, a file with the stage that names it in `reads`, and a line in
+Steps 5 to 7 are one operation, `sample_token`, because a greedy row needs none of the passes over the vocabulary that a
+sampled row needs. Steps 1 to 4 are instances of `LogitsStage`; a stage that is active for no row of a step is skipped.
+A new parameter takes a field of SamplingConfig, a file with the stage that lists it in `reads`, and a line in
 `default_stages`.
 """
 
@@ -40,7 +40,7 @@ from .top_p_decay import TopPDecay
 
 
 def default_stages(state: SlotState, own: Sequence[LogitsStage] = ()) -> tuple[LogitsStage, ...]:
-    """1 to 4, in order, then the stage that knows the top-p of 6."""
+    """Return the stages of steps 1 to 4, in order, then the stage that computes the decayed top-p of step 6."""
     device = state.device
     return (
         EmbeddingBias(device),
@@ -54,23 +54,23 @@ def default_stages(state: SlotState, own: Sequence[LogitsStage] = ()) -> tuple[L
 
 
 class Stages:
-    """The stages of a decoder. Each has a bit of `SlotState.features`, and columns for the numbers that it reads.
+    """The stages of a decoder. Each has a bit of `SlotState.features` and a column for each parameter that it reads.
 
-    raised_last   the stage that raised last, when it was set up or applied; None: none did
+    raised_last   the stage that last raised, in `set_up` or `apply`; None: no stage raised
     """
 
     def __init__(self, stages: Sequence[LogitsStage], state: SlotState) -> None:
         assert len(stages) <= MAX_STAGES
         self.raised_last: LogitsStage | None = None
-        self._by_bit = [(1 << place, stage) for place, stage in enumerate(stages)]
+        self._by_bit = [(1 << index, stage) for index, stage in enumerate(stages)]
         self._decay = [(bit, stage) for bit, stage in self._by_bit if isinstance(stage, TopPDecay)]
         self._changing = sum(bit for bit, stage in self._by_bit if not isinstance(stage, TopPDecay))
         for stage in stages:
             state.add_columns(stage.reads)
 
     def set_up(self, slot: int, setup: SlotSetup) -> tuple[int, bool]:
-        """A sequence takes the slot. Returns the bits of the stages that are active for it, and whether any of these
-        needs its tokens."""
+        """Set up a sequence in a slot. Returns the bits of the active stages and whether any of them needs its tokens.
+        """
         bits, needs_history = 0, False
         try:
             for bit, stage in self._by_bit:
@@ -84,11 +84,11 @@ class Stages:
         return bits, needs_history
 
     def changes(self, rows: LogitsRows) -> bool:
-        """Whether a stage is active that may change logits."""
+        """Whether any active stage may change the logits."""
         return rows.features & self._changing != 0
 
     def apply(self, logits: torch.Tensor, rows: LogitsRows) -> None:
-        """Change `logits` [r, vocab] float32 in place."""
+        """Apply the active stages to `logits` [r, vocab] float32, in place."""
         try:
             for bit, stage in self._by_bit:
                 if rows.features & bit:
@@ -98,7 +98,7 @@ class Stages:
             raise
 
     def keep(self, rows: LogitsRows, sampled: torch.Tensor) -> None:
-        """Tokens that were sampled are those of their sequences from now on. sampled [r]"""
+        """Update the per-slot state of the stages after a step sampled these tokens. sampled [r]"""
         for bit, stage in self._decay:
             if rows.features & bit:
                 stage.keep(rows, sampled)

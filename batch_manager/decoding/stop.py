@@ -1,4 +1,4 @@
-"""Whether a token ends its sequence by a stop word. End ids are the decoder's; lengths are counted by the host."""
+"""Stop words of sequences without beams. The decoder checks end ids; the host checks lengths."""
 
 import torch
 
@@ -10,11 +10,11 @@ from .word_lists import WordLists, has_longer_words
 
 
 class StopWords:
-    """Ends a sequence with the last token of a stop word: the operation `match_stop_words`.
+    """Ends a sequence at the last token of a stop word: the operation `match_stop_words`.
 
-    The word's last token is one that was sampled; the others may be of the prompt, as in TensorRT-LLM. An end id that
-    is also the last token of a word ends the sequence as an end id. Those of beams are beam_stop_words.py's: the search
-    wants to know of every candidate.
+    The last token of the word must be sampled; the others may be in the prompt, as in TensorRT-LLM. If a token is also
+    an end id, the finish reason is END_ID. beam_stop_words.py serves sequences with beams, where each candidate must
+    be checked.
     """
 
     def __init__(self, state: SlotState) -> None:
@@ -31,6 +31,7 @@ class StopWords:
         self._words.put(slot, setup.stop_words if self.is_active(setup) else ())
 
     def mark(self, finish: torch.Tensor, tokens: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        """`finish` [r] uint8, with STOP_WORDS where `tokens` [r] end a word and nothing else ended the sequence."""
+        """Return a copy of `finish` [r] uint8 with STOP_WORDS where `tokens` [r] end a stop word and nothing else ended
+        the sequence."""
         ended = self._match_stop_words(tokens, *rows.history(), *self._words.lists_of(rows))
         return finish.masked_fill(ended & (finish == NOT_FINISHED), STOP_WORDS)

@@ -1,9 +1,10 @@
-"""A top-p that shrinks while a sequence is written, and starts anew after a certain token.
+"""Top-p decay: top-p shrinks with each sampled token and is reset after the reset id.
 
-    after each token that was drawn    top_p = max(top_p * decay, min), or what it was at first, after the reset id
+    after the reset id       top_p = its initial value
+    after any other token    top_p = max(top_p * decay, min)
 
-Source   Lee et al., "Factuality enhanced language models for open-ended text generation", 2022; the rule is that of
-         TensorRT-LLM. There it goes with top-p alone; here top-k may stand beside it.
+Source   Lee et al., "Factuality enhanced language models for open-ended text generation", 2022; the rule is
+         TensorRT-LLM's, which applies it without top-k only; here top-k may be set too.
 """
 
 import numpy as np
@@ -18,11 +19,11 @@ from .slots import SlotState
 
 
 class TopPDecay(LogitsStage):
-    """Gives each row the top-p of its next token, a function of what was generated: a resumed sequence and a step that
-    runs twice get the same. Leaves the logits alone.
+    """Sets each row's top-p for its next token. It follows from the output alone, so a resumed sequence and a step that
+    runs twice get the same value. Does not change the logits.
 
-    _current   float32 on the device, by position: the top-p that the token at a position is sampled with. Sampling it
-               writes the next one
+    _current   float32 on the device, by position: the top-p for sampling the token at that position. `keep` writes the
+               value for the next position
     """
 
     reads = ("top_p", "top_p_decay", "top_p_min", "top_p_reset_ids")
@@ -50,7 +51,7 @@ class TopPDecay(LogitsStage):
         rows.replace("top_p", torch.where(decays, self._current.at(rows.device_slots, rows.device_positions), top_p))
 
     def keep(self, rows: LogitsRows, sampled: torch.Tensor) -> None:
-        """The tokens after these are sampled with what they make of top-p. sampled [r]"""
+        """Store the top-p for the tokens after these. sampled [r]"""
         self._reserve()
         slots, positions = rows.device_slots, rows.device_positions
         top_p, decay, smallest, reset_id = map(rows.column_as_set_up, self.reads)

@@ -1,4 +1,4 @@
-"""Lists of words, where a word is a few tokens, where kernels find them."""
+"""Stop and bad words of all slots, on the device, in the form that the kernels read. A word is a list of tokens."""
 
 from collections.abc import Sequence
 
@@ -13,40 +13,40 @@ SMALLEST_HEAP = 1024
 
 
 class WordLists:
-    """A list of words per slot.
+    """One list of words per slot.
 
-    All lists lie one after the other in one tensor of the device, each as `packed` makes it, and stay where they are
-    until room runs out; then the lists of today move to a new one. Where a slot's list is stands in two columns of the
-    slots' state.
+    All lists share one tensor on the device, the heap, each in the format of `packed`. Lists of slots that were set up
+    again leave gaps; when the heap is full, the current lists are copied to a new one. Two columns of the slot state
+    hold the start of each list and its number of words.
 
-    name   begins the names of these columns
+    name   prefix of the names of these columns
     """
 
     def __init__(self, name: str, state: SlotState) -> None:
         self._start, self._count = f"{name}_start", f"{name}_count"
         self._state = state
         self._state.add_columns([self._start, self._count], neutral=0)
-        self._lists: dict[int, np.ndarray] = {}         # slot -> what is packed
+        self._lists: dict[int, np.ndarray] = {}         # slot -> its packed list
         self._heap = torch.zeros(0, dtype=torch.int32, device=state.device)
         self._heap_used = 0
 
     def put(self, slot: int, words: Words) -> None:
-        """A sequence takes the slot with its list, which may be empty."""
+        """Set the list of the sequence in a slot; it may be empty."""
         self._lists.pop(slot, None)
         if words:
             self._lists[slot] = packed(words)
             self._state.put(slot, **{self._start: self._store(slot), self._count: len(words)})
 
     def lists_of(self, rows: LogitsRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(all lists, where each row's starts [r], its number of words [r])."""
+        """Return (the heap, start of each row's list [r], number of its words [r])."""
         return self._heap, rows.column(self._start), rows.column(self._count)
 
     def longest_list(self, rows: LogitsRows) -> int:
-        """The most words that a row has."""
+        """Return the largest number of words of a row."""
         return int(self._state.host[self._count][rows.slots].max())
 
     def _store(self, slot: int) -> int:
-        """Put a slot's list on the heap. Returns where."""
+        """Write a slot's list to the heap. Returns its start."""
         array = self._lists[slot]
         if self._heap_used + len(array) > len(self._heap):
             self._move(slot)
@@ -55,7 +55,7 @@ class WordLists:
         return start
 
     def _move(self, newcomer: int) -> None:
-        """Begin a new heap with each list but the newcomer's, for which there is room."""
+        """Start a new heap with all lists except the newcomer's, and room for that one."""
         size = sum(len(array) for array in self._lists.values())
         self._heap = torch.zeros(max(2 * size, SMALLEST_HEAP), dtype=torch.int32, device=self._heap.device)
         self._heap_used = 0
@@ -67,11 +67,11 @@ class WordLists:
 
 
 def has_longer_words(words: Words) -> bool:
-    """Whether any word has several tokens, so that the tokens before it matter."""
+    """Whether any word has several tokens, so that matching it takes the tokens of the sequence."""
     return any(len(word) > 1 for word in words)
 
 
 def packed(words: Words) -> np.ndarray:
-    """The exclusive ends of the words in their flattened tokens, then these tokens. int32"""
+    """Return int32: the exclusive end of each word in the flattened tokens, then the flattened tokens."""
     ends = np.cumsum([len(word) for word in words])
     return np.concatenate([ends, [token for word in words for token in word]]).astype(np.int32)

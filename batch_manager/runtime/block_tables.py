@@ -1,4 +1,4 @@
-"""The host's mirror of the block tables: which KV cache block holds which tokens of the sequence in a slot."""
+"""The backend's block tables on the host: the KV cache blocks of the sequence in each slot, in order."""
 
 import numpy as np
 
@@ -6,9 +6,9 @@ from ..handover import BlockTableUpdates, ScheduledBatch
 
 
 def generation_rows(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each row of the generation part, one for each beam: slot, tokens in the KV cache before it, row of the tables.
+    """Return slots, tokens in the KV cache before the step, and block table rows of the generation rows.
 
-    All [g * beam width] int32.
+    All [g * beam width] int32: one row for each beam.
     """
     generation, per_slot = batch.generation, np.int32(batch.max_beam_width)
     slots, kv_lengths, width = generation.slots, generation.kv_lengths, generation.beam_width
@@ -19,12 +19,12 @@ def generation_rows(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 class BlockTables:
-    """Block ids in order, one row per slot, or per beam of each slot; grows by doubling when a larger slot or a longer
+    """Block ids in order, one row per slot, or per beam of each slot. Capacity doubles when a larger slot or a longer
     table arrives.
 
-    rows     [slots * beams, max_blocks] int32; entries past a sequence's own are stale, and so are those of blocks that
-             it gave back because they left its window: any id, or -1
-    mapped   [slots * beams] int32: leading entries of each row that belong, or did, to the sequence in the slot
+    rows     [slots * beams, max_blocks] int32; undefined (any id, or -1) after the sequence's last block, and for
+             blocks that it gave back because they left its window
+    mapped   [slots * beams] int32: number of leading entries that were written for the sequence in the slot
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
@@ -32,9 +32,9 @@ class BlockTables:
         self.mapped = np.zeros(len(self.rows), np.int32)
 
     def update(self, batch: ScheduledBatch) -> None:
-        """Take over what changed since the last batch. Doing so again is harmless."""
+        """Apply the changes that a batch brings. Idempotent."""
         for work in batch.context:
-            if work.setup is not None:                            # a new sequence in the slot, nothing mapped yet
+            if work.setup is not None:                            # a new sequence in the slot, without blocks yet
                 first = work.slot * batch.max_beam_width
                 stop = first + batch.max_beam_width
                 if stop > len(self.rows):
@@ -52,8 +52,8 @@ class BlockTables:
         np.maximum.at(self.mapped, slots, indices + 1)
 
     def _grow(self, num_slots: int, max_blocks: int) -> None:
-        shape = tuple(have if have >= need else max(2 * have, need)
-                      for have, need in zip(self.rows.shape, (num_slots, max_blocks)))
+        shape = tuple(size if size >= needed else max(2 * size, needed)
+                      for size, needed in zip(self.rows.shape, (num_slots, max_blocks)))
         rows, mapped = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)
         rows[: self.rows.shape[0], : self.rows.shape[1]] = self.rows
         mapped[: len(self.mapped)] = self.mapped

@@ -1,5 +1,4 @@
-"""A model on a CPU as compiled code: its forward, as it was recorded, in one call over the rows of each step; its head
-in another."""
+"""A model as compiled code on a CPU: one call runs its recorded forward on the rows of a step, another its head."""
 
 import time
 
@@ -15,14 +14,14 @@ from .thread_governor import ThreadGovernor
 
 
 class CompiledStep:
-    """The recorded operations, where their rows lie, and the cache they attend to.
+    """Runs the recorded operations of a model, in memory that it arranges, over a KV cache pool.
 
-    recording     see layers/recording.py; of a model whose matrices are packed
+    recording     of a model with packed matrices, see layers/recording.py
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
     num_heads     query heads
-    head          the matrix that is all of the model's head; None: the head is something else
-    threads       to compute with at most, the calling one among them
-    Raises        CannotCompileError, which packing the matrices has raised before
+    head          the packed matrix of the model's head; None: the head is not just a product
+    threads       largest number of threads, the calling one included
+    Raises        CannotCompileError if the library cannot be built; packing the matrices raises it earlier
     """
 
     def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, head: PackedMatrix | None,
@@ -40,9 +39,10 @@ class CompiledStep:
         self._capacity = 0
 
     def run(self, hidden: torch.Tensor, step: PackedStep) -> torch.Tensor:
-        """hidden [T, hidden size], which is overwritten -> the hidden states after the model's last layer.
+        """Return the hidden states after the model's last layer.
 
-        Mutates   the pool's pages of the step's tokens
+        hidden    [T, hidden size]; may be overwritten
+        Mutates   the entries of the step's tokens in the KV cache pool
         Raises    MemoryError
         """
         rows, recording = len(hidden), self._recording
@@ -51,7 +51,7 @@ class CompiledStep:
         hidden = hidden.to(recording.dtype).contiguous()
         result = torch.empty((rows, recording.strides[recording.result]), dtype=recording.dtype, device="cpu")
         self._registers[0], self._registers[recording.result] = hidden.data_ptr(), result.data_ptr()
-        # Held until the call is over: the compiled code has their addresses alone.
+        # Kept alive until the call returns: the compiled code has only their addresses.
         arrays = [np.ascontiguousarray(array, dtype) for array, dtype in (
             (step.positions, np.int32), (step.pool_slots, np.int64), (step.query_starts, np.int32),
             (step.block_tables, np.int32))]
@@ -61,44 +61,46 @@ class CompiledStep:
         threads = self._governor.threads_for(rows)
         start_s, start_ns = time.perf_counter(), self._library.processor_nanoseconds()
         if self._library.run_step(address(call), self._operations.ctypes.data, len(self._operations), threads):
-            raise MemoryError(f"no memory for the list of pieces of a step of {rows:,} tokens")
+            raise MemoryError(f"no memory for the work list of a step of {rows:,} tokens")
         self._governor.report(rows, time.perf_counter() - start_s,
                               (self._library.processor_nanoseconds() - start_ns) * 1e-9)
         return result[:, : hidden.shape[1]]
 
     @property
     def threads(self) -> int:
-        """Those of the newest step."""
+        """Number of threads of the newest step."""
         return self._governor.newest
 
     @property
     def has_head(self) -> bool:
-        """Whether `logits` and `largest` may be called."""
+        """Whether the head is compiled, so that `logits` and `largest` can be called."""
         return self._head is not None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [r, hidden size] -> [r, vocab] float32."""
+        """Return logits [r, vocab] float32 for hidden [r, hidden size]."""
         return self._head.multiply(hidden, torch.float32, self.threads)
 
     def largest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [r, hidden size] -> (the token of the largest of each row's logits [r] int64, the lowest of equals;
-        that logit [r] float32, NaN where a logit is). The logits themselves are not kept."""
+        """Return the largest logit of each row without storing the logits. hidden [r, hidden size]
+
+        Returns   tokens [r] int64, the lowest id among equals; logits [r] float32, NaN where any logit is NaN
+        """
         return self._head.largest(hidden, self.threads)
 
     def _make_room(self, rows: int) -> None:
-        """Registers for so many rows: zeros, and what lies after the last column of a row stays zero."""
+        """Allocate zeroed registers for this many rows. The entries after the last column of a row stay zero."""
         capacity, itemsize = max(rows, 2 * self._capacity), self._recording.dtype.itemsize
         self._memory = allocate(capacity * self._row_entries * itemsize)
         start = self._memory.ctypes.data
         self._registers[:] = [start + offset * capacity * itemsize for offset in self._offsets]
-        self._capacity = capacity              # last: where there is no memory, the registers are the ones before
+        self._capacity = capacity              # set last: if the allocation fails, the old registers stay valid
 
 
 def arrange(recording: Recording) -> tuple[list[int], int]:
-    """Where registers begin, in entries a row, and how many entries a row takes in all.
+    """Return the offset of each register, in entries per row, and the total number of entries per row.
 
-    A register's place goes to another of the same stride after its last use. One whose rows end before its stride does
-    keeps its place: what lies after them is zeros, and has to stay so.
+    After its last use, a register's memory is reused for another one of the same stride. A register with padding after
+    its rows keeps its memory, because the padding must stay zero.
     """
     last_use = {register: index for index, used in enumerate(recording.uses) for register in used}
     offsets, free, total = [0] * len(recording.strides), {}, 0

@@ -1,4 +1,4 @@
-"""The device a step runs on: memory, uploads, waiting, what its errors mean. The only file that names torch.cuda."""
+"""The device that runs steps: memory, uploads, readbacks, graphs and errors. No other file uses torch.cuda."""
 
 import contextlib
 import math
@@ -12,17 +12,17 @@ import torch
 
 from ..errors import ConfigError, DeviceLostError
 
-MEMORY_SECONDS = 1.0               # for which the statistics take a GPU's memory to be what it was
-UPLOAD_BUFFERS = 3                 # so that a buffer is not written while an earlier step's copy still reads it
-LARGE_READBACK_BYTES = 1 << 20     # tensors of more than that are read back by themselves: joining them copies them
+MEMORY_SECONDS = 1.0               # time for which a value of GPU memory is reused in statistics
+UPLOAD_BUFFERS = 3                 # so that the copies of earlier steps can still read theirs
+LARGE_READBACK_BYTES = 1 << 20     # larger tensors are read back by themselves, without the copy that joins small ones
 ALIGNMENT = 16                     # bytes; of each array within an upload
-CONTROL_GROUP = Path("/sys/fs/cgroup")    # this process's, where it is in a container
+CONTROL_GROUP = Path("/sys/fs/cgroup")    # of this process, in a container
 
 _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """ "cuda", "cuda:1" or "cpu"; None: a GPU where there is one. Raises ConfigError."""
+    """Return the device named "cuda", "cuda:1" or "cpu"; None: a GPU if there is one. Raises ConfigError."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = named_device(name)
@@ -33,25 +33,25 @@ def resolve_device(name: str | None) -> torch.device:
     if index is None:
         index = torch.cuda.current_device()
     if index >= count:
-        raise ConfigError(f"device is {name!r} and torch finds {count} GPUs", "a device that is there",
-                          'use device="cpu", or install a driver and a build of torch that see the GPU')
+        raise ConfigError(f"device is {name!r}, but torch finds {count} GPUs", "device must exist",
+                          'use device="cpu", or install a driver and a build of torch that find the GPU')
     return torch.device("cuda", index)
 
 
 def named_device(name: str) -> torch.device:
-    """The device of a name, whether it is there or not. Raises ConfigError for a name that none has."""
+    """Return the device of this name, whether it exists or not. Raises ConfigError for an unknown name."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}", 'one of "cpu", "cuda", "cuda:1", ..., or None',
-                          "leave it out for a GPU where there is one")
+        raise ConfigError(f"device is {name!r}", 'device must be "cpu", "cuda", "cuda:1", ..., or None',
+                          "leave device unset to use a GPU if there is one")
     return device
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could still be allocated: what torch has cached but does not use counts as free."""
+    """Return the bytes that can still be allocated, including memory that torch has cached but does not use."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -59,7 +59,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def used_memory(device: torch.device) -> int:
-    """Bytes of a GPU that are not free, as its driver says, when what was launched is done; 0 for a CPU."""
+    """Return the bytes in use on a GPU, from its driver, after all launched work is done; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -68,37 +68,37 @@ def used_memory(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """For logs."""
+    """Return the device's name for logs and messages."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 class AllocatedMemory:
-    """What torch holds on a GPU in this process; 0 bytes for a CPU.
+    """Bytes that torch holds on a GPU in this process; 0 for a CPU.
 
-    Torch takes 50 microseconds to say it, as long as much of an iteration, and every iteration has statistics: so it is
-    asked once in MEMORY_SECONDS, and the answer is kept.
+    Asking torch takes 50 microseconds, too long for the statistics of every iteration, so the value is refreshed at
+    most once in MEMORY_SECONDS.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._num_bytes, self._asked_at = device, 0, -math.inf
 
     def num_bytes(self) -> int:
-        """As it was at most MEMORY_SECONDS ago."""
+        """Return the bytes, at most MEMORY_SECONDS old."""
         if self._device.type == "cuda" and time.monotonic() - self._asked_at >= MEMORY_SECONDS:
             self._num_bytes, self._asked_at = torch.cuda.memory_allocated(self._device), time.monotonic()
         return self._num_bytes
 
 
 def release_memory(device: torch.device) -> None:
-    """Give unused memory back to the system."""
+    """Return torch's unused GPU memory to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def make_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream that shares no order with other users of the GPU in this process; None for a CPU.
+    """Create a stream that is independent of other users of the GPU in this process; None for a CPU.
 
-    What was launched on the device before is done when this returns.
+    Waits until all earlier work on the device is done.
     """
     if device.type != "cuda":
         return None
@@ -107,24 +107,24 @@ def make_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def finish_stream(stream: torch.cuda.Stream | None) -> None:
-    """Wait for what was launched on the stream. On a device that is lost there is nothing to wait for."""
+    """Wait for the work on the stream. Ignores the error of a lost device."""
     if stream is not None:
         with contextlib.suppress(RuntimeError):
             stream.synchronize()
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[None]:
-    """Run with the stream as the thread's current one of its device; None: as it is."""
+    """Context manager: make the stream the thread's current one. None: change nothing."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 @contextlib.contextmanager
 def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Run with this GPU as the thread's current one, and with its errors in the words of the rest of the package.
+    """Context manager: make this GPU the thread's current one and translate its errors.
 
-    stream   becomes the thread's current one of the device; None: the current one stays
-    Raises   DeviceLostError where nothing can run on the device any more; MemoryError where a CPU ran out of memory.
-             Everything else, torch's out-of-memory errors of a GPU among it, passes through.
+    stream   becomes the thread's current stream; None: the current stream stays
+    Raises   DeviceLostError if the device cannot be used again; MemoryError if host memory ran out. All other
+             exceptions pass through, torch's out-of-memory errors of a GPU included.
     """
     try:
         if device.type != "cuda":
@@ -134,7 +134,7 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> 
                 yield
     except RuntimeError as error:
         if device.type == "cuda" and not is_out_of_memory(error) and _is_lost(device, error):
-            raise DeviceLostError(f"{device} reports {first_line(error)}", "its context cannot be used again",
+            raise DeviceLostError(f"{device} reported {first_line(error)}", "its context cannot be used again",
                                   "restart the process") from error
         if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
             raise MemoryError(first_line(error)) from error
@@ -142,7 +142,7 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short, on a GPU or on the host; the device can be used on."""
+    """Whether the error says that memory ran out, on a GPU or the host. The device is still usable then."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)
@@ -156,9 +156,9 @@ def first_line(error: BaseException) -> str:
 
 
 class Uploads:
-    """Brings the arrays of a step to the device, in one copy that the host does not wait for.
+    """Sends arrays to the device in one copy, without waiting for it.
 
-    pinned_bytes   host memory held for it; on a CPU there is none, the tensors are the arrays
+    pinned_bytes   pinned host memory in use; 0 on a CPU, where tensors share the arrays' memory
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -167,7 +167,7 @@ class Uploads:
         self._next = 0
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """The arrays as tensors on the device. On a CPU they share the arrays' memory."""
+        """Return the arrays as tensors on the device. On a CPU they share the arrays' memory."""
         if self._shares_memory:
             return list(map(torch.from_numpy, arrays))
 
@@ -176,21 +176,21 @@ class Uploads:
         staging = buffer.numpy()
         for array, start in zip(arrays, starts):
             staging[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        there = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
-        there.copy_(buffer[: starts[-1]], non_blocking=True)
+        target = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        target.copy_(buffer[: starts[-1]], non_blocking=True)
         copied.record(torch.cuda.current_stream(self._device))
-        return [there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        return [target[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
                 for array, start in zip(arrays, starts)]
 
-    def into(self, there: torch.Tensor, array: np.ndarray) -> None:
-        """The bytes of an array to a tensor of uint8 on the device, of the same length, after what was launched so
-        far. The array may be written again at once."""
+    def into(self, target: torch.Tensor, array: np.ndarray) -> None:
+        """Copy an array to `target`, a uint8 tensor of the same number of bytes on the device, after all work launched
+        before. The array may be overwritten as soon as this returns."""
         if self._shares_memory:
-            there.copy_(torch.from_numpy(array))
+            target.copy_(torch.from_numpy(array))
             return
         buffer, copied = self._free_buffer(array.nbytes)
         buffer.numpy()[: array.nbytes] = array
-        there.copy_(buffer[: array.nbytes], non_blocking=True)
+        target.copy_(buffer[: array.nbytes], non_blocking=True)
         copied.record(torch.cuda.current_stream(self._device))
 
     def _free_buffer(self, num_bytes: int):
@@ -207,12 +207,12 @@ class Uploads:
 
 
 class CapturedGraph:
-    """What a function launches, recorded once and launched again in one call.
+    """A CUDA graph: the launches of a function, captured once and replayed in one call.
 
-    memory_of   a graph whose memory for what the function allocates serves this one too: only one of them may be
-                running, and nothing that one leaves there is read after the other has run. None: memory of its own
+    memory_of   a graph whose memory pool this one shares. Only one of the two may run at a time, and the results of one
+                in the pool are lost once the other runs. None: a pool of its own
 
-    Recorded are launches with their arguments: the addresses are those of the capture, whatever they hold by then.
+    A replay uses the addresses of the capture and reads whatever they hold at that time.
     """
 
     def __init__(self, device: torch.device, memory_of: "CapturedGraph | None" = None) -> None:
@@ -221,13 +221,13 @@ class CapturedGraph:
         self._pool = torch.cuda.graph_pool_handle() if memory_of is None else memory_of._pool
 
     def capture(self, function: Callable[[], None]) -> None:
-        """Record what the function launches on the current stream, which is not the default one. Nothing runs.
+        """Capture the function's launches on the current stream, which must not be the default one. Nothing runs.
 
-        Raises RuntimeError where the function does what cannot be recorded: copies from memory that is not pinned,
-        waits, reads results. The stream records no more then.
+        Raises RuntimeError if the function does something that cannot be captured, such as copying from unpinned
+        memory, waiting or reading results. The capture has ended then.
         """
         torch.cuda.synchronize(self._device)
-        # Other threads of the process go on with the GPU meanwhile.
+        # "thread_local": other threads of the process may use the GPU during the capture.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             function()
@@ -238,14 +238,14 @@ class CapturedGraph:
         self._graph.capture_end()
 
     def replay(self) -> None:
-        """Launch all of it, after what the current stream has."""
+        """Launch the graph on the current stream."""
         self._graph.replay()
 
 
 class Readback:
-    """Tensors on their way from the device to the host: the small ones, of which every step has some, in one copy.
+    """Copies tensors from the device to the host, the small ones in one copy.
 
-    is_reused   the tensors are written again by a later step, which may be launched before these are read
+    is_reused   whether a later step, possibly launched before `wait`, overwrites the tensors
     """
 
     def __init__(self, device: torch.device, tensors: dict[str, torch.Tensor], is_reused: bool = False) -> None:
@@ -253,7 +253,7 @@ class Readback:
         if device.type == "cpu":
             self._host = {name: tensor.clone() for name, tensor in tensors.items()} if is_reused else tensors
             return
-        # Large elements first: then each tensor begins at a multiple of what its elements take.
+        # Large elements first, so that each tensor starts at a multiple of its element size.
         small = sorted((name for name, tensor in tensors.items() if tensor.nbytes <= LARGE_READBACK_BYTES),
                        key=lambda name: -tensors[name].element_size())
         parts = [tensors[name].reshape(-1).view(torch.uint8) for name in small]
@@ -270,7 +270,7 @@ class Readback:
         self._done.record(torch.cuda.current_stream(device))
 
     def wait(self) -> dict[str, np.ndarray]:
-        """The arrays, once the device has produced them. Other Python threads run meanwhile. Raises as `on_device`."""
+        """Wait for the copies and return the arrays. Releases the GIL. Raises as `on_device`."""
         if self._done is not None:
             with on_device(self._device):
                 self._done.synchronize()
@@ -278,12 +278,12 @@ class Readback:
 
 
 def _fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned memory that the tensor is being copied to."""
+    """Start a copy of the tensor to pinned memory, and return that memory."""
     return pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that a GPU can copy from and to while the host goes on; torch keeps it for the next time."""
+    """Allocate pinned host memory, for asynchronous copies. torch caches it when it is freed."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
@@ -293,14 +293,14 @@ def _is_lost(device: torch.device, error: RuntimeError) -> bool:
     if "CUDA" not in str(error) and "HIP" not in str(error):
         return False
     try:
-        torch.cuda.synchronize(device)              # a lost context fails at everything, this included
+        torch.cuda.synchronize(device)              # fails if the context is lost
     except RuntimeError:
         return True
     return False
 
 
 def _free_host_memory() -> int:
-    """MemAvailable, or what a control group leaves where that is less: its page cache can be had, as the system's."""
+    """Return MemAvailable, or the free bytes of the control group if fewer. Page cache counts as free in both."""
     free = _meminfo_available()
     if free is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

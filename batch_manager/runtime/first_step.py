@@ -1,6 +1,6 @@
-"""The first step of what stands for a model's layers: compared with theirs before anything is served.
+"""The comparison of a compiled or fused forward with the model's own, on a first step, before anything is served.
 
-Rounding differs between the two; a wrong operation is far off.
+The tolerance admits rounding; a wrong operation exceeds it by far.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from ..attention.interface import PackedStep
 
 
 def first_step(num_tokens: int, vocab_size: int) -> PackedStep:
-    """A context of so many tokens in block 0, which must hold them."""
+    """Return a context step of num_tokens tokens in block 0, which must hold them."""
     rows = np.arange(num_tokens, dtype=np.int32)
     return PackedStep(token_ids=rows % vocab_size, positions=rows, pool_slots=rows.astype(np.int64),
                       slots=np.zeros(1, np.int32), query_starts=np.array([0, num_tokens], np.int32),
@@ -19,14 +19,14 @@ def first_step(num_tokens: int, vocab_size: int) -> PackedStep:
                       logits_rows=np.array([num_tokens - 1], np.int64))
 
 
-def excess_of(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
-    """By how much two tensors of one shape differ, in words; nothing where that is within the tolerance.
+def describe_difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:
+    """Return how far two tensors of the same shape differ, for a message; "" if they agree.
 
-    tolerance   of the largest difference, as a share of the largest expected value
+    tolerance   upper limit of the largest difference, as a share of the largest expected value
     """
     found, expected = found.float(), expected.float()
     scale, difference = expected.abs().max().item(), (found - expected).abs().max().item()
-    # Not finite in both: nothing is to be compared.
+    # The model's own values are not finite, so there is nothing to compare.
     if not expected.isfinite().all() or difference <= tolerance * max(scale, 1e-6):
         return ""
     return f"by {difference:.3g} where the largest value is {scale:.3g}"

@@ -1,8 +1,8 @@
-"""A model's forward in generation steps of few rows: as it was recorded, in fewer launches than its layers make.
+"""Runs a model's recorded forward in generation steps of few rows, with fewer launches than its layers make.
 
-What `product_fusion.fuse` puts together is one launch of the kernel `fused_linear`, wherever
-`fused_linear_settings.is_fused` says that this takes less time. All other operations are launched as the layers launch
-them. Layers and models know nothing of it.
+The operations that `product_fusion.fuse` joins run as one launch of the kernel `fused_linear`, where
+`fused_linear_settings.is_fused` expects that to be faster. All others are launched as by the layers. Layers and models
+need no code for this.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,8 @@ Launch = Callable[[Registers, torch.Tensor, Attention], None]          # (regist
 class FusedStep:
     """Runs a recording for steps of up to MOST_ROWS rows.
 
-    limits   a DeviceLimits, of the device that it runs on
-
-    gives_logits   what comes out are logits, not hidden states
+    limits         the DeviceLimits of the device
+    gives_logits   whether the recording includes the head, so that `run` returns logits
     """
 
     most_rows = MOST_ROWS
@@ -49,9 +48,11 @@ class FusedStep:
         self._launches: dict[int, list[tuple[Launch, list[int]]]] = {}
 
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """hidden [r, hidden size], which may be overwritten, of at most `most_rows` rows -> hidden states or logits.
+        """Return the logits, or hidden states if not `gives_logits`, of at most `most_rows` rows.
 
-        positions [r] int64   attention: planned or bound for the step
+        hidden      [r, hidden size]; may be overwritten
+        positions   [r] int64
+        attention   planned or bound for the step
         """
         launches = self._launches.get(len(hidden))
         if launches is None:
@@ -61,11 +62,11 @@ class FusedStep:
         for launch, read_last in launches:
             launch(registers, positions, attention)
             for register in read_last:
-                registers[register] = None           # its memory may go to what comes next
+                registers[register] = None           # frees its memory for later launches
         return registers[self._recording.result]
 
     def _prepare(self, num_rows: int) -> list[tuple[Launch, list[int]]]:
-        """(launch, registers that are not read any more) in order, for steps of so many rows."""
+        """Return (launch, registers that no later launch uses) in order, for steps of num_rows rows."""
         steps = fuse(self._recording, lambda *sizes: is_fused(
             num_rows, *sizes, self._recording.dtype.itemsize, self._limits))
         last_use = {register: index for index, step in enumerate(steps) for register in _touched_by(step)}
@@ -82,7 +83,7 @@ def _touched_by(step: Operation | FusedProduct) -> list[int]:
 
 
 def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.device) -> Launch:
-    """What launches one step, with everything looked up that is known before."""
+    """Return the launch of one step, with everything resolved that does not depend on its inputs."""
     result = step.result.register
     match step:
         case FusedProduct():
@@ -95,17 +96,17 @@ def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.dev
             def launch(registers, positions, attention):
                 registers[result] = norm(read(registers), *vectors, step.epsilon).flatten(1)
         case Product():
-            weight, bias, read, place = step.matrix.weight, step.matrix.bias, _reader(step.x, widths), None
+            weight, bias, read, read_result = step.matrix.weight, step.matrix.bias, _reader(step.x, widths), None
             if step.adds:
-                place = _reader(step.result, widths)
+                read_result = _reader(step.result, widths)
 
             def launch(registers, positions, attention):
-                if place is None:
+                if read_result is None:
                     registers[result] = functional.linear(read(registers), weight, bias)
                 elif bias is None:
-                    place(registers).addmm_(read(registers), weight.t())
+                    read_result(registers).addmm_(read(registers), weight.t())
                 else:
-                    place(registers).add_(bias).addmm_(read(registers), weight.t())
+                    read_result(registers).add_(bias).addmm_(read(registers), weight.t())
         case Activation():
             read = _reader(step.x, widths)
             activate = dispatch.kernel("gated_activation" if step.gated else "activation", device)
@@ -154,7 +155,7 @@ def _fused_launch(step: FusedProduct, device: torch.device) -> Launch:
 
 
 def _reader(rows: Rows, widths: list[int]) -> Callable[[Registers], torch.Tensor]:
-    """(registers) -> the tensor of the rows: [r, width], or [r, heads, size]"""
+    """Return a function from the registers to the tensor of these rows: [r, width], or [r, heads, size]."""
     register, begin, end, heads = rows.register, rows.column, rows.column + rows.width, rows.heads
     if is_whole(rows, widths):
         return lambda registers: registers[register]

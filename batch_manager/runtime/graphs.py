@@ -1,10 +1,10 @@
-"""Graphs of plain steps: the launches of one call of `PlainSteps.run_step`, replayed in one call.
+"""CUDA graphs of plain steps: the launches of `PlainSteps.run_step` for one shape, replayed in one call.
 
-For each number of rows of graph_shapes.py there is one graph for generation steps whose rows are all greedy, and one
-for others; and as many again where attention may cut sequences into parts. For each size of a step with contexts there
-is one. All are captured before there are requests, the largest first, so that the memory which it takes serves the
-others too. A shape runs once before its capture: what is chosen or compiled at a first use must not be while launches
-are recorded.
+For each row count in graph_shapes.py there is a graph for generation steps in which all rows are greedy, and one for
+the others; if attention may split sequences into parts, there are two more. There is one graph for each size of a step
+with contexts. All graphs are captured before the first request, the largest first, so that the others can share its
+memory. A shape runs once before its capture, because kernels are tuned and compiled at their first use, which cannot
+be captured.
 """
 
 import time
@@ -25,13 +25,14 @@ from .layouts import Layout
 
 def may_capture(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
                 ) -> bool:
-    """Whether plain steps are to be replayed. Raises ConfigError where it was asked for and cannot be."""
-    if not params.cuda_graphs:         # None too: no GPU has shown yet that what is replayed is right
+    """Whether to capture graphs of plain steps. Raises ConfigError if cuda_graphs is True but impossible."""
+    if not params.cuda_graphs:         # off by default: replayed steps have not been verified on a GPU
         return False
     obstacle = _obstacle(params, device, layout, has_own_attention)
     if obstacle:
-        raise ConfigError(f"cuda_graphs was asked for, and {obstacle}", "a GPU, Triton's kernels, and no such option",
-                          "leave cuda_graphs out: each kernel of a step is then launched by itself")
+        raise ConfigError(f"cuda_graphs is True, but {obstacle}", "graphs need a GPU with triton and the package's own "
+                          "attention, without `deterministic` and without TrtGptModelType.V1",
+                          "leave cuda_graphs unset to launch kernels one by one")
     return True
 
 
@@ -43,16 +44,16 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: L
     if params.deterministic:
         return "deterministic is set"
     if has_own_attention:
-        return "there is an attention of the user's own"
+        return "Parts.attention is set"
     if layout is layouts.padded:
-        return "steps of TrtGptModelType.V1 are padded to their static batch"
+        return "TrtGptModelType.V1 pads steps to their static batch"
     return ""
 
 
 class Graphs:
-    """Captured steps by shape.
+    """The captured graphs, by shape.
 
-    run_step   what a step does on the device; its launches follow from the shape
+    run_step   launches a step; the shape determines its launches
     """
 
     def __init__(self, device: torch.device, run_step: Callable[[StepShape], None]) -> None:
@@ -60,9 +61,9 @@ class Graphs:
         self._graphs: dict[StepShape, CapturedGraph] = {}
 
     def capture(self, shapes: Sequence[StepShape], prepare: Callable[[StepShape], None]) -> bool:
-        """Capture a graph for each shape, largest first. Whether all were; else none is there, and the log says why.
+        """Capture a graph for each shape, largest first. If one fails, log a warning, drop all graphs and return False.
 
-        prepare   (shape) -> None: brings the inputs of a step without sequences to the device
+        prepare   (shape) -> None: sends inputs that consist of padding only
         """
         began, used = time.monotonic(), used_memory(self._device)
         try:
@@ -75,17 +76,16 @@ class Graphs:
                 largest, self._graphs[shape] = largest or graph, graph
         except (RuntimeError, MemoryError) as error:
             self._graphs.clear()
-            log.warning("steps are launched without graphs: capturing %s raised %s", shape,
-                        first_line(error))
+            log.warning("steps are launched without graphs: capturing %s raised %s", shape, first_line(error))
             return False
-        log.info("%d graphs of steps of up to %d generating sequences and %d context tokens captured in %.1f s; they "
+        log.info("captured %d graphs of steps of up to %d generating sequences and %d context tokens in %.1f s; they "
                  "take %s bytes", len(self._graphs), max(shape.rows for shape in shapes),
                  max(shape.context_tokens for shape in shapes), time.monotonic() - began,
                  f"{used_memory(self._device) - used:,}")
         return True
 
     def run(self, shape: StepShape) -> None:
-        """Replay the graph of a shape, or make its launches one by one where it has none."""
+        """Replay the graph of a shape, or make the launches one by one if it has none."""
         graph = self._graphs.get(shape)
         if graph is None:
             self._run_step(shape)

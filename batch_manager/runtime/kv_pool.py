@@ -1,7 +1,8 @@
-"""The tensor behind block ids: [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
+"""The KV cache pool: a tensor [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size], indexed by block id.
 
-All layers of a block lie together, so that a block moves as one piece; the page of one head is contiguous. Zeroed once,
-because attention multiplies what lies after a sequence's last token by zero and that must be a finite number.
+The layers of a block are contiguous, so that a block is copied as one piece; the page of a head is contiguous too. The
+pool starts as zeros because attention multiplies the entries after a sequence's last token by zero, so they must be
+finite.
 """
 
 import math
@@ -15,13 +16,13 @@ from .device import is_out_of_memory, pinned
 
 
 def block_bytes(spec: ModelSpec, tokens_per_block: int, dtype: torch.dtype) -> int:
-    """Of one block over all layers."""
+    """Return the bytes of one block over all layers."""
     return math.prod(_block_shape(spec, tokens_per_block)) * dtype.itemsize
 
 
 def make_kv_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype: torch.dtype,
                  device: torch.device) -> torch.Tensor:
-    """The pool, all zeros. Raises InsufficientMemoryError."""
+    """Allocate the pool, filled with zeros. Raises InsufficientMemoryError."""
     shape = (num_blocks, *_block_shape(spec, tokens_per_block))
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
@@ -32,13 +33,13 @@ def make_kv_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype:
         if not is_out_of_memory(error):
             raise
         raise InsufficientMemoryError(
-            f"the KV cache of {num_blocks:,} blocks takes {num_bytes:,} bytes", f"{device} does not give so many",
+            f"the KV cache of {num_blocks:,} blocks takes {num_bytes:,} bytes", f"{device} cannot allocate them",
             "lower KvCacheConfig.max_tokens or KvCacheConfig.free_gpu_memory_fraction") from error
 
 
 def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtype: torch.dtype,
                    device: torch.device) -> list[torch.Tensor]:
-    """Blocks in host memory, of the shape of the pool's, for what is evicted from it; pinned where `device` is a GPU.
+    """Allocate blocks in host memory for evicted blocks, each shaped like one of the pool; pinned if `device` is a GPU.
 
     Raises InsufficientMemoryError.
     """
@@ -52,13 +53,14 @@ def make_host_pool(spec: ModelSpec, num_blocks: int, tokens_per_block: int, dtyp
             raise
         raise InsufficientMemoryError(
             f"{num_blocks:,} KV cache blocks in host memory take {num_blocks * one_block:,} bytes",
-            "the system does not pin so many", "lower KvCacheConfig.host_cache_size") from error
+            "the system cannot pin them", "lower KvCacheConfig.host_cache_size") from error
 
 
 def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
-    """Blocks of each allocation that together are `num_blocks`.
+    """Divide `num_blocks` blocks into allocations. Returns the number of blocks of each.
 
-    torch rounds what it pins up to a power of two, which can double it: each piece fills one but for less than a block.
+    torch rounds pinned allocations up to a power of two, which can double them. So each piece fills a power of two,
+    except for less than one block.
     """
     pieces = []
     while num_blocks:
@@ -69,7 +71,7 @@ def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
 
 
 def clear_block(pool: torch.Tensor, block_id: int, first_token: int = 0) -> None:
-    """Fill a block with zeros from one of its tokens on."""
+    """Zero a block from token `first_token` on."""
     pool[block_id, :, :, :, first_token:].zero_()
 
 

@@ -1,4 +1,4 @@
-"""What a model does to the rows of a step, written down as operations that a GPU launches; see layers/recording.py."""
+"""Records what a model does to the rows of a step as operations for launches on a GPU; see layers/recording.py."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from ..layers.weight_form import PlainMatrix
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """result = norm of x, of each head where it has heads; bias None: by the root of the mean square."""
+    """result = norm of x, per head if x has heads. RMS norm if bias is None, else layer norm."""
 
     x: Rows
     result: Rows
@@ -23,7 +23,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """result = x W^T + b, or, where it adds, result += that."""
+    """result = x W^T + b; with `adds`, result += x W^T + b."""
 
     x: Rows
     result: Rows
@@ -33,7 +33,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """result = f(x), or f of the first half of x times the second one."""
+    """result = f(x); with `gated`, f(first half of x) * second half of x."""
 
     x: Rows
     result: Rows
@@ -52,7 +52,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """result = what the attention of a layer gives, which may overwrite query, key and value."""
+    """result = attention of a layer. May overwrite query, key and value."""
 
     layer: int
     query: Rows
@@ -67,12 +67,12 @@ Operation = Norm | Product | Activation | Sum | Attend
 
 
 def is_whole(rows: Rows, widths: list[int]) -> bool:
-    """Whether they are all columns of their register, in no heads."""
+    """Whether `rows` are all columns of their register, without heads."""
     return rows.heads is None and rows.width == widths[rows.register]
 
 
 def read_by(operation: Operation) -> list[int]:
-    """Registers."""
+    """Return the registers that an operation reads."""
     if isinstance(operation, Attend):
         return [rows.register for rows in (operation.query, operation.key, operation.value)]
     rows = [operation.x]
@@ -84,19 +84,19 @@ def read_by(operation: Operation) -> list[int]:
 
 
 def written_by(operation: Operation) -> list[int]:
-    """Registers."""
+    """Return the registers that an operation writes."""
     written = [operation.result.register]
     return written + read_by(operation) if isinstance(operation, Attend) else written
 
 
 @dataclass(slots=True)
 class LaunchRecording:
-    """The operations of one model's forward, and its head where that is recorded too.
+    """The operations of a model's forward, and of its head if that is recorded too.
 
     dtype       of all rows
-    operations  in their order
-    widths      entries of the rows of each register; register 0 holds the hidden states that go in
-    result      the register that comes out
+    operations  in order
+    widths      columns of each register; register 0 is the input, the hidden states
+    result      register of the output
     """
 
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class LaunchRecording:
         self.widths.append(width)
         return Rows(self, len(self.widths) - 1, 0, width, heads)
 
-    # ------------------------------------------------------------------ what rows are asked for; see Rows
+    # ------------------------------------------------------------------ called by Rows
 
     def sum(self, rows: Rows, other: Rows | LookedUp) -> Rows:
         result = self.register(rows.width, rows.heads)
@@ -125,7 +125,7 @@ class LaunchRecording:
 
     def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
         if not isinstance(matrix, PlainMatrix):
-            raise NotRecordableError("one of its matrices is held in another form")
+            raise NotRecordableError("one of its matrices is not stored as a plain tensor")
         if adds_to is not None and adds_to.register == rows.register:
             raise NotRecordableError("it adds a product to the rows that it multiplies")
         result = self.register(outputs) if adds_to is None else adds_to

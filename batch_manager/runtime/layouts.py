@@ -1,11 +1,11 @@
-"""How the work of a step is cut into calls of the model.
+"""Layouts: how a step is divided into calls of the model.
 
-    fused    everything packed into one call
-    split    the contexts in one call, then the generation rows in another
-    padded   as split, each call padded: contexts to the longest of them, generation to a row for each member of the
-             static batch, so that a member that is done leaves an empty row
+    fused    one packed call
+    split    a call for the contexts, then a call for the generation rows
+    padded   as split, with padded calls: contexts to the longest, generation to one row for each member of the static
+             batch, so that a finished member leaves an empty row
 
-A row's result does not depend on the layout beyond rounding.
+Except for rounding, the result of a row does not depend on the layout.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ import numpy as np
 from ..attention.interface import PackedStep
 from ..handover import NO_GENERATION, ScheduledBatch
 from .block_tables import BlockTables
-from .packing import Padding, pack, padding, virtual_embeddings
+from .packing import Padding, pack, padding, prompt_tuning_embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
     """One call of the model.
 
-    padding      where the packed rows stand in a padded call; None: the call is packed
-    embeddings   [v, hidden size] float32: of the call's prompt-tuning tokens, in order; None: it has none
+    padding      rows of the packed tokens in a padded call; None: the call is packed
+    embeddings   [v, hidden size] float32: embeddings of the call's prompt-tuning tokens, in order; None: it has none
     """
 
     step: PackedStep
@@ -36,13 +36,13 @@ Layout = Callable[[ScheduledBatch, BlockTables, int], list[ModelCall]]
 
 
 def fused(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
-    """One call."""
-    embeddings = virtual_embeddings(batch.context) if batch.context else None
+    """Return one packed call."""
+    embeddings = prompt_tuning_embeddings(batch.context) if batch.context else None
     return [ModelCall(pack(batch, tables, tokens_per_block), embeddings=embeddings)]
 
 
 def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
-    """A context call, then a generation call; one that would be empty is left out."""
+    """Return a context call, then a generation call. Empty calls are left out."""
     if not (batch.context and len(batch.generation)):
         return fused(batch, tables, tokens_per_block)
     parts = (replace(batch, generation=NO_GENERATION), replace(batch, context=()))
@@ -50,6 +50,6 @@ def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> 
 
 
 def padded(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
-    """As `split`, each call padded."""
+    """Return the calls of `split`, padded."""
     return [replace(call, padding=padding(call.step, batch.num_places * batch.generation.beam_width))
             for call in split(batch, tables, tokens_per_block)]

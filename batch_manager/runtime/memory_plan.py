@@ -1,11 +1,11 @@
-"""From bytes to KV cache blocks, and why that many.
+"""Computes the number of KV cache blocks from the free memory.
 
-    asked for by max_tokens     ceil(max_tokens / tokens_per_block) blocks; refused when they do not fit into the share
-    else, the smallest of
-        the share               free_gpu_memory_fraction of what is free after the weights and one step's buffers; those
-                                count for at most half of what is free, as few steps are as large as they may be
-        on a CPU, 2 GiB         so that embedding the engine does not take a machine's memory unasked
-        all there is to hold    max_num_sequences sequences of max_seq_len tokens; no such bound when unbounded
+    with max_tokens     ceil(max_tokens / tokens_per_block) blocks; an error if they do not fit into the share
+    otherwise, the smallest of
+        the share               free_gpu_memory_fraction of the memory that is free after the weights and one step's
+                                buffers; these buffers count for at most half of it, because few steps are the largest
+        2 GiB on a CPU          so that embedding the engine does not take most of a machine's memory by default
+        the largest use         max_num_sequences sequences of max_seq_len tokens; no limit if these are unbounded
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ DEFAULT_CPU_POOL_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """num_blocks blocks of block_bytes each; `reason` says in one line why that many."""
+    """num_blocks blocks of block_bytes bytes each. `reason`: one line for the log that explains the number."""
 
     num_blocks: int
     block_bytes: int
@@ -30,10 +30,10 @@ class MemoryPlan:
 
 
 def plan_host_blocks(host_cache_size: int, *, block_bytes: int, free_bytes: int) -> int:
-    """How many blocks the host's pool gets; 0 when none was asked for.
+    """Return the number of blocks in host memory; 0 if host_cache_size is 0.
 
-    free_bytes   of host memory
-    Raises InsufficientMemoryError; ConfigError when not even one block was asked for.
+    free_bytes   free host memory
+    Raises InsufficientMemoryError; ConfigError if host_cache_size is less than one block.
     """
     if host_cache_size > free_bytes:
         raise InsufficientMemoryError(f"host_cache_size is {host_cache_size:,} bytes",
@@ -42,17 +42,17 @@ def plan_host_blocks(host_cache_size: int, *, block_bytes: int, free_bytes: int)
     if 0 < host_cache_size < block_bytes:
         raise ConfigError(f"host_cache_size is {host_cache_size:,} bytes",
                           f"one KV cache block takes {block_bytes:,}",
-                          "raise KvCacheConfig.host_cache_size, or leave it out")
+                          "raise KvCacheConfig.host_cache_size, or set it to 0")
     return host_cache_size // block_bytes
 
 
 def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, step_bytes: int, on_gpu: bool,
                 max_seq_len: int, max_num_sequences: int | None) -> MemoryPlan:
-    """How many blocks the pool gets.
+    """Return the size of the KV cache pool.
 
     block_bytes         of one block over all layers
-    free_bytes          after the weights were loaded
-    step_bytes          set aside for the buffers of one step
+    free_bytes          free after the weights were loaded
+    step_bytes          reserved for the buffers of one step
     max_num_sequences   None: unbounded
     Raises InsufficientMemoryError.
     """
@@ -67,7 +67,7 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
         candidates = [(share_bytes // block_bytes, share)]
         if not on_gpu:
             candidates.append((DEFAULT_CPU_POOL_BYTES // block_bytes,
-                               f"at most {_mib(DEFAULT_CPU_POOL_BYTES)} on a CPU unless max_tokens asks for more"))
+                               f"at most {_mib(DEFAULT_CPU_POOL_BYTES)} on a CPU unless max_tokens is set"))
         if max_num_sequences is not None:
             candidates.append((max_num_sequences * -(-max_seq_len // size),
                                f"{max_num_sequences:,} sequences of {max_seq_len:,} tokens"))
@@ -76,9 +76,8 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
 
     if wanted * block_bytes > share_bytes:
         raise InsufficientMemoryError(
-            f"the KV cache needs {wanted:,} blocks of {size} tokens, {wanted * block_bytes:,} bytes; there are "
-            f"{share}, {share_bytes:,} bytes",
-            "the weights are loaded and one step's buffers are set aside",
+            f"the KV cache needs {wanted:,} blocks of {size} tokens, {wanted * block_bytes:,} bytes",
+            f"it may use {share}, {share_bytes:,} bytes, beside the weights and the buffers of one step",
             "lower KvCacheConfig.max_tokens, raise KvCacheConfig.free_gpu_memory_fraction, or free memory"
             if config.max_tokens is not None else
             "free memory, raise KvCacheConfig.free_gpu_memory_fraction, or lower max_num_tokens or max_batch_size")

@@ -1,4 +1,4 @@
-"""Checks what a model returns while it is loaded: a class of the user's may return anything."""
+"""Checks the results of a model during the warm-up, because a user's class may return anything."""
 
 import torch
 
@@ -8,11 +8,11 @@ from ..models.registry import Model
 
 
 class CheckedModel:
-    """A model whose results are checked as models.registry.Model describes them.
+    """A model whose results are checked against the description in models.registry.Model.
 
-    vocab_size, hidden_size   of its spec
-    dtype   of the weights; hidden states and logits may also be float32
-    Raises  ConfigError from `embed`, `forward` and `logits`
+    vocab_size, hidden_size   from the model's spec
+    dtype                     of the weights; hidden states and logits may also be float32
+    Raises                    ConfigError, from `embed`, `forward` and `logits`
     """
 
     def __init__(self, model: Model, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
@@ -30,7 +30,7 @@ class CheckedModel:
         return self._checked("logits", self._model.logits(hidden), hidden, self._vocab_size, self._dtypes)
 
     def _checked(self, method: str, found: object, given: torch.Tensor, columns: int, dtypes) -> torch.Tensor:
-        """What the method returned for `given`, if it has as many rows and is where that is."""
+        """Return `found` if it is a tensor of the expected shape, dtype and device. Raises ConfigError."""
         shape = (len(given), columns)
         if (isinstance(found, torch.Tensor) and found.shape == shape and found.dtype in dtypes
                 and found.device == given.device):

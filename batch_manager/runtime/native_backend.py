@@ -1,4 +1,4 @@
-"""The backend that runs a loaded checkpoint with this package's own models, attention and decoding."""
+"""The native backend: runs a loaded checkpoint with this package's models, attention and decoding."""
 
 import dataclasses
 import logging
@@ -16,8 +16,8 @@ from ..attention.windows import effective_windows
 from ..config import TrtGptModelOptionalParams
 from ..contained_log import log
 from ..decoding.decoder import GptDecoder
-from ..decoding.drawn import UNUSABLE, Drawn
 from ..decoding.logits_stage import LogitsStage
+from ..decoding.sampled_step import UNUSABLE, SampledStep
 from ..errors import ConfigError, InsufficientMemoryError, type_name
 from ..handover import (
     NO_UPDATES,
@@ -68,36 +68,37 @@ from .packing import slots_not_finite
 from .plain_steps import NO_SIZES, PlainStep, PlainSteps, can_bind
 from .step_compilation import compile_step, may_compile
 from .step_fusion import WrongStepError, make_fused_step
-from .thread_count import compute_threads, has_own_count, require_own_count
+from .thread_count import compute_threads, has_openmp, require_openmp
 
-LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # a sequence that attention cuts into parts, wherever its window ends
+LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # long enough for attention to split it into parts
 FLOAT32_BYTES = 4
-SLOT_BYTES = 64                    # of a slot's numbers on the host, at least; block tables take theirs when used
+SLOT_BYTES = 64                    # lower bound of a slot's state on the host, without its block table
+
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
                          num_slots: int, max_beam_width: int = 1,
                          attention_factory: Callable[..., Attention] | None = None,
-                         is_own_thread: Callable[..., bool] = lambda thread: False,
+                         is_engine_thread: Callable[..., bool] = lambda thread: False,
                          own_stages: Callable[[int, torch.device], Sequence[LogitsStage]] | None = None,
                          ) -> "NativeBackend":
-    """Load a checkpoint, size and allocate the pool, and run one step to see that it works.
+    """Load a checkpoint, allocate the KV cache pool, and run a warm-up.
 
-    layout      how a step is cut into calls of the model, one of layouts.py
-    num_slots   sequences to hold state for; more are taken as they come
-    max_beam_width   beams a sequence may have
-    attention_factory   (spec, kv_pool) -> Attention; spec.attention holds the windows in force, the model's or
-                        the configured ones. With sink tokens also `sink=`: one that knows none fails here
-    own_stages   (num_slots, device) -> stages of the user's, see decoding/stages.py
-    is_own_thread   (threading.Thread) -> whether it runs nothing but the engine, so that it may keep num_threads
-    Raises      ConfigError and its subclasses; nothing is left behind then
+    layout              how a step is divided into calls of the model, one of layouts.py
+    num_slots           number of sequences to allocate state for; the state grows if more arrive
+    max_beam_width      largest number of beams of a sequence
+    attention_factory   (spec, kv_pool) -> Attention; spec.attention has the effective windows, the model's or the
+                        configured ones. With sink tokens it also gets `sink=`, and fails here if it takes none
+    own_stages          (num_slots, device) -> custom stages, see decoding/stages.py
+    is_engine_thread    (threading.Thread) -> whether the thread runs only the engine, so that it may keep num_threads
+    Raises              ConfigError and its subclasses, after freeing everything
     """
     device = resolve_device(params.device)
     captures = may_capture(params, device, layout, attention_factory is not None)
     if params.num_threads is not None and device.type == "cpu":
-        require_own_count()
+        require_openmp()
     compiles = may_compile(params, device, attention_factory)
     if params.deterministic:
-        refuse_what_is_not_deterministic(device, attention_factory)
+        refuse_nondeterministic_parts(device, attention_factory)
     try:
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
                             deterministic=params.deterministic, compiled_step=compiles,
@@ -116,22 +117,23 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         raise ConfigError(
             f"max_seq_len is {max_seq_len:,}", f"the model has positions for {spec.max_position_embeddings:,} tokens",
             f"set max_seq_len to at most {spec.max_position_embeddings:,} or leave it unset")
-    # A padded call is bounded by its sequences, not by its tokens. What does not fit all the same is bisected.
+    # max_num_tokens does not limit padded calls. A step that does not fit into memory all the same is bisected.
     step_tokens = params.max_batch_size * max_seq_len if layout is layouts.padded else params.max_num_tokens
     one_block = block_bytes(spec, kv.tokens_per_block, loaded.dtype)
     windows, sink = effective_windows([layer.window for layer in spec.attention], kv.max_attention_window,
                                       kv.sink_token_length, max_seq_len)
-    host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size, block_bytes=one_block,    # sinks rule reuse out
+    # Sink tokens exclude block reuse, so there is nothing to evict to the host.
+    host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size, block_bytes=one_block,
                                    free_bytes=free_memory(torch.device("cpu")))
-    by_kernels = use_triton(device)
-    set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width, by_kernels)
+    on_triton = use_triton(device)
+    set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width, on_triton)
     graph_sizes = NO_SIZES
-    if captures:                                # what a graph allocates stays its own
+    if captures:                                # graphs keep the memory of their steps
         most_rows = graph_rows(num_slots)[-1]
         if layout is layouts.fused:
             graph_sizes = mixed_sizes(num_slots, step_tokens, loaded.weight_bytes // loaded.dtype.itemsize)
         set_aside += step_bytes(spec, loaded.dtype, max([most_rows, *map(sum, graph_sizes)]), most_rows + MOST_CONTEXTS,
-                                by_kernels)
+                                on_triton)
     plan = plan_memory(
         kv,
         block_bytes=one_block,
@@ -155,11 +157,11 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 **({"deterministic": True} if params.deterministic else {}))
         backend = NativeBackend(loaded, attention, pool, layout=layout, num_slots=num_slots, max_seq_len=max_seq_len,
                                 max_beam_width=max_beam_width, windows=windows, sink_tokens=sink, host_pool=host_pool,
-                                num_threads=params.num_threads, is_own_thread=is_own_thread,
+                                num_threads=params.num_threads, is_engine_thread=is_engine_thread,
                                 own_stages=own_stages(num_slots, device) if own_stages else (),
                                 graph_sizes=graph_sizes)
         if compiles:
-            hold_helpers(backend)                         # products have them from the warm-up on
+            hold_helpers(backend)                         # helper threads for products, from the warm-up on
         backend.warm_up(max_beam_width)
         backend.fuse_steps(loaded, _with_windows(spec, windows))
         if captures:
@@ -175,42 +177,43 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         if is_out_of_memory(error):
             raise InsufficientMemoryError(
                 f"no memory is left for a step and the state of {state}: {first_line(error)}",
-                "one step of the largest batch has to fit beside weights and KV cache",
+                "a step of the largest batch must fit beside the weights and the KV cache",
                 "lower max_num_sequences, max_batch_size or max_beam_width, KvCacheConfig.free_gpu_memory_fraction "
                 "or KvCacheConfig.max_tokens") from error
-        raise ConfigError(f"the model was loaded but making a first step, with room for {state}, raised "
-                          f"{first_line(error)}", "a first step that works", "the cause above says more") from error
+        raise ConfigError(f"the warm-up of the loaded model, with room for {state}, raised {first_line(error)}",
+                          "the model must run a step before it serves requests", "see the exception above") from error
     return backend
 
 
 def refuse_too_many_slots(num_slots: int, free_bytes: int) -> None:
-    """Raise InsufficientMemoryError where the state of so many sequences alone is larger than what is free."""
+    """Raise InsufficientMemoryError if the state of `num_slots` sequences alone does not fit into free host memory."""
     if num_slots * SLOT_BYTES > free_bytes:
         raise InsufficientMemoryError(
             f"the state of {num_slots:,} sequences takes {num_slots * SLOT_BYTES:,} bytes",
             f"{free_bytes:,} bytes of host memory are free",
-            "lower max_num_sequences, or max_batch_size where that is not set")
+            "lower max_num_sequences, or max_batch_size if max_num_sequences is unset")
 
 
-def refuse_what_is_not_deterministic(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
-    """Raise ConfigError, by name, for what would not keep the promise of `deterministic`."""
+def refuse_nondeterministic_parts(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
+    """Raise ConfigError for a device or attention that cannot be deterministic."""
     if device.type != "cpu" and not use_triton(device):
         raise ConfigError(f"deterministic was asked for on {device_name(device)} without triton",
-                          "on a GPU the products of fixed tiles are Triton kernels", "install triton, or use the CPU")
+                          "on a GPU the deterministic matrix products are Triton kernels",
+                          "install triton, or use the CPU")
     if attention_factory is not None:
         raise ConfigError("deterministic was asked for with Parts.attention",
-                          "the engine cannot promise the bits of an attention of your own", "leave one of them out")
+                          "only the package's own attention is deterministic", "unset one of the two")
 
 
-def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, by_kernels: bool) -> int:
-    """A generous estimate of what one step allocates: hidden states and one layer's work, then the logits twice.
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, on_triton: bool) -> int:
+    """Return an upper estimate of the bytes that a step allocates: hidden states, one layer, and the logits twice.
 
-    max_rows     tokens a step draws: one for each sequence, or for each of its beams
-    by_kernels   Triton's kernels draw them: with memory to work in, as much as float32 logits take
+    max_rows    rows of logits in a step: one for each sequence or beam
+    on_triton   whether Triton kernels sample, which need scratch memory of the size of float32 logits
     """
     per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
     rows = min(max_rows, max_num_tokens)
-    scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) if by_kernels else 0
+    scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) if on_triton else 0
     return per_token * dtype.itemsize * max_num_tokens + 2 * FLOAT32_BYTES * spec.vocab_size * rows + scratch
 
 
@@ -220,21 +223,22 @@ def _with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
 
 
 class NativeBackend:
-    """seams.ModelBackend over a loaded model, an attention and the pool that attention was built for.
+    """A seams.ModelBackend that runs a loaded model with an attention over the attention's KV cache pool.
 
-    max_beam_width   beams a sequence may have
-    windows, sink_tokens   what the attention was made with; None: no layer has a window
-    host_pool     blocks in host memory
-    num_threads   threads a step on a CPU computes with; None: torch's setting
-    own_stages    changes of logits beside the package's own
-    is_own_thread   which threads keep that number between steps, see thread_count.py
-    graph_sizes   of the steps with contexts that `capture_graphs` captures, see graph_shapes.py
+    max_beam_width     largest number of beams of a sequence
+    windows            attention window of each layer, with which the attention was made; None: no window
+    sink_tokens        number of sink tokens, likewise
+    host_pool          blocks in host memory
+    num_threads        threads of a step on a CPU; None: torch's setting
+    own_stages         custom stages
+    is_engine_thread   whether a thread keeps num_threads between steps, see thread_count.py
+    graph_sizes        sizes of the steps with contexts that `capture_graphs` captures, see graph_shapes.py
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
                  max_seq_len: int, max_beam_width: int = 1, windows: Sequence[int | None] = (None,),
                  sink_tokens: int = 0, host_pool: Sequence[torch.Tensor] = (), num_threads: int | None = None,
-                 is_own_thread: Callable[..., bool] = lambda thread: False,
+                 is_engine_thread: Callable[..., bool] = lambda thread: False,
                  own_stages: Sequence[LogitsStage] = (), graph_sizes: frozenset[tuple[int, int]] = NO_SIZES) -> None:
         spec, device = loaded.spec, loaded.device
         num_blocks, tokens_per_block = pool.shape[0], pool.shape[4]
@@ -252,24 +256,23 @@ class NativeBackend:
         if device.type == "cpu":
             self._host_bytes, self._pinned_bytes = loaded.weight_bytes + pool.nbytes + self._pinned_bytes, 0
         self._layout: Layout | None = layout
-        self._num_operations = 0                  # carried out so far
+        self._num_operations = 0                  # device operations done so far
         self._pool, self._host_pool = pool, host_pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads, self._own_stages = Uploads(device), tuple(own_stages)
         self._allocated = AllocatedMemory(device)
-        # Steps run on a stream of the backend's own: on the default one they would wait for, and hold up, whatever else
-        # the process does with the GPU.
+        # A stream of its own: on the default one, steps and other GPU work of the process would wait for each other.
         self._stream = make_stream(device)
-        # One slot more where steps have padding rows: it is theirs.
+        # Padding rows of plain steps use one extra slot.
         is_plain = layout is not layouts.padded and can_bind(attention)
         with on_stream(self._stream), torch.inference_mode():
             self._decoder = GptDecoder(num_slots + is_plain, device, self._own_stages,
                                        deterministic=loaded.deterministic, send=self._uploads.send)
         if loaded.deterministic and num_threads is None:
-            num_threads = torch.get_num_threads()                              # on others the bits might be others
+            num_threads = torch.get_num_threads()               # fixed: the bits may depend on it
         self._num_threads = num_threads
-        self._threads = partial(compute_threads, device, num_threads, is_own_thread)
-        self._torch_threads: int | None = None            # inside a step; None: as outside
+        self._threads = partial(compute_threads, device, num_threads, is_engine_thread)
+        self._torch_threads: int | None = None            # threads of torch within a step; None: num_threads
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
         self._plain_steps: PlainSteps | None = None
         if is_plain:
@@ -280,8 +283,11 @@ class NativeBackend:
                     mixed_sizes=graph_sizes)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep | PlainStep":
-        """Launch a step; see seams.ModelBackend. A raise leaves pages written that the next run writes again, and
-        nothing else: the tokens drawn are kept last of all, beside those they were drawn after."""
+        """Launch a step; see seams.ModelBackend.
+
+        After an exception, the step can run again: only KV cache entries that it will rewrite have changed, because
+        sampled tokens are stored last, and by position.
+        """
         if batch.generation.num_drafts is not None or batch.context and any(work.num_drafts for work in batch.context):
             raise NotImplementedError("draft tokens are not verified by this backend yet")
         with (on_device(self._device, self._stream), torch.inference_mode(), self._threads(),
@@ -307,7 +313,7 @@ class NativeBackend:
 
     def _carry_out(self, operation: DeviceOperation) -> None:
         match operation:
-            case BlockCopy():                         # whole blocks, each one piece of memory: nothing is allocated
+            case BlockCopy():                         # a block is contiguous, so the copy allocates nothing
                 source = self._host_pool if operation.from_host else self._pool
                 destination = self._host_pool if operation.to_host else self._pool
                 destination[operation.destination].copy_(source[operation.source], non_blocking=True)
@@ -321,7 +327,7 @@ class NativeBackend:
                            pinned=self._pinned_bytes + self._uploads.pinned_bytes)
 
     def figures(self) -> dict[str, int]:
-        """Statistics of the backend's own: on a CPU, how many threads the newest step computed with."""
+        """Return the backend's own statistics: on a CPU, the number of threads of the newest step."""
         if self._device.type != "cpu" or self._runner is None:
             return {}
         compiled = self._runner.compiled
@@ -329,7 +335,7 @@ class NativeBackend:
 
     def close(self) -> None:
         if self._runner is not None:
-            finish_stream(self._stream)               # others may get the memory as soon as it is given back
+            finish_stream(self._stream)               # freed memory may be reused at once
             release_helpers(self)
             self._runner = self._decoder = self._plain_steps = self._pool = self._layout = None
             self._host_pool = ()
@@ -338,37 +344,38 @@ class NativeBackend:
             self._allocated = AllocatedMemory(self._device)
 
     def warm_up(self, max_beam_width: int = 1) -> None:
-        """Run a context and a generation step of one sequence in block 0, then of one that is sampled and has no other
-        features, then of one that has none and goes on as if it were long, then of one with two beams, four, eight and
-        so on, and with as many as there may be, and leave the block as it was.
+        """Run a context step and a generation step of each of these sequences, in block 0, which is zeroed afterwards:
 
-        Kernels that every variant of a step needs are compiled by that, so that none is while requests wait.
+        one with all features; one that is sampled, without other features; one without features, and as long as
+        attention needs to split it; and one for each power of two of beams, and for max_beam_width.
+
+        This compiles the kernels of all variants of a step, so that none is compiled while requests wait.
         """
         zero = np.zeros(1, np.int32)
-        every_number = {name: parameter.other for name, parameter in PARAMETERS.items() if name != "beam_width"}
-        every_feature = SlotSetup(SamplingConfig(**every_number), return_log_probs=True, top_log_probs=1, end_id=0,
+        every_parameter = {name: parameter.other for name, parameter in PARAMETERS.items() if name != "beam_width"}
+        every_feature = SlotSetup(SamplingConfig(**every_parameter), return_log_probs=True, top_log_probs=1, end_id=0,
                                   bad_words=((0, 0),), stop_words=((0, 0),), prompt_length=1)
         sampled = SlotSetup(SamplingConfig(top_k=2, top_p=0.5, random_seed=0), prompt_length=1)
         # (beams, setup, tokens in the KV cache before the generation step)
         sequences = [(1, every_feature, 1), (1, sampled, 1),
                      (1, SlotSetup(prompt_length=1), self._cached_by_a_long_sequence())]
-        # Kernels are compiled for the power of two that holds the beams of a sequence.
+        # Kernels are compiled for the number of beams rounded up to a power of two.
         for width in [1 << bits for bits in range(1, (max_beam_width - 1).bit_length())] + [max_beam_width]:
             if width > 1:
                 beams = SlotSetup(SamplingConfig(beam_width=width), max_new_tokens=2, prompt_length=1)
                 sequences.append((width, beams, 1))
-        # The threads once for all the steps, on the thread that loads.
+        # Set the thread count once for all steps, on the loading thread.
         with (self._threads(), self._naming_stages(),
               self._runner.checking(self.info.hidden_size, self._pool.dtype)):
             for width, setup, num_cached in sequences:
-                # The same block again and again: what a long sequence reads there is finite, which is all it has to be.
+                # All pages of a long sequence are block 0: its values only have to be finite.
                 num_pages = num_cached // self.info.tokens_per_block + 1
                 rows, pages = np.divmod(np.arange(width * num_pages, dtype=np.int32), np.int32(num_pages))
                 first = self.start(ScheduledBatch(
                     iteration=0, context=(ContextWork(0, zero, 0, True, setup.continuing([0])),),
                     max_beam_width=max_beam_width,
                     block_table_updates=BlockTableUpdates(rows, pages, 0 * rows))).finish()
-                if width > 1 and first.failures:      # no logit of token 0 is finite: no beam goes on
+                if width > 1 and first.failures:      # the model gives no finite logit, so there are no beams
                     continue
                 generation = GenerationWork(zero, zero + np.int32(num_cached), width)
                 self.start(ScheduledBatch(iteration=1, generation=generation, num_places=2,
@@ -377,15 +384,15 @@ class NativeBackend:
             clear_block(self._pool, 0)
 
     def capture_graphs(self) -> None:
-        """Replay steps from here on, where they are plain: see plain_steps.py. After the warm-up."""
+        """Capture graphs, and replay them in later plain steps; see plain_steps.py. Call after the warm-up."""
         with on_device(self._device, self._stream), torch.inference_mode():
             self._plain_steps.capture_graphs()
 
     def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec) -> None:
-        """Let plain generation steps of few rows take fewer launches from here on, on Triton's kernels, where the model
-        can be recorded. After the warm-up.
+        """Use the fused step for plain generation steps of few rows from now on, if the device runs Triton kernels and
+        the model can be recorded. Call after the warm-up.
 
-        spec   with the windows in force
+        spec   with the effective windows
         """
         if self._plain_steps is None or not use_triton(self._device):
             return
@@ -395,40 +402,40 @@ class NativeBackend:
                                                      self.info.tokens_per_block)
             except NotRecordableError as obstacle:
                 log.log(logging.WARNING if isinstance(obstacle, WrongStepError) else logging.INFO,
-                        "the layers of %s make all launches of a step: it cannot be recorded: %s",
+                        "steps of %s are not fused: %s",
                         type_name(loaded.model), obstacle)
             finally:
                 clear_block(self._pool, 0)
 
     def _cached_by_a_long_sequence(self) -> int:
-        """Tokens before the newest one of a sequence that attention cuts into parts, if it does that to any.
+        """Return the number of cached tokens of a sequence that attention splits into parts, if it splits any.
 
-        The newest token is the first one of its block: then no length has more blocks in a window.
+        The next token is the first of its block, so that the window holds as many blocks as for any length.
         """
         tokens_per_block = self.info.tokens_per_block
         num_blocks = min(LONG_SEQUENCE_BLOCKS, -(-self.info.max_seq_len // tokens_per_block))
         return max((num_blocks - 1) * tokens_per_block, 1)
 
     def compile_step(self, loaded: LoadedModel, spec: ModelSpec, *, must: bool = False) -> None:
-        """Let the model's forward run as compiled code from here on, where it can.
+        """Run the model's forward as compiled code from now on, if that is possible.
 
-        spec     with the windows in force
-        must     raise ConfigError where it cannot
+        spec   with the effective windows
+        must   whether to raise ConfigError if it is not possible
         """
         try:
             with self._threads():
                 threads = self._num_threads or torch.get_num_threads()
                 self._runner.compiled = compile_step(loaded, spec, self._runner.attention, self._pool,
                                                      self.info.sink_tokens, threads)
-            log.info("steps run as compiled code on at most %d threads; torch runs what is left of them", threads)
-            if self._layout is not layouts.padded and has_own_count():       # a padded call's forward is torch's
-                # What is left for torch is little, and its threads would stay awake in the way of the compiled step's.
+            log.info("steps run as compiled code on at most %d threads; torch runs the rest of a step", threads)
+            if self._layout is not layouts.padded and has_openmp():       # padded calls run in torch
+                # The rest is little work, and idle threads of torch would spin on the cores of the compiled step.
                 self._torch_threads = 1
         except NotRecordableError as obstacle:
             if must:
-                raise ConfigError(f"cpu_compile was asked for, and {type_name(loaded.model)} cannot be compiled: "
-                                  f"{obstacle}", "a model of the layers of batch_manager.layers",
-                                  "leave cpu_compile out: the step then runs in torch") from obstacle
+                raise ConfigError(f"cpu_compile is True, but {type_name(loaded.model)} cannot be compiled: "
+                                  f"{obstacle}", "compiled steps need a model built from batch_manager.layers",
+                                  "leave cpu_compile unset to run steps in torch") from obstacle
             log.info("steps run in torch: %s cannot be compiled: %s", type_name(loaded.model), obstacle)
         finally:
             with torch.inference_mode():
@@ -436,7 +443,7 @@ class NativeBackend:
 
     @contextmanager
     def _naming_stages(self) -> Iterator[None]:
-        """Within it, what a stage raises becomes a ConfigError that names the stage; memory that is out does not."""
+        """Context manager: turn an exception of a custom stage, except out of memory, into a ConfigError naming it."""
         try:
             yield
         except Exception as error:
@@ -445,50 +452,50 @@ class NativeBackend:
                 raise
             raise ConfigError(
                 f"the stage {type_name(stage)} of Parts.stages raised {first_line(error)} in the warm-up",
-                "a stage takes the sequence that the warm-up invents, of request id 0 and prompt [0]",
-                "let the stage take a request that it has not heard of; the cause above says more") from error
+                "a stage must accept the warm-up's dummy sequence, of request id 0 and prompt [0]",
+                "let the stage accept requests that it does not know; see the exception above") from error
 
     def _sample(self, batch: ScheduledBatch, calls: list[CallResult]) -> "NativeStep":
-        """Logits, tokens, and their way back to the host."""
-        first = calls[0]                                          # the contexts are in it, whatever the layout
+        """Compute logits, sample tokens, and start their copy to the host."""
+        first = calls[0]                                          # has the contexts, in every layout
         rows, hidden = first.rows, first.hidden
         if len(calls) > 1:
             rows, hidden = join_rows([call.rows for call in calls]), torch.cat([call.hidden for call in calls])
-        drawn, tensors = None, {}
+        sampled, tensors = None, {}
         if batch.context:
             tensors["context_finite"] = first.context_finite
         if len(rows.slots):
-            largest = self._runner.largest(hidden) if self._decoder.takes_largest(rows) else None
+            largest = self._runner.largest(hidden) if self._decoder.needs_only_largest(rows) else None
             if largest is None:
-                drawn = self._decoder.draw(self._runner.logits(hidden), rows)
+                sampled = self._decoder.sample(self._runner.logits(hidden), rows)
             else:
-                drawn = self._decoder.draw_largest(*largest, rows)
-            tensors |= drawn.tensors()
+                sampled = self._decoder.sample_largest(*largest, rows)
+            tensors |= sampled.tensors()
         readback = Readback(self._device, tensors)
-        if drawn is not None:
-            self._decoder.keep(drawn)
-        return NativeStep(batch, self.info.vocab_size, drawn, readback, first.context_logits)
+        if sampled is not None:
+            self._decoder.keep(sampled)
+        return NativeStep(batch, self.info.vocab_size, sampled, readback, first.context_logits)
 
 
 class NativeStep:
-    """A step that was launched.
+    """A launched step.
 
-    drawn   what it sampled; None: no row yields a token
+    sampled   the result of sampling; None: no token is sampled
     """
 
-    def __init__(self, batch: ScheduledBatch, vocab_size: int, drawn: Drawn | None, readback: Readback,
+    def __init__(self, batch: ScheduledBatch, vocab_size: int, sampled: SampledStep | None, readback: Readback,
                  context_logits: dict[int, np.ndarray]) -> None:
         self._batch, self._vocab_size = batch, vocab_size
-        self._drawn, self._readback, self._context_logits = drawn, readback, context_logits
+        self._sampled, self._readback, self._context_logits = sampled, readback, context_logits
 
     def finish(self) -> StepOutput:
         arrays = self._readback.wait()
         failures = {}
         if self._batch.context and not arrays["context_finite"].all():
             failures = dict.fromkeys(slots_not_finite(self._batch.context, arrays["context_finite"]), UNUSABLE)
-        if self._drawn is None:
+        if self._sampled is None:
             none = np.empty(0, np.int32)
             return StepOutput(self._batch.micro_batch_id, none, none, np.empty(0, np.uint8),
                               context_logits=self._context_logits, failures=failures)
-        return StepOutput(self._batch.micro_batch_id, **self._drawn.output(arrays, failures, self._vocab_size),
+        return StepOutput(self._batch.micro_batch_id, **self._sampled.output(arrays, failures, self._vocab_size),
                           context_logits=self._context_logits)

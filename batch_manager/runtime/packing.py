@@ -1,6 +1,6 @@
-"""`ScheduledBatch` to `PackedStep`: all tokens of a step in one row, contexts first. Arrays only.
+"""Packs a `ScheduledBatch` into a `PackedStep`: all tokens of a step in one sequence of rows, contexts first.
 
-Where a call is padded, `Padding` says at which of its rows the packed tokens stand; all else is packed either way.
+A padded call has a packed step too; `Padding` lists the rows of its tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -17,18 +17,18 @@ from .block_tables import BlockTables, generation_rows
 class Padding:
     """The rows of a padded call.
 
-    rows       [T] int64: the row of each packed token, rising; the rows in between are padding
-    num_rows   all of them
+    rows       [T] int64: row of each packed token, ascending; all other rows are padding
+    num_rows   number of rows, padding included
     """
 
     rows: np.ndarray
     num_rows: int
 
 
-def padding(step: PackedStep, num_places: int) -> Padding | None:
-    """Contexts padded to the longest of them, or generation rows to `num_places`. None where nothing is to be padded.
+def padding(step: PackedStep, num_generation_rows: int) -> Padding | None:
+    """Pad contexts to the longest, or generation rows to `num_generation_rows`. Returns None if there is no padding.
 
-    step   contexts only, or generation only
+    step   has only contexts, or only generation rows
     """
     count = len(step.slots)
     if step.num_contexts:
@@ -39,15 +39,16 @@ def padding(step: PackedStep, num_places: int) -> Padding | None:
         rows, num_rows = np.repeat(first_rows - step.query_starts[:-1], lengths), count * longest
         rows += np.arange(step.num_tokens)
     else:
-        rows, num_rows = np.arange(count, dtype=np.int64), max(num_places, count)
+        rows, num_rows = np.arange(count, dtype=np.int64), max(num_generation_rows, count)
     return Padding(rows, num_rows) if num_rows > step.num_tokens else None
 
 
 def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
-    """Where every token of the batch belongs; each beam is packed as a sequence. `tables` must have been updated with
-    the batch. Where a generating sequence has draft tokens, all of them are packed as chunks of 1 + drafts tokens.
+    """Pack a batch. Each beam is packed as a sequence. `tables` must have been updated with the batch.
 
-    Raises   AssertionError where a token has no block. The blocks of tokens written before may be gone.
+    If any generating sequence has draft tokens, all generating sequences are packed as chunks of 1 + drafts tokens.
+
+    Raises   AssertionError if a token of the step has no block. Blocks of earlier tokens may have been given back.
     """
     context, num_drafts = batch.context, batch.generation.num_drafts
     if not context and num_drafts is None:
@@ -104,14 +105,14 @@ def pack(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> P
     )
 
 
-def virtual_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | None:
-    """[v, hidden size]: the embeddings of the contexts' prompt-tuning tokens, in packed order. None: there are none."""
+def prompt_tuning_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | None:
+    """Return the embeddings [v, hidden size] of the contexts' prompt-tuning tokens, in packed order, or None."""
     given = [work.embeddings for work in context if work.embeddings is not None]
     return np.concatenate(given) if given else None
 
 
 def slots_not_finite(context: tuple[ContextWork, ...], finite: np.ndarray) -> list[int]:
-    """The slots of the contexts of which a token is not finite; finite [context tokens] bool, in packed order."""
+    """Return the slots of contexts with a token that is not finite. finite [context tokens] bool, in packed order"""
     slots, stop = [], 0
     for work in context:
         start, stop = stop, stop + len(work.token_ids)
@@ -120,15 +121,15 @@ def slots_not_finite(context: tuple[ContextWork, ...], finite: np.ndarray) -> li
     return slots
 
 
-class GenerationPlaces(NamedTuple):
-    """Where the one token of each generation row belongs.
+class GenerationRows(NamedTuple):
+    """The generation rows of a step, with one token each.
 
-    slots        [n] int32   sequence slots; a slot with beams once for each
-    positions    [n] int32
-    kv_lengths   [n] int32   tokens in the KV cache once this step's are written
-    table_rows   [n] int32   rows of the block tables
-    blocks       [n] int32   the block of each token
-    max_blocks   of the longest sequence
+    slots        [n] int32   slot of the sequence; repeated for each beam
+    positions    [n] int32   position of the token
+    kv_lengths   [n] int32   tokens in the KV cache, those of this step included
+    table_rows   [n] int32   row of the block tables
+    blocks       [n] int32   block of the token
+    max_blocks   number of blocks of the longest sequence
     """
 
     slots: np.ndarray
@@ -139,44 +140,44 @@ class GenerationPlaces(NamedTuple):
     max_blocks: int
 
 
-def generation_places(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> GenerationPlaces:
-    """Of the generation rows of a batch without drafts. Raises as `pack`."""
+def locate_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> GenerationRows:
+    """Return the generation rows of a batch without drafts. Raises as `pack`."""
     slots = table_rows = batch.generation.slots
     positions = batch.generation.kv_lengths
     if batch.max_beam_width > 1:
         slots, positions, table_rows = generation_rows(batch)
     kv_lengths = positions + np.int32(1)
     max_blocks = _check(table_rows, kv_lengths, tables, tokens_per_block)
-    return GenerationPlaces(slots, positions, kv_lengths, table_rows,
+    return GenerationRows(slots, positions, kv_lengths, table_rows,
                             _blocks(tables, table_rows, positions, tokens_per_block), max_blocks)
 
 
-NO_PLACES = GenerationPlaces(*[np.empty(0, np.int32)] * 5, 0)
+NO_GENERATION_ROWS = GenerationRows(*[np.empty(0, np.int32)] * 5, 0)
 
 
-class ContextPlaces(NamedTuple):
-    """Where the tokens of a batch's contexts belong.
+class ContextRows(NamedTuple):
+    """The contexts of a step.
 
-    step         of the contexts alone
-    table_rows   [c] int32   rows of the block tables
-    draws        [c] bool   whether a token is sampled after the context: its last chunk runs
+    step            the packed contexts, without the generation rows
+    table_rows      [c] int32   row of the block tables
+    is_last_chunk   [c] bool   whether this is the last chunk of the prompt, so that a token is sampled after it
     """
 
     step: PackedStep
     table_rows: np.ndarray
-    draws: np.ndarray
+    is_last_chunk: np.ndarray
 
 
-def context_places(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> ContextPlaces:
-    """Of the contexts of a batch that has some, without drafts. Raises as `pack`."""
+def locate_contexts(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> ContextRows:
+    """Return the contexts of a batch with at least one context and no drafts. Raises as `pack`."""
     step = pack(replace(batch, generation=NO_GENERATION), tables, tokens_per_block)
-    return ContextPlaces(step, step.slots * np.int32(batch.max_beam_width),
+    return ContextRows(step, step.slots * np.int32(batch.max_beam_width),
                          np.array([work.is_last_chunk for work in batch.context]))
 
 
 def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:
-    """One token per row: nothing to repeat, nothing to concatenate."""
-    slots, positions, kv_lengths, table_rows, blocks, max_blocks = generation_places(
+    """Pack generation rows without drafts: the faster path for one token per row."""
+    slots, positions, kv_lengths, table_rows, blocks, max_blocks = locate_generation(
         batch, tables, tokens_per_block)
     return PackedStep(
         token_ids=np.zeros(len(slots), np.int32),
@@ -198,7 +199,7 @@ def _blocks(tables: BlockTables, table_rows: np.ndarray, positions: np.ndarray, 
 
 
 def _pool_slots(blocks: np.ndarray, positions: np.ndarray, tokens_per_block: int) -> np.ndarray:
-    """[n] int64   block id * tokens_per_block + offset"""
+    """Return the tokens' entries in the KV cache pool, [n] int64: block id * tokens_per_block + offset."""
     pool_slots = blocks.astype(np.int64)
     pool_slots *= tokens_per_block
     pool_slots += positions % tokens_per_block
@@ -207,7 +208,7 @@ def _pool_slots(blocks: np.ndarray, positions: np.ndarray, tokens_per_block: int
 
 def _logits_rows(context: tuple[ContextWork, ...], num_drafts: np.ndarray | None,
                  query_starts: np.ndarray) -> np.ndarray:
-    """The last 1 + drafts tokens of generating sequences and of contexts whose last chunk this is."""
+    """Return the rows of the last 1 + drafts tokens of generating sequences and of contexts with their last chunk."""
     counts, ends = np.ones(len(query_starts) - 1, np.int64), query_starts[1:].astype(np.int64)
     counts[:len(context)] = [work.is_last_chunk * (1 + work.num_drafts) for work in context]
     if num_drafts is not None:
@@ -217,11 +218,11 @@ def _logits_rows(context: tuple[ContextWork, ...], num_drafts: np.ndarray | None
 
 
 def _check(table_rows: np.ndarray, kv_lengths: np.ndarray, tables: BlockTables, tokens_per_block: int) -> int:
-    """Blocks of the longest sequence."""
+    """Check that all sequences fit into their blocks. Returns the number of blocks of the longest."""
     assert len(table_rows), "an empty batch"
     mapped = tables.mapped[table_rows]
     outside = kv_lengths > mapped * tokens_per_block
     assert not outside.any(), (
-        f"rows {table_rows[outside].tolist()} of lengths {kv_lengths[outside].tolist()} do not fit their "
+        f"block table rows {table_rows[outside].tolist()} with lengths {kv_lengths[outside].tolist()} do not fit their "
         f"{mapped[outside].tolist()} blocks of {tokens_per_block} tokens")
     return -(-int(kv_lengths.max()) // tokens_per_block)

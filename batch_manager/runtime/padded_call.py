@@ -1,4 +1,4 @@
-"""A padded call of a model whose attention and cache know of no padding."""
+"""Padded calls of a model. Attention and KV cache see the packed tokens only."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from ..models.registry import Model
 
 
 class PaddedAttention:
-    """An attention between padded rows: only the rows of tokens reach it, so that padding writes nothing to the cache
-    and no token attends to it. A padding row gets zeros."""
+    """Wraps an attention for padded rows: passes it the rows of tokens only, so that padding is neither written to the
+    KV cache nor attended to. Padding rows of the result are zeros."""
 
     def __init__(self, attention: Attention, rows: torch.Tensor, num_rows: int) -> None:
         self.dispatch = attention.dispatch
@@ -35,11 +35,11 @@ class PaddedAttention:
 
 def forward_padded(model: Model, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention,
                    rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """`model.forward` of packed tokens as a call of `num_rows` rows; the hidden states of the packed tokens.
+    """Run `model.forward` on packed tokens, padded to `num_rows` rows. Returns the hidden states of the packed tokens.
 
     Shapes   hidden and the result [T, hidden size]; positions, rows [T]
     """
-    # Padding is zeros; what becomes of it is dropped.
+    # The results of the padding rows, which start as zeros, are dropped.
     padded = hidden.new_zeros((num_rows, hidden.shape[1])).index_copy_(0, rows, hidden)
     padded_positions = positions.new_zeros(num_rows).index_copy_(0, rows, positions)
     return model.forward(padded, padded_positions, PaddedAttention(attention, rows, num_rows))[rows]

@@ -1,10 +1,10 @@
-"""Plain steps on a device: one function that reads and writes what stays where it is. See step_inputs.py.
+"""Plain steps: one function that reads and writes device memory at fixed addresses. step_inputs.py defines them.
 
-`PlainSteps.run_step` is that function. It has no argument but the shape of the step, so what it launches follows from
-the shape. It is called for each step, or once while a graph records what it launches, and the graph is replayed.
+`PlainSteps.run_step` is that function. The shape of the step is its only argument and determines all launches. It is
+called for each step, or once per shape to capture a graph, which is then replayed.
 
-Steps with contexts are plain only where they have a graph: they have a hundred times more shapes than graphs could be
-captured for, and launched one by one they gain nothing.
+Steps with contexts are plain only if their shape has a graph. There are a hundred times more such shapes than graphs
+that could be captured, and without a graph they gain nothing.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import torch
 
 from ..attention.interface import Attention, BindableAttention
 from ..decoding.decoder import GptDecoder
-from ..decoding.drawn import UNUSABLE
+from ..decoding.sampled_step import UNUSABLE
 from ..decoding.slots import CONTEXT_LOGITS, LOG_PROBS, SAMPLES
 from ..handover import ScheduledBatch, StepOutput
 from ..triton_kernels import dispatch
@@ -23,35 +23,35 @@ from .device import Readback, Uploads
 from .graph_shapes import MOST_CONTEXTS, StepShape, graph_rows, padded, padded_mixed
 from .graphs import Graphs
 from .model_runner import ModelRunner
-from .packing import NO_PLACES, context_places, generation_places, slots_not_finite
+from .packing import NO_GENERATION_ROWS, locate_contexts, locate_generation, slots_not_finite
 from .resident_tables import ResidentTables
 from .step_inputs import StepInputs
 from .step_writer import StepWriter
 
-PLAIN = SAMPLES | LOG_PROBS                         # features that a sequence of a plain step may have
+PLAIN = SAMPLES | LOG_PROBS                         # features that sequences of a plain step may have
 NO_SIZES: frozenset[tuple[int, int]] = frozenset()
 
 
 def can_bind(attention: Attention) -> bool:
-    """Whether an attention serves steps whose inputs stay where they are."""
+    """Whether an attention supports inputs at fixed addresses."""
     return getattr(attention, "can_bind", False) is True
 
 
 class PlainSteps:
     """Runs plain steps of one engine.
 
-    attention   one that `can_bind`
-    decoder     made for num_slots + 1 sequences: the last slot is that of padding rows
-    tables      the host's block tables
-    num_slots   sequences of the largest step
-    max_beam_width   rows of the block tables that belong to a slot
-    max_seq_len   tokens of the longest sequence
-    mixed_sizes   of the steps with contexts that graphs will be captured for, see graph_shapes.py
+    attention        one for which `can_bind` is true
+    decoder          made for num_slots + 1 sequences; padding rows use the last slot
+    tables           the host's block tables
+    num_slots        number of sequences in the largest step
+    max_beam_width   rows of the block tables per slot
+    max_seq_len      tokens of the longest sequence
+    mixed_sizes      sizes of the steps with contexts for which graphs will be captured, see graph_shapes.py
 
-    graphs   replay steps of some shapes; None: each launch is made by itself
+    graphs   the captured graphs; None: all launches are made one by one
 
-    A backend that has taken a sequence in a slot beyond num_slots runs none of these steps any more: the first
-    of those slots is that of padding rows, and has no row in the block tables on the device.
+    Once a sequence is set up in a slot >= num_slots, `serves` is false for all later steps: the first of these slots
+    is that of padding rows, and none has a row in the block tables on the device.
     """
 
     def __init__(self, runner: ModelRunner, attention: BindableAttention, decoder: GptDecoder, tables: BlockTables,
@@ -69,12 +69,12 @@ class PlainSteps:
         self._mixed_shapes = {(rows, tokens): StepShape(rows, self._may_split(rows), True, tokens, MOST_CONTEXTS)
                               for rows, tokens in mixed_sizes}
         largest = StepShape(max(num_slots, graph_rows(num_slots)[-1]), True, True)
-        self.inputs = StepInputs([largest, *self._mixed_shapes.values()], attention, self.resident.there,
+        self.inputs = StepInputs([largest, *self._mixed_shapes.values()], attention, self.resident.tensor,
                                  tokens_per_block, uploads)
         self._writer = StepWriter(self.inputs, attention, self.resident, tables, uploads, padding_slot=num_slots)
 
     def serves(self, batch: ScheduledBatch) -> bool:
-        """Whether a step is plain, and of sequences that there is room for."""
+        """Whether a step is plain and its sequences fit into the fixed memory."""
         generation, state = batch.generation, self._decoder.state
         if generation.beam_width > 1 or generation.num_drafts is not None or state.num_taken > self._num_slots:
             return False
@@ -82,7 +82,7 @@ class PlainSteps:
             return False
         if not len(generation):
             return bool(batch.context)
-        # Context logits are those of a context, which has run.
+        # Context logits do not matter here: the context has run.
         return (int(generation.kv_lengths.max()) < self._max_tokens
                 and int(np.bitwise_or.reduce(state.features[generation.slots])) & ~(PLAIN | CONTEXT_LOGITS) == 0)
 
@@ -94,7 +94,7 @@ class PlainSteps:
                    and work.start + len(work.token_ids) <= self._max_tokens for work in batch.context)
 
     def start(self, batch: ScheduledBatch) -> "PlainStep":
-        """Launch a step that `serves` says yes to."""
+        """Launch a step for which `serves` is true."""
         shape = self.write(batch)
         self.inputs.send(shape)
         if self.graphs is None:
@@ -106,28 +106,28 @@ class PlainSteps:
         return PlainStep(batch, shape, self._decoder.state.active, readback)
 
     def write(self, batch: ScheduledBatch) -> StepShape:
-        """Write the arrays of the step, in the memory that is sent to the device. Returns its shape."""
-        places, contexts, sequences = NO_PLACES, None, len(batch.generation)
+        """Write the arrays of the step to the host memory that is sent to the device. Returns the step's shape."""
+        generation, contexts, sequences = NO_GENERATION_ROWS, None, len(batch.generation)
         if sequences:
-            places = generation_places(batch, self._tables, self._tokens_per_block)
+            generation = locate_generation(batch, self._tables, self._tokens_per_block)
         if batch.context:
-            contexts = context_places(batch, self._tables, self._tokens_per_block)
+            contexts = locate_contexts(batch, self._tables, self._tokens_per_block)
             shape = self._mixed_shapes[_mixed_size(batch, self._graph_sizes)]
-            work = self._writer.plan(places, shape.rows)
+            work = self._writer.plan(generation, shape.rows)
         else:
             rows = padded(sequences, self._graph_rows) or sequences
-            work = self._writer.plan(places, rows)
+            work = self._writer.plan(generation, rows)
             shape = StepShape(rows, is_split=any(part_starts[-1] for _, part_starts in work),
-                              samples=bool(self._decoder.state.active(SAMPLES, places.slots).any()))
-        self._writer.write(shape, work, places, contexts)
+                              samples=bool(self._decoder.state.active(SAMPLES, generation.slots).any()))
+        self._writer.write(shape, work, generation, contexts)
         return shape
 
     def run_step(self, shape: StepShape) -> None:
-        """Everything that a step does on the device, from its inputs to its results."""
+        """Launch everything that a step computes on the device, from its inputs to its results."""
         given, decoder = self.inputs.tensors(shape), self._decoder
-        counts = decoder.plain_counts(shape.num_draws) if shape.samples else None
+        counts = decoder.plain_counts(shape.num_sampled) if shape.samples else None
         prepared = self._prepare_step(
-            self.resident.there, given.table_entries, given.table_blocks, decoder.state.last_tokens.values,
+            self.resident.tensor, given.table_entries, given.table_blocks, decoder.state.last_tokens.values,
             given.slots[: shape.rows], given.positions, given.input_tokens, embedding=self._runner.table,
             cleared=counts)
         self._attention.bind(given.generation, given.contexts)
@@ -135,13 +135,13 @@ class PlainSteps:
             logits = self._runner.generate(prepared, given.positions)
         else:
             hidden = self._runner.forward(prepared, given.positions)
-            # A value that is not finite leaves its row's sum not finite.
+            # The sum of a row is not finite if any of its values is not.
             torch.sum(hidden[shape.rows :], 1, dtype=torch.float32, out=given.context_sums)
-            logits = self._runner.logits(hidden.index_select(0, given.draw_rows))
-        decoder.draw_plainly(logits, given.slots, given.drawn_at, counts, given.results)
+            logits = self._runner.logits(hidden.index_select(0, given.logits_rows))
+        decoder.sample_plain(logits, given.slots, given.sampled_positions, counts, given.results)
 
     def capture_graphs(self) -> None:
-        """Replay graphs from here on, for steps of the shapes that have one. Where that fails the log says why."""
+        """Capture graphs and replay them in later steps. If capturing fails, log a warning and go on without graphs."""
         rows = graph_rows(self._num_slots)
         shapes = [StepShape(count, is_split, samples) for count in rows for samples in (False, True)
                   for is_split in (False, True)[: 1 + self._may_split(count)]]
@@ -151,41 +151,41 @@ class PlainSteps:
             self.pad_to(rows)
 
     def pad_to(self, rows: tuple[int, ...]) -> None:
-        """Pad generation steps to these numbers of rows, and serve steps with contexts, padded to their shapes."""
+        """Pad generation steps to these row counts, and serve steps with contexts from now on, padded too."""
         self._graph_rows, self._graph_sizes = rows, frozenset(self._mixed_shapes)
 
     def _may_split(self, rows: int) -> bool:
-        """Whether attention cuts any of so many sequences into parts."""
-        return self._attention.most_parts(rows, self.resident.there.shape[1]) > rows
+        """Whether attention may split a sequence into parts in a step of this many rows."""
+        return self._attention.most_parts(rows, self.resident.tensor.shape[1]) > rows
 
     def _send_padding(self, shape: StepShape) -> None:
-        self._writer.write(shape, self._writer.plan(NO_PLACES, shape.rows), NO_PLACES, None)
+        self._writer.write(shape, self._writer.plan(NO_GENERATION_ROWS, shape.rows), NO_GENERATION_ROWS, None)
         self.inputs.send(shape)
 
 
 def _mixed_size(batch: ScheduledBatch, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:
-    """The one of `sizes` that a step with contexts is padded to; None: none holds it."""
+    """Return the size to which a step with contexts is padded. None: no size holds it."""
     return padded_mixed(len(batch.generation), sum(len(work.token_ids) for work in batch.context), sizes)
 
 
 class PlainStep:
-    """A plain step that was launched.
+    """A launched plain step.
 
-    active   (feature, slots [n]) -> [n] bool: which of the sequences in these slots have a feature
+    active   (feature, slots [n]) -> [n] bool: whether the sequence in each slot has the feature
     """
 
     def __init__(self, batch: ScheduledBatch, shape: StepShape, active: Callable[[int, np.ndarray], np.ndarray],
                  readback: Readback) -> None:
         self._micro_batch_id, self._shape, self._readback = batch.micro_batch_id, shape, readback
         self._contexts, self._slots, self._rows = batch.context, batch.generation.slots, slice(len(batch.generation))
-        if batch.context:                              # those whose last chunk it is yield tokens, and are the first
+        if batch.context:                              # contexts with their last chunk come first in the output
             last = [index for index, work in enumerate(batch.context) if work.is_last_chunk]
             self._rows = np.array([*(shape.rows + index for index in last), *range(len(batch.generation))], np.int64)
             self._slots = np.array([*(batch.context[index].slot for index in last), *self._slots], np.int32)
         self._asked = active(LOG_PROBS, self._slots)
 
     def finish(self) -> StepOutput:
-        found, num_results = self._readback.wait()["results"], 4 * self._shape.num_draws
+        found, num_results = self._readback.wait()["results"], 4 * self._shape.num_sampled
         tokens, finish, finite, log_prob_bits = found[:num_results].reshape(4, -1)[:, self._rows]
         failures = {}
         if self._contexts:

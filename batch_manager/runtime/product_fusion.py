@@ -1,7 +1,7 @@
-"""Which operations of a recorded model share a launch: a pass over each product and its neighbours.
+"""Decides which operations of a recorded model share a launch with a matrix product.
 
-A norm is done by the products that read it, an activation by the product before it, a bias and a sum with the residual
-by the product that they belong to.
+A norm is fused into the products that read it, an activation into the product before it, and a bias and a residual sum
+into their product.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from .launch_recording import Activation, LaunchRecording, Norm, Operation, Prod
 
 @dataclass(frozen=True, slots=True)
 class FusedProduct:
-    """A product with what is done in its launch. Read and written as Operations are.
+    """A product and the operations fused into its launch. Reads `x` and writes `result`, as an Operation does.
 
-    norm         of `x`; None: none
-    activation   of the product, whose result is written instead; None: none
+    norm         applied to `x` first; None: no norm
+    activation   applied to the product; None: no activation
     """
 
     x: Rows
@@ -27,10 +27,10 @@ class FusedProduct:
 
 
 def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]) -> list[Operation | FusedProduct]:
-    """The operations in their order, some of them in one product each.
+    """Return the operations in order, with products and their neighbours fused where that is faster.
 
-    pays   (entries of x, entries of the result, whether it is gated, "none", "rms" or "layer") -> whether a product is
-           to be fused
+    pays   (columns of x, columns of the result, whether the activation is gated, norm: "none", "rms" or "layer") ->
+           whether fusing such a product saves time
     """
     operations, widths = recording.operations, recording.widths
     readers: dict[int, list[int]] = {}
@@ -41,8 +41,8 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
     def can_fuse(product: Product) -> bool:
         return is_whole(product.x, widths) and is_whole(product.result, widths)
 
-    def activation_behind(index: int) -> int | None:
-        """The operation that alone reads a product, where it is an activation of all of it."""
+    def activation_after(index: int) -> int | None:
+        """Return the index of a product's only reader if it is an activation of the whole product, else None."""
         product = operations[index]
         found = readers.get(product.result.register, [])
         if product.adds or len(found) != 1 or product.result.register == recording.result:
@@ -52,13 +52,13 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
         return found[0] if is_taken else None
 
     def pays_with(index: int, norm: str) -> bool:
-        product, activated_at = operations[index], activation_behind(index)
+        product, activated_at = operations[index], activation_after(index)
         gated = activated_at is not None and operations[activated_at].gated
         outputs = product.matrix.weight.shape[0] // (2 if gated else 1)
         return pays(product.matrix.weight.shape[1], outputs, gated, norm)
 
     def takes_norm(norm_at: int, index: int) -> bool:
-        """Whether a product may look at what the norm looks at instead of at its result."""
+        """Whether a product can read the norm's input and apply the norm itself."""
         norm, operation = operations[norm_at], operations[index]
         if not isinstance(operation, Product) or not can_fuse(operation):
             return False
@@ -82,7 +82,7 @@ def fuse(recording: LaunchRecording, pays: Callable[[int, int, bool, str], bool]
         if index in left_out:
             continue
         if isinstance(operation, Product):
-            norm, activated_at = norm_of.get(index), activation_behind(index)
+            norm, activated_at = norm_of.get(index), activation_after(index)
             saves_one = norm is not None or activated_at is not None or (
                 operation.adds and operation.matrix.bias is not None)
             if saves_one and can_fuse(operation) and (norm is not None or pays_with(index, "none")):

@@ -1,4 +1,4 @@
-"""Whether the forward of a model runs as compiled code on a CPU, and the proof that it then gives what torch gives."""
+"""Decides whether a model's forward runs as compiled code on a CPU, and compares it with torch."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from ..models.model_spec import ModelSpec
 from ..triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
 from ..triton_kernels.dispatch import use_triton
 from .compiled_step import CompiledStep
-from .first_step import excess_of, first_step
+from .first_step import describe_difference, first_step
 
 LARGEST_HEAD, LARGEST_BLOCK, BLOCK_UNIT = 256, 256, 16
 COMPARED_TOKENS = 5
@@ -25,11 +25,12 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 def may_compile(params: TrtGptModelOptionalParams, device: torch.device,
                 attention_factory: Callable[..., Attention] | None) -> bool:
-    """Whether matrices are to be packed for compiled code. Raises ConfigError where it was asked for and cannot be."""
+    """Whether to pack the matrices for compiled code. Raises ConfigError if cpu_compile is True but impossible."""
     obstacle = _obstacle(params, device, attention_factory)
     if obstacle and params.cpu_compile:
-        raise ConfigError(f"cpu_compile was asked for, and {obstacle}", "a CPU with a C compiler, and no such option",
-                          "leave cpu_compile out: the step then runs in torch")
+        raise ConfigError(f"cpu_compile is True, but {obstacle}", "compiled steps need a CPU with a C compiler and the "
+                          "package's own attention, without `deterministic`",
+                          "leave cpu_compile unset to run steps in torch")
     if obstacle and device.type == "cpu" and params.cpu_compile is None:
         log.info("steps run in torch: %s", obstacle)
     return not obstacle
@@ -45,10 +46,10 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention
     if params.deterministic:
         return "deterministic is set"
     if attention_factory is not None:
-        return "there is an attention of the user's own"
+        return "Parts.attention is set"
     block = params.kv_cache_config.tokens_per_block
     if block % BLOCK_UNIT or block > LARGEST_BLOCK:
-        return f"tokens_per_block is {block}; it takes multiples of {BLOCK_UNIT} up to {LARGEST_BLOCK}"
+        return f"tokens_per_block is {block}, not a multiple of {BLOCK_UNIT} up to {LARGEST_BLOCK}"
     try:
         load_library(check_interruption)
     except CannotCompileError as error:
@@ -58,16 +59,17 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention
 
 def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_pool: torch.Tensor,
                  sink: int, threads: int) -> CompiledStep:
-    """The compiled forward of a model, compared with torch's on a first step, for which it uses block 0 of the pool.
+    """Return the compiled forward of a model, after comparing it with torch on a first step.
 
-    spec     with the windows in force
-    threads  to compute with
-    Raises   NotRecordableError, whose text says why this model runs in torch
+    spec      with the effective windows
+    threads   largest number of threads
+    Mutates   block 0 of the KV cache pool, used for the comparison
+    Raises    NotRecordableError, with the reason why the model runs in torch
     """
     if loaded.dtype not in TYPES:
         raise NotRecordableError(f"it computes in {loaded.dtype}")
     if spec.head_size > LARGEST_HEAD:
-        raise NotRecordableError(f"its heads have {spec.head_size} entries; at most {LARGEST_HEAD} are taken")
+        raise NotRecordableError(f"its head_size is {spec.head_size}, above {LARGEST_HEAD}")
     recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink)
     with torch.inference_mode():
         recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)
@@ -77,7 +79,8 @@ def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_
         hidden = loaded.model.embed(torch.from_numpy(step.token_ids.astype(np.int64)))
         attention.plan(step)
         expected = loaded.model.forward(hidden.clone(), torch.from_numpy(step.positions), attention)
-        excess = excess_of(compiled.run(hidden.to(loaded.dtype), step), expected, TOLERANCES[loaded.dtype])
-        if excess:
-            raise NotRecordableError(f"compiled, its first step differs from torch's {excess}")
+        found = compiled.run(hidden.to(loaded.dtype), step)
+        difference = describe_difference(found, expected, TOLERANCES[loaded.dtype])
+        if difference:
+            raise NotRecordableError(f"its compiled first step differs from torch's {difference}")
     return compiled

@@ -1,4 +1,4 @@
-"""Making the step of few rows that runs as it was recorded, and the proof that it gives what the model gives."""
+"""Makes the fused step of a model and compares it with the model itself."""
 
 import numpy as np
 import torch
@@ -9,25 +9,25 @@ from ..models.loading import LoadedModel
 from ..models.model_spec import ModelSpec
 from ..models.registry import Model
 from .device import Uploads
-from .first_step import excess_of, first_step
+from .first_step import describe_difference, first_step
 from .fused_step import FusedStep
 from .launch_recording import LaunchRecording, is_whole
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-COMPARED_TOKENS = (1, 5)           # in each of them. What is fused for more rows is fused for one: all is compiled then
+COMPARED_TOKENS = (1, 5)           # of each compared step. Products fused for more rows are fused for one row too
 
 
 class WrongStepError(NotRecordableError):
-    """What was recorded does not give what the model gives."""
+    """The fused step differs from the model."""
 
 
 def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, uploads: Uploads,
                     tokens_per_block: int) -> FusedStep:
-    """The model's forward, and its head where it is a product, compared with the model itself on first steps, for which
-    it uses block 0 of the pool.
+    """Return the fused forward of a model, with its head if that is a product, after comparing it with the model.
 
-    spec     with the windows in force
-    Raises   NotRecordableError, whose text says why the model's layers make all their launches themselves
+    spec      with the effective windows
+    Mutates   block 0 of the KV cache pool, used for the comparison
+    Raises    NotRecordableError, with the reason why the model cannot be fused
     """
     from ..triton_kernels.device_limits import device_limits  # it imports triton
 
@@ -40,18 +40,18 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
 
 
 def record_step(loaded: LoadedModel, spec: ModelSpec) -> tuple[LaunchRecording, bool]:
-    """(what the model does to its rows, whether its head is part of that). Raises NotRecordableError."""
+    """Return the recording of a model's forward, and whether it includes the head. Raises NotRecordableError."""
     recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, 0)
     recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded, make=LaunchRecording)
     return recording, _record_head(loaded.model, recording)
 
 
 def _record_head(model: Model, recording: LaunchRecording) -> bool:
-    """Add the head to the recording. False: it does what no operation does, and nothing was added."""
+    """Add the head to the recording. Returns False, and adds nothing, if the head cannot be recorded."""
     num_operations, num_registers = len(recording.operations), len(recording.widths)
     try:
         logits = model.logits(Rows(recording, recording.result, 0, recording.widths[recording.result]))
-    except Exception:                       # no operation does what it does, or it takes tensors only
+    except Exception:                       # it cannot be recorded: an unknown operation, or one that needs tensors
         logits = None
     if isinstance(logits, Rows) and is_whole(logits, recording.widths) and logits.register >= num_registers:
         recording.result = logits.register
@@ -70,6 +70,6 @@ def _compare(fused: FusedStep, loaded: LoadedModel, attention: Attention, upload
     expected = model.forward(hidden.clone(), positions, attention)
     if fused.gives_logits:
         expected = model.logits(expected)
-    excess = excess_of(fused.run(hidden, positions, attention), expected, TOLERANCES[loaded.dtype])
-    if excess:
-        raise WrongStepError(f"a first step of {step.num_tokens} tokens differs from the model's {excess}")
+    difference = describe_difference(fused.run(hidden, positions, attention), expected, TOLERANCES[loaded.dtype])
+    if difference:
+        raise WrongStepError(f"a first step of {step.num_tokens} tokens differs from the model's {difference}")

@@ -1,4 +1,4 @@
-"""Writes the arrays of a plain step into the memory that is sent to the device: what is known, then padding."""
+"""Writes the arrays of a plain step, with padding, into the host memory that is sent to the device."""
 
 import numpy as np
 
@@ -6,16 +6,19 @@ from ..attention.interface import BindableAttention
 from .block_tables import BlockTables
 from .device import Uploads
 from .graph_shapes import StepShape
-from .packing import ContextPlaces, GenerationPlaces
+from .packing import ContextRows, GenerationRows
 from .resident_tables import ResidentTables
 from .step_inputs import StepInputs
 
-Work = list[tuple[np.ndarray, np.ndarray]]         # for each window, see BindableAttention.plan_generation
+Work = list[tuple[np.ndarray, np.ndarray]]         # one for each window, see BindableAttention.plan_generation
 
 
 class StepWriter:
-    """tables, resident   the host's block tables, and their copy on the device
-    padding_slot       one that no sequence has
+    """Writes the arrays of plain steps.
+
+    tables         the host's block tables
+    resident       their copy on the device
+    padding_slot   a slot that no sequence has
     """
 
     def __init__(self, inputs: StepInputs, attention: BindableAttention, resident: ResidentTables, tables: BlockTables,
@@ -23,30 +26,30 @@ class StepWriter:
         self._inputs, self._attention, self._resident, self._tables = inputs, attention, resident, tables
         self._uploads, self._padding_slot = uploads, padding_slot
 
-    def plan(self, places: GenerationPlaces, num_rows: int) -> Work:
-        """How attention cuts up generation rows, padded to so many."""
-        return list(self._attention.plan_generation(_padded(places.kv_lengths, num_rows)).values())
+    def plan(self, generation: GenerationRows, num_rows: int) -> Work:
+        """Return attention's work lists for the generation rows, padded to num_rows."""
+        return list(self._attention.plan_generation(_padded(generation.kv_lengths, num_rows)).values())
 
-    def write(self, shape: StepShape, work: Work, places: GenerationPlaces, contexts: ContextPlaces | None) -> None:
-        """All arrays of a step. Changes of the block tables for which it has no room go to the device at once."""
+    def write(self, shape: StepShape, work: Work, generation: GenerationRows, contexts: ContextRows | None) -> None:
+        """Write all arrays of a step. Block table changes that do not fit into them are uploaded at once."""
         arrays, rows = self._inputs.arrays(shape), shape.rows
         entries, blocks = self._resident.changes(self._tables)
         room = len(arrays["table_entries"])
-        if len(entries) > room:                         # prompts that came bring more blocks than steps do
-            self._resident.there.view(-1).index_copy_(0, *self._uploads.send([entries[room:], blocks[room:]]))
+        if len(entries) > room:                         # new prompts bring many blocks
+            self._resident.tensor.view(-1).index_copy_(0, *self._uploads.send([entries[room:], blocks[room:]]))
         _fill(arrays["table_entries"], entries[:room], self._resident.spare_entry)
         _fill(arrays["table_blocks"], blocks[:room], 0)
         for index, (work_list, part_starts) in enumerate(work):
             _fill(arrays[f"work_{index}"], work_list, -1)
             arrays[f"starts_{index}"][:] = part_starts
         for name, values, padding in (
-                ("slots", places.slots, self._padding_slot), ("positions", places.positions, 0),
-                ("kv_lengths", places.kv_lengths, 0), ("table_rows", places.table_rows, 0)):
+                ("slots", generation.slots, self._padding_slot), ("positions", generation.positions, 0),
+                ("kv_lengths", generation.kv_lengths, 0), ("table_rows", generation.table_rows, 0)):
             _fill(arrays[name][:rows], values, padding)
         if shape.context_tokens:
             self._write_contexts(shape, arrays, contexts)
 
-    def _write_contexts(self, shape: StepShape, arrays: dict[str, np.ndarray], contexts: ContextPlaces | None) -> None:
+    def _write_contexts(self, shape: StepShape, arrays: dict[str, np.ndarray], contexts: ContextRows | None) -> None:
         rows, none = shape.rows, np.empty(0, np.int32)
         slots = table_rows = kv_lengths = positions = token_ids = pool_slots = ends = none
         work = np.empty((0, arrays["context_work"].shape[1]), np.int32)
@@ -54,16 +57,16 @@ class StepWriter:
             step, table_rows = contexts.step, contexts.table_rows
             kv_lengths, positions, token_ids, pool_slots = (
                 step.kv_lengths, step.positions, step.token_ids, step.pool_slots)
-            slots = np.where(contexts.draws, step.slots, self._padding_slot)
+            slots = np.where(contexts.is_last_chunk, step.slots, self._padding_slot)
             ends = step.query_starts[1:]
             work = self._attention.plan_contexts(np.diff(step.query_starts), kv_lengths)
         for name, values, padding in (
                 ("slots", slots, self._padding_slot), ("positions", positions, 0), ("kv_lengths", kv_lengths, 0),
-                ("table_rows", table_rows, 0), ("draw_rows", rows + ends - 1, 0)):
+                ("table_rows", table_rows, 0), ("logits_rows", rows + ends - 1, 0)):
             _fill(arrays[name][rows:], values, padding)
-        arrays["draw_rows"][:rows] = np.arange(rows)
+        arrays["logits_rows"][:rows] = np.arange(rows)
         arrays["query_starts"][0] = 0
-        _fill(arrays["query_starts"][1:], ends, len(token_ids))        # padding has no tokens
+        _fill(arrays["query_starts"][1:], ends, len(token_ids))        # padding sequences have no tokens
         for name, values, padding in (("input_tokens", token_ids, 0), ("pool_slots", pool_slots, -1),
                                       ("context_work", work, -1)):
             _fill(arrays[name], values, padding)

@@ -1,9 +1,9 @@
-"""On how many threads a step on a CPU computes, without changing the number for the host's threads.
+"""Sets the number of threads that a step on a CPU computes with, without changing it for other threads.
 
-torch keeps one number for the process, with which a thread begins when it first computes. OpenMP and MKL keep one for
-each thread that has begun, and those are the ones that torch computes with. `torch.set_num_threads` writes all three.
-Here the two of the calling thread alone are written, by OpenMP's and MKL's own functions in the libraries that torch
-has loaded, so that no other thread ever sees another number.
+torch has one thread count for the process, which a thread adopts when it first computes. OpenMP and MKL have one for
+each calling thread, and torch computes with those. `torch.set_num_threads` writes all three. This module writes only
+the two of the calling thread, with functions of the OpenMP and MKL that torch has loaded, so no other thread is
+affected.
 """
 
 import contextlib
@@ -20,20 +20,19 @@ from ..errors import ConfigError
 
 @contextlib.contextmanager
 def compute_threads(device: torch.device, count: int | None,
-                    is_own: Callable[[threading.Thread], bool] = lambda thread: False) -> Iterator[None]:
-    """Compute on `count` threads if the device is a CPU. None: on as many as the thread does anyhow.
+                    is_engine_thread: Callable[[threading.Thread], bool] = lambda thread: False) -> Iterator[None]:
+    """Compute on `count` threads if the device is a CPU. None: do not change the calling thread's count.
 
-    The thread has its own number back afterwards, except where `is_own` says that it is the engine's: there the number
-    stays, and the next step finds it set.
+    Restores the count afterwards, except on threads of the engine: the next step finds it set.
 
-    Raises   ConfigError, see `require_own_count`
+    Raises   ConfigError, see `require_openmp`
     """
     before = None if device.type != "cpu" or count is None else torch.get_num_threads()
     if before in (None, count):
         yield
         return
     kept = _set_for_this_thread(count)
-    if is_own(threading.current_thread()):
+    if is_engine_thread(threading.current_thread()):
         yield
         return
     try:
@@ -42,13 +41,13 @@ def compute_threads(device: torch.device, count: int | None,
         _set_for_this_thread(before, kept)
 
 
-def require_own_count() -> None:
-    """Raises ConfigError where a thread cannot have a number of its own: this torch computes without OpenMP."""
+def require_openmp() -> None:
+    """Raise ConfigError if this torch computes without OpenMP, so that the count of one thread cannot be set."""
     _libraries()
 
 
-def has_own_count() -> bool:
-    """Whether a thread can have a number of its own."""
+def has_openmp() -> bool:
+    """Whether this torch computes with OpenMP, so that the count of one thread can be set."""
     try:
         return bool(_libraries())
     except ConfigError:
@@ -56,7 +55,7 @@ def has_own_count() -> bool:
 
 
 def _set_for_this_thread(count: int, mkl_count: int | None = None) -> int:
-    """MKL's number may be apart from OpenMP's; 0 is OpenMP's. -> MKL's before."""
+    """Set the calling thread's counts. mkl_count: 0 makes MKL follow OpenMP. Returns MKL's previous count."""
     openmp, mkl = _libraries()
     openmp.omp_set_num_threads(count)
     return mkl.MKL_Set_Num_Threads_Local(count if mkl_count is None else mkl_count) if mkl else 0
@@ -64,15 +63,15 @@ def _set_for_this_thread(count: int, mkl_count: int | None = None) -> int:
 
 @functools.cache
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL | None]:
-    """OpenMP's, and MKL's if torch has it."""
+    """Return the OpenMP library, and the MKL library or None. Raises ConfigError if torch has no OpenMP."""
     try:
-        openmp, count = ctypes.CDLL(None), torch.get_num_threads()     # which sets OpenMP's on a thread that is new
+        openmp, count = ctypes.CDLL(None), torch.get_num_threads()     # get_num_threads sets the count of a new thread
         if openmp.omp_get_max_threads() != count:
             raise AttributeError
     except (AttributeError, TypeError, OSError):
-        raise ConfigError(f"num_threads was given, and torch {torch.__version__} has no OpenMP that can be "
-                          "called", "a torch that computes with OpenMP",
-                          "leave num_threads out, and call torch.set_num_threads for the process") from None
+        raise ConfigError(f"num_threads was given, but torch {torch.__version__} has no OpenMP library that can "
+                          "be called", "num_threads needs a torch with OpenMP",
+                          "leave num_threads unset and call torch.set_num_threads for the process") from None
     if not torch.backends.mkl.is_available():
         return openmp, None
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):

@@ -1,11 +1,11 @@
-"""On how many threads a compiled step computes: on fewer while other programs take their turns on the processor.
+"""Chooses the number of threads of a compiled step: fewer while other programs use the processor.
 
-A step waits for the slowest of its threads. Where the system lets a thread wait, because another program has its core,
-the whole step waits with it, and fewer threads are faster. That shows in the processor time of a step, which is then
-less than its time on the clock times its threads. Fewer are tried when it shows, and more from time to time, each in
-turn with the number in force, and the faster one is kept.
+A step waits for its slowest thread. If another program occupies the core of one thread, the whole step waits, and fewer
+threads are faster. The sign of this is lost processor time: a step's processor time is then less than its wall-clock
+time times its threads. When that happens, the governor tries half the threads; otherwise it tries twice as many from
+time to time. A trial alternates the current and the other number, and the faster one is kept.
 
-Numbers of rows between two powers of two have one decision. Results do not depend on it.
+Row counts between two powers of two share a decision. Results do not depend on the number of threads.
 """
 
 import statistics
@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 
 from ..contained_log import log
 
-STEPS_LOOKED_AT = 8                # of one decision, before anything is tried
-PAIRS_OF_A_TRIAL = 4               # a step on the number in force and one on the other
-WORTH_A_CHANGE = 0.95              # of the time of the number in force
-NOT_WORTH_A_TRIAL = 1.5            # of that: a trial ends with the first pair
-LOST_SHARE = 0.1                   # of the processor time that the threads could have had
-FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 1.0, 30.0       # between trials; doubled by each that changed nothing
+STEPS_LOOKED_AT = 8                # steps observed before a trial
+PAIRS_OF_A_TRIAL = 4               # a pair: a step on the current number and one on the other
+WORTH_A_CHANGE = 0.95              # change if the other number takes less than this share of the current time
+NOT_WORTH_A_TRIAL = 1.5            # stop a trial after a pair in which the other number takes this many times longer
+LOST_SHARE = 0.1                   # lost share of the available processor time above which fewer threads are tried
+FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 1.0, 30.0       # between trials; doubled after a trial without change
 
 
 @dataclass(slots=True)
 class _Decision:
-    """For steps of about one size.
+    """The number of threads for steps of about the same size.
 
-    threads   in force
-    trial     the other number of threads, while it is tried
+    threads   current number
+    trial     the other number during a trial; None: there is no trial
     """
 
     threads: int
@@ -41,10 +41,11 @@ class _Decision:
 
 
 class ThreadGovernor:
-    """Decides on the threads of each step, from the times of those before.
+    """Chooses the threads of each step from the times of earlier steps.
 
-    most        threads there may be; at least 1
-    monotonic   returns seconds
+    most        largest number of threads; at least 1
+    newest      number of threads of the newest step
+    monotonic   clock, in seconds
     """
 
     def __init__(self, most: int, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -53,16 +54,16 @@ class ThreadGovernor:
         self._decisions: dict[int, _Decision] = {}
 
     def threads_for(self, rows: int) -> int:
-        """Threads for a step of so many rows. What it takes is to be reported, before the next call."""
+        """Return the number of threads for a step of `rows` rows. Call `report` with its times before the next call."""
         if self.most == 1:
             return 1
         decision = self._decision(rows)
-        in_force = decision.trial is None or len(decision.times_s) % 2 == 0
-        self.newest = decision.threads if in_force else decision.trial
+        is_current = decision.trial is None or len(decision.times_s) % 2 == 0
+        self.newest = decision.threads if is_current else decision.trial
         return self.newest
 
     def report(self, rows: int, seconds: float, processor_seconds: float) -> None:
-        """What the step took on the clock, and its threads of the processor, all together."""
+        """Report a step's wall-clock time and the processor time of all its threads."""
         if self.most == 1:
             return
         decision = self._decision(rows)
@@ -81,21 +82,21 @@ class ThreadGovernor:
         return self._decisions[size]
 
     def _other(self, decision: _Decision) -> int | None:
-        """The number to try; None: there is no reason to."""
+        """Return the number of threads to try, or None."""
         if decision.threads > 1 and statistics.median(decision.lost_shares) > LOST_SHARE:
             return decision.threads // 2
         return min(2 * decision.threads, self.most) if decision.threads < self.most else None
 
     def _judge(self, rows: int, decision: _Decision) -> None:
-        in_force, other = decision.times_s[::2], decision.times_s[1::2]
-        if not other or len(in_force) > len(other):
+        current, other = decision.times_s[::2], decision.times_s[1::2]
+        if not other or len(current) > len(other):
             return
-        is_hopeless = min(other) > NOT_WORTH_A_TRIAL * max(in_force)
+        is_hopeless = min(other) > NOT_WORTH_A_TRIAL * max(current)
         if len(other) < PAIRS_OF_A_TRIAL and not is_hopeless:
             return
-        ratio = statistics.median(other) / statistics.median(in_force)
+        ratio = statistics.median(other) / statistics.median(current)
         if not is_hopeless and ratio < WORTH_A_CHANGE:
-            log.info("steps of about %s tokens compute on %s threads, which take %.2f of the time of %s", f"{rows:,}",
+            log.info("steps of about %s tokens now use %s threads: %.2f of the time on %s", f"{rows:,}",
                      decision.trial, ratio, decision.threads)
             decision.threads, decision.interval_s = decision.trial, FIRST_INTERVAL_S
         else:

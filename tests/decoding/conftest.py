@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from batch_manager.decoding.decoder import GptDecoder
-from batch_manager.decoding.slots import DrawRows
+from batch_manager.decoding.slots import SamplingRows
 from batch_manager.triton_kernels import dispatch
 
 CPU = torch.device("cpu")
@@ -45,9 +45,9 @@ def decoder_with(way):
 
 @pytest.fixture
 def rows_of():
-    """rows_of(slots, positions) -> DrawRows on the CPU."""
+    """rows_of(slots, positions) -> SamplingRows on the CPU."""
     def make(slots, positions):
         slots, positions = np.array(slots, np.int32), np.array(positions, np.int32)
-        return DrawRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())
+        return SamplingRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())
 
     return make

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from batch_manager.decoding.logits_stage import LogitsStage
-from batch_manager.decoding.slots import DrawRows
+from batch_manager.decoding.slots import SamplingRows
 from batch_manager.handover import LENGTH, SlotSetup
 from batch_manager.sampling_config import SamplingConfig
 
@@ -45,16 +45,16 @@ class Engine:
         going = [slot for slot in range(len(self.setups)) if slot not in self.ended]
         owners = np.array([slot for slot in going for _ in self.texts[slot]], np.int32)
         positions = np.array([len(self.prompts[slot]) + len(self.texts[slot][0]) for slot in owners], np.int32)
-        rows = DrawRows(owners, positions, *(torch.from_numpy(array).long() for array in (owners, positions)))
+        rows = SamplingRows(owners, positions, *(torch.from_numpy(array).long() for array in (owners, positions)))
         for _ in range(times):                             # a step that is run again
             logits = torch.stack([logits_of((*self.prompts[slot], *text))
                                   for slot in going for text in self.texts[slot]])
-            drawn = self.decoder.draw(logits, rows)
-            arrays = {name: tensor.numpy() for name, tensor in drawn.beams.tensors.items()}
-            failed = drawn.beams.slots_without_a_text(arrays)
-            outputs = drawn.beams.finish(arrays, failed)
-            self.decoder.keep(drawn)
-        for slot, token in zip(drawn.rows.slots.tolist(), drawn.tokens.tolist()):
+            sampled = self.decoder.sample(logits, rows)
+            arrays = {name: tensor.numpy() for name, tensor in sampled.beams.tensors.items()}
+            failed = sampled.beams.exhausted_slots(arrays)
+            outputs = sampled.beams.finish(arrays, failed)
+            self.decoder.keep(sampled)
+        for slot, token in zip(sampled.rows.slots.tolist(), sampled.tokens.tolist()):
             self.texts[slot] = [(*self.texts[slot][0], token)]
         for slot, output in outputs.items():
             self.texts[slot] = [(*self.texts[slot][parent], token)
@@ -97,7 +97,7 @@ def test_each_beam_has_the_bans_and_penalties_of_its_own_text(decoder_with, time
 
 def test_who_has_no_beams_keeps_their_history_when_somebody_with_beams_comes(decoder_with):
     def history_of(slot, length):
-        rows = DrawRows(np.array([slot], np.int32), np.array([length], np.int32), torch.tensor([slot]),
+        rows = SamplingRows(np.array([slot], np.int32), np.array([length], np.int32), torch.tensor([slot]),
                         torch.tensor([length]))
         history = engine.decoder.history
         return history.tokens[history.device_rows_of(rows)[0], :length].tolist()

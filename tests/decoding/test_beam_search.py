@@ -48,7 +48,7 @@ def run(setup, end_id, follows, stop_words=(), prompt=(0,)):
         assert search.cum_log_probs.tolist() == (before[output.parents] + output.log_probs).tolist()
         texts = [(*texts[parent], token) for parent, token in zip(output.parents.tolist(), output.tokens.tolist())]
         assert search.last_tokens.tolist() == [text[-1] for text in texts]
-        assert search.texts is None if not stop_words else [tuple(text) for text in search.texts.tolist()] == texts
+        assert search.outputs is None if not stop_words else [tuple(text) for text in search.outputs.tolist()] == texts
         outputs.append(output)
         assert len(outputs) <= setup.max_new_tokens
     return outputs[-1].hypotheses, outputs
@@ -357,7 +357,7 @@ def test_a_length_penalty_that_overflows_makes_all_texts_equal():
     assert len(hypotheses) == 2 and all(len(hypothesis.tokens) == 3 for hypothesis in hypotheses)
 
 
-def test_rows_say_which_beam_each_token_was_drawn_from():
+def test_rows_say_which_beam_each_token_was_sampled_from():
     random = np.random.default_rng(7)
 
     def follows(texts):

@@ -23,15 +23,15 @@ def test_greedy_and_sampling_rows_in_one_batch_get_what_the_oracle_says(decoder_
                SamplingConfig(top_k=1, top_p=0.5), SamplingConfig(top_k=30, top_p=0.6)]
     logits = logits_of(6)
     rows = rows_of([3, 0, 5, 1, 4, 2], [10, 20, 30, 40, 50, 60])
-    drawn = decoder_with(*map(SlotSetup, configs)).draw(logits.clone(), rows)
+    sampled = decoder_with(*map(SlotSetup, configs)).sample(logits.clone(), rows)
     order = [configs[slot] for slot in (3, 0, 5, 1, 4, 2)]
     expected, _, _ = sample_token(
         logits, torch.tensor([s.temperature for s in order]), torch.tensor([s.top_k for s in order]),
         torch.tensor([s.top_p for s in order]),
         torch.tensor([s.random_seed if s.random_seed < 2**63 else s.random_seed - 2**64 for s in order]),
         torch.tensor([10, 20, 30, 40, 50, 60]))
-    assert drawn.tokens.tolist() == expected.tolist()
-    assert drawn.finite.all() and drawn.log_probs is None and drawn.logits is None
+    assert sampled.tokens.tolist() == expected.tolist()
+    assert sampled.finite.all() and sampled.log_probs is None and sampled.logits is None
 
 
 @pytest.mark.parametrize("setup, dtype", [
@@ -54,7 +54,7 @@ def test_logits_are_sampled_in_the_models_dtype_unless_something_else_looks_at_t
         decoder._samples_any_dtype = reads_any_dtype
         decoder._sample_token = lambda logits, sample=sample, **more: given.append(logits.dtype) or sample(
             logits.float(), **more)
-        results.append(decoder.draw(logits.clone(), rows_of([0, 1], [1, 1])))
+        results.append(decoder.sample(logits.clone(), rows_of([0, 1], [1, 1])))
     assert given == [torch.float32, dtype]
     assert torch.equal(results[0].tokens, results[1].tokens)
 
@@ -62,27 +62,27 @@ def test_logits_are_sampled_in_the_models_dtype_unless_something_else_looks_at_t
 def test_log_probs_are_filled_for_those_who_asked(decoder_with, rows_of):
     logits = logits_of(2)
     decoder = decoder_with(SlotSetup(SamplingConfig(temperature=0.5), return_log_probs=True), SlotSetup())
-    drawn = decoder.draw(logits.clone(), rows_of([1, 0], [3, 3]))
+    sampled = decoder.sample(logits.clone(), rows_of([1, 0], [3, 3]))
     best = (logits[1] / 0.5).log_softmax(-1).max()
-    torch.testing.assert_close(drawn.log_probs, torch.stack([torch.tensor(0.0), best]))
-    everyone = decoder.draw(logits[1:].clone(), rows_of([0], [3]))
+    torch.testing.assert_close(sampled.log_probs, torch.stack([torch.tensor(0.0), best]))
+    everyone = decoder.sample(logits[1:].clone(), rows_of([0], [3]))
     torch.testing.assert_close(everyone.log_probs, best[None])
 
 
 def test_a_temperature_of_zero_reports_the_log_prob_of_temperature_one(decoder_with, rows_of):
     logits = logits_of(1)
     setup = SlotSetup(SamplingConfig(temperature=0.0), return_log_probs=True)
-    drawn = decoder_with(setup).draw(logits.clone(), rows_of([0], [1]))
-    torch.testing.assert_close(drawn.log_probs, logits.log_softmax(-1).amax(1))
+    sampled = decoder_with(setup).sample(logits.clone(), rows_of([0], [1]))
+    torch.testing.assert_close(sampled.log_probs, logits.log_softmax(-1).amax(1))
 
 
 def test_the_end_id_finishes_a_sequence_and_minus_one_never_does(decoder_with, rows_of):
     logits = torch.zeros(3, 10)
     logits[:, 4] = 1
     decoder = decoder_with(SlotSetup(end_id=4), SlotSetup(end_id=5), SlotSetup())
-    drawn = decoder.draw(logits, rows_of([0, 1, 2], [1] * 3))
-    assert drawn.finish.tolist() == [END_ID, NOT_FINISHED, NOT_FINISHED]
-    assert drawn.finish.dtype == torch.uint8
+    sampled = decoder.sample(logits, rows_of([0, 1, 2], [1] * 3))
+    assert sampled.finish.tolist() == [END_ID, NOT_FINISHED, NOT_FINISHED]
+    assert sampled.finish.dtype == torch.uint8
 
 
 @pytest.mark.parametrize("largest", [True, False])
@@ -95,8 +95,8 @@ def test_each_of_several_end_ids_finishes_a_sequence_and_no_other_one(decoder_wi
     def finish(token):
         tokens = torch.full((3,), token)
         logits = torch.nn.functional.one_hot(tokens, 10).float()
-        drawn = decoder.draw_largest(tokens, logits.amax(1), rows) if largest else decoder.draw(logits, rows)
-        return [reason == END_ID for reason in drawn.finish.tolist()]
+        sampled = decoder.sample_largest(tokens, logits.amax(1), rows) if largest else decoder.sample(logits, rows)
+        return [reason == END_ID for reason in sampled.finish.tolist()]
 
     for token in range(10):
         assert finish(token) == [token in ends, token == 5, token in (5, 6)]
@@ -108,9 +108,9 @@ def test_each_of_several_end_ids_finishes_a_sequence_and_no_other_one(decoder_wi
 
 def test_logits_are_returned_for_those_who_asked(decoder_with, rows_of):
     logits = logits_of(3)
-    drawn = decoder_with(SlotSetup(), SlotSetup(return_generation_logits=True), SlotSetup()).draw(
+    sampled = decoder_with(SlotSetup(), SlotSetup(return_generation_logits=True), SlotSetup()).sample(
         logits.clone(), rows_of([2, 1, 0], [1] * 3))
-    assert drawn.logits_slots == [1] and torch.equal(drawn.logits, logits[1:2])
+    assert sampled.logits_slots == [1] and torch.equal(sampled.logits, logits[1:2])
 
 
 @pytest.mark.parametrize("setup", [SlotSetup(), SlotSetup(SamplingConfig(top_p=0.9)),
@@ -118,9 +118,9 @@ def test_logits_are_returned_for_those_who_asked(decoder_with, rows_of):
 def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(decoder_with, rows_of, setup):
     logits = logits_of(3)
     decoder = decoder_with(setup, setup, setup)
-    clean = decoder.draw(logits.clone(), rows_of([0, 1, 2], [1] * 3))
+    clean = decoder.sample(logits.clone(), rows_of([0, 1, 2], [1] * 3))
     logits[1, 7] = torch.nan
-    broken = decoder.draw(logits, rows_of([0, 1, 2], [1] * 3))
+    broken = decoder.sample(logits, rows_of([0, 1, 2], [1] * 3))
     assert broken.finite.tolist() == [True, False, True]
     assert broken.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
 
@@ -128,20 +128,20 @@ def test_a_row_that_is_not_finite_is_flagged_and_disturbs_nobody(decoder_with, r
 def test_a_step_is_fed_the_same_tokens_when_it_runs_again(decoder_with, rows_of):
     state_of = decoder_with(SlotSetup(), SlotSetup())
     rows = rows_of([1, 0], [4, 9])
-    first = state_of.draw(torch.eye(10)[[5, 6]], rows)
+    first = state_of.sample(torch.eye(10)[[5, 6]], rows)
     state_of.keep(first)
     for _ in range(2):
         fed = state_of.state.last_tokens.at(rows.device_slots, rows.device_positions)
         assert fed.tolist() == [5, 6]
         following = rows_of([1, 0], [5, 10])
-        state_of.keep(state_of.draw(torch.eye(10)[[7, 8]], following))
+        state_of.keep(state_of.sample(torch.eye(10)[[7, 8]], following))
     assert state_of.state.last_tokens.at(following.device_slots, following.device_positions).tolist() == [7, 8]
 
 
 def test_slots_grow_by_doubling_and_keep_what_they_hold(decoder_with, rows_of):
     decoder = decoder_with(SlotSetup(end_id=3), SlotSetup(end_id=4))
     rows = rows_of([0, 1], [1, 1])
-    decoder.keep(decoder.draw(torch.eye(10)[[3, 4]], rows))
+    decoder.keep(decoder.sample(torch.eye(10)[[3, 4]], rows))
     decoder.set_up([(2, SlotSetup(end_id=5))])
     assert decoder.state.capacity == 4
     of = LogitsRows(rows_of([0, 1, 2], [0] * 3), decoder.state, decoder.history)
@@ -176,8 +176,8 @@ def test_a_stage_changes_the_rows_it_is_for_and_is_skipped_when_nobody_needs_it(
     decoder = GptDecoder(2, torch.device("cpu"), [stage])
     decoder.set_up([(0, SlotSetup()), (1, SlotSetup(end_id=9))])
     logits = torch.tensor([[5.0, 4.0, 3.0]] * 2)
-    assert decoder.draw(logits.clone(), rows_of([0, 1], [1, 1])).tokens.tolist() == [0, 1]
-    assert decoder.draw(logits[:1].clone(), rows_of([0], [1])).tokens.tolist() == [0]
+    assert decoder.sample(logits.clone(), rows_of([0, 1], [1, 1])).tokens.tolist() == [0, 1]
+    assert decoder.sample(logits[:1].clone(), rows_of([0], [1])).tokens.tolist() == [0]
     assert stage.calls == 1
 
 
@@ -192,9 +192,9 @@ def test_what_is_set_up_reaches_a_device_of_its_own_in_one_copy_however_many_col
     state = SlotState(4, torch.device("cpu"), send)
     state.add_columns(["min_p", "random_seed", "repetition_penalty"])
     state.add_columns(["own"], neutral=7)
-    planes = [state.place(name)[0] for name in ("min_p", "random_seed")]
+    planes = [state.locate(name)[0] for name in ("min_p", "random_seed")]
     for plane in planes:
-        plane.there = plane.there.clone()
+        plane.tensor = plane.tensor.clone()
     state.device = SimpleNamespace(type="cuda")
     configs = [SamplingConfig(min_p=0.25 * slot, random_seed=2**64 - 1 - slot) for slot in range(3)]
     for slot, config in enumerate(configs):

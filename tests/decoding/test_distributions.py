@@ -1,4 +1,4 @@
-"""What is drawn has the exact distribution: transformers' processors and warpers in float64, by a chi-square test."""
+"""Sampled tokens have the exact distribution: transformers' processors and warpers in float64, by a chi-square test."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 
-VOCAB, SLOTS, ROUNDS = 40, 2_000, 10                               # 20,000 draws a setting
+VOCAB, SLOTS, ROUNDS = 40, 2_000, 10                               # 20,000 samples a setting
 TOKENS = [3, 8, 3, 1, 20, 3, 8]
 BIAS = np.linspace(-1, 1, VOCAB).astype(np.float32)
 
@@ -70,7 +70,7 @@ def exact(knobs, logits, prompt_length):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_drawn_tokens_have_the_exact_distribution(rows_of, name):
+def test_sampled_tokens_have_the_exact_distribution(rows_of, name):
     knobs, prompt_length = SETTINGS[name], 4
     logits = 1.5 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(4))
     history = np.array(TOKENS, np.int32)
@@ -80,7 +80,7 @@ def test_the_drawn_tokens_have_the_exact_distribution(rows_of, name):
     for seeds in np.random.default_rng(len(name)).integers(2**63, size=(ROUNDS, SLOTS)).tolist():
         decoder.set_up((slot, setup_of(**knobs, random_seed=seed, prompt_length=prompt_length, history=history))
                        for slot, seed in enumerate(seeds))
-        counts += np.bincount(decoder.draw(logits.repeat(SLOTS, 1), rows).tokens.numpy(), minlength=VOCAB)
+        counts += np.bincount(decoder.sample(logits.repeat(SLOTS, 1), rows).tokens.numpy(), minlength=VOCAB)
 
     expected = exact(knobs, logits, prompt_length) * SLOTS * ROUNDS
     assert counts[expected == 0].sum() == 0 and (name in ("all", "temperature", "repetition")) == (expected > 0).all()

@@ -10,7 +10,7 @@ import torch
 
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.logits_post_processors import LogitsPostProcessors
-from batch_manager.decoding.slots import DrawRows
+from batch_manager.decoding.slots import SamplingRows
 from batch_manager.errors import InvalidRequestError
 from batch_manager.guard import ForeignCodeError
 from batch_manager.handover import LogitsPostProcessor, SlotSetup
@@ -26,7 +26,7 @@ def logits_of(rows):
 def rows_of(slots):
     slots = np.array(slots, np.int32)
     device_slots = torch.from_numpy(slots).long()
-    return DrawRows(slots, np.full(len(slots), 3, np.int32), device_slots, torch.full((len(slots),), 3))
+    return SamplingRows(slots, np.full(len(slots), 3, np.int32), device_slots, torch.full((len(slots),), 3))
 
 
 def processor(function, request_id=5, tokens=((1, 2),), is_batched=False):
@@ -186,13 +186,13 @@ def test_the_token_and_its_log_prob_are_of_the_changed_logits_and_what_is_return
     asked = dict(return_log_probs=True, return_generation_logits=True)
     decoder.set_up([(0, SlotSetup(logits_post_processor=held, **asked)), (1, SlotSetup(**asked))])
     logits = logits_of(2)
-    drawn = decoder.draw(logits.clone(), rows_of([0, 1]))
+    sampled = decoder.sample(logits.clone(), rows_of([0, 1]))
     best = int(logits[0, 2:4].argmax())
-    assert drawn.tokens.tolist() == [2 + best, int(logits[1].argmax())]
-    torch.testing.assert_close(drawn.log_probs, torch.stack([logits[0, 2:4].log_softmax(0)[best],
+    assert sampled.tokens.tolist() == [2 + best, int(logits[1].argmax())]
+    torch.testing.assert_close(sampled.log_probs, torch.stack([logits[0, 2:4].log_softmax(0)[best],
                                                              logits[1].log_softmax(0).max()]))
-    assert torch.equal(drawn.logits, logits) and drawn.logits_slots == [0, 1]
-    assert decoder.draw(logits[1:].clone(), rows_of([1])).post_processed is None
+    assert torch.equal(sampled.logits, logits) and sampled.logits_slots == [0, 1]
+    assert decoder.sample(logits[1:].clone(), rows_of([1])).post_processed is None
 
 
 def test_a_child_that_is_forked_in_a_function_ends_where_it_leaves_it():

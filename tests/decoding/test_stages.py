@@ -78,13 +78,14 @@ def test_a_mixed_batch_equals_transformers(decoder_with, rows_of, seed):
     expected = torch.stack([as_transformers_would(*row) for row in zip(setups, histories, logits)])
     order = random.permutation(40)
     changed = logits[order].clone()
-    drawn = decoder_with(*setups).draw(changed, rows_of(order, [len(histories[slot]) for slot in order]))
+    sampled = decoder_with(*setups).sample(changed, rows_of(order, [len(histories[slot]) for slot in order]))
     torch.testing.assert_close(changed, expected[order], rtol=1e-6, atol=1e-5)
-    alive = drawn.finite.numpy()
-    assert drawn.tokens[alive].tolist() == expected[order][alive].argmax(1).tolist() and alive.sum() > 35
+    alive = sampled.finite.numpy()
+    assert sampled.tokens[alive].tolist() == expected[order][alive].argmax(1).tolist() and alive.sum() > 35
     asked = [row for row, slot in enumerate(order) if setups[slot].return_log_probs and alive[row]]
     torch.testing.assert_close(
-        drawn.log_probs[asked], expected[order][asked].log_softmax(1).gather(1, drawn.tokens[asked, None].long())[:, 0])
+        sampled.log_probs[asked],
+        expected[order][asked].log_softmax(1).gather(1, sampled.tokens[asked, None].long())[:, 0])
 
 
 @settings(deadline=None, max_examples=200)
@@ -100,7 +101,7 @@ def test_a_bad_word_may_begin_in_the_prompt_and_one_token_is_banned_always(decod
               SlotSetup(bad_words=((1, 2, 9), (5,)), prompt_length=3).continuing([1, 2, 3]),
               SlotSetup(bad_words=((0,),))]
     logits = torch.zeros(3, VOCAB)
-    decoder_with(*setups).draw(logits, rows_of([0, 1, 2], [2, 3, 7]))
+    decoder_with(*setups).sample(logits, rows_of([0, 1, 2], [2, 3, 7]))
     assert logits.isneginf().nonzero().tolist() == [[0, 9], [1, 5], [2, 0]]
 
 
@@ -109,7 +110,7 @@ def test_the_end_id_is_banned_until_enough_was_generated_whatever_was_paused(dec
     decoder = decoder_with(SlotSetup(sampling, end_id=4, prompt_length=10), SlotSetup(sampling))
     for position, banned in ((10, True), (11, True), (12, True), (13, False), (14, False)):
         logits = torch.zeros(2, VOCAB)
-        decoder.draw(logits, rows_of([0, 1], [position, position]))
+        decoder.sample(logits, rows_of([0, 1], [position, position]))
         assert logits.isneginf().sum() == banned and logits[0, 4].isneginf() == banned
 
 
@@ -119,16 +120,16 @@ def test_all_end_ids_are_banned_until_enough_was_generated(decoder_with, rows_of
                            SlotSetup(sampling, end_id=5, prompt_length=11), SlotSetup(end_id=2, more_end_ids=(3,)))
     for position, banned in ((12, [[0, 1], [0, 4], [0, 6], [1, 5]]), (13, [[1, 5]]), (14, [])):
         logits = torch.zeros(3, VOCAB)
-        decoder.draw(logits, rows_of([0, 1, 2], [position] * 3))
+        decoder.sample(logits, rows_of([0, 1, 2], [position] * 3))
         assert logits.isneginf().nonzero().tolist() == banned
     decoder.set_up([(0, SlotSetup(sampling, end_id=4, prompt_length=10))])
     logits = torch.zeros(1, VOCAB)
-    decoder.draw(logits, rows_of([0], [10]))
+    decoder.sample(logits, rows_of([0], [10]))
     assert logits.isneginf().nonzero().tolist() == [[0, 4]]
 
 
-def drawing(tokens):
-    """Logits from which exactly these are drawn."""
+def logits_for(tokens):
+    """Logits from which exactly these tokens are sampled."""
     return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float()
 
 
@@ -138,33 +139,33 @@ def test_stop_words_end_a_sequence_with_their_last_token(decoder_with, rows_of):
     setups = [SlotSetup(stop_words=words, prompt_length=1, end_id=8).continuing(tokens) for tokens in histories]
     decoder = decoder_with(*setups, SlotSetup(stop_words=((7,),)), SlotSetup())
     positions = [len(tokens) for tokens in histories]
-    drawn = decoder.draw(drawing([7, 2, 5, 5, 2, 3, 8, 7, 7]), rows_of(range(9), [*positions, 1, 1]))
-    assert drawn.finish.tolist() == [STOP_WORDS, STOP_WORDS, STOP_WORDS, NOT_FINISHED, NOT_FINISHED, NOT_FINISHED,
+    sampled = decoder.sample(logits_for([7, 2, 5, 5, 2, 3, 8, 7, 7]), rows_of(range(9), [*positions, 1, 1]))
+    assert sampled.finish.tolist() == [STOP_WORDS, STOP_WORDS, STOP_WORDS, NOT_FINISHED, NOT_FINISHED, NOT_FINISHED,
                                      END_ID, STOP_WORDS, NOT_FINISHED]
 
 
 def test_a_stop_word_may_begin_in_the_prompt_but_not_end_there(decoder_with, rows_of):
     decoder = decoder_with(SlotSetup(stop_words=((1, 2),), prompt_length=2).continuing([1, 2]),
                            SlotSetup(stop_words=((2, 3),), prompt_length=2).continuing([1, 2]))
-    assert decoder.draw(drawing([3, 3]), rows_of([0, 1], [2, 2])).finish.tolist() == [NOT_FINISHED, STOP_WORDS]
+    assert decoder.sample(logits_for([3, 3]), rows_of([0, 1], [2, 2])).finish.tolist() == [NOT_FINISHED, STOP_WORDS]
 
 
 def test_an_end_id_that_ends_a_stop_word_is_an_end_id(decoder_with, rows_of):
     decoder = decoder_with(SlotSetup(stop_words=((1, 2),), end_id=2, prompt_length=1).continuing([1]))
-    assert decoder.draw(drawing([2]), rows_of([0], [1])).finish.tolist() == [END_ID]
+    assert decoder.sample(logits_for([2]), rows_of([0], [1])).finish.tolist() == [END_ID]
 
 
 def test_logits_that_are_returned_are_the_models_own(decoder_with, rows_of):
     logits = random_logits(2)
     setup = SlotSetup(embedding_bias=np.ones(VOCAB, np.float32), bad_words=((3,),), return_generation_logits=True)
-    drawn = decoder_with(setup, setup).draw(logits.clone(), rows_of([1, 0], [1, 1]))
-    assert torch.equal(drawn.logits, logits)
+    sampled = decoder_with(setup, setup).sample(logits.clone(), rows_of([1, 0], [1, 1]))
+    assert torch.equal(sampled.logits, logits)
 
 
 def test_a_row_whose_tokens_are_all_banned_is_flagged_and_the_others_go_on(decoder_with, rows_of):
     setups = [SlotSetup(bad_words=tuple((token,) for token in range(VOCAB))), SlotSetup()]
-    drawn = decoder_with(*setups).draw(random_logits(2), rows_of([0, 1], [1, 1]))
-    assert drawn.finite.tolist() == [False, True]
+    sampled = decoder_with(*setups).sample(random_logits(2), rows_of([0, 1], [1, 1]))
+    assert sampled.finite.tolist() == [False, True]
 
 
 def test_virtual_tokens_of_a_prompt_table_have_no_logit(decoder_with, rows_of):
@@ -172,7 +173,7 @@ def test_virtual_tokens_of_a_prompt_table_have_no_logit(decoder_with, rows_of):
     logits = torch.ones(1, VOCAB)
     sampling = SamplingConfig(repetition_penalty=2.0, frequency_penalty=0.25, no_repeat_ngram_size=2)
     setup = SlotSetup(sampling, prompt_length=5)
-    decoder_with(setup.continuing(tokens)).draw(logits, rows_of([0], [5]))
+    decoder_with(setup.continuing(tokens)).sample(logits, rows_of([0], [5]))
     assert logits.isneginf().nonzero().tolist() == [[0, 5], [0, 6]] and (logits == 1).sum() == VOCAB - 2
 
 
@@ -181,8 +182,8 @@ def test_extreme_penalties_leave_numbers(decoder_with, rows_of):
                      SamplingConfig(presence_penalty=-3.4e38, frequency_penalty=-3.4e38),
                      SamplingConfig(frequency_penalty=3.4e38)):
         logits = torch.tensor([[3.0, -3.0, 0.0, 1.0]])
-        drawn = decoder_with(SlotSetup(sampling).continuing([0, 0, 1, 2, 1])).draw(logits, rows_of([0], [5]))
-        assert logits.isfinite().all() and drawn.finite.all()
+        sampled = decoder_with(SlotSetup(sampling).continuing([0, 0, 1, 2, 1])).sample(logits, rows_of([0], [5]))
+        assert logits.isfinite().all() and sampled.finite.all()
 
 
 class Writer:
@@ -204,12 +205,12 @@ class Writer:
             rows = self.rows_of(slots, [len(tokens[member]) for member in members])
             for _ in range(1 + twice):
                 logits = torch.stack([self.logits[member, len(tokens[member])] for member in members])
-                drawn = decoder.draw(logits, rows)
-                decoder.keep(drawn)
-            assert drawn.finite.all()
+                sampled = decoder.sample(logits, rows)
+                decoder.keep(sampled)
+            assert sampled.finite.all()
             for row, member in enumerate(members):
-                tokens[member].append(int(drawn.tokens[row]))
-                log_probs[member].append(float(drawn.log_probs[row]))
+                tokens[member].append(int(sampled.tokens[row]))
+                log_probs[member].append(float(sampled.log_probs[row]))
         return {member: (tokens[member], log_probs[member]) for member in members}
 
 
@@ -245,14 +246,14 @@ def test_what_a_slot_had_before_is_gone(decoder_with, rows_of):
     decoder.set_up((slot, SlotSetup()) for slot in range(20))
     logits = random_logits(20)
     changed = logits.clone()
-    drawn = decoder.draw(changed, rows_of(range(20), [5] * 20))
-    assert torch.equal(changed, logits) and not drawn.finish.any()
+    sampled = decoder.sample(changed, rows_of(range(20), [5] * 20))
+    assert torch.equal(changed, logits) and not sampled.finish.any()
 
 
 def test_without_features_nothing_is_kept_and_no_stage_is_run(decoder_with, rows_of):
     decoder = decoder_with(SlotSetup(SamplingConfig(top_p=0.5), end_id=3), SlotSetup())
     rows = rows_of([0, 1], [5, 6])
-    decoder.keep(decoder.draw(random_logits(2), rows))
+    decoder.keep(decoder.sample(random_logits(2), rows))
     assert decoder.history.tokens.numel() == 0
     assert not LogitsRows(rows, decoder.state, decoder.history).features & STAGES
 
@@ -263,11 +264,11 @@ def test_a_history_grows_with_its_sequences_and_their_number(decoder_with, rows_
         if position == 20:
             decoder.set_up([(9, SlotSetup(SamplingConfig(no_repeat_ngram_size=1)).continuing([0]))])
         rows = rows_of([0], [position])
-        drawn = decoder.draw(torch.arange(VOCAB, 0, -1.0)[None], rows)
-        assert drawn.tokens.tolist() == [position]
-        decoder.keep(drawn)
-    drawn = decoder.draw(torch.arange(VOCAB, 0, -1.0).repeat(2, 1), rows_of([9, 0], [1, 50]))
-    assert drawn.tokens.tolist() == [1, 50]
+        sampled = decoder.sample(torch.arange(VOCAB, 0, -1.0)[None], rows)
+        assert sampled.tokens.tolist() == [position]
+        decoder.keep(sampled)
+    sampled = decoder.sample(torch.arange(VOCAB, 0, -1.0).repeat(2, 1), rows_of([9, 0], [1, 50]))
+    assert sampled.tokens.tolist() == [1, 50]
 
 
 def test_word_lists_on_the_heap_survive_its_moves(rows_of):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from batch_manager.decoding.decoder import GptDecoder
-from batch_manager.decoding.slots import DrawRows
+from batch_manager.decoding.slots import SamplingRows
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import SamplingConfig
 
@@ -36,18 +36,18 @@ def together_and_alone(deterministic):
     decoder.set_up(enumerate(SETUPS))
     logits = 3 * torch.randn((ROWS, VOCAB), generator=torch.Generator().manual_seed(0))
 
-    def draw(slots):
+    def sample(slots):
         slots = np.array(slots, np.int32)
         positions = slots + 10
-        rows = DrawRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())
-        return decoder.draw(logits[slots].clone(), rows)
+        rows = SamplingRows(slots, positions, torch.from_numpy(slots).long(), torch.from_numpy(positions).long())
+        return decoder.sample(logits[slots].clone(), rows)
 
-    return draw(range(ROWS)), [draw([slot]) for slot in range(ROWS)]
+    return sample(range(ROWS)), [sample([slot]) for slot in range(ROWS)]
 
 
-def test_rows_are_drawn_as_if_each_were_the_step(two_threads):
+def test_rows_are_sampled_as_if_each_were_the_step(two_threads):
     together, alone = together_and_alone(deterministic=True)
-    assert together.tokens.tolist() == [int(drawn.tokens) for drawn in alone]
+    assert together.tokens.tolist() == [int(sampled.tokens) for sampled in alone]
     assert together.finite.all() and together.finish.shape == (ROWS,)
     assert torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
     assert together.log_probs[4] == 0 and alone[4].log_probs is None
@@ -68,5 +68,5 @@ def test_nobody_asks_for_log_probs(two_threads):
     decoder = GptDecoder(2, torch.device("cpu"), deterministic=True)
     decoder.set_up(enumerate([SlotSetup(SamplingConfig(top_k=3, random_seed=1)), SlotSetup()]))
     slots = np.arange(2, dtype=np.int32)
-    rows = DrawRows(slots, slots, torch.from_numpy(slots).long(), torch.from_numpy(slots).long())
-    assert decoder.draw(torch.randn(2, 30), rows).log_probs is None
+    rows = SamplingRows(slots, slots, torch.from_numpy(slots).long(), torch.from_numpy(slots).long())
+    assert decoder.sample(torch.randn(2, 30), rows).log_probs is None

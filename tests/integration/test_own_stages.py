@@ -161,7 +161,7 @@ def test_a_stage_that_leaves_no_token_or_spoils_one_ends_its_request_by_name(
                                  for i, prompt in PROMPTS.items()], llama_reference, [Spoils({2: 1})], model_type=FUSED,
           max_beam_width=3)
     assert client.final(2).code == "NON_FINITE_LOGITS"
-    assert re.search("Parts.stages, .*leave none of the .* tokens of the vocabulary, or they leave a NaN or .inf; ",
+    assert re.search("Parts.stages of this request ban all .* tokens of the vocabulary, or leave a NaN or .inf; ",
                      client.final(2).error)
     assert [client.final(1).tokens()] == expected(llama_reference, PROMPTS[1], None)
 

@@ -78,7 +78,7 @@ def test_virtual_tokens_are_what_transformers_takes_as_embeddings(make_manager, 
 
 def test_its_steps_are_not_compiled_and_the_log_says_who_computes(make_manager, new_client, references, caplog):
     reference = references("helium")
-    with pytest.raises(ConfigError, match="cpu_compile was asked for, and TransformersModel cannot be compiled"):
+    with pytest.raises(ConfigError, match="cpu_compile is True, but TransformersModel cannot be compiled"):
         make_manager(new_client(), model_path=reference.folder, cpu_compile=True)
     with caplog.at_level(logging.INFO, logger="batch_manager"):
         manager = make_manager(new_client(), model_path=reference.folder)

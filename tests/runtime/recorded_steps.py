@@ -114,7 +114,7 @@ def recording(backend, steps, expected_shape, first, second):
     found = output(backend, steps, second, shape)
     return {"finding": "recording", "shape": list(shape), "launches": [len(one.entries), len(other.entries)],
             "different": [pair for pair in zip(one.entries, other.entries) if pair[0] != pair[1]][:2],
-            "refusals": one.refusals + other.refusals, "replayed": found == expected, "drawn": found[0]}
+            "refusals": one.refusals + other.refusals, "replayed": found == expected, "sampled": found[0]}
 
 
 def counted(folder):

@@ -59,7 +59,7 @@ def logits_of(checkpoint, token_ids, table=None):
         return model(inputs_embeds=embeddings[None]).logits[0].numpy()
 
 
-def test_functions_get_logits_on_the_engines_device_and_what_they_return_is_drawn_from(checkpoint, backend):
+def test_functions_get_logits_on_the_engines_device_and_what_they_return_is_sampled_from(checkpoint, backend):
     seen = []
 
     def keep_odd_tokens(request_id, logits, token_ids):
@@ -140,7 +140,7 @@ def test_who_left_no_token_is_named_the_function_or_the_bans_or_the_model(backen
     assert {failure.code for failure in failures.values()} == {ErrorCode.NON_FINITE_LOGITS}
     assert sorted(failures) == [0, 1, 2, 4, 5]
     for i, failure in failures.items():
-        by_bans = f"bans of this request leave none of the {VOCAB:,} tokens" in failure.message
+        by_bans = f"of this request ban all {VOCAB:,} tokens" in failure.message
         by_function = "correct the function" in failure.message
         assert (by_bans, by_function) == ((True, False) if i in (0, 1, 4) else (False, True)), failure.message
         assert len(failure.message.split("; ")) == 3

@@ -105,7 +105,7 @@ class Engine:
             self.decoder.set_up((work.slot, work.setup) for work in batch.context)
             (call,) = layouts.fused(batch, self.tables, SIZE)
             result = self.runner.run(call, self.decoder.state)
-            self.decoder.keep(self.decoder.draw(self.runner.logits(result.hidden), result.rows))
+            self.decoder.keep(self.decoder.sample(self.runner.logits(result.hidden), result.rows))
         return len(self.uploads.sent), copies.found
 
     def run_plainly(self, batch):

@@ -62,7 +62,7 @@ def test_the_larger_a_model_the_fewer_steps_with_contexts_have_graphs(num_weight
     assert len(sizes) == number and max(sizes, default=None) == largest
 
 
-def test_a_shape_counts_its_tokens_and_draws():
-    assert (StepShape(4, False, True).num_tokens, StepShape(4, False, True).num_draws) == (4, 4)
+def test_a_shape_counts_its_tokens_and_sampled_tokens():
+    assert (StepShape(4, False, True).num_tokens, StepShape(4, False, True).num_sampled) == (4, 4)
     shape = StepShape(4, False, True, context_tokens=64, contexts=32)
-    assert (shape.num_tokens, shape.num_draws) == (68, 36)
+    assert (shape.num_tokens, shape.num_sampled) == (68, 36)

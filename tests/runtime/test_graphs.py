@@ -52,7 +52,7 @@ def test_shapes_are_captured_largest_first_after_a_run_in_memory_of_the_first(ma
     assert is_done and events == [event for shape in in_order for event in (("prepared", shape), shape)]
     first, *others = (captured._graphs[shape] for shape in in_order)
     assert first.memory_of is None and all(graph.memory_of is first for graph in others)
-    assert "7 graphs of steps of up to 8 generating sequences and 64 context tokens captured in " in caplog.text
+    assert "captured 7 graphs of steps of up to 8 generating sequences and 64 context tokens in " in caplog.text
     assert " 0 bytes" in caplog.text
     events.clear()
     captured.run(StepShape(2, True, False))
@@ -77,8 +77,8 @@ def test_a_capture_that_fails_leaves_no_graph_and_one_warning_that_says_why(made
     ({}, GPU, True, False, layouts.split, None),
     ({}, CPU, True, False, layouts.fused, "the device is cpu"),
     ({}, GPU, False, False, layouts.fused, "triton is not installed"),
-    ({}, GPU, True, True, layouts.fused, "there is an attention of the user's own"),
-    ({}, GPU, True, False, layouts.padded, "steps of TrtGptModelType.V1"),
+    ({}, GPU, True, True, layouts.fused, "Parts.attention is set"),
+    ({}, GPU, True, False, layouts.padded, "TrtGptModelType.V1 pads"),
     ({"deterministic": True}, GPU, True, False, layouts.fused, "deterministic is set"),
 ])
 def test_what_has_no_graphs_is_refused_by_name_where_they_are_asked_for(
@@ -92,5 +92,5 @@ def test_what_has_no_graphs_is_refused_by_name_where_they_are_asked_for(
     if obstacle is None:
         assert asked(True)
     else:
-        with pytest.raises(ConfigError, match=f"cuda_graphs was asked for, and {obstacle}"):
+        with pytest.raises(ConfigError, match=f"cuda_graphs is True, but {obstacle}"):
             asked(True)

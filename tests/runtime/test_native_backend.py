@@ -279,14 +279,14 @@ def test_a_chunk_that_is_not_the_last_fails_when_it_is_not_finite(backend):
 
 def test_a_token_outside_the_vocabulary_fails_its_row(backend):
     run(backend, [(0, [1, 2, 3], 0, True, GREEDY), (1, [4, 5], 0, True, GREEDY)])
-    draw = backend._decoder.draw
+    sample = backend._decoder.sample
 
-    def draw_too_large(*step):
-        drawn = draw(*step)
-        drawn.tokens[1] = VOCAB
-        return drawn
+    def sample_too_large(*step):
+        sampled = sample(*step)
+        sampled.tokens[1] = VOCAB
+        return sampled
 
-    backend._decoder.draw = draw_too_large
+    backend._decoder.sample = sample_too_large
     output = run(backend, rows=[(0, 3), (1, 2)])
     assert output.failures == {}, "that is for the check of every backend's output to say"
     batch = ScheduledBatch(2, generation=GenerationWork(np.array([0, 1], np.int32), np.array([3, 2], np.int32)))
@@ -415,7 +415,7 @@ def test_the_pool_is_clean_after_the_warm_up_and_nobodys_random_state_moved(chec
 
 
 @pytest.mark.parametrize("changes, text", [
-    ({"cuda_graphs": True}, "cuda_graphs was asked for, and the device is cpu"),
+    ({"cuda_graphs": True}, "cuda_graphs is True, but the device is cpu"),
     ({"max_seq_len": 65}, "the model has positions for 64 tokens"),
     ({"device": "tpu"}, "device is 'tpu'"),
     ({"device": "meta"}, "device is 'meta'"),

@@ -185,7 +185,7 @@ def sequences_of(count, seed):
 
 
 def with_features(sequences):
-    """The same, drawn from logits that depend on the history by every other way too."""
+    """The same, sampled from logits that depend on the history by every other way too."""
     features = [dict(repetition_penalty=1.5, no_repeat_ngram_size=2), dict(top_p=0.9, top_p_decay=0.8, top_p_min=0.3),
                 dict(presence_penalty=0.7, frequency_penalty=0.3, bad_words=((3,), (5, 7))), dict(min_p=0.1, top_p=1.0),
                 dict(end_id=4, min_length=9, embedding_bias=np.linspace(3, 0, VOCAB, dtype=np.float32)), {}]

@@ -46,7 +46,7 @@ def test_two_batches_of_a_shape_launch_the_same_and_a_replay_of_one_gives_the_ot
         assert recording["different"] == [] and recording["refusals"] == [], recording
         one, other = recording["launches"]
         assert one == other > 20
-        assert recording["replayed"] and min(recording["drawn"]) >= 0
+        assert recording["replayed"] and min(recording["sampled"]) >= 0
 
 
 @pytest.mark.parametrize("samples, most", [(False, 6), (True, 8)])

@@ -26,10 +26,10 @@ def test_the_device_gets_every_entry_that_changed_once_as_it_is_when_it_is_sent(
         assert (entries.dtype, blocks.dtype) == (np.int64, np.int32)
         if number % 3 == 0:                                     # a step that failed before it was launched
             continue
-        resident.there.view(-1)[torch.from_numpy(entries)] = torch.from_numpy(blocks)
+        resident.tensor.view(-1)[torch.from_numpy(entries)] = torch.from_numpy(blocks)
         resident.are_sent()
         assert len(resident.changes(tables)[0]) == 0
-        assert np.array_equal(resident.there[:ROWS].numpy(), tables.rows)
+        assert np.array_equal(resident.tensor[:ROWS].numpy(), tables.rows)
 
 
 def test_changes_that_no_step_reads_do_not_pile_up(monkeypatch):
@@ -49,4 +49,4 @@ def test_rows_and_columns_that_the_table_has_not_are_left_out():
     resident.note(given)
     entries, blocks = resident.changes(tables)
     assert (entries.tolist(), blocks.tolist()) == ([2 * BLOCKS + 3], [7])
-    assert resident.spare_entry == ROWS * BLOCKS and resident.there.shape == (ROWS + 1, BLOCKS)
+    assert resident.spare_entry == ROWS * BLOCKS and resident.tensor.shape == (ROWS + 1, BLOCKS)

@@ -34,18 +34,18 @@ def arrays_of(step):
     """name -> the part of the step's tensors that the array of that name arrives in"""
     attention, contexts = step.generation, step.contexts
     there = {"slots": step.slots, "positions": step.positions, "table_entries": step.table_entries,
-             "table_blocks": step.table_blocks, "kv_lengths": step.drawn_at}
+             "table_blocks": step.table_blocks, "kv_lengths": step.sampled_positions}
     rows = len(attention.kv_lengths)
-    assert attention.kv_lengths.tolist() == step.drawn_at[:rows].tolist()
+    assert attention.kv_lengths.tolist() == step.sampled_positions[:rows].tolist()
     if contexts is None:
         there["table_rows"] = attention.table_rows
-        assert len(step.input_tokens) == 0 and step.draw_rows is None
+        assert len(step.input_tokens) == 0 and step.logits_rows is None
     else:
         there |= {"table_rows": torch.cat([attention.table_rows, contexts.table_rows]),
-                  "input_tokens": step.input_tokens, "pool_slots": contexts.pool_slots, "draw_rows": step.draw_rows,
+                  "input_tokens": step.input_tokens, "pool_slots": contexts.pool_slots, "logits_rows": step.logits_rows,
                   "query_starts": contexts.query_starts, "context_work": contexts.work}
         assert contexts.positions.tolist() == step.positions[rows:].tolist()
-        assert contexts.kv_lengths.tolist() == step.drawn_at[rows:].tolist()
+        assert contexts.kv_lengths.tolist() == step.sampled_positions[rows:].tolist()
     for index, window in enumerate(Attention.windows):
         work, starts = attention.work[window]
         there |= {f"work_{index}": work} | ({} if starts is None else {f"starts_{index}": starts})
@@ -67,10 +67,10 @@ def test_what_is_written_arrives_at_addresses_that_the_shape_gives(shapes, seed)
         assert written.keys() - there.keys() == (set() if shape.is_split else {"starts_0", "starts_1"})
         for name, tensor in there.items():
             assert np.array_equal(tensor.numpy(), written[name]), name
-        for tensor in (given.slots, given.positions, given.drawn_at, given.table_entries, given.table_blocks,
-                       *([given.input_tokens, given.draw_rows, given.contexts.work] if given.contexts else [])):
-            assert (tensor.data_ptr() - inputs._there.data_ptr()) % ALIGNMENT == 0
-        assert given.results.shape == (4, shape.num_draws) and given.results.is_contiguous()
+        for tensor in (given.slots, given.positions, given.sampled_positions, given.table_entries, given.table_blocks,
+                       *([given.input_tokens, given.logits_rows, given.contexts.work] if given.contexts else [])):
+            assert (tensor.data_ptr() - inputs._buffer.data_ptr()) % ALIGNMENT == 0
+        assert given.results.shape == (4, shape.num_sampled) and given.results.is_contiguous()
         assert given.context_sums.shape == (shape.context_tokens,)
         assert given.read_back.data_ptr() == given.results.data_ptr()
         assert len(given.read_back) == given.results.numel() + len(given.context_sums)

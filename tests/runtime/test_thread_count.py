@@ -6,7 +6,7 @@ import torch
 
 from batch_manager.errors import ConfigError
 from batch_manager.runtime import thread_count
-from batch_manager.runtime.thread_count import compute_threads, require_own_count
+from batch_manager.runtime.thread_count import compute_threads, require_openmp
 
 CPU = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def test_a_torch_whose_openmp_cannot_be_called_is_refused_by_name(before, monkey
     thread_count._libraries.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"num_threads was given.*has no OpenMP"):
-            require_own_count()
+            require_openmp()
         with compute_threads(CPU, None), compute_threads(CPU, before):
             pass
     finally:

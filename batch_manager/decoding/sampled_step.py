@@ -1,4 +1,4 @@
-"""What a step sampled: tensors on their way to the host, and what the host makes of them."""
+"""The result of sampling a step: tensors to read back, and their conversion to a StepOutput."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ import torch
 
 from ..handover import RowFailure
 from ..names import ErrorCode
-from .beam_draw import DrawnBeams
+from .beam_sampling import SampledBeams
 from .log_prob_report import TopRows
 from .logits_post_processors import NO_TOKEN, PostProcessed
 from .logits_return import logits_by_slot
 from .logits_rows import LogitsRows
 from .output_rows import columns_with_beams
 
-NOT_FINITE = ("the model computed values that are not finite for this request; the others go on; compute in a dtype "
-              "with a larger range")
+NOT_FINITE = ("the model computed NaN or infinite values for this request; logits must be finite; use a dtype with a "
+              "larger range")
 UNUSABLE = RowFailure(ErrorCode.NON_FINITE_LOGITS, NOT_FINITE)
 
 
 @dataclass(slots=True, eq=False)
-class Sampled:
-    """What was sampled for rows without beams; see Drawn, which has the same fields."""
+class SampledTokens:
+    """The sampled tokens of rows without beams. SampledStep documents the fields."""
 
     tokens: torch.Tensor
     finite: torch.Tensor
@@ -32,8 +32,8 @@ class Sampled:
     top: TopRows | None
 
     @staticmethod
-    def joined(parts: "Sequence[Sampled]") -> "Sampled":
-        """The rows of all parts, one after the other."""
+    def joined(parts: "Sequence[SampledTokens]") -> "SampledTokens":
+        """Concatenate the rows of all parts."""
 
         def column(name: str) -> torch.Tensor | None:
             values = [getattr(part, name) for part in parts]
@@ -43,26 +43,27 @@ class Sampled:
             return torch.cat([known.new_zeros(len(part.tokens)) if value is None else value
                               for part, value in zip(parts, values)])
 
-        return Sampled(column("tokens"), column("finite"), column("log_probs"), column("emptied"),
-                       TopRows.joined([part.top for part in parts]))
+        return SampledTokens(column("tokens"), column("finite"), column("log_probs"), column("emptied"),
+                             TopRows.joined([part.top for part in parts]))
 
 
 @dataclass(slots=True, eq=False)
-class Drawn:
-    """What a step sampled, on the device.
+class SampledStep:
+    """The result of sampling a step, on the device.
 
     slots             [n] int32 on the host: the sequences of the step, in batch order
-    rows              the rows of those without beams, which the next five are of
-    tokens            [r] int32 or int64; meaningless where not finite
-    finish            [r] uint8
-    finite            [r] bool: False where no token can be sampled from a row's logits
-    log_probs         [r] float32, or None when no request asked; 0 in the rows of requests that did not
-    emptied           [r] bool: not finite, but finite before the stages: they left nothing, or a NaN or +inf; None: no
-                      row has a stage
-    post_processed    the rows that users' functions changed; None when there are none
-    logits_slots      slots of the rows of `logits` [q, vocab] float32, as the model gave them; None when no request
-    asked top               the likeliest tokens of rows; None when no request asked
-    beams             what was sampled for beams; None when there are none
+    rows              the r rows of sequences without beams; the next five fields belong to them
+    tokens            [r] int32 or int64; undefined where not finite
+    finish            [r] uint8: finish reasons
+    finite            [r] bool: whether a token could be sampled from the row's logits
+    log_probs         [r] float32, 0 in rows that did not ask for them; None: no row asked
+    emptied           [r] bool: whether the stages left a NaN, a +inf or no token, in a row that was finite before them;
+                      None: no stage is active
+    post_processed    the rows that post-processors changed; None: there are none
+    logits_slots      slots of the rows of `logits`
+    logits            [q, vocab] float32: logits to return, as the model computed them; None: no row asked
+    top               likeliest tokens; None: no row asked
+    beams             candidates of beams; None: no sequence has beams
     """
 
     slots: np.ndarray
@@ -76,10 +77,10 @@ class Drawn:
     logits_slots: list[int]
     logits: torch.Tensor | None
     top: TopRows | None = None
-    beams: DrawnBeams | None = None
+    beams: SampledBeams | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the host has to read, by name."""
+        """Return the tensors to read back, by name."""
         tensors = {"tokens": self.tokens, "finish": self.finish, "finite": self.finite}
         for name in ("log_probs", "emptied", "logits"):
             if (tensor := getattr(self, name)) is not None:
@@ -92,11 +93,11 @@ class Drawn:
 
     def output(self, arrays: Mapping[str, np.ndarray], failures: Mapping[int, RowFailure],
                vocab_size: int) -> dict[str, Any]:
-        """The columns of the step's StepOutput, by name, with its generation_logits and failures.
+        """Return the columns of the StepOutput by name, generation_logits and failures included.
 
-        arrays     `tensors`, on the host
-        failures   slots whose rows are unusable already; others are added
-        The searches of beams go on from here.
+        arrays     `tensors` on the host
+        failures   slot -> failure found before sampling; the result also has those found here
+        Mutates    the searches of beams, which advance
         """
         if not arrays["finite"].all() or self.post_processed is not None or self.beams is not None:
             failures = self._failures(arrays, vocab_size) | failures
@@ -117,8 +118,8 @@ class Drawn:
         failures = {}
         if self.post_processed is not None:
             failures |= self.post_processed.failures
-            # Where the model's own logits were finite, it is the user's function that left nothing to sample. Where
-            # they were not, nothing it does makes the row good: what is in the cache is not.
+            # If the model's logits were finite, the function left nothing to sample. If they were not, the row fails
+            # whatever the function did, because the KV cache is unusable.
             slots, model_finite = self.post_processed.slots, arrays["model_finite"]
             for slot in not_finite.intersection(slots[model_finite].tolist()):
                 not_finite.discard(slot)
@@ -126,13 +127,13 @@ class Drawn:
             not_finite.update(slots[~model_finite].tolist())
         for slot in emptied:
             failures.setdefault(slot, RowFailure(
-                ErrorCode.NON_FINITE_LOGITS, "embedding_bias, Parts.stages, penalties and bans of this request leave "
-                f"none of the {vocab_size:,} tokens of the vocabulary, or they leave a NaN or +inf; one logit must "
-                "stay finite, and the others finite or -inf; ban less, or correct the stage"))
+                ErrorCode.NON_FINITE_LOGITS, "embedding_bias, penalties, bans and Parts.stages of this request ban all "
+                f"{vocab_size:,} tokens of the vocabulary, or leave a NaN or +inf; at least one logit must stay "
+                "finite, and the others finite or -inf; ban fewer tokens, or correct the stage"))
         return failures | dict.fromkeys(not_finite, UNUSABLE)
 
     def _slots_without_a_token(self, arrays: Mapping[str, np.ndarray]) -> tuple[set[int], set[int]]:
-        """The slots whose logits were not finite before the stages, and those for which the stages left no token."""
+        """Return the slots with logits not finite before the stages, and those where the stages left no token."""
         not_finite, emptied, slots = set(), set(), self.rows.slots
         if not arrays["finite"].all():
             without = ~arrays["finite"]
@@ -142,5 +143,5 @@ class Drawn:
             not_finite.update(slots[without].tolist())
         if self.beams is not None:
             not_finite.update(self.beams.slots[~arrays["beam_finite"]].tolist())
-            emptied.update(self.beams.slots_without_a_text(arrays))
+            emptied.update(self.beams.exhausted_slots(arrays))
         return not_finite, emptied - not_finite

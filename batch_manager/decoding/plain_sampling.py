@@ -1,0 +1,26 @@
+"""Sampling of rows that need only the parameters of `sample_token`. The launches do not depend on their values."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from .slots import SlotState
+
+
+def sample_plain(state: SlotState, sample_token: Callable[..., object], sampled_by: Mapping[str, str],
+                 logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor | None,
+                 results: torch.Tensor) -> None:
+    """Sample a token for each row and store it as the newest token of its sequence. Reads nothing from the host.
+
+    sampled_by       fields of SamplingConfig -> the matching arguments of `sample_token`
+    counts           zeros, see `sample_token`; None: all rows are greedy
+    Shapes           logits [r, vocab]; slots [r] int64; positions [r] int32, of the sampled tokens; results [4, r]
+                     int32
+    Mutates          results, whose rows become the tokens, 1 where a token is the end id of its sequence, 1 where the
+                     logits are finite, and the bits of the float32 log-probs; state.last_tokens; counts
+    """
+    tokens, finish, finite, log_prob_bits = results.unbind(0)
+    sample_token(logits, position=positions, tokens=tokens, log_probs=log_prob_bits.view(torch.float32), finite=finite,
+                 only_greedy=counts is None, slots=slots, end_id=state.column("end_id"), finish=finish,
+                 last_tokens=state.last_tokens.values, counts=counts,
+                 **{argument: state.column(name) for name, argument in sampled_by.items()})
