@@ -1,4 +1,4 @@
-"""Sampling: turns rows of logits into tokens, log-probabilities and finish reasons.
+"""Samples tokens from rows of logits, and computes their log-probabilities and finish reasons.
 
 Owns     per-slot sampling state on the device; the order of all changes to logits; sampling of tokens and their
          log-probabilities; end ids and stop words; beam search
