@@ -27,7 +27,7 @@ from ..gpt_manager import GptManager
 from ..names import SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from ..testing.scripted_backend import ScriptedBackend
-from .workload import at_least
+from .workload import at_least, within
 
 PROMPT, TOKENS_PER_BLOCK, LOOK_S = 16, 64, 0.001
 
@@ -123,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=at_least(1), default=256)
     parser.add_argument("--tokens", type=at_least(1), default=100, help="of each stream")
-    parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds that the scripted model takes")
+    parser.add_argument("--step-ms", type=within(0, 60_000), default=5.0,
+                        help="milliseconds that the scripted model takes")
     parser.add_argument("--runs", type=at_least(1), default=1)
     parser.add_argument("--process", action="store_true", help="the engine in a process of its own")
     options = parser.parse_args(arguments)

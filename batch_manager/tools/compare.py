@@ -32,9 +32,10 @@ from statistics import median
 from typing import Any
 
 from .compare_figures import FIGURES as SIDE_FIGURES
-from .compare_results import FOREIGN_CORES, ComparisonError, compare_results, compared, disturbed
-from .output_file import output_file
+from .compare_results import FOREIGN_CORES, ComparisonError, check_figures, compare_results, compared, disturbed
+from .output_file import output_file, why_not_distinct
 from .standard_output import discard_standard_output
+from .workload import within
 
 __all__ = ["Comparison", "ComparisonError", "compare", "compare_results", "main", "read_results"]
 RATES = ("output_tok_s", "total_tok_s")
@@ -89,6 +90,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
                                   "batch_manager.tools.benchmark has them")
         if result.get("wrong_length"):
             raise ComparisonError(f"{path} has {result['wrong_length']} outputs of the wrong length; run it again")
+        check_figures(result, str(path))
         results.append(result)
     return results
 
@@ -143,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments[:end])
     try:
+        _check_out(options.out, [*options.files, *after, *(options.first or ()), *(options.second or ())])
         if options.first or options.second:
             if options.files or after or not (options.first and options.second):
                 parser.error("--first and --second go together, without other files")
@@ -160,6 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_out(out: Path | None, inputs: Sequence[str | Path]) -> None:
+    for path in inputs if out is not None else ():
+        if reason := why_not_distinct({"--out": out}, {"an input": path}):
+            raise ComparisonError(reason)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="batch-manager compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -173,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--figure", choices=tuple(dict.fromkeys((*SIDE_FIGURES, *FIGURES))), nargs="+", metavar="NAME",
         help=f"only these (all that every run has): {', '.join(SIDE_FIGURES)}")
     add("--anyway", action="store_true", help="compare different workloads and models all the same (pairs: never)")
-    add("--foreign", type=float, default=FOREIGN_CORES, metavar="CORES",
+    add("--foreign", type=within(0, 1e6), default=FOREIGN_CORES, metavar="CORES",
         help=f"cores that others may take before a run counts as disturbed ({FOREIGN_CORES})")
     add("--out", type=Path, metavar="FILE", help="write the comparison here, as JSON")
     return parser

@@ -33,6 +33,19 @@ class Figure:
             value = value.get(key) if isinstance(value, Mapping) else None
         return float(value) if is_number(value) else None
 
+    def fault(self, result: Mapping[str, Any]) -> str:
+        """What is wrong with the value, in words; "": it is a number of at least 0, null, or missing."""
+        value: Any = result
+        for depth, key in enumerate(self.path):
+            if value is None:
+                return ""
+            if not isinstance(value, Mapping):
+                return f"{'.'.join(self.path[:depth])} is {value!r}; expected an object or null"
+            value = value.get(key)
+        if value is None or is_number(value) and value >= 0:
+            return ""
+        return f"{'.'.join(self.path)} is {value!r}; expected a number of at least 0, or null"
+
 
 def _latency(name: str, which: str) -> Figure:
     return Figure(f"{name}_ms_{which}", ("latency_ms", name, which))
@@ -115,6 +128,12 @@ def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]],
         if all(value is not None and value > 0 for side in sides for value in side):
             found.append(Difference(FIGURES[name], tuple(sides[0]), tuple(sides[1])))
     return found
+
+
+def left_out(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Return the figures that are more than 0 in some runs, and 0 or missing in others."""
+    is_positive = {name: [(FIGURES[name].value(result) or 0) > 0 for result in [*a, *b]] for name in names}
+    return [name for name, each in is_positive.items() if any(each) and not all(each)]
 
 
 def table(found: Sequence[Difference]) -> list[str]:

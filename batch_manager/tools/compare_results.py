@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import printable
-from .compare_figures import FIGURES, Difference, differences, is_number, table
+from .compare_figures import FIGURES, Difference, differences, is_number, left_out, table
 
 FORMAT, FORMAT_VERSION = "batch-manager bench", 1
 SAME = ("workload", "n", "prompt_tokens", "output_tokens", "precision", "model")
@@ -92,8 +92,12 @@ def compared(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str]
                        *_unlike(runs_a, runs_b, ORIGIN), *_disturbed("A", runs_a, foreign_cores),
                        *_disturbed("B", runs_b, foreign_cores)]
     for load, side_a, side_b in loads:
-        if found := differences([run.result for run in side_a], [run.result for run in side_b], figures):
+        sides = [run.result for run in side_a], [run.result for run in side_b]
+        if found := differences(*sides, figures):
             report.differences[load] = found
+        if names := left_out(*sides, figures):
+            report.warnings.append(f"left out{f' at {load}' if len(loads) > 1 else ''}, because not every run has a "
+                                   f"value above 0: {', '.join(names)}")
     if not report.differences:
         raise ComparisonError(f"no run has a positive {', '.join(figures)}; expected one of these in all runs; "
                               "measure again with batch-manager bench")
@@ -133,10 +137,22 @@ def _runs_of(result: Any, place: str) -> list[Run]:
                 for number, point in enumerate(points) if isinstance(point, dict)]
     else:
         runs = [Run(place, _load_of(shared), shared)]
+    for run in runs:
+        check_figures(run.result, run.place)
     if not runs or any(not _has_figure(run.result) for run in runs):
         raise ComparisonError(f"{place} has no figures; expected a result of batch-manager bench, with "
                               f"{', '.join(list(FIGURES)[1:4])} and others; name another file")
     return runs
+
+
+def check_figures(result: Mapping[str, Any], place: str) -> None:
+    """Raise ComparisonError for a figure that is not a number of at least 0.
+
+    place   the file, and the number in it where there are several
+    """
+    for figure in FIGURES.values():
+        if fault := figure.fault(result):
+            raise ComparisonError(f"{place}: {fault}; measure again, or correct the file")
 
 
 def _has_figure(result: Mapping[str, Any]) -> bool:

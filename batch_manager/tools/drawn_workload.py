@@ -67,6 +67,20 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
     }
 
 
+def within(least: float, most: float) -> Callable[[str], float]:
+    """Return a type for argparse: a number from `least` to `most`."""
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not least <= number <= most:     # NaN is not
+            raise argparse.ArgumentTypeError(f"{text} is out of range; expected {least:g} to {most:g}")
+        return number
+
+    return read
+
+
 def print_summary(workload: dict[str, Any], out: str) -> None:
     """What the workload is, without its requests: one line of JSON, on stderr where the workload went to stdout."""
     print(json.dumps({name: value for name, value in workload.items() if name != "requests"}),
@@ -74,9 +88,12 @@ def print_summary(workload: dict[str, Any], out: str) -> None:
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from a minimum on."""
+    """Return a type for argparse: a whole number of at least `minimum`."""
     def read(text: str) -> int:
-        number = int(text)
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if number < minimum:
             raise argparse.ArgumentTypeError(f"{number} is less than {minimum}")
         return number

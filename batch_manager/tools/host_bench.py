@@ -50,11 +50,13 @@ from ..seams import ModelBackend, PendingStep
 from ..testing.scripted_backend import ScriptedBackend
 from .__main__ import run_as
 from .bench.engine import POLICIES
-from .workload import at_least
+from .workload import at_least, within
 
 WARM_UP_ITERATIONS = 20
 SHORTEST_PROMPT = 16
 CALIBRATE_EVERY = 5     # iterations
+MOST_STEP_MS = 60_000
+SWITCH_INTERVALS = 1e-6, 60    # seconds
 
 # In which phase each method of the loop is, model time included.
 PHASES = {"_fetch": "fetch", "_schedule": "schedule", "_claim": "claim", "_start": "claim", "_finish": "advance",
@@ -340,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
     add("--streaming", action=argparse.BooleanOptionalAction, default=None, help="only with, or only without (both)")
     add("--output-len", type=at_least(0), default=0, help="tokens after which a request is replaced; 0: never (0)")
-    add("--step-ms", type=float, default=0.0,
+    add("--step-ms", type=within(0, MOST_STEP_MS), default=0.0,
         help="milliseconds that the device works on a step while the host goes on; host time then includes waiting (0)")
     add("--run-ahead", action=argparse.BooleanOptionalAction, default=None,
         help="launch steps ahead of reading, or not (where --step-ms is given)")
@@ -349,7 +351,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--queued", type=at_least(0), default=0, help="requests in the manager's queue (0)")
     add("--native", action="store_true", help="the native backend around a model that computes nothing, as host time")
     add("--spinning-client", action="store_true", help="another thread that never stops computing, as a client might")
-    add("--switch-interval", type=float, help="seconds, sys.setswitchinterval; matters with --spinning-client")
+    add("--switch-interval", type=within(*SWITCH_INTERVALS), metavar="SECONDS",
+        help="for sys.setswitchinterval; matters with --spinning-client")
     options = parser.parse_args(argv)
     if options.native and (options.step_ms or options.run_ahead):
         parser.error("--native was given with --step-ms or --run-ahead; the native backend on a CPU is synchronous; "

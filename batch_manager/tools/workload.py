@@ -36,11 +36,12 @@ from .drawn_workload import (
     at_least,
     make_workload,
     print_summary,
+    within,
 )
 from .lengths import Lengths
 from .standard_output import discard_standard_output
 
-__all__ = ["FIRST_ORDINARY_TOKEN", "OUTPUTS", "PROMPTS", "Lengths", "at_least", "main", "make_workload"]
+__all__ = ["FIRST_ORDINARY_TOKEN", "OUTPUTS", "PROMPTS", "Lengths", "at_least", "main", "make_workload", "within"]
 INTERRUPTED = 130
 KINDS = ("token-norm-dist", "token-unif-dist", "log-normal", "dataset", "trace", "sample-trace")
 

@@ -61,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
         add_arguments(kind)
     options = parser.parse_args(arguments)
     try:
-        check_writable(options.out)
+        inputs = {"FILE": getattr(options, "file", None), "--tokenizer": getattr(options, "tokenizer", None)}
+        check_writable(options.out, {name: path for name, path in inputs.items() if path is not None})
         KINDS[options.kind][2](options)
     except DatasetError as error:
         print(f"workload: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from batch_manager.tools.bench.original_options import ALIASES, REFUSED
 NEEDED = ["--model", "none", "--workload", "w.json"]
 
 
-@pytest.mark.parametrize("more", [["--out", "w.json"], ["--out", "a", "--trace", "./a"],
+@pytest.mark.parametrize("more", [["--out", "w.json"], ["--out", "none"], ["--out", "a", "--trace", "./a"],
                                   ["--output-csv", "b", "--stats-csv", "b"]])
 def test_two_files_of_one_name_are_refused_before_the_work(more, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -78,7 +78,7 @@ def test_names_of_others_are_names_of_ours(capsys):
     (["--request-rate", "x"], "no number"),
     (["--request-rate", "2", "--concurrency", "2"], "both given"),
     (["--sweep", "threads=1,2"], "no sweep"), (["--sweep", "concurrency="], "no sweep"),
-    (["--sweep", "concurrency=1,x"], "no whole number"), (["--sweep", "concurrency=0"], "less than 1"),
+    (["--sweep", "concurrency=1,x"], "not a whole number"), (["--sweep", "concurrency=0"], "less than 1"),
     (["--sweep", "concurrency=2,2"], "twice"), (["--sweep", "concurrency=2", "--concurrency", "2"], "both given"),
     (["--sweep", "concurrency=2", "--find-saturation"], "both given"),
     (["--sweep", "concurrency=2", "--stats-csv", "s.csv"], "both given"),

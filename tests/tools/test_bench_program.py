@@ -183,7 +183,7 @@ def test_the_saturation_is_found(setting, capsys):
     result = read_result(Path("s.json"))
     assert result["kind"] == "saturation" and len(result["points"]) == 4
     assert all(isinstance(point["sustained"], bool) for point in result["points"][1:])
-    assert result["saturation"]["probes"] == 3 and "saturation: " in capsys.readouterr().out
+    assert result["saturation"]["probes"] == 4 and "; 4 servings)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("limit, first", [(10.0, 25.0), (10.0, 4.0), (0.9, 8.0), (7.3, 7.3)])

@@ -10,7 +10,7 @@ from batch_manager import Parts
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.bench import __main__ as program
 from batch_manager.tools.bench import neighbours
-from batch_manager.tools.bench.engine import POLICIES
+from batch_manager.tools.bench.engine import POLICIES, model_limits, precision_of
 from batch_manager.tools.bench.errors import InputError
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.process_meter import ProcessMeter
@@ -182,3 +182,14 @@ def test_neighbours_are_busy_while_a_workload_is_served_and_gone_afterwards(monk
 
 def test_whether_steps_are_compiled_is_an_option():
     assert [options(*more).cpu_compile for more in ([], ["--cpu-compile"], ["--no-cpu-compile"])] == [None, True, False]
+
+
+def test_the_precision_of_auto_is_the_one_that_the_backend_chose():
+    assert precision_of(options("--dtype", "auto"), "float32") == "fp32"
+    assert precision_of(options(), "float32") == run()["precision"] == "bf16"
+
+
+def test_auto_is_what_the_engine_chooses():
+    given = parse_options(["--model", str(SMALL_MODEL), "--workload", "w", "--dtype", "auto", "--device", "cpu"])
+    wide = parse_options(["--model", str(SMALL_MODEL), "--workload", "w", "--dtype", "float32", "--device", "cpu"])
+    assert model_limits(given, Parts()) == model_limits(wide, Parts())

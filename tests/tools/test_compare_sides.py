@@ -245,3 +245,36 @@ def test_a_result_with_anything_in_it_is_compared_or_refused_in_one_line(tmp_pat
             assert compare_results(folder / "a", folder / "b", anyway=anyway)
         except ComparisonError as error:
             assert "; expected " in str(error) or "; this program reads " in str(error)
+
+
+@pytest.mark.parametrize("change, fault", [
+    ({"output_tok_s": "x"}, "output_tok_s is 'x'"), ({"output_tok_s": -1}, "output_tok_s is -1"),
+    ({"itl_ms_p50": float("nan")}, "itl_ms_p50 is nan"), ({"output_tok_s": True}, "output_tok_s is True"),
+    ({"latency_ms": {"tpot": {"p50": "fast"}}}, "latency_ms.tpot.p50 is 'fast'"),
+    ({"latency_ms": 3}, "latency_ms is 3; expected an object or null")])
+def test_a_figure_that_is_no_number_is_refused_with_its_name(change, fault, write, capsys):
+    good, bad = write("a.json", peer="x"), write("b.json", **{"peer": "y", **change})
+    assert main([str(good), str(bad)]) == 2
+    assert f"{bad}: {fault}; " in capsys.readouterr().err
+    if not change.get("latency_ms"):
+        assert main(["--first", str(good), "--second", str(bad)]) == 2
+        assert f"{bad}: {fault}; " in capsys.readouterr().err
+
+
+def test_a_figure_that_only_some_runs_have_is_a_warning(write, capsys):
+    assert main([str(write("a.json")), str(write("b.json", itl_ms_p50=None))]) == 0
+    assert "warning: left out, because not every run has a value above 0: itl_ms_p50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_output_that_is_an_input_is_refused(is_link, write, tmp_path, capsys):
+    result = write("r.json")
+    before, out = result.read_text(), result
+    if is_link:
+        out = tmp_path / "link.json"
+        out.symlink_to(result)
+    for inputs in ([result, result], [result, "--", result], ["--first", result, "--second", result]):
+        arguments = [*map(str, inputs)]
+        assert main(["--out", str(out), *arguments]) == 2
+        assert f"both name {out}; expected a file for each" in capsys.readouterr().err
+    assert result.read_text() == before

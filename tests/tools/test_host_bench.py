@@ -68,3 +68,17 @@ def test_requests_that_wait_go_on_waiting(waiting, queued):
     assert len(loop.intake) == queued
     result = measure(setting)
     assert (result["waiting"], result["queued"], result["responses_per_iteration"]) == (waiting, queued, 5)
+
+
+@pytest.mark.parametrize("option", ["--step-ms", "--switch-interval"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "x", "1e300"])
+def test_a_time_that_cannot_be_is_refused(option, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        host_bench.main(["--batch", "1", "--iterations", "1", f"{option}={value}"])
+    assert f"argument {option}: " in capsys.readouterr().err
+
+
+def test_a_switch_interval_of_zero_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        host_bench.main(["--switch-interval", "0"])
+    assert "out of range; expected 1e-06 to 60" in capsys.readouterr().err

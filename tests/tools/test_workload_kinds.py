@@ -173,3 +173,26 @@ def test_a_full_disk(capsys):
     assert main([*UNIFORM, "--out", "/dev/full"]) == 2
     assert capsys.readouterr().err == ("workload: /dev/full: it cannot be written: No space left on device; expected a "
                                        "file that can be, and room for it; correct the path, or make room\n")
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_trace_is_never_overwritten(is_link, tmp_path, capsys):
+    trace = tmp_path / "trace.csv"
+    assert main(["sample-trace", "--num-requests", "3", "--out", str(trace)]) == 0
+    before, out = trace.read_text(), trace
+    if is_link:
+        out = tmp_path / "link.csv"
+        out.symlink_to(trace)
+    assert main(["trace", str(trace), "--out", str(out)]) == 2
+    assert f"FILE and --out both name {out}; expected a file for each" in capsys.readouterr().err
+    assert trace.read_text() == before
+
+
+def test_a_file_that_opens_and_cannot_be_read_is_refused(write):
+    assert "/proc/self/mem: the file cannot be read: Input/output error; expected" in write(
+        "trace", "/proc/self/mem", status=2)
+
+
+def test_a_value_out_of_range_is_told_its_range(write, tmp_path):
+    (tmp_path / "t.csv").write_text("arrival_s,input_tokens,output_tokens\n1e300,3,4\n")
+    assert "arrival_s is 1e+300; expected a number, 0 to 10000000000; " in write("trace", tmp_path / "t.csv", status=2)

@@ -11,7 +11,8 @@ from ...names import SchedulerPolicy, TrtGptModelType
 
 POLICIES = {"guaranteed_no_evict": SchedulerPolicy.GUARANTEED_NO_EVICT,
             "max_utilization": SchedulerPolicy.MAX_UTILIZATION}
-PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}
+DTYPES = ("auto", "bfloat16", "float32")
+PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
 def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None, int | None, int | None]:
@@ -22,14 +23,25 @@ def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None,
     if parts.backend is not None:
         return None, None, options.max_tokens_in_paged_kvcache
     from ...models import read_spec
+    from ...models.loading import resolve_dtype
+    from ...runtime.device import resolve_device
 
     spec = read_spec(options.model, options.model_implementation)
     kv_tokens = options.max_tokens_in_paged_kvcache
     if options.kv_gib is not None:
-        bytes_per_token = (2 * spec.num_layers * spec.num_kv_heads * spec.head_size
-                           * (2 if options.dtype == "bfloat16" else 4))
+        dtype = resolve_dtype(options.dtype, spec, resolve_device(options.device))
+        bytes_per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * dtype.itemsize
         kv_tokens = int(options.kv_gib * 2**30) // bytes_per_token
     return spec.vocab_size, spec.max_position_embeddings, kv_tokens
+
+
+def precision_of(options: argparse.Namespace, backend_dtype: str) -> str:
+    """Return the precision as a result names it.
+
+    backend_dtype   what --dtype auto became
+    """
+    name = backend_dtype if options.dtype == "auto" else options.dtype
+    return PRECISIONS.get(name.removeprefix("torch."), name)
 
 
 def vocabulary_of(options: argparse.Namespace) -> int:

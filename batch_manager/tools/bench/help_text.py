@@ -41,5 +41,6 @@ HOW_IT_ENDS = """The result (--out, --report json), one JSON object. A sweep has
 there; sequence_latency and time_to_first_token count from arrival, the time in the queue included;
 inter_token_latency is tpot. A sample is a request, and a sequence is one too, whatever its beams.
 
-Exit status: 0 done; 1 a request failed, has the wrong length, or the engine stopped answering; 2 an argument or a file
-is wrong; 130 Ctrl-C. --out and the other files are written whole or not at all. Reads /proc, hence Linux."""
+Exit status: 0 done; 1 a request failed, an output has the wrong length, or the engine stopped answering; 2 an argument
+or a file is wrong; 130 Ctrl-C; 143 SIGTERM. Output files are written whole or not at all, except the trace: it grows
+while the engine runs, and a run that is interrupted leaves the part so far. Reads /proc, so it needs Linux."""

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ...config import Parts
@@ -102,4 +102,5 @@ class Measurement:
         if not most:
             raise BenchmarkError("every request failed when all arrived at once, the first with: "
                                  f"{self.points[0]['failures'][0]['error']}")
-        return find_saturation(holds, most, options.max_probes - 1, criterion_of(bounds, share))
+        found = find_saturation(holds, most, options.max_probes - 1, criterion_of(bounds, share))
+        return replace(found, probes=found.probes + 1)

@@ -12,7 +12,7 @@ from ...names import TrtGptModelType
 from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..workload import at_least
-from .engine import POLICIES, PRECISIONS
+from .engine import DTYPES, POLICIES
 from .help_text import ABOUT, HOW_IT_ENDS
 from .original_options import rewritten, told
 
@@ -90,7 +90,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="first tokens that stay visible outside of it (0)")
     add("--device", metavar="NAME", help='"cpu", "cuda", "cuda:1" (cuda where there is one)')
     add("--threads", type=at_least(1), metavar="N", default=2, help="threads of a CPU backend (2)")
-    add("--dtype", choices=PRECISIONS, default="bfloat16", help="of weights and KV cache (bfloat16)")
+    add("--dtype", choices=DTYPES, default="bfloat16",
+        help="data type of weights and KV cache; auto: as GptManager and batch-manager inspect choose it (bfloat16)")
     add("--load-format", choices=LOAD_FORMATS, default="auto", help='"dummy": random weights, config.json is enough')
     add("--cpu-compile", action=flag, default=None, help="steps on a CPU in compiled code, or not (where that can be)")
     add("--cuda-graphs", action=flag, default=None, help="replay captured graphs on a GPU (off)")
@@ -225,8 +226,8 @@ def _sweep(text: str) -> tuple[str, list[float]]:
         raise argparse.ArgumentTypeError(f"{text!r} is no sweep; expected {expected}")
     try:
         values = [_rate(value) if name == "request_rate" else at_least(1)(value) for value in listed.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} has a value that is no whole number") from None
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     if len(set(values)) != len(values):
         raise argparse.ArgumentTypeError(f"{text!r} has a value twice; expected each once")
     return name, values
@@ -278,7 +279,7 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     for option, path in outputs.items():
         if reason := why_not_writable(path):
             parser.error(f"{option}: {reason}")
-    if reason := why_not_distinct(outputs, {"--workload": options.workload}):
+    if reason := why_not_distinct(outputs, {"--workload": options.workload, "--model": options.model}):
         parser.error(reason)
     if options.plot is not None and (reason := why_no_folder(options.plot)):
         parser.error(f"--plot: {reason}")

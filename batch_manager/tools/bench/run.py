@@ -7,7 +7,7 @@ from typing import Any
 from ...config import Parts
 from ..datasets import DatasetError, ReadReport, Selection, read_workload
 from ..output_file import output_file
-from .engine import PRECISIONS, vocabulary_of
+from .engine import precision_of, vocabulary_of
 from .errors import InputError
 from .files import write_stats
 from .load import Load
@@ -37,13 +37,14 @@ def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Part
 
 
 def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session: Session) -> dict[str, Any]:
-    """What all servings of a session have in common."""
+    """Return the fields that all servings of a session share."""
+    precision = precision_of(options, session.manager.info.dtype)
     return {
         **provenance(options.command, session.manager.info.device),
         "peer": "batch_manager",
         "variant": options.variant,
         "version": version_text(),
-        "precision": PRECISIONS[options.dtype],
+        "precision": precision,
         "workload": options.workload.name,
         "n": workload["n"],
         "threads": options.threads,
@@ -51,7 +52,7 @@ def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session
         "max_tokens_per_step": options.max_tokens_per_step,
         "load_s": round(session.load_s, 1),
         "python": python_version(),
-        "kv_precision": PRECISIONS[options.dtype],
+        "kv_precision": precision,
         "kv_tokens": session.kv_tokens,
         "tokens_per_block": options.tokens_per_block,
         "engine": options.type,

@@ -18,7 +18,7 @@ class Saturation:
 
     sustained   the highest rate that held; None: none did
     broken      the lowest rate that did not; None: all did
-    probes      servings that were taken
+    probes      servings, including the first one of `batch-manager bench`, in which all requests arrive at once
     criterion   what a rate had to hold, in words
     """
 
@@ -34,7 +34,7 @@ class Saturation:
             told = f"{self.sustained:.4g} requests/s are sustained, and so was every lower rate that was tried"
         else:
             told = f"{self.sustained:.4g} requests/s are sustained, {self.broken:.4g} are not"
-        return f"saturation: {told} ({self.criterion}; {self.probes} probes)"
+        return f"saturation: {told} ({self.criterion}; {self.probes} servings)"
 
 
 def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probes: int, criterion: str) -> Saturation:

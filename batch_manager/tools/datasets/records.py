@@ -62,7 +62,7 @@ def whole_number(value: Any, place: str, name: str, minimum: int) -> int:
 def seconds(value: Any, place: str, name: str) -> float:
     """The value, checked. Raises DatasetError."""
     if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= MOST_SECONDS:
-        raise DatasetError(place, f"{name} is {quoted(value)}", "expected a number that is not negative",
+        raise DatasetError(place, f"{name} is {quoted(value)}", f"expected a number, 0 to {MOST_SECONDS:.0f}",
                            "correct the line, or leave it out")
     return float(value)
 

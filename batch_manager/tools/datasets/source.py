@@ -33,7 +33,7 @@ class Source:
                                "correct the path") from None
         self._file: io.BufferedIOBase = raw
         try:
-            if raw.peek(2)[:2] == GZIP_MAGIC:
+            if self._is_gzip(raw):
                 self._file = gzip.GzipFile(fileobj=raw)
             self._head = self._look()
         except BaseException:
@@ -63,6 +63,12 @@ class Source:
             return data.decode()
         except UnicodeDecodeError as error:
             raise self._not_text(data.count(b"\n", 0, error.start) + 1) from None
+
+    def _is_gzip(self, raw: io.BufferedReader) -> bool:
+        try:
+            return raw.peek(2)[:2] == GZIP_MAGIC
+        except OSError as error:
+            raise self._unreadable(error) from None
 
     def _look(self) -> list[bytes]:
         """What comes up to the end of the first line that is not blank."""
@@ -95,7 +101,8 @@ class Source:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: Exception) -> DatasetError:
-        return DatasetError(self.name, f"it cannot be read: {error}", "expected a whole file", NOT_CUT)
+        return DatasetError(self.name, f"the file cannot be read: {getattr(error, 'strerror', None) or error}",
+                            "expected a whole file", NOT_CUT)
 
     def _decoded(self, line: bytes, number: int) -> str:
         try:

@@ -3,12 +3,12 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from ..output_file import output_file, why_not_writable
+from ..output_file import output_file, why_not_distinct, why_not_writable
 from ..traffic import Arrival
 from .csv_traces import AZURE, PLAIN
 from .errors import DatasetError
@@ -82,7 +82,12 @@ def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
                            "expected a file that can be, and room for it", "correct the path, or make room") from None
 
 
-def check_writable(path: str | os.PathLike) -> None:
-    """Raises DatasetError where it is clear before the work that the file cannot be written."""
-    if os.fspath(path) != STDOUT and (why := why_not_writable(Path(path))):
+def check_writable(path: str | os.PathLike, inputs: Mapping[str, str | os.PathLike[str]] | None = None) -> None:
+    """Raise DatasetError if the file certainly cannot be written, or is one of the inputs.
+
+    inputs   name of an argument -> the file that it names
+    """
+    if os.fspath(path) == STDOUT:
+        return
+    if why := why_not_writable(Path(path)) or why_not_distinct({"--out": Path(path)}, inputs or {}):
         raise DatasetError("", *why.split("; ", 2))
