@@ -1,21 +1,20 @@
-"""What the programs of `paged_attention_context` compute: one row of the list per tile of a sequence's new tokens.
+"""The work list of `paged_attention_context`: one row per tile of a sequence's new tokens. Pure host arithmetic.
 
-Pure host arithmetic. A tile has as many tokens as a program's tile of queries has rows. Its row of the list starts a
-program for each query head, as many as the queries of all its tokens fill.
+A tile has as many tokens as a program's tile of queries has rows. Its row of the list starts one program per query
+head, which is as many as the queries of a full tile need.
 
-The tile height depends on the head size and the element size alone, so the code that packs a step can make the list
-without knowing the device.
+The tile height depends only on the head size and the element size, so the list can be made without knowing the device.
 """
 
 import numpy as np
 
-WORK_COLUMNS = 2      # integers of one row of the list
+WORK_COLUMNS = 2
 
 
 def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
-    """Rows of a tile of queries, tokens of a tile of tokens: what the registers hold with heads of `head_size` entries.
+    """Return the rows of a tile of queries, which is also the tokens of a tile of tokens. Limited by registers.
 
-    float32 has no matrix instruction that keeps its precision, and its products take more registers.
+    float32 has smaller tiles: no matrix instruction keeps its precision, and other products take more registers.
     """
     if element_size_bytes == 4:
         return 32 if head_size <= 64 else 16
@@ -23,10 +22,10 @@ def context_tile_rows(head_size: int, element_size_bytes: int) -> int:
 
 
 def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int = 0) -> np.ndarray:
-    """[W, WORK_COLUMNS] int32: rows (sequence, tile of its new tokens), those that see most keys first.
+    """Return the work list [W, WORK_COLUMNS] int32: rows (sequence, index of the tile), by descending number of keys.
 
-    query_lengths, kv_lengths   [C] integers: new tokens, and keys after this step, of each context sequence
-    padded_to                   at least this many rows, the last ones (-1, -1): programs that leave at once
+    query_lengths, kv_lengths   [C] integers: new tokens and keys of each context, including the keys of this step
+    padded_to                   minimum number of rows; rows of -1 are appended, whose programs exit immediately
     """
     query_lengths, kv_lengths = np.asarray(query_lengths, np.int64), np.asarray(kv_lengths, np.int64)
     num_tiles = -(-query_lengths // tile_rows)
@@ -44,9 +43,9 @@ def context_work_list(query_lengths, kv_lengths, tile_rows: int, padded_to: int 
 
 
 def most_context_tiles(num_tokens: int, num_contexts: int, tile_rows: int) -> int:
-    """Rows that a `context_work_list` has at most for so many new tokens in so many sequences, or for fewer.
+    """Return the maximum number of rows of a `context_work_list` of at most this many new tokens and sequences.
 
-    Most rows come from sequences of one token each and one sequence that has the other tokens.
+    The maximum occurs when all sequences but one have a single token.
     """
     num_sequences = min(num_contexts, num_tokens)
     return num_sequences + (num_tokens - num_sequences) // tile_rows if num_sequences else 0

@@ -1,4 +1,4 @@
-"""What the current GPU allows a kernel: read once per device, from triton's driver."""
+"""Limits of the current GPU, read once per device from Triton's driver."""
 
 import functools
 from typing import NamedTuple
@@ -7,12 +7,12 @@ import triton
 
 
 class DeviceLimits(NamedTuple):
-    """What launch settings depend on.
+    """The limits that launch settings depend on.
 
-    shared_bytes         shared memory one program may use
-    multiprocessors      units that run programs
-    operands_in_shared   matrix instructions read their operands from shared memory (NVIDIA from sm_90 on); elsewhere
-                         they come from registers, which then limit the size of a tile
+    shared_bytes         shared memory available to one program
+    multiprocessors      number of multiprocessors
+    operands_in_shared   matrix instructions read operands from shared memory (sm_90 to sm_11x); otherwise from
+                         registers, which then limit the size of a tile
     """
 
     shared_bytes: int
@@ -21,7 +21,7 @@ class DeviceLimits(NamedTuple):
 
 
 def device_limits() -> DeviceLimits:
-    """Limits of the device kernels are launched on now; of an H200 when they are interpreted."""
+    """Return the limits of the current device, or those of an H200 under Triton's interpreter."""
     if triton.knobs.runtime.interpret:
         return DeviceLimits(shared_bytes=227 * 1024, multiprocessors=132, operands_in_shared=True)
     return _limits_of(triton.runtime.driver.active.get_current_device())

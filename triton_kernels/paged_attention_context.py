@@ -1,54 +1,53 @@
 """Causal attention of each sequence's new tokens (a whole prompt or a chunk) over its pages.
 
-    token r of sequence c stands at position p = kv_lengths[c] - query_length[c] + r
+    token r of sequence c has position p = kv_lengths[c] - query_length[c] + r
     and sees the keys k <= p with k > p - window or k < sink
 
 Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
-            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool; the new tokens' own keys and
-                                                        values are already in it
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order. An entry whose page
-                                                        holds no visible key is not looked at: its block may have
-                                                        been given to another one.
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer; it already contains the keys and values
+                                                        of the new tokens
+            block_table              [rows, max_blocks] int32   pages of each sequence in order. Entries of pages
+                                                        without a visible key are not read: their blocks may belong
+                                                        to another sequence.
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
-            kv_lengths               [C] int32   keys of each sequence after this step's tokens
+            kv_lengths               [C] int32   keys of each sequence, including those of this step
             work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
-                                                    m-th tile of sequence c's new tokens, as many as a tile of
+                                                    m-th tile of new tokens of sequence c, as many as a tile of
                                                     queries has rows; (-1, -1) is padding
-            slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
+            slots                    [C] int32   row of block_table for each sequence; None: row c
             out                      [T, HQ, D]   None: allocated
-            alibi_slopes             [HQ] float32   None: positions add nothing to scores
-            sink_logits              [HQ] float32   None: there are none
+            alibi_slopes             [HQ] float32   None: no ALiBi bias
+            sink_logits              [HQ] float32   None: no extra score
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
-            softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
-            alibi_slopes: f(key position) - f(query position) is added to scores after that and before the mask, with
-            f(p) = slope * p; None: nothing. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope *
-            bfloat16(p)), as Falcon has it; slopes are then numbers of bfloat16.
-            sink_logits: each row's softmax has one more score, that of its head, whose value is zeros; None: it has
-            not. They have nothing to do with `sink`.
-            sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
-            without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
-            and are not rotated again when tokens between them and the query have left the window.
-            uniform_rows: rows of a tile, at least 16, and the tile heights of work_list; None = chosen from the shapes.
-            With it a row's bits depend on its query and keys alone: generation rows, as contexts of one token, come out
-            as they would in the middle of a prompt.
-Mutates     out, only rows below cu_seqlens[C]: rows after them (generation, padding) are neither read nor written.
-Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
+            softcap: replace scores by softcap * tanh(scores / softcap), before the mask; None: no cap.
+            alibi_slopes: add f(key position) - f(query position) to scores, after the cap and before the mask, with
+            f(p) = slope * p. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope * bfloat16(p)), as in
+            Falcon; the slopes must then be representable in bfloat16.
+            sink_logits: one extra score per head in the softmax, with a value of zeros. Unrelated to `sink`.
+            sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
+            without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
+            pool. It is not rotated again when tokens between it and the query leave the window.
+            uniform_rows: rows of a tile, at least 16, which is also the tile height of work_list; None = chosen from
+            the shapes. When set, the bits of a row depend on its query and keys alone: a generation row, as a context
+            of one token, gives the same bits as in the middle of a prompt.
+Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
+Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
 Oracle      triton_kernels/reference/paged_attention_context.py
 Source      FlashAttention-2 (Dao 2023) over pages (Kwon et al. 2023), a group's heads in one tile as in FlashInfer
             (Ye et al. 2025); written for this project.
 
-One program is one tile of queries of one kv head; it walks the keys in tiles of at most 64 tokens of one page. The
-queries of a kv head are counted token by token, the heads of the group one after another, so that a chunk of few tokens
-is one tile, and not one for each head of the group. A row of the work list starts a program for each query head. A
-whole tile of tokens gives work to all of them; of a shorter one, those that are left over leave at once.
+One program per tile of queries of one kv head. It walks the keys in tiles of at most 64 tokens of one page. The queries
+of a kv head are numbered token by token, with the heads of the group next to each other, so that a chunk of few tokens
+needs one tile for the whole group, not one per query head. A row of the work list starts one program per query head. A
+full tile of tokens keeps all of them busy; with a shorter tile, programs without queries exit immediately.
 
-Tiles of keys that every row sees are walked without a mask; the window's edge before them and the diagonal after them
-with one. The tiles of sinks are walked together with the edge: they take the numbers right below its first tile. `sink`
-is a compile-time constant, because an engine has one: 0 leaves no trace in the code.
+Tiles of keys that all rows see are walked without a mask. The tiles at the edge of the window, before them, and those
+on the diagonal, after them, use a mask. The tiles of the sinks are walked with the edge, numbered directly below its
+first tile. `sink` is a compile-time constant, because an engine has one value; 0 adds no code.
 
-Tiles of keys count from position 0 and are added in that order, wherever a chunk begins. What is left to depend on the
-chunk is which loop a tile is walked by, and a compiler may fuse a product into a sum in one and not in the other: with
-uniform_rows there is one loop, with a mask, for all tiles.
+Tiles of keys count from position 0 and are accumulated in that order, wherever a chunk begins. Only the choice of the
+loop for a tile depends on the chunk, and a compiler may use a fused multiply-add in one loop and not in another. With
+uniform_rows, one masked loop walks all tiles.
 """
 
 from typing import NamedTuple
@@ -69,19 +68,19 @@ def _walk_tiles(
     begin, end,                                           # key tiles
     top, total, weighted,                                 # running softmax of the query rows
     query, query_position,
-    slope,                                                # of the query rows; None: positions add nothing
+    slope,                                                # of the query rows; None: no ALiBi bias
     table_ptr, keys_ptr, score_factor, window,
     pool_stride_n, pool_stride_kv, window_tile, skipped,
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
     HAS_ALIBI: tl.constexpr, ALIBI_FACTOR: tl.constexpr,
 ):
-    """Attend to key tiles begin .. end - 1; returns the running softmax.
+    """Attend to key tiles begin .. end - 1 and return the running softmax.
 
-    With SINK, a number below window_tile stands for the tile that is `skipped` before it.
+    With SINK, a number n below window_tile means tile n - skipped.
     """
     TILES_PER_PAGE: tl.constexpr = B // KEYS
-    IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are, before the softmax
+    IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax
     lane = tl.arange(0, D_POW2)
     token = tl.arange(0, KEYS)
     key_offset = token[None, :] * D + lane[:, None]                       # keys arrive transposed
@@ -122,9 +121,9 @@ def _walk_tiles(
 
         if IS_SCALED:
             new_top = tl.maximum(top, tl.max(scores, 1))
-        else:                                             # scaled in the sum of the exponent, at no cost
+        else:                                             # the scale is part of the exponent's fused multiply-add
             new_top = tl.maximum(top, tl.max(scores, 1) * score_factor)
-        if MASKED and HAS_WINDOW:                         # a row may have seen nothing yet: never -inf minus -inf
+        if MASKED and HAS_WINDOW:                         # a row without a key so far: avoid -inf minus -inf
             pivot = tl.where(new_top > -float("inf"), new_top, 0.0)
         else:
             pivot = new_top
@@ -145,7 +144,7 @@ def _walk_tiles(
     return top, total, weighted
 
 
-# Slices of the index tensors start anywhere: their alignment must not make a variant of the kernel.
+# Slices of the index tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
     do_not_specialize_on_alignment=["block_table_ptr", "cu_seqlens_ptr", "kv_length_ptr", "work_ptr", "slot_ptr"],
@@ -159,11 +158,11 @@ def _context_kernel(
     GROUP: tl.constexpr, B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
-    UNIFORM: tl.constexpr,                                # one loop for all tiles
+    UNIFORM: tl.constexpr,                                # one masked loop for all tiles
     HAS_ALIBI: tl.constexpr, SLOPE_FACTOR: tl.constexpr, ALIBI_FACTOR: tl.constexpr,      # see `alibi_factors`
     HAS_SINK_LOGITS: tl.constexpr, LOG2_E: tl.constexpr,
 ):
-    head = tl.program_id(0)                               # tiles of one group run side by side and share their keys
+    head = tl.program_id(0)                               # tiles of a group run concurrently and share their keys
     work = tl.program_id(1)
     sequence = tl.load(work_ptr + 2 * work)
     token_tile = tl.load(work_ptr + 2 * work + 1)
@@ -178,7 +177,7 @@ def _context_kernel(
         table_row = tl.load(slot_ptr + sequence).to(tl.int64)
     table_ptr = block_table_ptr + table_row * table_stride
 
-    # Query n of a kv head is that of token n // GROUP and of the group's head n % GROUP.
+    # Query n of a kv head belongs to token n // GROUP and to head n % GROUP of the group.
     num_queries = query_length * GROUP
     first_query = (token_tile * GROUP + head % GROUP) * ROWS
     if first_query >= num_queries:
@@ -195,7 +194,7 @@ def _context_kernel(
     last_position = computed + (tl.minimum(first_query + ROWS, num_queries) - 1) // GROUP
     query_position = computed + row
     end = last_position // KEYS + 1
-    begin_diagonal = (first_position + 1) // KEYS         # tiles before it end at or before the first row's position
+    begin_diagonal = (first_position + 1) // KEYS         # tiles before it have no key after first_position
     begin = 0
     begin_full = 0
     if HAS_WINDOW:
@@ -221,7 +220,7 @@ def _context_kernel(
     slope = None
     if HAS_ALIBI:
         slope = tl.load(slope_ptr + head - head % GROUP + number % GROUP) * SLOPE_FACTOR
-    if HAS_SINK_LOGITS:                                   # the running softmax starts from it
+    if HAS_SINK_LOGITS:                                   # the running softmax starts from the sink logit
         top = tl.load(sink_logit_ptr + head - head % GROUP + number % GROUP) * LOG2_E
         total += 1.0
     weighted = tl.zeros([ROWS, D_POW2], tl.float32)
@@ -241,12 +240,16 @@ def _context_kernel(
         window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
         MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
     )
-    result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # rows past the end may have seen nothing
+    result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # rows past the end may see no key
     tl.store(out_ptr + token * out_stride_t + entry, result.to(out_ptr.dtype.element_ty), mask=row_inside)
 
 
 class ContextSettings(NamedTuple):
-    """rows, keys: of a tile, queries and keys; num_warps, num_stages: of one program."""
+    """Launch settings.
+
+    rows, keys              query rows and keys of a tile
+    num_warps, num_stages   of one program
+    """
 
     rows: int
     keys: int
@@ -258,10 +261,10 @@ def context_settings(
     head_size_pow2: int, element_size_bytes: int, tokens_per_block: int, limits: DeviceLimits,
     uniform_rows: int | None = None,
 ) -> ContextSettings:
-    """How to launch, from shapes alone.
+    """Return the launch settings. They depend only on shapes.
 
-    Shared memory holds a tile of keys and one of values per stage, and the queries where matrix instructions read
-    them from there. Where they read registers, a tile of 64 keys of a large head does not fit them.
+    Shared memory holds a tile of keys and a tile of values per stage, and the queries if matrix instructions read them
+    from shared memory. If they read registers, a tile of 64 keys of a large head does not fit.
     """
     rows = context_tile_rows(head_size_pow2, element_size_bytes) if uniform_rows is None else uniform_rows
     row_bytes = head_size_pow2 * element_size_bytes
@@ -279,7 +282,7 @@ def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
     uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
 ):
-    """Several query tokens per sequence; see the module's docstring for shapes. Returns out."""
+    """Attend from several tokens per sequence. Returns out. See the module docstring for shapes."""
     num_heads, head_size = query.shape[1:]
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads

@@ -1,4 +1,4 @@
-"""Append the newest token of each sequence to its pages, and attend from it over them.
+"""Append the newest token of each sequence to its pages, and attend over them.
 
     key, value and query of sequence s are those of its token at position p = kv_lengths[s] - 1
     rotated(x) = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged], where x1 and x2 are the
@@ -9,52 +9,52 @@
 
 Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads; heads contiguous
             key, value               [S, HK, D]   likewise; the three may be views of one packed tensor
-            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order, the newest token's
-                                                        included. An entry whose page holds no visible key is not looked
-                                                        at: its block may have been given to another one.
-            kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
+            block_table              [rows, max_blocks] int32   pages of each sequence in order, including the newest
+                                                        token's. Entries of pages without a visible key are not read:
+                                                        their blocks may belong to another sequence.
+            kv_lengths               [S] int32   keys of each sequence, including the newest token's; 0 = padded row
             work_list                [W, 4] int32   from `decode_work_list` for the same lengths, window and sink, on
                                                     the queries' device; -1 in its first column is padding
-            part_starts              [S + 1] int32   likewise; None: no sequence has several parts
-            slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
-            out                      [S, HQ, D]   None: allocated; shares no memory with query, key or value
-            cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
-            alibi_slopes             [HQ] float32   None: positions add nothing to scores
-            sink_logits              [HQ] float32   None: there are none
+            part_starts              [S + 1] int32   likewise; None: no sequence is split
+            slots                    [S] int32   row of block_table for each sequence; None: row s
+            out                      [S, HQ, D]   None: allocated; must not share memory with query, key or value
+            cos_table, sin_table     [positions, R / 2] float32   None: no rotation
+            alibi_slopes             [HQ] float32   None: no ALiBi bias
+            sink_logits              [HQ] float32   None: no extra score
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
-            softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
-            alibi_slopes: f(key position) - f(query position) is added to scores after that and before the mask, with
-            f(p) = slope * p; None: nothing. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope *
-            bfloat16(p)), as Falcon has it; slopes are then numbers of bfloat16.
-            sink_logits: each row's softmax has one more score, that of its head, whose value is zeros; None: it has
-            not. They have nothing to do with `sink`.
-            sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
-            without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
-            and are not rotated again when tokens between them and the query have left the window.
-            The result depends on where the work list cuts a sequence in the last bits only.
-Mutates     kv_pool, one place of each sequence, and out. A row of length 0 writes nothing and is set to zero.
-Needs       a page with a visible key holds finite numbers before the place of the newest token; from there on it is not
-            read. No two sequences append to one place.
+            softcap: replace scores by softcap * tanh(scores / softcap), before the mask; None: no cap.
+            alibi_slopes: add f(key position) - f(query position) to scores, after the cap and before the mask, with
+            f(p) = slope * p. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope * bfloat16(p)), as in
+            Falcon; the slopes must then be representable in bfloat16.
+            sink_logits: one extra score per head in the softmax, with a value of zeros. Unrelated to `sink`.
+            sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
+            without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
+            pool. It is not rotated again when tokens between it and the query leave the window.
+            The partition of the work list affects only the last bits of the result.
+Mutates     kv_pool, at the newest position of each sequence, and out. A row of length 0 does not write to the pool;
+            its output is zero.
+Needs       pages with a visible key hold finite numbers before the position of the newest token; the rest is not
+            read. No two sequences append to the same position of a block.
 Oracle      triton_kernels/reference/paged_attention_decode.py
 Source      paged attention (Kwon et al. 2023), split over keys (Flash-Decoding, Dao et al. 2023), rotary embedding (Su
             et al. 2021) in the half-split arrangement; written for this project.
 
-One program is one row of the work list and one kv head: the G query heads of the kv head are the rows of one matrix
-tile, padded to 16, and one page is one tile of keys. A sequence in one part is written to `out` by its program;
-`paged_attention_merge` puts the parts of others together. The block id of the next page is loaded one iteration ahead:
-loaded in the same iteration, it would eat the pipeline stages that keep pages in flight. How many parts there are, and
-how long block tables are, makes no variant of the kernel.
+One program per work list row and kv head. The G query heads of the kv head are the rows of one matrix tile, padded to
+16; one page is one tile of keys. The program of an unsplit sequence writes to `out`; `paged_attention_merge` combines
+the parts of split sequences. The block id of the next page is loaded one iteration ahead; loading it in the same
+iteration would take up the pipeline stages that keep pages in flight. Neither the number of parts nor the width of
+block tables recompiles the kernel.
 
-Each program rotates its queries. The one of the last part also has the newest key and value, as their projection left
-them: it writes them to the pool, and its running softmax starts from them as they are in its registers. Loads of pages
-leave out the place of the newest token and all after it, so that in no launch a place is read that the launch writes:
-no order between the write and a read is needed, in a program or between two. A page that the newest token is the first
-of is not loaded at all. The same program counts the sink logits: one part of each sequence is the last.
+Each program rotates its queries. The program of the last part also rotates the newest key, writes key and value to the
+pool, and starts its running softmax from their values in registers. Loads of pages mask the newest token and all
+positions after it, so a launch never reads a position that it writes, and no ordering between threads or programs is
+needed. A page whose first token is the newest is not loaded at all. The sink logits are counted by the same program,
+because each sequence has exactly one last part.
 
-With sinks the pages are walked in two ranges, the sinks' and the window's, as one loop: the sinks' pages take the
-numbers right below the window's first page, so that parts and stages run across the gap. `sink` is a compile-time
-constant, because an engine has one: 0 leaves no trace in the code.
+With sinks, one loop walks two ranges of pages, those of the sinks and those of the window. The pages of the sinks are
+numbered directly below the first page of the window, so that parts and pipeline stages span the gap. `sink` is a
+compile-time constant, because an engine has one value; 0 adds no code.
 """
 
 from typing import NamedTuple
@@ -72,10 +72,12 @@ from .strides import heads_contiguous, pages_contiguous
 
 @triton.jit
 def _rotated(row_ptr, keep, lane, cos, sin, HALF: tl.constexpr):
-    """Rows of heads in float32, the leading 2 * HALF entries rotated: `sin` is negative for the first HALF of them. For
-    the other entries `cos` is 1 and `sin` is 0.
+    """Load rows of heads as float32 and rotate the leading 2 * HALF entries.
 
-    row_ptr   first entry of each row; lane: entries, from 0; keep: entries that exist
+    row_ptr    first entry of each row
+    keep       mask of entries that exist
+    lane       indices of the entries
+    cos, sin   for each entry; `sin` negated for the first HALF entries; 1 and 0 for entries that do not rotate
     """
     head = tl.load(row_ptr + lane, mask=keep, other=0.0).to(tl.float32)
     if HALF > 0:
@@ -85,14 +87,14 @@ def _rotated(row_ptr, keep, lane, cos, sin, HALF: tl.constexpr):
     return head
 
 
-# Slices of the index tensors start anywhere: their alignment must not make a variant of the kernel.
+# Slices of the index tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
     do_not_specialize_on_alignment=["block_table_ptr", "kv_length_ptr", "slot_ptr", "work_ptr"],
 )
 def _decode_kernel(
     query_ptr, key_ptr, value_ptr, kv_pool_ptr, cos_ptr, sin_ptr, block_table_ptr, kv_length_ptr, slot_ptr, work_ptr,
-    out_ptr, partial_out_ptr, partial_lse_ptr,            # out of a sequence in one part, the other two of others
+    out_ptr, partial_out_ptr, partial_lse_ptr,            # out: unsplit sequences; the other two: split ones
     slope_ptr, sink_logit_ptr,                            # None: see HAS_ALIBI and HAS_SINK_LOGITS
     score_factor, window,                                 # see `score_factors`
     query_stride_s, key_stride_s, value_stride_s,         # elements from one sequence to the next
@@ -106,8 +108,8 @@ def _decode_kernel(
     HAS_ALIBI: tl.constexpr, SLOPE_FACTOR: tl.constexpr, ALIBI_FACTOR: tl.constexpr,      # see `alibi_factors`
     HAS_SINK_LOGITS: tl.constexpr, LOG2_E: tl.constexpr,
 ):
-    IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are, before the softmax
-    kv_head = tl.program_id(0)                            # heads side by side, so that the longest parts start first
+    IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax
+    kv_head = tl.program_id(0)                            # heads vary fastest, so that the longest parts start first
     work_ptr += 4 * tl.program_id(1)
     sequence = tl.load(work_ptr).to(tl.int64)
     if sequence < 0:
@@ -121,7 +123,7 @@ def _decode_kernel(
     head = kv_head * GROUP + member
     row_inside = (member < GROUP)[:, None] & (lane < D)[None, :]
     out_ptr += sequence * out_stride_s
-    if num_pages == 0:                                    # a padding row
+    if num_pages == 0:                                    # a padded row
         zeros = tl.zeros([ROWS, D_POW2], out_ptr.dtype.element_ty)
         tl.store(out_ptr + head[:, None] * D + lane[None, :], zeros, mask=row_inside)
         return
@@ -137,7 +139,7 @@ def _decode_kernel(
         first_page = skipped
     begin = first_page + tl.load(work_ptr + 1)
     end = begin + num_pages
-    newest = kv_length - 1                                # a position; its page is the last one of the last part
+    newest = kv_length - 1                                # a position; its page is the last of the last part
     holds_newest = end * B > newest
     end = tl.minimum(end, tl.cdiv(newest, B))             # pages with an older key
 
@@ -162,7 +164,7 @@ def _decode_kernel(
         sin[None, :], HALF,
     ).to(query_ptr.dtype.element_ty)
 
-    # The running softmax starts from the newest token, in the part that holds it.
+    # In the part with the newest token, the running softmax starts from that token.
     writes = lane < tl.where(holds_newest, D, 0)
     new_key = _rotated(key_ptr + sequence * key_stride_s + kv_head * D, writes, lane, cos, sin, HALF)
     new_key = new_key.to(kv_pool_ptr.dtype.element_ty)
@@ -177,14 +179,14 @@ def _decode_kernel(
     top = tl.where(holds_newest, score, -float("inf"))
     total = tl.zeros([ROWS], tl.float32) + tl.where(holds_newest, 1.0, 0.0)
     weighted = tl.zeros([ROWS, D_POW2], tl.float32) + new_value.to(tl.float32)[None, :]
-    if HAS_SINK_LOGITS:                                   # in the part of the newest token, and so once
+    if HAS_SINK_LOGITS:                                   # once per sequence: in the part with the newest token
         sink_logit = tl.load(sink_logit_ptr + head, mask=member < GROUP, other=0.0) * LOG2_E
         with_sink = tl.where(holds_newest, tl.maximum(top, sink_logit), 0.0)
         shrink = tl.exp2(top - with_sink)
         total = total * shrink + tl.where(holds_newest, tl.exp2(sink_logit - with_sink), 0.0)
         weighted = weighted * shrink[:, None]
         top = tl.where(holds_newest, with_sink, top)
-    if HAS_ALIBI:                                         # nothing is added to the newest token's own score
+    if HAS_ALIBI:                                         # the bias of the newest token's own score is 0
         slope = tl.load(slope_ptr + head, mask=member < GROUP, other=0.0) * SLOPE_FACTOR
 
     token = tl.arange(0, B)
@@ -226,7 +228,7 @@ def _decode_kernel(
         if IS_SCALED:
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
-        else:                                             # scaled in the sum of the exponent, at no cost
+        else:                                             # the scale is part of the exponent's fused multiply-add
             new_top = tl.maximum(top, tl.max(scores, 1) * score_factor)
             weights = tl.exp2(scores * score_factor - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -251,20 +253,24 @@ def _decode_kernel(
 
 
 class DecodeSettings(NamedTuple):
-    """places: programs that the device runs at the same time; num_warps, num_stages: of one program."""
+    """Launch settings.
 
-    places: int
+    resident_programs       programs that the device runs at the same time
+    num_warps, num_stages   of one program
+    """
+
+    resident_programs: int
     num_warps: int
     num_stages: int
 
 
 def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: int,
                     limits: DeviceLimits) -> DecodeSettings:
-    """How to launch, from shapes alone: the same for every step of an engine.
+    """Return the launch settings. They depend only on shapes, so all steps of an engine use the same.
 
-    A stage holds a page of keys and one of values beyond the pair in use. There are as many stages as let two programs
-    share a multiprocessor, so that one loads while the other computes. Small pages leave room for more programs, up to
-    the four of four warps that the registers hold.
+    Each stage beyond the first holds a page of keys and a page of values. The number of stages is the largest at which
+    two programs share a multiprocessor, so that one loads while the other computes. Small pages leave room for more
+    programs, up to four of four warps, which the registers allow.
     """
     page_bytes = tokens_per_block * max(16, triton.next_power_of_2(head_size)) * element_size_bytes
     fixed_bytes = 10 * 1024
@@ -279,7 +285,7 @@ def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: i
         num_stages = 1
     num_warps = 4 if page_bytes < 32 * 1024 else 8
     resident = max(1, min(limits.shared_bytes // shared_bytes(num_stages), 16 // num_warps))
-    return DecodeSettings(places=resident * limits.multiprocessors, num_warps=num_warps, num_stages=num_stages)
+    return DecodeSettings(resident * limits.multiprocessors, num_warps, num_stages)
 
 
 def paged_attention_decode(
@@ -287,7 +293,7 @@ def paged_attention_decode(
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
     sink_logits=None,
 ):
-    """Append and attend from one token per sequence; see the module's docstring for shapes. Returns out."""
+    """Append and attend from one token per sequence. Returns out. See the module docstring for shapes."""
     num_sequences, num_heads, head_size = query.shape
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads
@@ -304,7 +310,8 @@ def paged_attention_decode(
     score_factor, cap_log2 = score_factors(scale, softcap)
     slope_factor, alibi_factor = alibi_factors(alibi_bfloat16_factor)
 
-    # No more partial results than programs. None, where there are none, would be another variant of the kernel.
+    # There are at most as many partial results as programs. With None for them when no sequence is split, the kernel
+    # would be compiled in two variants.
     num_partials = 0 if part_starts is None else len(work_list)
     partial_out = torch.empty((num_partials, num_heads, head_size), dtype=torch.float32, device=query.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=query.device)

@@ -1,19 +1,19 @@
-"""Put the parts of a split attention together.
+"""Combine the partial results of a split attention.
 
     out[s, h] = sum_i w_i * partial_out[i, h],   w_i = 2^lse_i / sum_j 2^lse_j,   lse = partial_lse[:, h]
     over the partial results i = part_starts[s] .. part_starts[s + 1] - 1 of sequence s
 
-Shapes      partial_out              [P, HQ, D] float32   each normalised by its own sum; rows that belong to no
-                                                          sequence are not looked at
+Shapes      partial_out              [P, HQ, D] float32   each normalized by its own sum; rows that belong to no
+                                                          sequence are not read
             partial_lse              [P, HQ] float32   base-2 logarithm of that sum
-            part_starts              [S + 1] int32   rising
+            part_starts              [S + 1] int32   ascending
             out                      [S, HQ, D]
-Mutates     out, except where a sequence has no partial results.
+Mutates     out, except for sequences without partial results.
 Oracle      triton_kernels/reference/paged_attention_merge.py
 Source      split-KV attention (Flash-Decoding, Dao et al. 2023); written for this project.
 
-One program is one head of one sequence. It walks the partial results 16 at a time with a running softmax: their number
-is read on the device, so that no number of parts makes a variant of the kernel.
+One program per head and sequence. It reads the partial results 16 at a time and keeps a running softmax. The number of
+parts is read on the device, so it does not recompile the kernel.
 """
 
 import triton
@@ -21,10 +21,10 @@ import triton.language as tl
 
 from .strides import heads_contiguous
 
-PARTS = 16                              # partial results looked at together
+PARTS = 16                              # partial results read at once
 
 
-# The starts are a slice of a step's index tensor: their alignment must not make a variant of the kernel.
+# The starts are a slice of the step's index tensor: their alignment must not recompile the kernel.
 @triton.jit(do_not_specialize_on_alignment=["part_start_ptr"])
 def _merge_kernel(
     partial_out_ptr, partial_lse_ptr, part_start_ptr, out_ptr,
@@ -35,7 +35,7 @@ def _merge_kernel(
     head = tl.program_id(1)
     begin = tl.load(part_start_ptr + sequence)
     end = tl.load(part_start_ptr + sequence + 1)
-    if begin == end:                    # one program has written the whole result
+    if begin == end:                    # not split: the decode kernel has written the result
         return
 
     lane = tl.arange(0, D_POW2)
@@ -61,7 +61,7 @@ def _merge_kernel(
 
 
 def paged_attention_merge(partial_out, partial_lse, part_starts, out):
-    """Weighted mean of the parts; see the module's docstring for shapes. Returns out."""
+    """Compute the weighted mean of the parts. Returns out. See the module docstring for shapes."""
     num_heads, head_size = partial_out.shape[1:]
     assert partial_out.is_contiguous() and partial_lse.is_contiguous() and heads_contiguous(out)
     assert part_starts.is_contiguous()

@@ -1,7 +1,7 @@
-"""What both attention kernels do with their scores before the softmax, which runs on powers of two.
+"""Scale and soft cap of scores in both attention kernels, whose softmax uses powers of two.
 
     without a cap    2^(score * score_factor - top),   score_factor = scale * log2(e)
-    with one         2^(capped - top),                 capped = CAP_LOG2 * tanh(score * scale / softcap)
+    with a cap       2^(capped - top),                 capped = CAP_LOG2 * tanh(score * scale / softcap)
                                                        CAP_LOG2 = softcap * log2(e)
 """
 
@@ -13,12 +13,15 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def soft_cap(doubled, CAP_LOG2: tl.constexpr):
-    """CAP_LOG2 * tanh(x), where `doubled` is 2 x log2(e). A power of two that overflows, or vanishes, is the cap."""
+    """Return CAP_LOG2 * tanh(x), where `doubled` is 2 x log2(e). Overflow and underflow of the power give the cap."""
     return CAP_LOG2 - 2.0 * CAP_LOG2 / (1.0 + tl.exp2(doubled))
 
 
 def score_factors(scale, softcap):
-    """(score_factor, CAP_LOG2) of the kernels; CAP_LOG2 is 0 without a cap. With one, the factor makes `doubled`."""
+    """Return (score_factor, CAP_LOG2) for the kernels.
+
+    Without a cap, CAP_LOG2 is 0. With one, the score factor gives the argument `doubled` of `soft_cap`.
+    """
     assert scale > 0 and (softcap is None or softcap > 0)
     if softcap is None:
         return scale * LOG2_E, 0.0

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache: planned once a step, run once a layer.
 
-Owns     how one step's keys and values reach the pool and how queries read them
-Not      which blocks belong to whom (it is handed tables), requests, sampling
-Yours    a new implementation satisfies interface.Attention and is chosen in registry.py
+Owns     how the keys and values of a step are written to the pool, and how queries read them
+Not      which request owns which block (block tables are an input), requests, sampling
+Yours    a new implementation satisfies interface.Attention and is selected in registry.py
 """

@@ -1,13 +1,13 @@
-"""What positions add to attention scores (ALiBi, Press et al. 2022), in torch."""
+"""The ALiBi bias of attention scores (Press et al. 2022), in torch."""
 
 import torch
 
 
-def added_by_position(key_position: torch.Tensor, query_position: torch.Tensor, slopes: torch.Tensor,
-                      bfloat16_factor: float | None) -> torch.Tensor:
-    """What is added to scores, float32; see LayerAttention. All shapes broadcast; positions are integers.
+def alibi_bias(key_position: torch.Tensor, query_position: torch.Tensor, slopes: torch.Tensor,
+               bfloat16_factor: float | None) -> torch.Tensor:
+    """Return the float32 bias to add to scores; see LayerAttention. All shapes broadcast; positions are integers.
 
-    Only single elements are computed with, each operation rounded by itself: bits depend on nothing beside an element.
+    Every operation is elementwise and rounds its result, so the bits of an element depend on that element alone.
     """
     if bfloat16_factor is None:
         return slopes * (key_position - query_position).to(torch.float32)

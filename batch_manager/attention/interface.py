@@ -1,4 +1,4 @@
-"""What a step's attention is planned from, and the protocol of an implementation."""
+"""The inputs of attention, and the protocol that every implementation satisfies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +12,23 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """Where the tokens of one packed step belong, on the host. Contexts first, then generation rows.
+    """Host arrays that describe the tokens of one packed step. Contexts come first, then generation rows.
 
     T tokens, n sequences of which the first c are contexts, r rows that need logits.
 
-    token_ids      [T] int32   a generation row holds 0: its token is known to who draws the tokens, by its slot
+    token_ids      [T] int32   0 for a generation row: the sampler has its token, by slot
     positions      [T] int32   position of each token in its sequence
-    pool_slots     [T] int64   where its key and value go: block id * tokens_per_block + offset
-    slots          [n] int32   sequence slots in batch order; a slot with beams once for each, as a sequence of its own
+    pool_slots     [T] int64   where the key and value of each token go: block id * tokens_per_block + offset
+    slots          [n] int32   sequence slots in batch order; each beam is a sequence and repeats the slot
     query_starts   [n + 1] int32   offsets of the sequences in the packed tokens
-    kv_lengths     [n] int32   tokens in the KV cache once this step's are written
-    block_tables   [n, m] int32   block ids in order, m the longest table of the step. Entries past a sequence's own,
-                   and of blocks it gave back because they left its window, are -1 or name any block: not to be read
+    kv_lengths     [n] int32   tokens of each sequence in the KV cache, including those that this step writes
+    block_tables   [n, m] int32   block ids in order; m is the length of the longest table of the step. Entries past the
+                   end of a sequence, and entries of freed blocks outside its window, are arbitrary: do not read them
     num_contexts   c
-    logits_rows    [r] int64   packed indices of the tokens after which one is sampled, in batch order: the last one of
-                   each sequence that yields a token; where it has draft tokens, these and the one before them
-    num_verifying  the last so many of the contexts are sequences that generate and have draft tokens, or stand among
-                   such: their first token is 0 as a generation row's is, the others are the drafts. An attention need
-                   not know
+    logits_rows    [r] int64   packed indices of the tokens whose logits are sampled, in batch order: the last token of
+                   each sequence that yields a token; with draft tokens, also each draft and the token before them
+    num_verifying  in a step with draft tokens, the number of generation rows. They are the last of the contexts; each
+                   is 0 followed by its drafts, if any. Attention can ignore this field
     """
 
     token_ids: np.ndarray
@@ -54,16 +53,16 @@ class PackedStep:
 
 @dataclass(frozen=True, slots=True)
 class GenerationInputs:
-    """What attention of a step's generation rows reads on the device.
+    """Device tensors that attention reads for the generation rows of a step.
 
-    R rows of one token each; some of them may be padding, of length 0. A row's token is the newest of its sequence: its
-    position is one less than the length, and its key and value go to that place of the last block.
+    R rows of one token each; padded rows have length 0. The token of a row is the newest of its sequence: its position
+    is the length minus one, and its key and value go to that position in the last block.
 
-    kv_lengths     [R] int32   tokens in the KV cache once this step's are written; 0: padding
-    table_rows     [R] int32   the row of `block_tables` of each sequence; None: they are in order
+    kv_lengths     [R] int32   tokens of each sequence in the KV cache, including this step's; 0: padding
+    table_rows     [R] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
     block_tables   [rows, m] int32
-    work           window -> (work list [W, 4] int32, part starts [R + 1] int32), as of `decode_work_list`; None instead
-                   of part starts: no sequence is cut into parts
+    work           window -> (work list [W, 4] int32, part starts [R + 1] int32) of `decode_work_list`. Part starts are
+                   None when no sequence is split into parts
     """
 
     kv_lengths: torch.Tensor
@@ -74,15 +73,17 @@ class GenerationInputs:
 
 @dataclass(frozen=True, slots=True)
 class ContextInputs:
-    """The same of a step's contexts: T tokens of C sequences. The last tokens and sequences may be padding.
+    """Device tensors that attention reads for the contexts of a step: T tokens of C sequences.
+
+    The last tokens and sequences can be padding.
 
     positions      [T] int32 or int64
-    pool_slots     [T] int64   where the key and the value of each token go, as in PackedStep; -1: padding
-    query_starts   [C + 1] int32   offsets of the sequences in these tokens; padding has no tokens
-    kv_lengths     [C] int32   tokens in the KV cache once this step's are written
-    table_rows     [C] int32   the row of `block_tables` of each sequence; None: they are in order
+    pool_slots     [T] int64   where the key and value of each token go, as in PackedStep; -1: padding
+    query_starts   [C + 1] int32   offsets of the sequences in these tokens; padding sequences are empty
+    kv_lengths     [C] int32   tokens of each sequence in the KV cache, including this step's
+    table_rows     [C] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
     block_tables   [rows, m] int32
-    work           [W, k] int32   as of `context_work_list`
+    work           [W, k] int32   work list of `context_work_list`
     """
 
     positions: torch.Tensor
@@ -95,10 +96,10 @@ class ContextInputs:
 
 
 class RotaryTable(Protocol):
-    """Cosines and sines of the rotary position embedding; a layers.Rotary is one.
+    """Cosines and sines of the rotary position embedding. `layers.Rotary` satisfies it.
 
-    cos, sin   [max positions, rotary dimensions / 2] float32 on the device; the half-split ("NeoX") rotation, any
-               scaling of the amplitude (yarn) already multiplied in
+    cos, sin   [max positions, rotary dimensions / 2] float32 on the device, for the half-split ("NeoX") rotation. They
+               include the amplitude factor of scaled variants (yarn)
     """
 
     cos: torch.Tensor
@@ -107,18 +108,18 @@ class RotaryTable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAttention:
-    """How one layer attends. What a layer may have beside these is a field here, with the value that means "without".
+    """How one layer attends. Every option but `scale` is off by default.
 
-    scale     factor on the products of queries and keys, before all else; usually head_size ** -0.5
-    window    tokens a query sees, itself included; None: all before it
-    softcap   scores become softcap * tanh(scores / softcap), before the softmax; None: they stay as they are
-    alibi_slopes     of each query head: slope * (key position - query position) is added to a score, after the cap and
-                     before the mask (ALiBi, Press et al. 2022); None: nothing
-    alibi_bfloat16_factor   None, or the slopes are numbers of bfloat16 and what is added is, as Falcon computes it,
-                     factor * (f(key position) - f(query position)) with f(p) = bfloat16(slope * bfloat16(p))
-    has_sink_logits  `run` is given a logit of each head that counts in the softmax as one more key does whose value is
-                     zeros. It has nothing to do with the sink of windows.py
-    Raises    ConfigError for a value that is out of range.
+    scale     factor on the dot products of queries and keys, applied first; usually head_size ** -0.5
+    window    number of tokens that a query sees, itself included; None: no limit
+    softcap   replace scores by softcap * tanh(scores / softcap), before the softmax; None: no cap
+    alibi_slopes     one slope per query head: add slope * (key position - query position) to each score, after the cap
+                     and before the mask (ALiBi, Press et al. 2022); None: no bias
+    alibi_bfloat16_factor   compute the bias in bfloat16, as Falcon does: factor * (f(key position) - f(query position))
+                     with f(p) = bfloat16(slope * bfloat16(p)); None: compute it in float32
+    has_sink_logits  `run` gets one extra logit per head, which counts in the softmax like a key whose value is zero.
+                     Unrelated to the sink tokens of windows.py
+    Raises    ConfigError for a value out of range
     """
 
     scale: float
@@ -139,19 +140,19 @@ class LayerAttention:
                  self.alibi_slopes is None or isinstance(self.alibi_slopes, tuple) and len(self.alibi_slopes) > 0
                  and all(_is_finite(slope) for slope in self.alibi_slopes)),
                 ("alibi_bfloat16_factor", self.alibi_bfloat16_factor,
-                 "None, or a finite number above 0 beside alibi_slopes", self.alibi_bfloat16_factor is None
+                 "None, or a finite number above 0 with alibi_slopes set", self.alibi_bfloat16_factor is None
                  or self.alibi_slopes is not None and _is_positive(self.alibi_bfloat16_factor)),
                 ("has_sink_logits", self.has_sink_logits, "True or False", isinstance(self.has_sink_logits, bool))):
             if not fits:
-                raise ConfigError(f"LayerAttention.{name} is {value!r}", expectation, "correct the model's class")
+                raise ConfigError(f"LayerAttention.{name} is {value!r}", f"expected {expectation}", "")
 
 
 def refuse_wrong_sink_logits(layer: int, how: LayerAttention, sink_logits: object) -> NoReturn:
-    """Raise ConfigError: `run` was given sink logits where the layer has none, or none where it has some."""
-    given = "no" if sink_logits is None else "a tensor of"
-    raise ConfigError(f"attention of layer {layer} was given {given} sink_logits",
-                      f"what LayerAttention.has_sink_logits says, which is {how.has_sink_logits}",
-                      "correct the model's class")
+    """Raise ConfigError because the sink logits passed to `run` contradict `has_sink_logits` of the layer."""
+    passed = "without" if sink_logits is None else "with"
+    raise ConfigError(f"the attention of layer {layer} was called {passed} sink_logits",
+                      f"its LayerAttention.has_sink_logits is {how.has_sink_logits}",
+                      "change has_sink_logits or the call in the model's class")
 
 
 def _is_finite(value: object) -> bool:
@@ -163,70 +164,80 @@ def _is_positive(value: object) -> bool:
 
 
 class Attention(Protocol):
-    """Built once per model and pool; used by one thread."""
+    """Paged attention of all layers of a model. Built once per model and pool; used by one thread."""
 
     dispatch: str   # "triton" or "torch"
 
     def plan(self, step: PackedStep) -> Sequence[np.ndarray] | None:
-        """Prepare for one step, on the host: choose kernels, cut the work up.
+        """Prepare one step on the host: select kernels and partition the work.
 
-        Returns  the arrays that `run` needs on the device, or None. The caller sends them together with its own, in one
-                 copy that the host does not wait for: a copy made here would wait for the step before.
+        Returns  the arrays that `run` needs on the device, or None. The caller uploads them with its own arrays in one
+                 asynchronous copy. Do not copy to the device here: that would wait for the previous step
         """
         ...
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the arrays that `plan` returned, on the device. After `plan`, before the first `run` of the step. An
-        attention whose `plan` returns None needs no such method."""
+        """Receive the device copies of the arrays that `plan` returned.
+
+        Called after `plan` and before the first `run` of the step. Optional when `plan` returns None.
+        """
         ...
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
-        """Rotate query and key, write key and value into the pool, attend.
+        """Rotate query and key, write key and value to the pool, and attend.
 
         Shapes   query [T, heads, head_size]; key, value [T, kv_heads, head_size]; result [T, heads * head_size];
-                 sink_logits [heads] float32, contiguous, of layers that have them. A model of other layers calls `run`
-                 without this argument: an attention that takes none serves it
-        Mutates  the pool's pages of this layer; may overwrite query and key
-        Raises   ConfigError for sink_logits where LayerAttention has none, and for none where it has some
+                 sink_logits [heads] float32, contiguous, only for layers with has_sink_logits. Models without such
+                 layers omit the argument, so an implementation that serves only them need not accept it
+        Mutates  the pages of this layer in the pool; may overwrite query and key
+        Raises   ConfigError if sink_logits contradicts LayerAttention.has_sink_logits
         """
         ...
 
 
 class BindableAttention(Attention, Protocol):
-    """An attention that also serves steps whose inputs stay where they are, so that graphs can replay them.
+    """An attention that can read its inputs from fixed device buffers, so that graphs can replay its steps.
 
-    windows    the different windows of the layers, in any order
-    can_bind   whether it does, as it was made; an attention without this member does not
+    windows    the distinct windows of the layers, in any order
+    can_bind   whether this instance supports `bind`; an attention without this attribute does not
     """
 
     windows: tuple[int | None, ...]
     can_bind: bool
 
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
-        """On the host, by window: work list [W, 4] and part starts [s + 1] of sequences of these lengths [s]."""
+        """Return, on the host, window -> (work list [W, 4], part starts [s + 1]) for sequences of these lengths [s]."""
         ...
 
     def most_parts(self, num_rows: int, max_blocks: int) -> int:
-        """Rows that such a work list has at most, for so many sequences of up to so many blocks."""
+        """Return the maximum number of rows of that work list for `num_rows` sequences of at most `max_blocks` blocks.
+        """
         ...
 
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
-        """On the host: the work list [W, k] int32 of contexts, from their new tokens and their keys after the step."""
+        """Return, on the host, the work list [W, k] int32 of contexts.
+
+        query_lengths   new tokens of each context
+        kv_lengths      its tokens in the KV cache, including the new ones
+        """
         ...
 
     def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
-        """(rows that such a list has at most for so many tokens of so many contexts, k). A row of -1 is no work."""
+        """Return (maximum number of rows of that work list, k). A row of -1 is padding."""
         ...
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
-        """Let `run` serve the step that reads these, in place of `plan` and `receive`. Its rows are those of
-        `generation`, then those of `contexts`. What `run` launches follows from their shapes and addresses alone."""
+        """Make `run` read these tensors. Replaces `plan` and `receive`.
+
+        The rows of the step are those of `generation`, then those of `contexts`. The launches of `run` depend only on
+        the shapes and addresses of the tensors.
+        """
         ...
 
 
 class HeadLayout(Protocol):
-    """What an implementation needs to know of a model; a ModelSpec is one."""
+    """The parts of a model's shape that attention needs. `ModelSpec` satisfies it."""
 
     num_layers: int
     num_heads: int

@@ -1,4 +1,4 @@
-"""Which implementation of attention runs on a device."""
+"""Selects the attention implementation for a device."""
 
 import logging
 from functools import partial
@@ -12,10 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_attention(spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0, deterministic: bool = False) -> Attention:
-    """The attention over `kv_pool` for the device it is on. Logs what was chosen.
+    """Return the attention over `kv_pool` for the device of the pool. Logs the choice.
 
-    sink            first tokens of a sequence that stay visible outside the windows of `spec`; see windows.py
-    deterministic   a row's bits do not depend on the step it is computed in
+    sink            number of sink tokens: the first tokens of a sequence, visible outside the windows; see windows.py
+    deterministic   make the bits of a row independent of the step that computes it
     """
     if dispatch.use_triton(kv_pool.device):
         from .triton_paged import TritonPagedAttention

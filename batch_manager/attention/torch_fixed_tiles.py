@@ -1,15 +1,15 @@
-"""Paged attention in torch whose bits, row by row, do not depend on the step: `deterministic` on a CPU.
+"""Deterministic paged attention in torch, for `deterministic` on a CPU: the bits of a row do not depend on the step.
 
-    keys      in tiles of fixed size, counted from position 0 of the sequence, whatever the chunk
-    scores    one product per tile; the row's maximum over all tiles, which no order changes
-    weights   exp, element by element, and their sum per tile, in pieces of fixed shape
-    values    one product per tile; the tiles' parts added one by one, from the first to the last
+    keys      in tiles of fixed size, counted from position 0 of the sequence, regardless of the chunk
+    scores    one matrix product per tile; then the maximum of the row over all tiles, which is independent of the order
+    weights   elementwise exp, and its sum per tile, in pieces of fixed shape
+    values    one matrix product per tile; the partial results are added one by one, from first tile to last
 
-A tile that a row does not see adds zeros, which changes nothing, so that rows of different lengths can share products.
-A generation row and a row in the middle of a prompt go through the same four steps. Everything is computed in float32.
+A tile that a row does not see adds zeros, which leaves the bits unchanged, so rows of different lengths can share
+products. Generation rows and rows of a prompt go through the same four steps. Everything is computed in float32.
 
-The products are torch's batched ones, in pieces of those heights (query rows) and numbers that were seen to give the
-same bits on this machine: see `fixed_pieces`.
+The products are batched torch products. Only numbers of query rows ("height") and of products per call that measurably
+give the same bits on this machine are used: see `fixed_pieces`.
 """
 
 from dataclasses import dataclass
@@ -20,38 +20,42 @@ from torch.nn import functional
 
 from ..errors import ConfigError
 from ..triton_kernels.cpu.fixed_pieces import agreeing_sizes, elementwise, in_pieces, row_by_row
-from .alibi import added_by_position
+from .alibi import alibi_bias
 from .interface import HeadLayout, PackedStep
 from .torch_paged import TorchPagedAttention
 from .windows import blocks_seen
 
-MIN_TILE_KEYS = 64                          # keys of a tile; a larger block is a tile
-CONTEXT_ROWS = 64                           # query rows of a context's product: positions times heads of a group
-PRODUCT_COUNTS = (1, 4, 16, 64, 256)        # products of one call
+MIN_TILE_KEYS = 64                          # keys per tile; a block with more tokens is one tile
+CONTEXT_ROWS = 64                           # query rows of a context product: positions times heads of a group
+PRODUCT_COUNTS = (1, 4, 16, 64, 256)        # products per call
 
-# What `_find_counts` found, by what it depends on; once in a process.
+# Results of `_find_counts` by everything they depend on, cached for the process.
 _found: dict[tuple, tuple[int, dict[int, tuple[int, ...]]]] = {}
 
 
 @dataclass(slots=True)
 class _RowTile:
-    """Some consecutive query rows of a context sequence.
+    """Consecutive query rows of a context sequence.
 
     rows    packed rows
-    keys    the key tiles of the context that they may see
-    mask    [n, 1, positions, 1, tile] float32 on the last n of these tiles, 0 where visible, -inf elsewhere
-    places  positions of keys [tiles, 1, 1, 1, 1, tile] and of rows [positions, 1, 1], int64; None: not needed
+    keys    the key tiles of the context that the rows can see
+    mask    [n, 1, positions, 1, tile] float32 for the last n of these tiles, 0 where visible, -inf elsewhere
+    positions   of keys [tiles, 1, 1, 1, 1, tile] and of rows [positions, 1, 1], int64; None: no layer needs them
     """
 
     rows: slice
     keys: slice
     mask: torch.Tensor
-    places: tuple[torch.Tensor, torch.Tensor] | None
+    positions: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass(slots=True)
 class _Context:
-    """pages in the order (key or value, tile, head, page of the tile); the positions' tiles."""
+    """One context sequence.
+
+    pages   page numbers in the order (key or value, tile, head, page of the tile)
+    tiles   its query rows
+    """
 
     pages: torch.Tensor
     tiles: list[_RowTile]
@@ -59,22 +63,22 @@ class _Context:
 
 @dataclass(slots=True)
 class _Group:
-    """Generating sequences of about equal length.
+    """Generating sequences of similar length.
 
     rows    [n] int64 packed rows; a slice when they are consecutive
-    pages   in the order (key or value, tile, sequence, head, page of the tile)
+    pages   page numbers in the order (key or value, tile, sequence, head, page of the tile)
     mask    [tiles, n, 1, 1, tile] float32
-    places  positions of keys [tiles, n, 1, 1, 1, tile] and of rows [n, 1, 1, 1, 1], int64; None: not needed
+    positions   of keys [tiles, n, 1, 1, 1, tile] and of rows [n, 1, 1, 1, 1], int64; None: no layer needs them
     """
 
     rows: torch.Tensor | slice
     pages: torch.Tensor
     mask: torch.Tensor
-    places: tuple[torch.Tensor, torch.Tensor] | None
+    positions: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class FixedTileAttention(TorchPagedAttention):
-    """As TorchPagedAttention, at a higher price and with the promise above."""
+    """TorchPagedAttention, slower and deterministic."""
 
     deterministic = True
 
@@ -82,13 +86,13 @@ class FixedTileAttention(TorchPagedAttention):
         super().__init__(spec, kv_pool, sink)
         self.tile = max(MIN_TILE_KEYS, self.block)
         self.pages_per_tile = self.tile // self.block
-        # A power of two of positions, so that the rows of a product are about CONTEXT_ROWS.
+        # A power of two, so that a product has about CONTEXT_ROWS rows.
         self.tile_positions = 1 << max(CONTEXT_ROWS // self.group, 1).bit_length() - 1
         self._counts: dict[int, tuple[int, ...]] | None = None
 
     def plan(self, step: PackedStep) -> None:
         if self._counts is None:
-            # In the engine's own first step, on the threads it computes with.
+            # Measured in the first step of the engine, on the threads that compute all later steps.
             key = (self.group, self.head_size, self.tile, self.device, torch.get_num_threads())
             if key not in _found:
                 _found[key] = self._find_counts()
@@ -98,7 +102,7 @@ class FixedTileAttention(TorchPagedAttention):
     # ------------------------------------------------------------------ per layer
 
     def _generate(self, layer, group, query, sink_logits):
-        """One query row per sequence: [n, heads * head_size]."""
+        """Attend with one query row per sequence. Returns [n, heads * head_size]."""
         rows = query[group.rows].float()
         count = len(rows)
         key, value = self._gather(layer, group.pages, count * self.kv_heads)
@@ -107,7 +111,7 @@ class FixedTileAttention(TorchPagedAttention):
         return attended[:, : self.group].reshape(count, -1).to(query.dtype)
 
     def _attend(self, layer, context, query, key, value, result, sink_logits):
-        """The rows of one context sequence, into `result`."""
+        """Attend with the rows of one context sequence. Writes to `result`."""
         key, value = self._gather(layer, context.pages, self.kv_heads)
         positions, height = self.tile_positions, self.tile_positions * self.group
         for tile in context.tiles:
@@ -121,15 +125,15 @@ class FixedTileAttention(TorchPagedAttention):
             result[tile.rows].view(count, self.kv_heads, self.group, -1).copy_(attended.transpose(0, 1))
 
     def _gather(self, layer, pages, per_tile):
-        """Keys and values [tiles, per_tile, tile, head_size] float32."""
+        """Return keys and values, each [tiles, per_tile, tile, head_size] float32."""
         gathered = self.layer_pages[layer].index_select(0, pages).float()
         return gathered.view(2, -1, per_tile, self.tile, self.head_size)
 
     def _attend_tiles(self, layer, queries, key, value, planned, units, sink_logits):
-        """Attention of queries [u, rows, D] over key and value [n, u, tile, D].
+        """Return the attention of queries [u, rows, D] over key and value [n, u, tile, D].
 
         planned       a _Group or _RowTile
-        units         u as (sequences, kv heads)
+        units         the factors of u: (sequences, kv heads)
         sink_logits   [kv heads, group] or None
         """
         num_tiles, (count, height, _), mask = len(key), queries.shape, planned.mask
@@ -145,15 +149,16 @@ class FixedTileAttention(TorchPagedAttention):
         positions = mask.shape[2]
         _, slopes, factor = self._kinds[layer]
         if slopes is not None:
-            of_rows = self._of_rows(self._slopes[slopes], height // positions)[:, None]
-            added = added_by_position(*planned.places, of_rows, factor)
-            by_tile.view(num_tiles, *units, positions, -1, self.tile).add_(added)
+            row_slopes = self._per_row(self._slopes[slopes], height // positions)[:, None]
+            bias = alibi_bias(*planned.positions, row_slopes, factor)
+            by_tile.view(num_tiles, *units, positions, -1, self.tile).add_(bias)
         masked = by_tile[num_tiles - len(mask) :]
         masked.view(len(mask), *units, positions, -1, self.tile).add_(mask[:, :, None])
         top = by_tile.amax((0, 3), keepdim=True)
         if sink_logits is not None:
-            per_row = self._of_rows(sink_logits, height).float().expand(*units, height, 1).reshape(count, height, 1)
-            top = torch.maximum(top, per_row)
+            row_logits = self._per_row(sink_logits, height).float().expand(*units, height, 1)
+            row_logits = row_logits.reshape(count, height, 1)
+            top = torch.maximum(top, row_logits)
         by_tile.sub_(top)
 
         weights = elementwise(torch.exp, scores)
@@ -161,17 +166,20 @@ class FixedTileAttention(TorchPagedAttention):
         sums = row_by_row(_sum, weights.view(-1, self.tile))
         parts, sums = parts.view(num_tiles, count, height, -1), sums.view(num_tiles, count, height, 1)
         attended, total = parts[0], sums[0]
-        for part, its_sum in zip(parts[1:], sums[1:]):
+        for part, part_sum in zip(parts[1:], sums[1:]):
             attended.add_(part)
-            total.add_(its_sum)
+            total.add_(part_sum)
         if sink_logits is not None:
-            total.add_(elementwise(torch.exp, per_row - top[0]))
+            total.add_(elementwise(torch.exp, row_logits - top[0]))
         return attended.div_(total)
 
-    def _of_rows(self, of_heads, count):
-        """[kv heads, group] numbers of heads -> [kv heads, count, 1] of rows; past the group's own rows, any row's."""
+    def _per_row(self, per_head, count):
+        """Expand one number per head [kv heads, group] to one per row [kv heads, count, 1].
+
+        The values of padded rows are arbitrary.
+        """
         head = torch.arange(count, dtype=torch.int64, device=self.device) % self.group
-        return of_heads[:, head, None]
+        return per_head[:, head, None]
 
     # ------------------------------------------------------------------ per step
 
@@ -185,7 +193,7 @@ class FixedTileAttention(TorchPagedAttention):
         tiles = []
         for first in range(start, length, self.tile_positions):
             last = min(first + self.tile_positions, length) - 1
-            # Tiles before the first position's own are seen whole where there is no window.
+            # Without a window, every row sees all keys of the tiles before that of the first position: no mask there.
             stop = int(np.searchsorted(tiles_read, last // self.tile, side="right"))
             begin_mask = 0 if window else first // self.tile
             begin_keys = 0
@@ -197,11 +205,11 @@ class FixedTileAttention(TorchPagedAttention):
             rows = slice(begin + first - start, begin + last + 1 - start)
             seen = tiles_read[begin_keys:stop].reshape(-1, 1, 1, 1, 1, 1) * self.tile + np.arange(self.tile)
             tiles.append(_RowTile(rows, slice(begin_keys, stop), self._upload(mask),
-                                  self._places(seen, position.reshape(-1, 1, 1))))
+                                  self._positions(seen, position.reshape(-1, 1, 1))))
         return _Context(pages, tiles)
 
-    def _places(self, key, query):
-        """Positions on the device, where a layer needs them."""
+    def _positions(self, key, query):
+        """Return both positions on the device, or None if no layer needs them."""
         return (self._upload(key), self._upload(query)) if self._slopes else None
 
     def _plan_group(self, step, members, lengths, seen, window, slopes, factor):
@@ -214,24 +222,28 @@ class FixedTileAttention(TorchPagedAttention):
 
         rows = step.num_context_tokens + members
         whole = len(rows) == rows[-1] - rows[0] + 1
-        places = self._places(key.swapaxes(0, 1)[:, :, None, None, None], (lengths - 1).reshape(-1, 1, 1, 1, 1))
+        positions = self._positions(key.swapaxes(0, 1)[:, :, None, None, None], (lengths - 1).reshape(-1, 1, 1, 1, 1))
         return _Group(slice(int(rows[0]), int(rows[-1]) + 1) if whole else self._upload(rows), pages,
-                      self._upload(mask), places)
+                      self._upload(mask), positions)
 
     def _tiles_read(self, first_position, length, window):
-        """[n, m] numbers of the key tiles that each sequence reads, rising; past its own, further ones, unseen."""
+        """Return [n, m] the indices of the key tiles that each sequence reads, ascending.
+
+        A shorter sequence is padded with further tiles, which the mask hides.
+        """
         last = (length - 1) // self.tile
         if not window:
             return np.broadcast_to(np.arange(last.max() + 1), (len(last), int(last.max()) + 1))
         first = np.maximum(first_position - window + 1, 0) // self.tile
         sinks = np.minimum(-(-self.sink // self.tile), first)
-        place = np.arange((last + 1 - first + sinks).max())
-        return place + ((first - sinks)[:, None] * (place >= sinks[:, None]))
+        index = np.arange((last + 1 - first + sinks).max())
+        return index + ((first - sinks)[:, None] * (index >= sinks[:, None]))
 
     def _tile_pages(self, step, indices, first_position, length, tiles, window):
-        """Page numbers of layer 0 for tiles [n, m], in the order (key or value, tile, sequence, head, page in tile).
+        """Return page numbers of layer 0 for tiles [n, m], in the order (key or value, tile, sequence, head, page).
 
-        A block that the sequence does not have, or that no token sees and may have another owner, is read as its last.
+        Blocks past the end of the sequence, and invisible blocks, which may have another owner, are replaced by its
+        last block.
         """
         own_last = ((length - 1) // self.block)[:, None, None]
         column = tiles[:, :, None] * self.pages_per_tile + np.arange(self.pages_per_tile)
@@ -248,24 +260,24 @@ class FixedTileAttention(TorchPagedAttention):
     # ------------------------------------------------------------------ once
 
     def _find_counts(self) -> tuple[int, dict[int, tuple[int, ...]]]:
-        """(height of generation rows' products, for each height the numbers of products in one call): all of one bits.
+        """Measure which shapes of products give the same bits.
 
-        Measured against context tiles in the largest number; the lowest height that agrees serves generation rows.
+        Returns (height for generation rows, usable numbers of products per call for each height). The reference is
+        a call of the largest number of products of context height. Generation rows use the lowest height that agrees.
         """
         height, count = self.tile_positions * self.group, PRODUCT_COUNTS[-1]
         generator = torch.Generator("cpu").manual_seed(0)
 
-        def draw(*shape):
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-            return drawn.to(self.device)
+        def random(*shape):
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(self.device)
 
-        queries, keys = draw(count, height, self.head_size), draw(count, self.tile, self.head_size)
-        weights, values = draw(count, height, self.tile).abs_(), draw(count, self.tile, self.head_size)
+        queries, keys = random(count, height, self.head_size), random(count, self.tile, self.head_size)
+        weights, values = random(count, height, self.tile).abs_(), random(count, self.tile, self.head_size)
         kinds = ((_scores, queries, keys), (torch.bmm, weights, values))
         expected = [in_pieces(product, rows, others, sizes=(count,)) for product, rows, others in kinds]
 
         def agreeing(rows_height):
-            """The counts for products of that many rows, which must give the rows of `expected`."""
+            """Return the counts at which products of that many rows reproduce the rows of `expected`."""
             found = set(PRODUCT_COUNTS)
             for (product, rows, others), whole in zip(kinds, expected):
                 rows = rows[:, :rows_height]
@@ -276,13 +288,13 @@ class FixedTileAttention(TorchPagedAttention):
 
         counts = {height: agreeing(height)}
         order = torch.arange(height, dtype=torch.int64, device=self.device).roll(1)
-        places_agree = all(torch.equal(in_pieces(product, rows[:, order], others, sizes=(count,)), whole[:, order])
-                           for (product, rows, others), whole in zip(kinds, expected))
-        if not counts[height] or not places_agree:
+        rows_agree = all(torch.equal(in_pieces(product, rows[:, order], others, sizes=(count,)), whole[:, order])
+                         for (product, rows, others), whole in zip(kinds, expected))
+        if not counts[height] or not rows_agree:
             raise ConfigError(
-                f"deterministic was asked for, and on this machine attention's products of {height} rows on "
-                f"{torch.get_num_threads()} threads depend on a row's place", "the same bits wherever a row stands",
-                "try another num_threads, or leave deterministic out")
+                f"deterministic is set, but on this machine attention's products of {height} rows on "
+                f"{torch.get_num_threads()} threads depend on the row index",
+                "expected the same bits at every row index", "try another num_threads, or turn deterministic off")
         lower = [1 << power for power in range(height.bit_length()) if self.group <= 1 << power < height]
         for rows_height in [self.group, *lower]:
             if found := agreeing(rows_height):
@@ -299,12 +311,12 @@ def _sum(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_rows(rows: torch.Tensor, height: int) -> torch.Tensor:
-    """[u, r, D] with r raised to `height`."""
+    """Pad r of rows [u, r, D] to `height`."""
     return functional.pad(rows, [0, 0, 0, height - rows.shape[1]]) if rows.shape[1] < height else rows
 
 
 def _mask(key: np.ndarray, position: np.ndarray, window: int | None, sink: int) -> np.ndarray:
-    """float32: 0 where the query at `position` sees `key`, -inf elsewhere."""
+    """Return a float32 mask: 0 where the query at `position` sees `key`, -inf elsewhere."""
     visible = key <= position
     if window:
         visible &= (key > position - window) | (key < sink)

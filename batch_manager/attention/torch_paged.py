@@ -1,10 +1,10 @@
-"""Paged attention in plain torch, arranged for the memory system of a CPU.
+"""Paged attention in plain torch, laid out for the memory system of a CPU.
 
-A *page* is what one block holds of one layer, one of key and value, and one head: [tokens_per_block, head_size],
-contiguous. Pages of a sequence are gathered in the order (head, block), so that the heads of all sequences of a group
-are one batched matrix product whose rows are the query heads that share a key head. Nothing is repeated per query head.
-Multiplying with strided views of the pool instead of gathering was measured at three times the cost, on consecutive
-blocks too: pages of one layer and head do not adjoin, and the products become too small.
+A *page* is the part of a block that belongs to one layer, one head, and either keys or values: [tokens_per_block,
+head_size], contiguous. The pages of a sequence are gathered in the order (head, block). One batched matrix product then
+serves all heads of all sequences of a group; its rows are the query heads that share a kv head, so no key or value is
+repeated per query head. Multiplying with strided views of the pool instead of gathering took three times as long, even
+for consecutive blocks: the pages of one layer and head are not adjacent, and the products become too small.
 """
 
 from dataclasses import dataclass
@@ -13,26 +13,27 @@ import numpy as np
 import torch
 
 from ..triton_kernels.cpu.rope_kv_append import StepRows, packed, pool_rows
-from .alibi import added_by_position
+from .alibi import alibi_bias
 from .interface import HeadLayout, PackedStep, RotaryTable, refuse_wrong_sink_logits
 from .windows import blocks_seen
 
-# Sequences of one batched product are padded to the longest. A group is closed when more than this would be padding:
-# reading that much costs about what the operations of one more group cost.
+# Sequences of one batched product are padded to the longest. A group ends when its padding would exceed this size:
+# reading that much costs about as much as the operations of one more group.
 MAX_PADDED_BYTES = 1024 * 1024
 
-# Query rows of a context that are attended to at once: their scores stay in the cache, and keys after them are skipped.
+# Query rows of a context that are computed at once: their scores fit the cache, and keys after them are skipped.
 TILE_ROWS = 64
 
 
 @dataclass(slots=True)
 class _Tile:
-    """Some query rows of a context sequence, and the keys they see.
+    """Query rows of a context sequence, and the keys that they see.
 
     rows     packed rows
-    sinks    first keys of the sequence that all rows see and that lie apart from the others
-    keys     the keys from the first one in the first row's window to the last row's own
-    window_mask   [rows, n] or None: 0, and -inf where one of the first n of `keys` has left a row's window
+    sinks    number of sink keys that all rows see and that are not among `keys`
+    keys     from the first key in the window of the first row to the key of the last row
+    window_mask   [rows, n] for the first n of `keys`: -inf where the key is before the window of the row, else 0; or
+             None
     first    positions of the first row and of the first of `keys`
     """
 
@@ -47,9 +48,9 @@ class _Tile:
 class _Context:
     """One context sequence under one window.
 
-    rows    its packed rows
-    pages   [2 * kv_heads * m] int64   page numbers in the order (key or value, head, block); None: nothing was cached
-            before, and the step's own keys are all there is
+    rows    packed rows of the sequence
+    pages   [2 * kv_heads * m] int64   page numbers in the order (key or value, head, block); None: nothing is cached,
+            so the sequence attends only to keys of this step
     """
 
     rows: slice
@@ -59,12 +60,12 @@ class _Context:
 
 @dataclass(slots=True)
 class _Group:
-    """Generating sequences of about equal length under one window.
+    """Generating sequences of similar length under one window.
 
     rows    [n] int64 packed rows; a slice when they are consecutive
-    pages   [2 * n * kv_heads * m] int64   in the order (key or value, sequence, head, block)
-    mask    [n * kv_heads, 1, m * tokens_per_block], 0 where visible, -inf elsewhere; with slopes
-            [n * kv_heads, group, m * tokens_per_block], what positions add to scores in place of 0
+    pages   [2 * n * kv_heads * m] int64   page numbers in the order (key or value, sequence, head, block)
+    mask    [n * kv_heads, 1, m * tokens_per_block], 0 where visible, -inf elsewhere; with ALiBi
+            [n * kv_heads, group, m * tokens_per_block], the bias where visible, -inf elsewhere
     """
 
     rows: torch.Tensor | slice
@@ -75,7 +76,7 @@ class _Group:
 class TorchPagedAttention:
     """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]; `sink` as in windows.py.
 
-    A block that no query of the step sees is not gathered: it may have another owner by now, and 0 * NaN is NaN.
+    Blocks that no query of the step sees are not gathered: they may have another owner, and 0 * NaN is NaN.
     """
 
     dispatch = "torch"
@@ -88,7 +89,7 @@ class TorchPagedAttention:
         self.heads, self.kv_heads, self.head_size, self.block = spec.num_heads, kv_heads, head_size, block
         self.group = spec.num_heads // kv_heads
         self.attention, self.sink = spec.attention, sink
-        # Layers of one kind share their plan.
+        # Layers of the same kind share a plan.
         self._kinds = [(layer.window, layer.alibi_slopes, layer.alibi_bfloat16_factor) for layer in spec.attention]
         self.windows = tuple(dict.fromkeys(layer.window for layer in spec.attention))
         self.block_bytes = kv_pool[0, 0].nbytes
@@ -98,11 +99,11 @@ class TorchPagedAttention:
         square = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device)
         self._ahead, self._window_mask = square.triu(1), square.tril(-1)
 
-        # The pool as rows and as pages, starting at each layer, so that one step's indices serve all layers.
+        # Views of the pool as rows and as pages, one starting at each layer, so that all layers use the same indices.
         pages = kv_pool.view(-1, block * head_size)
         self.pages_per_layer = 2 * kv_heads
         self.pages_per_block = num_layers * self.pages_per_layer
-        self._pages_of_a_block = np.arange(self.pages_per_layer).reshape(2, 1, kv_heads, 1)
+        self._pages_of_layer_0 = np.arange(self.pages_per_layer).reshape(2, 1, kv_heads, 1)
         self.layer_pages = [pages[layer * self.pages_per_layer :] for layer in range(num_layers)]
         self.layer_pools = kv_pool.unbind(1)
         self.layer_rows = [pool_rows(layer_pool) for layer_pool in self.layer_pools]
@@ -124,7 +125,7 @@ class TorchPagedAttention:
         rows = packed(query, key, value)
         if rotary is not None:
             self._step_rows.rotate(rows[:, : -self.kv_heads], rotary.cos, rotary.sin)
-        self.layer_rows[layer].index_put_((self._step_rows.places,), rows[:, self.heads :])
+        self.layer_rows[layer].index_put_((self._step_rows.kv_rows,), rows[:, self.heads :])
         query, key, value = rows.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 1)
 
         contexts, groups = self._plans[self._kinds[layer]]
@@ -138,7 +139,7 @@ class TorchPagedAttention:
         return result
 
     def _generate(self, layer, group, query, sink_logits):
-        """One query row per sequence: [n, heads * head_size]."""
+        """Attend with one query row per sequence. Returns [n, heads * head_size]."""
         rows = query[group.rows]
         gathered = self.layer_pages[layer].index_select(0, group.pages)
         key, value = gathered.view(2, len(rows) * self.kv_heads, -1, self.head_size)
@@ -154,7 +155,7 @@ class TorchPagedAttention:
         return torch.bmm(_softmax(scores, sink_logits), value).view(len(rows), -1)
 
     def _attend(self, layer, context, query, key, value, result, sink_logits):
-        """The rows of one context sequence, into `result`."""
+        """Attend with the rows of one context sequence. Writes to `result`."""
         if context.pages is None:
             key, value = key[context.rows].transpose(0, 1), value[context.rows].transpose(0, 1)
         else:
@@ -181,7 +182,7 @@ class TorchPagedAttention:
             result[tile.rows].view(split).copy_(attended.view(rows.shape).permute(2, 0, 1, 3))
 
     def _add_positions(self, layer, tile, scores):
-        """Add to the scores [kv heads, group, rows, keys] of a tile what ALiBi does."""
+        """Add the ALiBi bias to the scores [kv heads, group, rows, keys] of a tile."""
         _, slopes, factor = self._kinds[layer]
         if slopes is None:
             return
@@ -189,10 +190,10 @@ class TorchPagedAttention:
         positions = torch.arange(key - tile.sinks, key - tile.sinks + keys, dtype=torch.int64, device=self.device)
         positions[: tile.sinks] = torch.arange(tile.sinks, dtype=torch.int64, device=self.device)
         rows = torch.arange(query, query + count, dtype=torch.int64, device=self.device)
-        scores.add_(added_by_position(positions, rows[:, None], self._slopes[slopes][:, :, None, None], factor))
+        scores.add_(alibi_bias(positions, rows[:, None], self._slopes[slopes][:, :, None, None], factor))
 
     def _plan_generation(self, step, window, slopes, factor):
-        """What each generating sequence reads under one window, in groups."""
+        """Return the groups of generating sequences, with what they read under one window."""
         lengths = step.kv_lengths[step.num_contexts :].astype(np.int64)
         seen, num_blocks = None, -(-lengths // self.block)
         if window:
@@ -214,7 +215,7 @@ class TorchPagedAttention:
         length = int(step.kv_lengths[index])
         start = length - (end - begin)
         sinks, skipped, count = blocks_seen(np.int64(start), np.int64(length), self.block, window, self.sink)
-        missing = 0 if start == 0 else int(skipped) * self.block         # keys that are not gathered
+        missing = 0 if start == 0 else int(skipped) * self.block         # keys of skipped blocks, not gathered
         tiles = [self._plan_tile(row, min(row + TILE_ROWS, end), start - begin, missing, window)
                  for row in range(begin, end, TILE_ROWS)]
         if start == 0:
@@ -225,10 +226,10 @@ class TorchPagedAttention:
         return _Context(slice(begin, end), self._pages(blocks[None])[0], tiles)
 
     def _plan_tile(self, row, end, row_to_position, missing, window):
-        """Rows row .. end - 1 of the packed step; `missing` keys between the sinks and the windows are not there."""
+        """Plan packed rows row .. end - 1. `missing` keys between the sinks and the windows are not gathered."""
         first, stop = row + row_to_position, end + row_to_position                    # positions
         if window and first - window + 1 > self.sink:
-            # A gap after the sinks, and each row sees one key of the first less than the row before it.
+            # The sinks are separate, and each row's window starts one key later than that of the row before.
             keys = slice(first - window + 1 - missing, stop - missing)
             return _Tile(slice(row, end), self.sink, keys, self._window_mask[: end - row, : end - row],
                          (first, first - window + 1))
@@ -242,16 +243,16 @@ class TorchPagedAttention:
         return _Tile(slice(row, end), 0, slice(stop), window_mask, (first, 0))
 
     def _plan_group(self, step, members, lengths, seen, window, slopes, factor):
-        """seen   `blocks_seen` of all generating sequences; None without a window: each sees all its blocks"""
+        """Plan one group. `seen` is `blocks_seen` of all generating sequences; None without a window."""
         lengths, indices = lengths[members, None], step.num_contexts + members
         last = (lengths - 1) // self.block
         if seen is None:
             column = np.arange(last.max() + 1)[None]
         else:
             sinks, skipped, count = (array[members, None] for array in seen)
-            place = np.arange(count.max())
-            column = place + skipped * (place >= sinks)
-        # Padding repeats the sequence's own last block: whatever a neighbour's block holds must not come near.
+            index = np.arange(count.max())
+            column = index + skipped * (index >= sinks)
+        # Padding repeats the last block of the same sequence: another block may hold NaN.
         blocks = step.block_tables[indices[:, None], np.minimum(column, last)].astype(np.int64)
 
         key_position = (column[:, :, None] * self.block + np.arange(self.block)).reshape(len(column), -1)
@@ -261,9 +262,9 @@ class TorchPagedAttention:
         mask = np.where(visible, np.float32(0), np.float32(-np.inf)).repeat(self.kv_heads, axis=0)[:, None]
         mask = self._upload(mask)
         if slopes is not None:
-            places = (self._upload(key_position[:, None, None]), self._upload(lengths[..., None, None] - 1))
-            added = added_by_position(*places, self._slopes[slopes][:, :, None], factor)
-            mask = mask + added.view(len(mask), self.group, -1)
+            bias = alibi_bias(self._upload(key_position[:, None, None]), self._upload(lengths[..., None, None] - 1),
+                              self._slopes[slopes][:, :, None], factor)
+            mask = mask + bias.view(len(mask), self.group, -1)
 
         rows = step.query_starts[indices].astype(np.int64)
         whole = len(rows) == rows[-1] - rows[0] + 1
@@ -271,8 +272,8 @@ class TorchPagedAttention:
                       self._pages(blocks).view(-1), mask.to(self.dtype))
 
     def _pages(self, blocks):
-        """[n, m] block ids -> page numbers of layer 0, [2, n, kv_heads, m] in one row."""
-        pages = blocks[:, None] * self.pages_per_block + self._pages_of_a_block
+        """Convert block ids [n, m] to page numbers of layer 0, [2, n, kv_heads, m] flattened to [1, ...]."""
+        pages = blocks[:, None] * self.pages_per_block + self._pages_of_layer_0
         return self._upload(pages.reshape(1, -1))
 
     def _upload(self, array):
@@ -280,14 +281,16 @@ class TorchPagedAttention:
 
 
 def _softmax(scores: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over the last of three dimensions. sink_logits: None, or one more score of each of the others, whose own
-    weight is left out."""
+    """Return the softmax over the last of three dimensions.
+
+    sink_logits   None, or one extra score per row. It counts in the sum; its weight is dropped
+    """
     if sink_logits is None:
         return scores.softmax(-1)
     return torch.cat([scores, sink_logits[..., None].to(scores.dtype)], -1).softmax(-1)[..., :-1]
 
 
 def _seen(whole: torch.Tensor, tile: _Tile) -> torch.Tensor:
-    """Keys or values [heads, n, D] of a sequence -> those a tile sees."""
+    """Return the keys or values that a tile sees, of `whole` [heads, n, D]."""
     seen = whole[:, tile.keys]
     return torch.cat([whole[:, : tile.sinks], seen], dim=1) if tile.sinks else seen

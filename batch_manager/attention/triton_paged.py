@@ -1,6 +1,6 @@
-"""Paged attention through the Triton kernels.
+"""Paged attention with the Triton kernels.
 
-Contexts: one kernel rotates and appends, another attends. Generation rows: one kernel does all of it.
+Contexts: one kernel rotates and appends, another attends. Generation rows: one kernel does both.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,17 @@ from .interface import (
 )
 
 NO_WORK = np.empty((0, WORK_COLUMNS), np.int32)
-UNIFORM_ROWS = 16      # of a tile when deterministic: the least a matrix instruction takes, as most rows stand alone
+# Rows of a tile when deterministic: the minimum of a matrix instruction, because most sequences have one row.
+UNIFORM_ROWS = 16
 
 
 class TritonPagedAttention:
     """Attention over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]; `sink` as in windows.py.
 
-    deterministic   a row's bits do not depend on its step: one kernel for all rows, a generation row is a context of
-                    one token
+    deterministic   make the bits of a row independent of the step: generation rows run in the context kernel, as
+                    contexts of one token
 
-    What a step needs on the device is one array of integers, so that sending it costs the host little.
+    All inputs of a step are uploaded as one array of integers, to save host time.
     """
 
     dispatch = "triton"
@@ -63,7 +64,7 @@ class TritonPagedAttention:
         decode_work = self.plan_generation(kv_lengths[contexts:])
         self._are_split = {window: bool(part_starts[-1]) for window, (_, part_starts) in decode_work.items()}
         context_work = self.plan_contexts(np.diff(starts), kv_lengths[:contexts]) if contexts else NO_WORK
-        # The array of 8-byte numbers comes first: an upload begins at a multiple of that.
+        # The int64 array comes first, because an upload starts at a multiple of 8 bytes.
         split = int(starts[-1])
         arrays = [step.pool_slots[:split].astype(np.int64).view(np.int32), step.positions[:split], kv_lengths, starts,
                   step.block_tables, context_work, *(array for pair in decode_work.values() for array in pair)]
@@ -86,43 +87,44 @@ class TritonPagedAttention:
 
     @property
     def can_bind(self) -> bool:
-        """Whether `bind` serves steps: deterministic, generation rows run as contexts do."""
+        """Whether `bind` is supported. Not when deterministic, where generation rows run as contexts."""
         return not self.deterministic
 
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
-        """Work list and part starts by window, see `decode_work_list`; kv_lengths [s] of the generation rows."""
+        """Return window -> (work list, part starts) of generation rows with kv_lengths [s]; see `decode_work_list`."""
         if not len(kv_lengths):
             return {}
         kv_heads, tokens_per_block = self.layer_pools[0].shape[2:4]
-        places = self._places()
-        return {window: decode_work_list(kv_lengths, tokens_per_block, kv_heads, places, window, self.sink)
+        resident = self._resident_programs()
+        return {window: decode_work_list(kv_lengths, tokens_per_block, kv_heads, resident, window, self.sink)
                 for window in self.windows}
 
     def most_parts(self, num_rows: int, max_blocks: int) -> int:
-        """Rows that a work list of `plan_generation` has at most, for so many sequences of up to so many blocks."""
+        """Return the maximum number of rows of a work list of `plan_generation`, for `num_rows` sequences of at most
+        `max_blocks` blocks."""
         kv_heads = self.layer_pools[0].shape[2]
         in_sequences = num_rows * -(-max_blocks // MIN_PAGES_PER_PART)
-        return max(num_rows, min(in_sequences, num_rows + ROUNDS * self._places() // kv_heads))
+        return max(num_rows, min(in_sequences, num_rows + ROUNDS * self._resident_programs() // kv_heads))
 
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> np.ndarray:
-        """See `context_work_list`."""
+        """Return the work list of contexts; see `context_work_list`."""
         return context_work_list(query_lengths, kv_lengths, self.tile_rows)
 
     def most_context_work(self, num_tokens: int, num_contexts: int) -> tuple[int, int]:
-        """Rows and columns of `plan_contexts`, at most."""
+        """Return (maximum number of rows, number of columns) of a work list of `plan_contexts`."""
         return most_context_tiles(num_tokens, num_contexts, self.tile_rows), WORK_COLUMNS
 
     def bind(self, generation: GenerationInputs, contexts: ContextInputs | None) -> None:
-        """Let `run` serve a step that reads these; in place of `plan` and `receive`."""
+        """Make `run` read these tensors. Replaces `plan` and `receive`."""
         self._generation, self._contexts = generation, contexts
         rows = len(generation.kv_lengths)
         self._generation_rows, self._context_rows = slice(0, rows), slice(rows, None)
 
-    def _places(self) -> int:
+    def _resident_programs(self) -> int:
         pool = self.layer_pools[0]
         tokens_per_block, head_size = pool.shape[3:]
-        # On the device that the engine runs on: it is the current one during a step.
-        return decode_settings(head_size, tokens_per_block, pool.element_size(), device_limits()).places
+        # `device_limits` reads the current device, which is the engine's during a step.
+        return decode_settings(head_size, tokens_per_block, pool.element_size(), device_limits()).resident_programs
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:

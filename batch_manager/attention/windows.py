@@ -1,11 +1,11 @@
-"""Which keys a query sees when attention is limited to a window, and which blocks it therefore reads. Pure functions.
+"""Which keys a query sees under a sliding window, and which blocks it reads. Pure functions.
 
     a query at position p sees the keys k <= p with   k > p - window   or   k < sink
 
-The first `sink` tokens stay visible for ever (StreamingLLM, Xiao et al. 2023). Positions are absolute: a key lies in
-the cache rotated by the position it was written at, and nothing is rotated again when tokens between the sinks and the
-window are dropped. (The paper numbers what is left in the cache anew, for texts longer than the model's positions; no
-sequence here is longer than those.) Without a window sinks mean nothing.
+The first `sink` tokens stay visible (StreamingLLM, Xiao et al. 2023). Positions are absolute: a key is rotated once, by
+its position, when it is written to the cache. It is not rotated again when tokens between the sinks and the window are
+dropped. (The paper renumbers the remaining tokens, to support sequences longer than the model's maximum position. Here
+no sequence is that long.) Without a window, `sink` has no effect.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ import numpy as np
 
 def effective_windows(model_windows: Sequence[int | None], max_attention_window: int | None, sink_token_length: int,
                       max_seq_len: int) -> tuple[tuple[int | None, ...], int]:
-    """(window per layer, sink) from the model's own windows and the configured ones.
+    """Return (window of each layer, sink) from the windows of the model and the configured window.
 
-    In each layer the smaller of the two windows holds, and none (None) where no sequence outgrows it. Sinks belong to
-    the configured window: with one they are visible in every layer, also where the model's own window is the smaller.
-    A model's windows alone have no sinks.
+    Each layer uses the smaller of the two windows, or None if no sequence can be longer than it. Sinks come with the
+    configured window: they are visible in every layer that has a window, even if the model's own is the smaller. The
+    windows of a model alone have no sinks.
     """
     windows = []
     for own in model_windows:
@@ -30,10 +30,10 @@ def effective_windows(model_windows: Sequence[int | None], max_attention_window:
 
 def blocks_seen(first_position: np.ndarray, length: np.ndarray, block: int, window: int | None,
                 sink: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The blocks with a key that some query from first_position to length - 1 sees, element by element.
+    """Count the blocks whose keys the queries first_position .. length - 1 see. Elementwise over sequences.
 
-    Returns   (sink blocks 0 .. s - 1, skipped blocks after them, blocks seen in all); the seen blocks after the sinks
-              are s + skipped .. the last. Skipped ones may have been given back: what they hold must not be read.
+    Returns   (sink blocks, skipped blocks, blocks seen in total). The sequence sees its first `sink blocks` blocks and
+              all blocks after the skipped ones. Skipped blocks may already be freed: do not read them
     """
     first = np.maximum(first_position - window + 1, 0) // block if window else np.zeros_like(first_position)
     sinks = np.minimum(-(-sink // block), first)

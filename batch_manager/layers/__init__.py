@@ -1,6 +1,6 @@
-"""The building blocks of a model: linear maps, embeddings, norms, rotation, feed-forward networks.
+"""The building blocks of a model: linear layers, embeddings, norms, rotary embedding, feed-forward networks.
 
-Owns     how one block computes on each kind of device: Triton kernels where dispatch says so, a tuned torch path else
-Not      how blocks are put together (models/), where keys and values live (attention/), where files are (weights/)
-Yours    a new block takes a Weights source and a LayerContext in the constructor and is a plain callable
+Owns     how a layer computes on each device: with Triton kernels where `dispatch` selects them, else in tuned torch
+Not      how models combine layers (models/), where keys and values are stored (attention/), files (weights/)
+Yours    a new layer takes a Weights source and a LayerContext in the constructor and is a plain callable
 """

@@ -1,4 +1,4 @@
-"""What a layer is built for, beside the weights it takes."""
+"""The settings that layers are constructed with, apart from their weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,22 +10,21 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """What all layers of one loaded model have in common. A model hands it on to each layer it makes.
+    """The settings shared by all layers of a loaded model. A model passes it to each layer that it constructs.
 
     device          where the layers compute
     dtype           of weights and hidden states
-    deterministic   a row's bits depend on that row alone, whatever else is in the step
-    compiled_step   matrices are held as the compiled step of a CPU multiplies with them
+    deterministic   make the bits of a row depend on that row alone, regardless of the rest of the step
+    compiled_step   store matrices in the layout of the compiled step on a CPU
 
-    The ports are three independent things of one class, `Linear` (with `Embedding` and `Head`, which split the
-    vocabulary). None is the plain case. A layer that a port concerns and that has no way to serve it refuses it by name
-    (`refuse`); in this version each of these layers does.
+    The next three fields are extension points. In this version they must be None: the layers that they concern
+    (`Linear`, `Embedding`, `Head`) raise ConfigError for any other value; see `refuse`.
 
-    split           how layers are divided among processes. `Linear(split=...)` says along which side a map divides; the
-                    port says how many processes there are, which one this is, and sums or gathers what they computed
-    weight_form     how a matrix is stored, and multiplied with; see weight_form.py. None: as its plain numbers, packed
-                    where the device multiplies a packed matrix faster
-    adapters        what low-rank adapters add to the outputs of a map; planned once for each step, as attention is
+    split           tensor parallelism: the number of processes, the index of this process, and how to sum or gather
+                    results. `Linear(split=...)` states the dimension along which a layer is split
+    weight_form     how a matrix is stored and multiplied; see weight_form.py. None: unquantized, and packed if the
+                    device multiplies a packed matrix faster
+    adapters        low-rank adapters whose outputs are added to those of a `Linear`, planned once per step
     """
 
     device: torch.device
@@ -37,12 +36,12 @@ class LayerContext:
     adapters: Any = None
 
     def refuse(self, layer: str, *ports: str) -> None:
-        """Raise ConfigError when one of these ports is set, which this layer cannot serve.
+        """Raise ConfigError if one of the fields `ports` is set, because the layer does not support it.
 
-        layer   its class and name
+        layer   class and name of the layer
         """
         for port in ports:
             value = getattr(self, port)
             if value is not None:
-                raise ConfigError(f"LayerContext.{port} is {value!r} and {layer} is to be made with it",
-                                  "None: it is not built in this version", f"leave {port} out")
+                raise ConfigError(f"LayerContext.{port} is {value!r} for {layer}",
+                                  "this version supports only None", f"leave {port} out")

@@ -1,4 +1,4 @@
-"""Token embeddings and the head that maps hidden states back to tokens."""
+"""Token embeddings, and the head that maps hidden states to logits."""
 
 from functools import partial
 from math import frexp
@@ -15,11 +15,11 @@ from .weight_form import is_compiled, make_weight_form
 
 
 class Embedding:
-    """Rows by index.
+    """An embedding table: look up rows by index.
 
-    name        of the tensor, whole: "model.embed_tokens.weight". A Linear takes the prefix before `.weight`
-    scale       what the rows are multiplied with, rounded to the context's dtype first; None: nothing
-    first_row   of the stored tensor, which has `rows` from there on: index 0 is that one
+    name        full name of the tensor: "model.embed_tokens.weight". (`Linear` takes the prefix before `.weight`)
+    scale       factor on the rows, rounded to the dtype of the context; None: no factor
+    first_row   row of the stored tensor that index 0 refers to; the tensor has first_row + rows rows
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
@@ -30,7 +30,7 @@ class Embedding:
         self._scale = None if scale is None else torch.tensor(scale, dtype=context.dtype, device=context.device)
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:
-        """indices [T] int64 -> a new tensor [T, size]."""
+        """Return the rows at indices [T] int64 as a new tensor [T, size]."""
         if isinstance(indices, Positions) and self._scale is None:
             return LookedUp(self.weight)
         rows = functional.embedding(indices, self.weight)
@@ -38,14 +38,16 @@ class Embedding:
 
 
 class Head:
-    """Logits, from the rows that need them only: in the dtype of the products, so that a vocabulary's width is written
-    and read once; in float32 with a softcap, which is computed in that.
+    """The projection of hidden states to logits.
 
-    name      of the tensor, whole: "lm_head.weight". A Linear takes the prefix before `.weight`
-    tied_to   an embedding whose tensor it shares, except where products want a packed one: then it holds a copy
-    softcap   logits become softcap * tanh(logits / softcap); None: they stay as they are
-    scale     logits are multiplied with it, before a softcap; None: they are not
-    bias      a number is added to each logit, from the tensor `.bias` beside that of `name`
+    Logits have the dtype of the matrix product, to avoid another pass over the vocabulary. With a softcap they are
+    float32.
+
+    name      full name of the tensor: "lm_head.weight". (`Linear` takes the prefix before `.weight`)
+    tied_to   an embedding whose tensor the head shares. The head holds a copy if its products need a packed matrix
+    softcap   replace logits by softcap * tanh(logits / softcap); None: no cap
+    scale     factor on the logits, before the softcap; None: no factor
+    bias      add the bias tensor whose name ends in `.bias` instead of `.weight`
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
@@ -58,7 +60,7 @@ class Head:
         else:
             weights.tied(name, tied_to.name)
             weight = tied_to.weight
-        # The compiled step has its own copy of the matrix, and a power of two changes no digit of it.
+        # The compiled step has its own copy of the matrix, and scaling by a power of two is exact.
         if scale is not None and is_compiled(weight, context) and frexp(scale)[0] == 0.5:
             weight, biases, scale = weight * scale, None if biases is None else biases * scale, None
         form = make_weight_form(weight, biases, context)
@@ -66,15 +68,15 @@ class Head:
             weights.count_copy(tied_to.weight.nbytes)
         self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap
         self._matrix, self._rows, self._scale = form.matrix, rows, scale
-        if isinstance(form.matrix, PackedMatrix):    # its sums are float32 before they are rounded: they need not be
+        if isinstance(form.matrix, PackedMatrix):    # it accumulates in float32: return that without rounding
             self._multiply_arguments = (torch.float32,)
-        # In pieces: a vector loop's tail rounds otherwise, and torch's threads would get in the way of those of the
-        # compiled step.
+        # In pieces, because the tail of a vectorized loop rounds differently, and because torch's threads would compete
+        # with those of the compiled step.
         in_pieces = context.device.type == "cpu" and (context.deterministic or context.compiled_step)
         self._tanh = partial(elementwise, torch.tanh) if in_pieces else torch.tanh
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [r, size] -> [r, rows], a new tensor."""
+        """Return the logits of hidden [r, size] as a new tensor [r, rows]."""
         if isinstance(hidden, Rows):
             if self._scale is not None:
                 raise NotRecordableError("its head scales the logits")

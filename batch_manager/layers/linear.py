@@ -1,4 +1,4 @@
-"""Linear maps. What is stored is a form of weight_form.py; split and adapters are ports of the context."""
+"""Linear layers. weight_form.py decides how the weight is stored and multiplied."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -15,16 +15,17 @@ Split = Literal["columns", "rows"]
 
 
 class Linear:
-    """y = x W^T + b, over one or several stacked projections of the checkpoint.
+    """y = x W^T + b, for one projection of the checkpoint or several stacked ones.
 
     names        prefixes whose `.weight` and `.bias` are stacked, in order: "lm_head", not "lm_head.weight"
-    sizes        rows of each; several sizes with one name are projections that the checkpoint stores as one tensor
-    row_order    the rows as they are to be computed, by their places in the stored tensors; None: as they are stored
-    scale        the outputs are multiplied with it: the weights and biases are, as they are loaded; None: they are not
-    transposed   the checkpoint stores [in, out] (GPT-2's Conv1D); one name then
-    split        how the map divides among processes: "columns", each has a share of every projection's outputs; "rows",
-                 each has a share of the inputs, and the products are summed; None: every process has all of it. In one
-                 process it changes nothing
+    sizes        number of outputs of each projection; several sizes with one name are projections that the checkpoint
+                 stores as one tensor
+    row_order    permutation of the stacked rows of W: output i uses row row_order[i]; None: stored order
+    scale        factor on the outputs, applied to weight and bias when they are loaded; None: no factor
+    transposed   the checkpoint stores [in, out] (GPT-2's Conv1D); requires a single name
+    split        how tensor parallelism splits the layer: "columns", each process has a share of the outputs of every
+                 projection; "rows", each has a share of the inputs, and the results are summed; None: every process has
+                 the whole layer. No effect with one process
     """
 
     def __init__(self, weights: Weights, context: LayerContext, names: Sequence[str], in_size: int,
@@ -32,8 +33,7 @@ class Linear:
                  split: Split | None = None, row_order: torch.Tensor | None = None,
                  scale: float | None = None) -> None:
         if split not in (None, "columns", "rows"):
-            raise ConfigError(f"Linear(split={split!r}) of {names[0]}", "'columns', 'rows' or None",
-                              "correct the model's class")
+            raise ConfigError(f"Linear {names[0]} has split={split!r}", "expected 'columns', 'rows' or None", "")
         context.refuse(f"Linear {names[0]}", "split", "adapters")
         self.names, self.split = tuple(names), split
         rows = sizes if len(names) == len(sizes) else [sum(sizes)]
@@ -54,15 +54,15 @@ class Linear:
         self._add_product, self._add_arguments = form.add_product, form.add_arguments
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> a new tensor [T, out]."""
+        """Return x W^T + b for x [T, in] as a new tensor [T, out]."""
         if isinstance(x, Rows):
             return x.multiplied(self._matrix, self._outputs)
         return self._multiply(x, *self._multiply_arguments)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + x W^T + b, the sum rounded once (with a deterministic context the product before it too).
+        """Return residual + x W^T + b. May overwrite `residual`. Faster than adding the result of a call.
 
-        May overwrite `residual`. Faster than adding the result of a call.
+        The sum is rounded once. With a deterministic context, the product is rounded before it is added.
         """
         if isinstance(x, Rows):
             return x.multiplied(self._matrix, self._outputs, adds_to=residual)

@@ -1,4 +1,4 @@
-"""Feed-forward networks. A call gives the network's output, `add_to` adds it to a residual in its last product."""
+"""Feed-forward networks. A call returns the output; `add_to` adds it to a residual in the last matrix product."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 
 
 class GatedMlp:
-    """down(f(gate(x)) * up(x)), gate and up in one product; f is one of ACTIVATIONS.
+    """down(f(gate(x)) * up(x)). Gate and up are one matrix product; f is one of ACTIVATIONS.
 
-    gate_up   what the checkpoint calls gate and up: two tensors, or one that has both, in this order
-    scale     the output is multiplied with it; None: it is not
+    gate_up   names of gate and up in the checkpoint: two tensors, or one tensor with gate before up
+    scale     factor on the output; None: no factor
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, hidden_size: int, intermediate_size: int,
@@ -33,11 +33,11 @@ class GatedMlp:
         self._activate = dispatch.kernel("gated_activation", context.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden size] -> a new tensor [T, hidden size]."""
+        """Return the output for x [T, hidden size] as a new tensor [T, hidden size]."""
         return self.down(self._gated(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + the network's output. May overwrite `residual`."""
+        """Return residual + the output. May overwrite `residual`."""
         return self.down.add_to(residual, self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class GatedMlp:
 
 
 class Mlp:
-    """project(f(expand(x))); f is one of ACTIVATIONS. `bias` and `transposed` as in Linear."""
+    """project(f(expand(x))). f is one of ACTIVATIONS; `bias` and `transposed` as in `Linear`."""
 
     def __init__(self, weights: Weights, context: LayerContext, expand: str, project: str, hidden_size: int,
                  intermediate_size: int, activation: str, transposed: bool = False, bias: bool = True) -> None:
@@ -60,11 +60,11 @@ class Mlp:
         self._activate = dispatch.kernel("activation", context.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden size] -> a new tensor [T, hidden size]."""
+        """Return the output for x [T, hidden size] as a new tensor [T, hidden size]."""
         return self.project(self._activated(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + the network's output. May overwrite `residual`."""
+        """Return residual + the output. May overwrite `residual`."""
         return self.project.add_to(residual, self._activated(x))
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,5 +75,4 @@ class Mlp:
 
 def _refuse_unknown(activation: str, layer: str) -> None:
     if activation not in ACTIVATIONS:
-        raise ConfigError(f"{layer} was given the activation {activation!r}", f"one of {', '.join(ACTIVATIONS)}",
-                          "correct the model's class")
+        raise ConfigError(f"{layer} has the activation {activation!r}", f"expected one of {', '.join(ACTIVATIONS)}", "")

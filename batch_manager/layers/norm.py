@@ -13,7 +13,7 @@ from .recording import Rows
 class RmsNorm:
     """x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), computed in float32. Works on [..., size].
 
-    weight_offset   1 where a checkpoint stores what is to be added to one (Gemma)
+    weight_offset   1 for checkpoints that store the weight minus one (Gemma)
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
@@ -23,7 +23,7 @@ class RmsNorm:
         self._norm, self._is_deterministic = dispatch.kernel("rms_norm", context.device), context.deterministic
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor of x's shape; x has two or three dimensions."""
+        """Return the normalized x, of two or three dimensions, as a new tensor."""
         if isinstance(x, Rows):
             return x.normed(self.weight, None, self.epsilon, self.weight_offset)
         return self._norm(x, self.weight, self.epsilon, weight_offset=self.weight_offset,
@@ -33,7 +33,7 @@ class RmsNorm:
 class LayerNorm:
     """(x - mean) / sqrt(variance + epsilon) * weight + bias, computed in float32. Works on [..., size].
 
-    weight, bias   False: the checkpoint has none
+    weight, bias   whether the checkpoint has them
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
@@ -45,17 +45,17 @@ class LayerNorm:
         self._norm, self._is_deterministic = dispatch.kernel("layer_norm", context.device), context.deterministic
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor of x's shape; x has two or three dimensions."""
+        """Return the normalized x, of two or three dimensions, as a new tensor."""
         if isinstance(x, Rows):
             return x.normed(self.weight, self.bias, self.epsilon)
         return self._norm(x, self.weight, self.bias, self.epsilon, deterministic=self._is_deterministic)
 
 
 class HeadLayerNorm:
-    """LayerNorm of each head with weights of its own and no biases. Works on [T, heads, size].
+    """LayerNorm of each head, with separate weights for each head and no bias. Works on [T, heads, size].
 
-    parts         names and shapes of the tensors that hold the weights of all heads, one below the other
-    entry_order   where these hold the weight of each entry, all heads as one row; None: in order
+    parts         names and shapes of the tensors whose concatenation holds the weights of all heads
+    entry_order   permutation of the concatenated weights: entry i uses weight entry_order[i]; None: stored order
     """
 
     def __init__(self, weights: Weights, context: LayerContext, parts: Sequence[tuple[str, Shape]], heads: int,
@@ -67,7 +67,7 @@ class HeadLayerNorm:
         self._norm, self._is_deterministic = dispatch.kernel("layer_norm", context.device), context.deterministic
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor of x's shape."""
+        """Return the normalized x as a new tensor."""
         if isinstance(x, Rows):
             return x.normed(self.weight, self._no_bias, self.epsilon)
         return self._norm(x, self.weight, None, self.epsilon, deterministic=self._is_deterministic)

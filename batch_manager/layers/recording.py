@@ -1,9 +1,9 @@
-"""What a model does to the rows of a step, written down once, so that every step can do it in one call.
+"""Records the operations of a model's forward once, so that later steps replay them in one call.
 
-`record` calls a model's `forward` with `Rows` instead of a tensor. Each layer adds to them the operations that it would
-have carried out; a model that does with its rows what no operation here does is not recorded, and computes in torch.
-The operations of a `Recording` are those of triton_kernels/cpu/native/step.c; another kind of recording has the same
-methods and writes down something else, as runtime/launch_recording.py does for a GPU.
+`record` calls the `forward` of a model with `Rows` instead of a tensor. Each layer appends its operations to the
+recording. A model that needs an operation that is not supported here is not recorded and runs in torch. The operations
+of a `Recording` are those of triton_kernels/cpu/native/step.c. Other recordings have the same methods and record
+something else; runtime/launch_recording.py does so for a GPU.
 """
 
 import struct
@@ -29,18 +29,18 @@ from ..triton_kernels.cpu.native.library import (
 from ..triton_kernels.cpu.native.matrix import PackedMatrix
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu": 3}
-ANY_ROWS = 1_000_000_007           # what `len` of recorded rows is; `view` takes it back
+ANY_ROWS = 1_000_000_007           # `len` of recorded rows, whose number is unknown; `view` accepts it as a size
 
 
 class NotRecordableError(Exception):
-    """The text says what a model did that no operation does."""
+    """The model uses an operation that cannot be recorded. The message names it."""
 
 
 class Rows:
-    """Rows of a register, all of it or some columns, as a layer's argument and result.
+    """A stand-in for the hidden states of a step: a range of columns of a register.
 
-    recording   what is done to them is written down there: a Recording, or another one with its methods
-    heads       None, or how many heads the columns are; `size` is then the entries of one
+    recording   where operations on the rows are recorded: a Recording, or another class with its methods
+    heads       number of heads that the columns are divided into, each of `size` entries; None: not divided
     """
 
     __slots__ = ("recording", "register", "column", "width", "heads")
@@ -83,31 +83,35 @@ class Rows:
             raise NotRecordableError(f"it adds a {type(other).__name__} to its hidden states")
         return self.recording.sum(self, other)
 
-    # ------------------------------------------------------------------ what layers do to rows
+    # ------------------------------------------------------------------ operations of layers
 
     def normed(self, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, offset: float = 0.0) -> "Rows":
-        """Each row, or each head of it; weight [size], or [heads, size]. bias None: by the root of the mean square."""
+        """Normalize each row, or each of its heads: LayerNorm with a bias, RMSNorm if bias is None.
+
+        weight   [size] or [heads, size]
+        """
         return self.recording.norm(self, weight, bias, epsilon, offset)
 
     def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
-        """matrix   that of the layer's WeightForm"""
+        """Multiply with `matrix` of a layer's WeightForm. The product is added to `adds_to` if given."""
         return self.recording.product(self, matrix, outputs, adds_to)
 
     def activated(self, kind: str, *, gated: bool) -> "Rows":
+        """Apply an activation; `gated`, to the first half of the columns, times the second half."""
         return self.recording.activation(self, kind, gated)
 
 
 @dataclass(slots=True)
 class Recording:
-    """The operations of one model's forward.
+    """The operations of one forward.
 
     dtype       of all rows
-    operations  each OPERATION_NUMBERS integers; see step.c
-    uses        the registers of each operation
-    strides     entries between the rows of each register; register 0 holds the hidden states that go in
-    whole       registers whose rows fill their stride
-    result      the register whose rows come out
-    kept        what the operations point at: it lives as long as the recording
+    operations  OPERATION_NUMBERS integers for each operation; see step.c
+    uses        the registers that each operation uses
+    strides     entries between the rows of each register; register 0 is the input, the hidden states
+    whole       registers whose rows have no padding
+    result      the register of the output
+    kept        objects that the operations point to, kept alive
     """
 
     dtype: torch.dtype
@@ -119,18 +123,19 @@ class Recording:
     kept: list[Any] = field(default_factory=list)
 
     def incoming(self, width: int) -> Rows:
-        """The rows of register 0. Called once, before all else."""
+        """Create register 0, the input. Call it once, first."""
         self.strides.append(width)
         return Rows(self, 0, 0, width)
 
     def add(self, kind: int, rows: Sequence[Rows], numbers: Sequence[int] = ()) -> None:
-        """rows   what it reads and writes, in the order of step.c"""
-        places = ((one.register, self.strides[one.register], one.column) for one in rows)
-        operation = [kind, *chain.from_iterable(places), *numbers]
+        """Append an operation. `rows` are its operands and results, in the order that step.c expects."""
+        operands = ((one.register, self.strides[one.register], one.column) for one in rows)
+        operation = [kind, *chain.from_iterable(operands), *numbers]
         self.operations.append(operation + [0] * (OPERATION_NUMBERS - len(operation)))
         self.uses.append([one.register for one in rows])
 
     def register(self, width: int) -> Rows:
+        """Create a register and return its rows."""
         register = len(self.strides)
         self.strides.append(-(-width // INPUTS_ALIGNED) * INPUTS_ALIGNED)
         if width % INPUTS_ALIGNED == 0:
@@ -138,12 +143,12 @@ class Recording:
         return Rows(self, register, 0, width)
 
     def floats(self, tensor: torch.Tensor) -> int:
-        """The address of the tensor in float32."""
+        """Return the address of a contiguous float32 version of the tensor, which is kept alive."""
         kept = tensor.detach().to(torch.float32).contiguous()
         self.kept.append(kept)
         return kept.data_ptr()
 
-    # ------------------------------------------------------------------ what rows are asked for; see Rows
+    # ------------------------------------------------------------------ called by Rows
 
     def sum(self, rows: Rows, other: "Rows | LookedUp") -> Rows:
         result = self.register(rows.width)
@@ -167,11 +172,11 @@ class Recording:
 
     def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
         if not isinstance(matrix, PackedMatrix):
-            raise NotRecordableError("one of its matrices is held in another form")
-        # A product reads whole vectors: after the last column of a row there must be zeros, or columns of a layer.
-        # The rows that go in have nothing after them.
+            raise NotRecordableError("one of its matrices is not packed for the compiled step")
+        # A product reads whole vectors, past the last column of a row if its width is not a multiple. What follows must
+        # be finite: the zero padding or other columns of a register. The input has no padding.
         if (rows.register == 0 or rows.column % INPUTS_ALIGNED) and rows.width % INPUTS_ALIGNED:
-            raise NotRecordableError("a product takes rows that are not those of a layer")
+            raise NotRecordableError(f"it multiplies {rows.width} columns that are not aligned or not padded")
         result = self.register(outputs) if adds_to is None else adds_to
         self.kept.append(matrix)
         self.add(PRODUCT, [rows, result], [matrix.address, int(adds_to is not None), matrix.type])
@@ -185,9 +190,11 @@ class Recording:
 
     def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int,
                   sink_logits: torch.Tensor | None) -> Rows:
-        """how   a LayerAttention"""
+        """Record the rotation of query and key, the cache writes and attention; `how` is a LayerAttention."""
         if how.has_sink_logits != (sink_logits is not None):
-            raise NotRecordableError("its attention is given sink logits in other layers than LayerAttention says")
+            called = "without" if sink_logits is None else "with"
+            raise NotRecordableError(f"its attention is called {called} sink_logits in layer {layer}, where "
+                                     f"has_sink_logits is {how.has_sink_logits}")
         slopes = 0 if how.alibi_slopes is None else self.floats(torch.tensor(how.alibi_slopes, dtype=torch.float32,
                                                                              device="cpu"))
         tables = (0, 0, 0)
@@ -203,23 +210,23 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """Rows of a table, by the position of each token."""
+    """The rows of a table at the positions of the tokens."""
 
     table: torch.Tensor
 
 
 class Positions:
-    """The positions of a step's tokens, as the argument of `forward`."""
+    """A stand-in for the positions of the tokens, passed to `forward`."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotRecordableError(f"it uses {name} of the positions")
 
 
 class RecordedAttention:
-    """An attention that writes down what `run` of another one would do.
+    """An attention that records its calls.
 
-    heads   (query heads, key heads, head size)
-    layers  how each layer attends, with the windows in force; see LayerAttention
+    heads   (query heads, kv heads, head size)
+    layers  the LayerAttention of each layer, with its effective window
     """
 
     dispatch = "native"
@@ -235,13 +242,13 @@ class RecordedAttention:
         expected = ((query, self._query_heads), (key, self._kv_heads), (value, self._kv_heads))
         if not all(isinstance(rows, Rows) and rows.heads == heads and rows.size == self._size
                    for rows, heads in expected):
-            raise NotRecordableError("it attends with something else than heads of its rows")
+            raise NotRecordableError("its attention does not get the heads of recorded rows")
         return query.recording.attention(layer, query, key, value, rotary, self._layers[layer], self._sink, sink_logits)
 
 
 def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, attention: RecordedAttention,
            make: Callable[[torch.dtype], Any] = Recording) -> Any:
-    """What `forward(hidden, positions, attention)` does, in a Recording or what else is to be made.
+    """Record `forward(hidden, positions, attention)` in a new recording, `make(dtype)`, and return the recording.
 
     Raises NotRecordableError.
     """
@@ -251,31 +258,31 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, at
         result = forward(hidden, Positions(), attention)
     except NotRecordableError:
         raise
-    except Exception as error:              # torch's way, or the model's, of saying that these are no tensors
-        raise NotRecordableError(f"its forward takes tensors only: {type(error).__name__}: {error}") from error
+    except Exception as error:              # torch, or the model, rejects stand-ins for tensors
+        raise NotRecordableError(f"its forward accepts only tensors: {type(error).__name__}: {error}") from error
     if not isinstance(result, Rows) or result.width != hidden_size or result.column or result.register == 0:
-        raise NotRecordableError("its forward does not end with rows of the hidden size")
+        raise NotRecordableError("its forward does not return rows of the hidden size")
     recording.result = result.register
     return recording
 
 
 def record_head(logits: Callable[..., Any], hidden_size: int, dtype: torch.dtype) -> Any:
-    """The native Matrix that is all of `logits(hidden)`, for rows of the hidden size; None: it does something else."""
-    recording = Recording(dtype, strides=[0])           # a product takes no rows of register 0
+    """Return the native Matrix if `logits(hidden)` is a single product with it, else None."""
+    recording = Recording(dtype, strides=[0])           # not register 0, whose rows have no padding
     hidden = recording.register(hidden_size)
     try:
         result = logits(hidden)
-    except Exception:                       # no operation here does what it does, or it takes tensors only
+    except Exception:                       # an operation that cannot be recorded, or a function of tensors only
         return None
     is_product = isinstance(result, Rows) and [operation[0] for operation in recording.operations] == [PRODUCT]
     return recording.kept[0] if is_product and result.register != hidden.register else None
 
 
 def record_embedding(embed: Callable[..., Any]) -> torch.Tensor | None:
-    """The table [vocab, hidden size] whose rows are all of `embed(token_ids)`; None: it does something else."""
+    """Return the table [vocab, hidden size] if `embed(token_ids)` is a single lookup in it, else None."""
     try:
-        result = embed(Positions())         # integers to look rows up by, as positions are
-    except Exception:                       # it does something with them, or with the rows
+        result = embed(Positions())         # a stand-in for token ids
+    except Exception:                       # it computes with the ids or with the rows
         return None
     return result.table if isinstance(result, LookedUp) else None
 

@@ -1,7 +1,7 @@
-"""Frequencies of the rotary position embedding: default, linear, llama3, yarn, longrope.
+"""The rotary position embedding and its frequencies: default, linear, llama3, yarn, longrope.
 
-The frequencies are those of transformers' `modeling_rope_utils`; the sources are "RoFormer" (arXiv 2104.09864),
-position interpolation (2306.15595), the Llama 3.1 release, YaRN (2309.00071) and LongRoPE (2402.13753).
+The frequencies equal those of transformers' `modeling_rope_utils`. Sources: RoFormer (arXiv 2104.09864), position
+interpolation (2306.15595), the Llama 3.1 release, YaRN (2309.00071) and LongRoPE (2402.13753).
 """
 
 import math
@@ -17,18 +17,17 @@ KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryParameters:
-    """What the frequencies are computed from. Fields that a kind does not use keep their defaults.
+    """The parameters of the rotary frequencies. A kind ignores the fields that it does not use.
 
     kind                      "default", "linear", "llama3", "yarn" or "longrope"
     theta                     base of the frequencies
-    factor                    how far the context is stretched (linear, llama3, yarn)
-    original_max_positions    context length before stretching (llama3, yarn, longrope)
+    factor                    scaling factor of the context length (linear, llama3, yarn)
+    original_max_positions    context length before scaling (llama3, yarn, longrope)
     low_freq_factor, high_freq_factor   llama3
-    beta_fast, beta_slow, truncate      yarn: where interpolation blends into extrapolation
-    short_factors             what each frequency is divided by, up to original_max_positions (longrope). Beyond that
-                              others hold, which are not built
-    amplitude                 factor on cosines and sines, already derived from attention_factor or mscale (yarn,
-                              longrope)
+    beta_fast, beta_slow, truncate      yarn: the range between interpolation and extrapolation
+    short_factors             divisor of each frequency, for up to original_max_positions (longrope). The factors for
+                              longer contexts are not supported
+    amplitude                 factor on cosines and sines, computed from attention_factor or mscale (yarn, longrope)
     """
 
     kind: str = "default"
@@ -45,31 +44,33 @@ class RotaryParameters:
 
 
 class Rotary:
-    """The rotary position embedding as `Attention.run` takes it: the half-split ("NeoX") arrangement.
+    """The rotary position embedding for `Attention.run`, in the half-split ("NeoX") arrangement.
 
-    size       leading entries of each head that are rotated, an even number; the others stay as they are
-    cos, sin   [max_positions, size / 2] float32 on the context's device, the amplitude multiplied in
+    size       number of leading entries of each head that are rotated; even
+    cos, sin   [max_positions, size / 2] float32 on the device of the context, including the amplitude
     """
 
     def __init__(self, context: LayerContext, parameters: RotaryParameters, size: int, max_positions: int) -> None:
         if not isinstance(parameters, RotaryParameters):
-            raise ConfigError(f"Rotary was given {parameters!r} for parameters", "the RotaryParameters of a spec",
-                              "correct the model's class: a spec without them does not rotate")
+            raise ConfigError(f"Rotary got {parameters!r} for parameters", "expected the RotaryParameters of a spec",
+                              "do not construct a Rotary for a spec without them: its model does not rotate")
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device="cpu"),
                              inverse_frequencies(parameters, size))
-        # In place: with the positions of a long context each copy is hundreds of megabytes.
+        # In place, because each copy takes hundreds of megabytes for a long context.
         self.cos = angles.cos().mul_(parameters.amplitude).to(context.device)
         self.sin = angles.sin_().mul_(parameters.amplitude).to(context.device)
 
 
 def half_split_rows(rotated_heads: int, other_heads: int, head_size: int, size: int,
                     device: torch.device) -> torch.Tensor:
-    """The order in which a Linear takes the rows of stacked projections whose heads rotate neighbours (GPT-J, Cohere),
-    so that its outputs rotate in the half-split arrangement. Scores are the same: queries and keys are reordered alike.
+    """Return the `row_order` of a `Linear` that converts interleaved rotation (GPT-J, Cohere) to half-split rotation.
 
-    rotated_heads, other_heads   queries and keys; values after them, which keep their order
-    size                         leading entries of each head that are rotated
-    Returns                      [rows] int64
+    Queries and keys are permuted alike, so scores do not change.
+
+    rotated_heads   number of query and key heads, whose rows come first
+    other_heads     number of value heads, whose rows keep their order
+    size            number of leading entries of each head that are rotated
+    Returns         [rows] int64
     """
     rows = torch.arange((rotated_heads + other_heads) * head_size, dtype=torch.int64, device=device)
     heads = rows[: rotated_heads * head_size].view(rotated_heads, head_size)
@@ -78,7 +79,7 @@ def half_split_rows(rotated_heads: int, other_heads: int, head_size: int, size: 
 
 
 def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tensor:
-    """[head_size / 2] float32: radians per position."""
+    """Return the frequencies [head_size / 2] float32, in radians per position."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
     plain = 1.0 / rotary.theta**exponents
     if rotary.kind == "default":
@@ -95,7 +96,7 @@ def inverse_frequencies(rotary: RotaryParameters, head_size: int) -> torch.Tenso
 
 
 def _llama3(rotary: RotaryParameters, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched, short ones kept, those between blended."""
+    """Scale long wavelengths, keep short ones, and interpolate between them."""
     wavelength = 2 * math.pi / plain
     blend = (rotary.original_max_positions / wavelength - rotary.low_freq_factor) / (
         rotary.high_freq_factor - rotary.low_freq_factor)
@@ -108,7 +109,7 @@ def _llama3(rotary: RotaryParameters, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rotary: RotaryParameters, head_size: int, periods: torch.Tensor) -> torch.Tensor:
-    """Dimensions that turn often are kept, those that turn seldom are stretched, a ramp lies between."""
+    """Keep high frequencies, scale low ones, and blend along a ramp between them."""
     def dimension_of(rotations: float) -> float:
         return (head_size * math.log(rotary.original_max_positions / (rotations * 2 * math.pi))
                 / (2 * math.log(rotary.theta)))

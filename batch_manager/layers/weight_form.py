@@ -1,7 +1,7 @@
-"""Forms of a matrix that a layer multiplies rows with: what is stored, and how the device multiplies with it.
+"""How the weight matrix of a layer is stored and multiplied.
 
-A layer calls the operations of its form itself, so that nothing stands between the layer and the device's library. A
-form knows nothing of splits and adapters: those are the layer's.
+A layer calls the operations of its form directly, without a wrapper around the device's library. The layer handles
+splits and adapters, not the form.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from .context import LayerContext
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """One matrix W [out, in] and its bias b [out], or None, as two operations and what these are always given.
+    """A matrix W [out, in] with bias b [out] or None, as two operations and their fixed arguments.
 
     multiply        multiply(x, *multiply_arguments) -> x W^T + b in a new tensor; x [T, in]
-    add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b, the sum rounded once where the
-                    form can. May overwrite `residual`
-    shares_weight   the form holds the tensor it was made from
-    matrix          what recorded steps multiply with: a PackedMatrix where they are compiled, a PlainMatrix where they
-                    are launched; None: this form is none of theirs
+    add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b. May overwrite `residual`. The sum
+                    is rounded once if the form supports it
+    shares_weight   whether the form uses the tensor that it was made from, without a copy
+    matrix          the matrix for recorded steps: a PackedMatrix for compiled steps, a PlainMatrix for recorded
+                    launches; None: the form cannot be recorded
     """
 
     multiply: Callable[..., torch.Tensor]
@@ -41,23 +41,23 @@ class WeightForm:
 
 @dataclass(frozen=True, slots=True)
 class PlainMatrix:
-    """weight [out, in] contiguous, bias [out] or None: in the dtype of the rows, on their device."""
+    """weight [out, in] contiguous, and bias [out] or None, both in the dtype and on the device of the rows."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
 
 def is_compiled(weight: torch.Tensor, context: LayerContext) -> bool:
-    """Whether the compiled step multiplies with a matrix of this dtype, and so with a copy of it."""
+    """Whether the weight is converted to a PackedMatrix, which is a copy, for the compiled step."""
     return context.compiled_step and not context.deterministic and weight.dtype in COMPILED_TYPES
 
 
 def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: LayerContext) -> WeightForm:
-    """The form that the device multiplies fastest with, among those that keep what `context` asks for."""
+    """Return the fastest form on the device of `context` that satisfies its options."""
     context.refuse("a matrix", "weight_form")
     on_triton = dispatch.use_triton(context.device)
     if context.deterministic:
-        return _row_by_row(weight if on_triton else _packed(weight), bias)     # the kernel takes it plain
+        return _row_by_row(weight if on_triton else _packed(weight), bias)     # the kernel needs an unpacked weight
     if is_compiled(weight, context):
         return _in_panels(PackedMatrix(weight, bias))
     packed = weight if on_triton else _packed(weight)
@@ -65,7 +65,7 @@ def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: L
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
-    """The matrix as it is; torch's products."""
+    """Return the form that multiplies the unchanged matrix with torch."""
     return WeightForm(functional.linear, (weight, bias), _add_plain_product, (weight.t(), bias), shares_weight=True,
                       matrix=PlainMatrix(weight, bias))
 
@@ -78,20 +78,20 @@ def _add_plain_product(x: torch.Tensor, residual: torch.Tensor, transposed: torc
 
 
 def _in_panels(matrix: PackedMatrix) -> WeightForm:
-    """The matrix as the compiled step multiplies with it."""
+    """Return the form of the compiled step."""
     return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=False, matrix=matrix)
 
 
 def _in_one_dnn(packed: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
-    """The matrix packed for oneDNN, 1.5 to 2.4 times as fast on a CPU as multiplying with the plain one."""
-    # The overloads themselves: looking them up again takes a tenth of a small product's time.
+    """Return the form packed for oneDNN: 1.5 to 2.4 times as fast on a CPU as the plain matrix."""
+    # Use the overloads directly: their lookup takes a tenth of the time of a small product.
     product = torch.ops.mkldnn._linear_pointwise
     return WeightForm(product.default, (packed, bias, "none", [], ""), product.binary, (packed, bias, "add"),
                       shares_weight=False)
 
 
 def _row_by_row(weight: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
-    """A plain or packed matrix, in products whose bits, row by row, depend on that row alone.
+    """Return the deterministic form of a plain or packed matrix: the bits of a row depend on that row alone.
 
     The product is rounded before it is added to a residual.
     """
@@ -101,9 +101,9 @@ def _row_by_row(weight: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
         try:
             return kernel(x, weight, bias)
         except NoAgreeingSizeError as fault:
-            raise ConfigError(f"deterministic was asked for, and on this machine {fault}",
-                              "the same bits wherever a row stands",
-                              "try another dtype or num_threads, or leave deterministic out") from fault
+            raise ConfigError(f"deterministic is set, but on this machine {fault}",
+                              "expected the same bits at every row index",
+                              "try another dtype or num_threads, or turn deterministic off") from fault
 
     def add_product(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return residual.add_(multiply(x))
@@ -112,7 +112,7 @@ def _row_by_row(weight: torch.Tensor, bias: torch.Tensor | None) -> WeightForm:
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
-    """The weight packed for oneDNN where that is possible and pays, else the weight."""
+    """Return the weight packed for oneDNN if that is supported and faster, else the weight."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return weight
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

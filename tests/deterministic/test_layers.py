@@ -85,5 +85,5 @@ def test_feed_forward_networks(dtype, activation):
 
 def test_a_machine_whose_products_depend_on_a_rows_place_is_refused(monkeypatch):
     monkeypatch.setattr(deterministic_linear, "agreeing_sizes", lambda *operands, sizes: ())
-    with pytest.raises(ConfigError, match="deterministic was asked for, and on this machine the product of 64 rows"):
+    with pytest.raises(ConfigError, match="deterministic is set, but on this machine the product of 64 rows"):
         Linear(*parts(torch.float32), ["a"], 41, [43])(torch.zeros(1, 41))

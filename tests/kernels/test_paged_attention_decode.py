@@ -383,7 +383,7 @@ def test_beams_share_the_pages_before_those_they_append_to(
 def test_attention_over_the_work_list_of_a_step(
     assert_equals_oracle, paged_cache, random, integers, lengths, window, sink
 ):
-    """The list as it is for a device of two places, with rows of padding at its end."""
+    """The list for a device with two resident programs, with padded rows at its end."""
     cache = paged_cache(lengths, 2, 32, B, torch.float32)
     work_list, part_starts = decode_work_list(lengths, B, 2, 2, window, sink, padded_to=40)
     assert len(work_list) == 40 and (part_starts[-1] or window or not any(lengths))
@@ -403,20 +403,21 @@ def visible_pages(length, window, sink, block):
 @settings(max_examples=300, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 400), max_size=12), block=st.sampled_from([4, 16]),
-    num_kv_heads=st.integers(1, 9), places=st.sampled_from([1, 7, 40, 264]),
+    num_kv_heads=st.integers(1, 9), resident_programs=st.sampled_from([1, 7, 40, 264]),
     window=st.sampled_from([None, 1, 16, 50, 300]), sink=st.sampled_from([0, 1, 16, 20]), padded_to=st.integers(0, 20),
 )
 def test_every_visible_page_is_in_one_part_and_the_longest_parts_come_first(
-    lengths, block, num_kv_heads, places, window, sink, padded_to
+    lengths, block, num_kv_heads, resident_programs, window, sink, padded_to
 ):
     sink = sink if window else 0
     pages = [len(visible_pages(length, window, sink, block)) for length in lengths]
-    work_list, part_starts = decode_work_list(lengths, block, num_kv_heads, places, window, sink, padded_to=padded_to)
+    work_list, part_starts = decode_work_list(lengths, block, num_kv_heads, resident_programs, window, sink,
+                                              padded_to=padded_to)
     assert work_list.dtype == part_starts.dtype == np.int32 and len(work_list) >= padded_to
     rows = work_list[work_list[:, 0] >= 0]
     assert (work_list[len(rows):] == -1).all() and (len(rows) == len(work_list) or len(work_list) == padded_to)
 
-    most = max(MIN_PAGES_PER_PART, -(-sum(pages) * num_kv_heads // (3 * places)))
+    most = max(MIN_PAGES_PER_PART, -(-sum(pages) * num_kv_heads // (3 * resident_programs)))
     assert (rows[:, 2] <= most).all() and (np.diff(rows[:, 2]) <= 0).all()
     assert part_starts[0] == 0 and len(part_starts) == len(lengths) + 1
     for sequence, count in enumerate(pages):
@@ -434,8 +435,8 @@ def test_every_visible_page_is_in_one_part_and_the_longest_parts_come_first(
 
 
 def test_one_long_sequence_among_short_ones_is_cut_and_equal_ones_that_fill_the_device_are_not():
-    block, heads, places = 64, 8, 264
-    work_list, part_starts = decode_work_list([32_768] + [256] * 63, block, heads, places)
+    block, heads, resident_programs = 64, 8, 264
+    work_list, part_starts = decode_work_list([32_768] + [256] * 63, block, heads, resident_programs)
     assert part_starts[-1] > 60 and work_list[:, 2].max() <= 8
-    work_list, part_starts = decode_work_list([512] * 256, block, heads, places)
+    work_list, part_starts = decode_work_list([512] * 256, block, heads, resident_programs)
     assert part_starts[-1] == 0 and work_list[:, 0].tolist() == list(range(256))

@@ -131,7 +131,7 @@ def test_what_the_file_says_wrong_is_the_files_fault(fields, told, registered):
 
 def test_a_layer_that_is_given_what_no_spec_should_have_says_so():
     for layer in (GatedMlp, Mlp):
-        with pytest.raises(ConfigError, match=f"{layer.__name__} .*was given the activation 'tanh'; one of silu, "):
+        with pytest.raises(ConfigError, match=f"{layer.__name__} .*has the activation 'tanh'; expected one of silu, "):
             layer(None, None, *("a", "b")[:1 if layer is GatedMlp else 2], 8, 8, "tanh")
-    with pytest.raises(ConfigError, match="Rotary was given None for parameters; the RotaryParameters"):
+    with pytest.raises(ConfigError, match="Rotary got None for parameters; expected the RotaryParameters"):
         Rotary(None, None, 8, 8)

@@ -1,38 +1,37 @@
 """Causal attention of each sequence's new tokens (a whole prompt or a chunk) over its pages.
 
-    token r of sequence c stands at position p = kv_lengths[c] - query_length[c] + r
+    token r of sequence c has position p = kv_lengths[c] - query_length[c] + r
     and sees the keys k <= p with k > p - window or k < sink
 
 Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
-            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool; the new tokens' own keys and
-                                                        values are already in it
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order. An entry whose page
-                                                        holds no visible key is not looked at: its block may have
-                                                        been given to another one.
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer; it already contains the keys and values
+                                                        of the new tokens
+            block_table              [rows, max_blocks] int32   pages of each sequence in order. Entries of pages
+                                                        without a visible key are not read: their blocks may belong
+                                                        to another sequence.
             cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
-            kv_lengths               [C] int32   keys of each sequence after this step's tokens
+            kv_lengths               [C] int32   keys of each sequence, including those of this step
             work_list                [W, 2] int32   from `context_work_list`, on the queries' device; row (c, m) is the
-                                                    m-th tile of sequence c's new tokens, as many as a tile of
+                                                    m-th tile of new tokens of sequence c, as many as a tile of
                                                     queries has rows; (-1, -1) is padding.
-                                                    The oracle does not need it.
-            slots                    [C] int32   the sequence's row of block_table; None: row c is sequence c
+                                                    Ignored by the oracle.
+            slots                    [C] int32   row of block_table for each sequence; None: row c
             out                      [T, HQ, D]   None: allocated
-            alibi_slopes             [HQ] float32   None: positions add nothing to scores
-            sink_logits              [HQ] float32   None: there are none
+            alibi_slopes             [HQ] float32   None: no ALiBi bias
+            sink_logits              [HQ] float32   None: no extra score
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
-            softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
-            alibi_slopes: f(key position) - f(query position) is added to scores after that and before the mask, with
-            f(p) = slope * p; None: nothing. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope *
-            bfloat16(p)), as Falcon has it; slopes are then numbers of bfloat16.
-            sink_logits: each row's softmax has one more score, that of its head, whose value is zeros; None: it has
-            not. They have nothing to do with `sink`.
-            sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
-            without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
-            and are not rotated again when tokens between them and the query have left the window.
-            uniform_rows: a matter of the kernel's bits.
-Mutates     out, only rows below cu_seqlens[C]: rows after them (generation, padding) are neither read nor written.
+            softcap: replace scores by softcap * tanh(scores / softcap), before the mask; None: no cap.
+            alibi_slopes: add f(key position) - f(query position) to scores, after the cap and before the mask, with
+            f(p) = slope * p. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope * bfloat16(p)), as in
+            Falcon; the slopes must then be representable in bfloat16.
+            sink_logits: one extra score per head in the softmax, with a value of zeros. Unrelated to `sink`.
+            sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
+            without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
+            pool. It is not rotated again when tokens between it and the query leave the window.
+            uniform_rows: ignored by the oracle.
+Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Returns     out.
-Needs       a page with a visible key holds finite numbers in all its B tokens: the pool is zeroed once.
+Needs       pages with a visible key hold finite numbers for all B tokens: zero the pool once.
 """
 
 import torch
@@ -42,7 +41,7 @@ def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
     uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
 ):
-    """Several query tokens per sequence; see the module's docstring for shapes."""
+    """Attend from several tokens per sequence. See the module docstring for shapes."""
     num_heads, head_size = query.shape[1:]
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads
@@ -59,7 +58,7 @@ def paged_attention_context(
         if window:
             visible &= (key_position > query_position - window) | (key_position < sink)
 
-        position = visible.any(0).nonzero()[:, 0]                                 # seen by one row at least
+        position = visible.any(0).nonzero()[:, 0]                                 # seen by at least one row
         block, offset = block_table[row, position // tokens_per_block].long(), position % tokens_per_block
         keys, values = (kv_pool[block, kind, :, offset].to(wide).transpose(0, 1) for kind in (0, 1))    # [HK, keys, D]
         visible = visible[:, position]
@@ -69,8 +68,8 @@ def paged_attention_context(
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             if alibi_slopes is not None:
-                scores = scores + added_by_position(position, query_position, alibi_slopes[head],
-                                                    alibi_bfloat16_factor).to(wide)
+                scores = scores + alibi_bias(position, query_position, alibi_slopes[head],
+                                             alibi_bfloat16_factor).to(wide)
             scores = scores.masked_fill(~visible, -torch.inf)
             if sink_logits is not None:
                 scores = torch.cat([scores, sink_logits[head].to(wide).expand(len(scores), 1)], 1)
@@ -78,8 +77,8 @@ def paged_attention_context(
     return out
 
 
-def added_by_position(key_position, query_position, slope, bfloat16_factor):
-    """f(key position) - f(query position) in float64; all shapes broadcast."""
+def alibi_bias(key_position, query_position, slope, bfloat16_factor):
+    """Return f(key position) - f(query position) in float64. All shapes broadcast."""
     if bfloat16_factor is None:
         return slope.double() * (key_position - query_position).double()
 

@@ -1,4 +1,4 @@
-"""Append the newest token of each sequence to its pages, and attend from it over them.
+"""Append the newest token of each sequence to its pages, and attend over them.
 
     key, value and query of sequence s are those of its token at position p = kv_lengths[s] - 1
     rotated(x) = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged], where x1 and x2 are the
@@ -9,40 +9,40 @@
 
 Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads; heads contiguous
             key, value               [S, HK, D]   likewise; the three may be views of one packed tensor
-            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
-            block_table              [rows, max_blocks] int32   pages of a sequence, in order, the newest token's
-                                                        included. An entry whose page holds no visible key is not looked
-                                                        at: its block may have been given to another one.
-            kv_lengths               [S] int32   keys of each sequence, its newest token's included; 0 = padding row
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
+            block_table              [rows, max_blocks] int32   pages of each sequence in order, including the newest
+                                                        token's. Entries of pages without a visible key are not read:
+                                                        their blocks may belong to another sequence.
+            kv_lengths               [S] int32   keys of each sequence, including the newest token's; 0 = padded row
             work_list                [W, 4] int32   from `decode_work_list` for the same lengths, window and sink, on
-                                                    the queries' device; -1 in its first column is padding. The oracle
-                                                    does not need it.
-            part_starts              [S + 1] int32   likewise; None: no sequence has several parts
-            slots                    [S] int32   the sequence's row of block_table; None: row s is sequence s
-            out                      [S, HQ, D]   None: allocated; shares no memory with query, key or value
-            cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
-            alibi_slopes             [HQ] float32   None: positions add nothing to scores
-            sink_logits              [HQ] float32   None: there are none
+                                                    the queries' device; -1 in its first column is padding. Ignored by
+                                                    the oracle.
+            part_starts              [S + 1] int32   likewise; None: no sequence is split
+            slots                    [S] int32   row of block_table for each sequence; None: row s
+            out                      [S, HQ, D]   None: allocated; must not share memory with query, key or value
+            cos_table, sin_table     [positions, R / 2] float32   None: no rotation
+            alibi_slopes             [HQ] float32   None: no ALiBi bias
+            sink_logits              [HQ] float32   None: no extra score
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
-            softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
-            alibi_slopes: f(key position) - f(query position) is added to scores after that and before the mask, with
-            f(p) = slope * p; None: nothing. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope *
-            bfloat16(p)), as Falcon has it; slopes are then numbers of bfloat16.
-            sink_logits: each row's softmax has one more score, that of its head, whose value is zeros; None: it has
-            not. They have nothing to do with `sink`.
-            sink: first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); of no meaning
-            without one. Positions are absolute: keys lie in the pool rotated by the position they were written at
-            and are not rotated again when tokens between them and the query have left the window.
-            The result depends on where the work list cuts a sequence in the last bits only.
-Mutates     kv_pool, one place of each sequence, and out. A row of length 0 writes nothing and is set to zero.
+            softcap: replace scores by softcap * tanh(scores / softcap), before the mask; None: no cap.
+            alibi_slopes: add f(key position) - f(query position) to scores, after the cap and before the mask, with
+            f(p) = slope * p. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope * bfloat16(p)), as in
+            Falcon; the slopes must then be representable in bfloat16.
+            sink_logits: one extra score per head in the softmax, with a value of zeros. Unrelated to `sink`.
+            sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
+            without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
+            pool. It is not rotated again when tokens between it and the query leave the window.
+            The partition of the work list affects only the last bits of the result.
+Mutates     kv_pool, at the newest position of each sequence, and out. A row of length 0 does not write to the pool;
+            its output is zero.
 Returns     out.
-Needs       a page with a visible key holds finite numbers before the place of the newest token; from there on it is not
-            read. No two sequences append to one place.
+Needs       pages with a visible key hold finite numbers before the position of the newest token; the rest is not
+            read. No two sequences append to the same position of a block.
 """
 
 import torch
 
-from .paged_attention_context import added_by_position
+from .paged_attention_context import alibi_bias
 from .rope_kv_append import rope_kv_append
 
 
@@ -51,7 +51,7 @@ def paged_attention_decode(
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
     sink_logits=None,
 ):
-    """Append and attend from one token per sequence; see the module's docstring for shapes."""
+    """Append and attend from one token per sequence. See the module docstring for shapes."""
     num_sequences, num_heads, head_size = query.shape
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads
@@ -81,8 +81,8 @@ def paged_attention_decode(
             scores = softcap * torch.tanh(scores / softcap)
         if alibi_slopes is not None:
             slopes = alibi_slopes.view(num_kv_heads, group, 1)
-            added = added_by_position(position, newest[sequence], slopes, alibi_bfloat16_factor)
-            scores = scores + added.to(wide)
+            bias = alibi_bias(position, newest[sequence], slopes, alibi_bfloat16_factor)
+            scores = scores + bias.to(wide)
         if sink_logits is not None:
             scores = torch.cat([scores, sink_logits.to(wide).view(num_kv_heads, group, 1)], 2)
         weights = scores.softmax(-1)[..., : len(position)]

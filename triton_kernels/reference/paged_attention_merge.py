@@ -1,14 +1,14 @@
-"""Put the parts of a split attention together.
+"""Combine the partial results of a split attention.
 
     out[s, h] = sum_i w_i * partial_out[i, h],   w_i = 2^lse_i / sum_j 2^lse_j,   lse = partial_lse[:, h]
     over the partial results i = part_starts[s] .. part_starts[s + 1] - 1 of sequence s
 
-Shapes      partial_out              [P, HQ, D] float32   each normalised by its own sum; rows that belong to no
-                                                          sequence are not looked at
+Shapes      partial_out              [P, HQ, D] float32   each normalized by its own sum; rows that belong to no
+                                                          sequence are not read
             partial_lse              [P, HQ] float32   base-2 logarithm of that sum
-            part_starts              [S + 1] int32   rising
+            part_starts              [S + 1] int32   ascending
             out                      [S, HQ, D]
-Mutates     out, except where a sequence has no partial results.
+Mutates     out, except for sequences without partial results.
 Returns     out.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 
 def paged_attention_merge(partial_out, partial_lse, part_starts, out):
-    """Weighted mean of the parts; see the module's docstring for shapes."""
+    """Compute the weighted mean of the parts. See the module docstring for shapes."""
     starts = part_starts.tolist()
     for sequence, (begin, end) in enumerate(zip(starts, starts[1:])):
         if begin == end:

@@ -101,8 +101,8 @@ class PagedSequences:
     def decode(self) -> Callable[[int], torch.Tensor]:
         """A launch that appends to layer `number` and attends, with the work list that an engine would make."""
         block, size = self.pool.shape[4:]
-        places = decode_settings(size, block, self.pool.element_size(), device_limits()).places
-        work_list, part_starts = decode_work_list(self.lengths, block, self.heads.kv, places)
+        resident = decode_settings(size, block, self.pool.element_size(), device_limits()).resident_programs
+        work_list, part_starts = decode_work_list(self.lengths, block, self.heads.kv, resident)
         work = torch.from_numpy(work_list).to(self.query.device)
         starts = torch.from_numpy(part_starts).to(self.query.device) if part_starts[-1] else None
         return lambda number: paged_attention_decode(
