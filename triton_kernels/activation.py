@@ -1,4 +1,4 @@
-"""The nonlinearity of an ungated MLP.
+"""The activation of an ungated MLP.
 
     out = f(hidden)        f: "gelu"      x * Phi(x), with the error function
                               "gelu_new"  the tanh approximation of it (GPT-2)
@@ -6,8 +6,8 @@
                               "relu"      max(x, 0)
 
 Shapes      hidden, out              [T, I]   contiguous rows, any row stride
-Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
-Mutates     out, which may be `hidden`; None: allocated.
+Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Mutates     out, which can be `hidden`; None: allocated.
 Raises      ValueError for another kind.
 Oracle      triton_kernels/reference/activation.py
 Source      Hendrycks and Gimpel 2016 (gelu); written for this project.
@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024                            # elements of one program
+BLOCK = 1024                            # elements per program
 KINDS = "gelu", "gelu_new", "silu", "relu"
 
 
 @triton.jit
 def apply_activation(x, KIND: tl.constexpr):
-    """f(x) in float32, of a kind of KINDS; `gated_activation` uses it too."""
+    """Return f(x) for float32 x and a kind of KINDS. Also used by `gated_activation` and `fused_linear`."""
     if KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_new":            # 0.5 (1 + tanh z) is sigmoid(2 z)
@@ -47,13 +47,13 @@ def _activation_kernel(
 
 
 def refuse_unknown_kind(kind):
-    """Raise ValueError: what a kernel raises itself depends on whether it is compiled."""
+    """Raise ValueError for an unknown kind. Checked on the host, because errors inside kernels vary by backend."""
     if kind not in KINDS:
-        raise ValueError(f"unknown kind of activation {kind!r}; one of {', '.join(KINDS)}; correct the caller")
+        raise ValueError(f"unknown activation {kind!r}; expected one of {', '.join(KINDS)}")
 
 
 def activation(hidden, kind, out=None, deterministic=False):
-    """f(hidden), elementwise; see the module's docstring. Returns out."""
+    """Compute f(hidden) elementwise. Returns out. See the module docstring for shapes."""
     refuse_unknown_kind(kind)
     num_tokens, size = hidden.shape
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out

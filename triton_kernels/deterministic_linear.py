@@ -1,20 +1,20 @@
-"""A linear map whose bits, row by row, depend on that row alone.
+"""A deterministic linear layer: the bits of a row depend on that row alone.
 
     out = x W^T + bias
 
 Shapes      x                        [T, K]   contiguous rows, any row stride
             weight                   [N, K]   contiguous
-            bias                     [N]   may be None
+            bias                     [N] or None
             out                      [T, N]   None: allocated
 Mutates     out.
 Oracle      triton_kernels/reference/deterministic_linear.py
-Source      tiled matrix product; the reason for one tile of one size is told in "Defeating Nondeterminism in LLM
-            Inference" (He et al. 2025); written for this project.
+Source      tiled matrix product; "Defeating Nondeterminism in LLM Inference" (He et al. 2025) explains the fixed tile;
+            written for this project.
 
-A library picks tile, instruction and split of K by the number of rows, so that the same row comes out different
-beside others. Here the tile depends on the element size alone, one program walks all of K in steps of one size, and
-nothing is tuned: a step with one row runs the tile of a step with a thousand, most of it padding. A small step waits
-for the weights all the same; what a large one loses against a library has not been measured.
+A library selects the tile, the instruction and the split of K by the number of rows, so the result of a row depends on
+the batch. Here the tile depends only on the element size, one program walks all of K in fixed steps, and nothing is
+tuned: a batch of one row uses the same tile as a thousand rows, mostly padding. A small batch is bound by reading the
+weights anyway. The slowdown of large batches against a library has not been measured.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ import triton.language as tl
 from .device_limits import DeviceLimits, device_limits
 
 
-# The number of rows changes from step to step: it must not make a variant of the kernel.
+# The number of rows changes from step to step: it must not recompile the kernel.
 @triton.jit(do_not_specialize=["num_rows"])
 def _deterministic_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
@@ -35,7 +35,7 @@ def _deterministic_linear_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)    # row tiles side by side share a tile of the weight
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)    # neighboring programs share a tile of the weight
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, STEP)
     row_inside = row < num_rows
@@ -65,7 +65,7 @@ def _deterministic_linear_kernel(
 
 
 class LinearSettings(NamedTuple):
-    """rows, columns, step: of one program, in elements; num_warps, num_stages: of one program."""
+    """Launch settings of one program; rows, columns and step (of K) in elements."""
 
     rows: int
     columns: int
@@ -75,8 +75,10 @@ class LinearSettings(NamedTuple):
 
 
 def linear_settings(element_size_bytes: int, limits: DeviceLimits) -> LinearSettings:
-    """How to launch. Nothing in it depends on the number of rows, and the stages, which the device's shared memory
-    limits, do not change the order of a sum."""
+    """Return the launch settings. They do not depend on the number of rows.
+
+    The number of stages depends on the shared memory of the device, but does not change the order of a sum.
+    """
     rows, columns, step = (32, 32, 32) if element_size_bytes == 4 else (64, 64, 64)
     num_stages = 4
     while num_stages > 1 and num_stages * (rows + columns) * step * element_size_bytes > limits.shared_bytes - 1024:
@@ -85,7 +87,7 @@ def linear_settings(element_size_bytes: int, limits: DeviceLimits) -> LinearSett
 
 
 def deterministic_linear(x, weight, bias=None, out=None):
-    """x W^T + bias; see the module's docstring for shapes. Returns out."""
+    """Compute x W^T + bias. Returns out. See the module docstring for shapes."""
     num_rows, size = x.shape
     num_columns = weight.shape[0]
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device) if out is None else out

@@ -1,10 +1,10 @@
-"""Which function runs an operation on a device: a Triton kernel, the CPU's own, or the oracle. One logged decision.
+"""Selects the implementation of an operation for a device: Triton kernel, CPU version or oracle.
 
-    triton   on a GPU (CUDA or HIP) with triton installed, or anywhere with TRITON_INTERPRET=1 in the environment when
-             the kernels are first imported: then triton's interpreter runs them on the CPU, slowly, for debugging
-    torch    everywhere else: `cpu/<name>.py` on a CPU where there is one, else the oracle `reference/<name>.py`
+    triton   on a GPU (CUDA or HIP) with Triton installed; or anywhere if TRITON_INTERPRET=1 is in the environment when
+             the kernels are first imported: Triton's interpreter then runs them on the CPU, slowly, for debugging
+    torch    otherwise: `cpu/<name>.py` on a CPU if it exists, else the oracle `reference/<name>.py`
 
-Imports triton only when a kernel is asked for and the answer is "triton".
+Triton is imported only when `kernel` selects a Triton kernel.
 """
 
 import functools
@@ -24,16 +24,12 @@ def use_triton(device) -> bool:
 
 
 def kernel_backend(device) -> str:
-    """ "triton" or "torch": what runs operations on `device`. The first answer per kind of device is logged."""
+    """Return the backend for `device`, "triton" or "torch". The first result for each device type is logged."""
     return _decide(torch.device(device).type)
 
 
 def kernel(name: str, device):
-    """The function `name` for tensors on `device`. All three forms have one signature.
-
-    On "triton" it is that of `<name>.py`. On "torch" it is that of `cpu/<name>.py` where `device` is a CPU and the file
-    exists, else the oracle of `reference/<name>.py`.
-    """
+    """Return the function `name` for tensors on `device`. All implementations have the same signature."""
     if use_triton(device):
         folder = ""
     elif torch.device(device).type == "cpu" and _has_cpu_twin(name):

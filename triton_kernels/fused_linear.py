@@ -1,29 +1,29 @@
-"""A linear map of few rows in one launch with the norm before it and with what comes after it.
+"""A linear layer for few rows, fused with the norm before it and the activation or residual addition after it.
 
-    n    = x, or its root-mean-square norm, or its layer norm, rounded to the dtype of x
+    n    = x, or RMSNorm of x, or LayerNorm of x, rounded to the dtype of x
     y    = n W^T + bias
-    out  = y                                             plain
-           f(y), of y rounded to the dtype               with an activation, one of `activation.KINDS`
+    out  = y                                             without activation and residual
+           f(y), with y rounded to the dtype             with an activation, one of `activation.KINDS`
            f(y[:, :I]) * y[:, I:], likewise              gated; I is half of the rows of W
            residual + y, rounded once                    with a residual, in place
 
-Shapes      x                        [T, K]   contiguous rows, any row stride; T is at most MOST_ROWS
-            weight                   [N, K]   contiguous; [2 I, K] when gated, the gate's rows first
-            bias                     [N]   may be None
-            norm_weight, norm_bias   [K]   norm_weight None: no norm; norm_bias None: the root-mean-square norm,
+Shapes      x                        [T, K]   contiguous rows, any row stride; T <= MOST_ROWS
+            weight                   [N, K]   contiguous; [2 I, K] when gated, the rows of the gate first
+            bias                     [N] or None
+            norm_weight, norm_bias   [K]   norm_weight None: no norm; norm_bias None: RMSNorm,
                                            x / sqrt(mean(x^2) + epsilon) * (weight_offset + norm_weight)
-            residual                 [T, N]   contiguous rows; None: nothing is added
+            residual                 [T, N]   contiguous rows; None: no residual
             out                      [T, N], or [T, I] when gated   None: allocated
-Mutates     residual, or out where there is none. Neither may share memory with x.
-Returns     what it mutates.
-Raises      ValueError for another kind of activation.
+Mutates     residual, or else out. Neither may share memory with x.
+Returns     the mutated tensor.
+Raises      ValueError for an unknown activation.
 Oracle      triton_kernels/reference/fused_linear.py
 Source      tiled matrix product; norms as in rms_norm and layer_norm; written for this project.
 
-With few rows a product takes as long as reading the weight. One program reads some rows of the weight from end to end,
-several pieces of them ahead, and multiplies them with all rows of x. It looks at all of x once more before that, twice
-for a layer norm, to learn what divides each row: x is small, and in the cache. No sum is split between programs, so the
-order of additions depends on the sizes alone. What is rounded in separate launches is rounded here too.
+With few rows, a product takes as long as reading the weight. Each program reads several rows of the weight, prefetching
+several pieces, and multiplies them with all rows of x. With a norm it first reads all of x, once for RMSNorm and twice
+for LayerNorm, to compute the scale of each row; x is small and cached. No sum is split across programs, so the order of
+additions depends on the sizes alone. Intermediate results are rounded as in separate launches.
 """
 
 import torch
@@ -37,7 +37,7 @@ from .fused_linear_settings import MOST_ROWS, fused_linear_settings
 
 @triton.jit
 def _rows_of(x_row_ptr, row_inside, start, STEP: tl.constexpr, K: tl.constexpr):
-    """Entries start .. start + STEP of each row; zeros outside."""
+    """Load entries start .. start + STEP - 1 of each row; zeros outside."""
     inner = start + tl.arange(0, STEP)
     if K % STEP == 0:
         return tl.load(x_row_ptr + inner[None, :], mask=row_inside[:, None], other=0.0)
@@ -47,7 +47,7 @@ def _rows_of(x_row_ptr, row_inside, start, STEP: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _piece_of(weight_row_ptr, column_inside, start, STEP: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
-    """Entries start .. start + STEP of some rows of the weight, transposed; zeros outside."""
+    """Load entries start .. start + STEP - 1 of the program's rows of the weight, transposed; zeros outside."""
     inner = start + tl.arange(0, STEP)
     if K % STEP == 0:
         if MASKED:
@@ -58,7 +58,7 @@ def _piece_of(weight_row_ptr, column_inside, start, STEP: tl.constexpr, K: tl.co
         return tl.load(weight_row_ptr + inner[:, None], mask=(inner < K)[:, None] & column_inside[None, :], other=0.0)
 
 
-# The number of rows changes from step to step: it must not make a variant of the kernel.
+# The number of rows changes from step to step: it must not recompile the kernel.
 @triton.jit(do_not_specialize=["num_rows"])
 def _fused_linear_kernel(
     x_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, bias_ptr, out_ptr,
@@ -75,16 +75,16 @@ def _fused_linear_kernel(
     column_inside = column < N
     x_row_ptr = x_ptr + row.to(tl.int64)[:, None] * x_stride_t
     weight_row_ptr = weight_ptr + column.to(tl.int64)[None, :] * K        # arrives transposed
-    out_place_ptr = out_ptr + row.to(tl.int64)[:, None] * out_stride_t + column[None, :]
+    out_tile_ptr = out_ptr + row.to(tl.int64)[:, None] * out_stride_t + column[None, :]
     out_inside = row_inside[:, None] & column_inside[None, :]
 
-    # Asked for here, looked at below.
+    # Loaded early, used at the end.
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=column_inside, other=0.0)
         if GATED:
             up_bias = tl.load(bias_ptr + N + column, mask=column_inside, other=0.0)
     if ADDS:
-        residual = tl.load(out_place_ptr, mask=out_inside, other=0.0)
+        residual = tl.load(out_tile_ptr, mask=out_inside, other=0.0)
 
     if NORM == "layer":
         total = tl.zeros([ROWS, STEP], tl.float32)
@@ -137,12 +137,12 @@ def _fused_linear_kernel(
         product *= up.to(dtype).to(tl.float32)
     if ADDS:
         product += residual.to(tl.float32)
-    tl.store(out_place_ptr, product.to(dtype), mask=out_inside)
+    tl.store(out_tile_ptr, product.to(dtype), mask=out_inside)
 
 
 def fused_linear(x, weight, bias=None, norm_weight=None, norm_bias=None, epsilon=0.0, weight_offset=0.0,
                  activation=None, gated=False, residual=None, out=None):
-    """Norm, product and what comes after it; see the module's docstring for shapes."""
+    """Apply norm, product, and activation or residual. See the module docstring for shapes."""
     num_rows, in_size = x.shape
     out_size = weight.shape[0] // (2 if gated else 1)
     assert residual is None or activation is None and out is None

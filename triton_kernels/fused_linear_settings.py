@@ -1,23 +1,27 @@
-"""Whether a linear map runs in one launch with its norm and activation, and how. Arithmetic on the host.
+"""Whether a linear layer is fused with its norm and activation, and its launch settings. Host arithmetic.
 
-No GPU has measured any of it: the constants are estimates from the bandwidths and latencies that vendors state.
+The constants are estimates from vendors' bandwidths and latencies, not measured on a GPU.
 `python -m batch_manager.tools.gpu_report` times fused against separate launches.
 """
 
 import functools
 from typing import NamedTuple
 
-MOST_ROWS = 16                      # of x: the least that a matrix instruction takes
-COLUMNS = (64, 32, 16)              # rows of the weight that one program may read; 16 is the least an instruction takes
-WAVES = 2                           # programs for each multiprocessor, at least, before a program reads more rows
-STEP_BYTES = 512                    # of a row of the weight that are loaded at once
-MOST_STAGES = 5                     # pieces of the weight that are in flight, and the one in use
-MOST_SHARED_BYTES = 100 * 1024      # of a program, so that two fit a multiprocessor
-MOST_READS = 2.0                    # bytes of x that all programs read together, as a share of the weight's
+MOST_ROWS = 16                      # of x: the minimum of a matrix instruction
+COLUMNS = (64, 32, 16)              # columns of `out` per program, in order of preference; 16: see MOST_ROWS
+WAVES = 2                           # minimum number of programs per multiprocessor to give a program more columns
+STEP_BYTES = 512                    # of a row of the weight, loaded at once
+MOST_STAGES = 5                     # pieces of the weight in flight, including the one in use
+MOST_SHARED_BYTES = 100 * 1024      # per program, so that two fit on a multiprocessor
+MOST_READS = 2.0                    # bytes of x that all programs read in total, relative to those of the weight
 
 
 class FusedLinearSettings(NamedTuple):
-    """columns: of `out`, and step: of a row of the weight, that one program works on at a time, in elements."""
+    """Launch settings.
+
+    columns   columns of `out` per program
+    step      elements of each weight row that are loaded at once
+    """
 
     columns: int
     step: int
@@ -27,14 +31,14 @@ class FusedLinearSettings(NamedTuple):
 
 @functools.cache
 def fused_linear_settings(in_size, out_size, gated, element_size_bytes, limits) -> FusedLinearSettings:
-    """How to launch, for any number of rows.
+    """Return the launch settings, for any number of rows.
 
-    out_size   of the result: half of the rows of the weight when gated
+    out_size   columns of the result: half of the rows of the weight when gated
     limits     a DeviceLimits
     """
     columns = next((count for count in COLUMNS if -(-out_size // count) >= WAVES * limits.multiprocessors), COLUMNS[-1])
     if gated and columns > COLUMNS[-1]:
-        columns //= 2                                    # it reads two rows of the weight for each column
+        columns //= 2                                    # each column needs two rows of the weight
     step = STEP_BYTES // element_size_bytes
     while step // 2 >= max(in_size, 16):
         step //= 2
@@ -46,7 +50,7 @@ def fused_linear_settings(in_size, out_size, gated, element_size_bytes, limits) 
 
 
 def is_fused(num_rows, in_size, out_size, gated, norm, element_size_bytes, limits) -> bool:
-    """Whether one launch is expected to take less time than the launches that it stands for.
+    """Whether the fused launch is expected to be faster than separate launches.
 
     norm   "none", "rms" or "layer"
     """

@@ -1,10 +1,10 @@
-"""The nonlinearity of a gated MLP, from its packed projection.
+"""The activation of a gated MLP, on its packed projection.
 
     out = f(gate_up[:, :I]) * gate_up[:, I:]        f as in `activation`: "silu", "gelu", "gelu_new", "relu"
 
 Shapes      gate_up                  [T, 2 I]   gate first, then up; contiguous rows, any row stride
             out                      [T, I]   None: allocated
-Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
+Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
 Mutates     out.
 Raises      ValueError for another kind.
 Oracle      triton_kernels/reference/gated_activation.py
@@ -33,7 +33,7 @@ def _gated_activation_kernel(
 
 
 def gated_activation(gate_up, kind="silu", out=None, deterministic=False):
-    """f(gate) * up; see the module's docstring. Returns out."""
+    """Compute f(gate) * up. Returns out. See the module docstring for shapes."""
     refuse_unknown_kind(kind)
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device) if out is None else out

@@ -1,19 +1,19 @@
-"""Layer norm, with the residual addition before it when there is one.
+"""LayerNorm, with an optional residual addition before it.
 
-    residual += hidden                                    only with a residual, rounded to its dtype
+    residual += hidden                                    with a residual; rounded to its dtype
     x         = residual, or hidden without one
     out       = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias
 
-Shapes      hidden, out              [..., E]   two or three dimensions, the last contiguous, the others with any stride
+Shapes      hidden, out              [..., E]   two or three dimensions; the last contiguous, any stride in the others
             residual                 [T, E]   contiguous rows; None: no addition
-            weight                   [E], or [H, E] where hidden is [T, H, E]
+            weight                   [E], or [H, E] if hidden is [T, H, E]
             bias                     [E] or None
-Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
-Mutates     residual and out. out may be `hidden`; None: allocated.
+Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Mutates     residual and out. out can be `hidden`; None: allocated.
 Oracle      triton_kernels/reference/layer_norm.py
 Source      Ba, Kiros and Hinton 2016; written for this project.
 
-One program holds one row in registers, so the variance is taken around the mean, in a second look at the same row.
+One program per row, held in registers, so the variance is computed around the mean in a second pass.
 """
 
 import torch
@@ -26,7 +26,7 @@ def _layer_norm_kernel(
     hidden_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr,
     epsilon,
     hidden_stride_t, hidden_stride_h, residual_stride_t, weight_stride_h, out_stride_t, out_stride_h,
-    HEADS: tl.constexpr,                # rows of one token: size of the middle dimension, 1 without one
+    HEADS: tl.constexpr,                # rows per token: size of the middle dimension, or 1
     E: tl.constexpr, E_POW2: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
@@ -54,7 +54,7 @@ def _layer_norm_kernel(
 
 
 def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, deterministic=False):
-    """Norm over the last dimension; see the module's docstring for shapes. Returns out."""
+    """Normalize over the last dimension. Returns out. See the module docstring for shapes."""
     size = hidden.shape[-1]
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out
     assert hidden.dim() in (2, 3) and hidden.stride(-1) == out.stride(-1) == 1

@@ -1,32 +1,32 @@
-"""Whether the token just drawn is the last one of a word.
+"""Whether the newly sampled token completes a stop word.
 
-    a row ends where a word of its list is the last tokens of (the first `length` tokens of its history, token)
+    a row ends if (the first `length` tokens of its history, token) ends with a word of its list
 
 Shapes      token                    [R]   any integer dtype
             history                  [H, C]   int32, contiguous rows, any row stride
-            history_row              [R] int64   the row of `history` that belongs to a row
-            length                   [R] int64   tokens of it that count, at most C: those before `token`
-            lists                    [L] int32   lists of words, as `ban_words` has them
-            list_start               [R] int32   where the row's list begins
-            count                    [R] int32   its words; 0: none
+            history_row              [R] int64   row of `history` for each row
+            length                   [R] int64   number of its tokens before `token`, at most C
+            lists                    [L] int32   lists of words, as in `ban_words`
+            list_start               [R] int32   start of the row's list
+            count                    [R] int32   number of its words
             the result               [R] bool
-Neutral     the history of a row that has no word, or only words of one token, is not looked at: history_row may be any
+Neutral     the history of a row without words of several tokens is not read: history_row is arbitrary
 Oracle      triton_kernels/reference/match_stop_words.py
 Source      TensorRT-LLM's rule; written for this project.
 
-One program is one row; its words are compared a block at a time.
+One program per row. It compares its words a block at a time.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .ban_words import begun_words
+from .ban_words import words_lacking_last_token
 
-BLOCK = 64                              # words compared together
+BLOCK = 64                              # words compared at once
 
 
-# Slices of the per-row tensors start anywhere: their alignment must not make a variant of the kernel.
+# Slices of the per-row tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(
     do_not_specialize_on_alignment=[
         "token_ptr", "history_row_ptr", "length_ptr", "list_start_ptr", "count_ptr", "ended_ptr",
@@ -45,13 +45,13 @@ def _match_stop_words_kernel(
     list_ptr = lists_ptr + tl.load(list_start_ptr + row)
     ended = tl.zeros([BLOCK], tl.int32)
     for first in range(0, count, BLOCK):
-        last, begun = begun_words(tokens_ptr, length, list_ptr, count, first, BLOCK)
-        ended = ended | (begun & (last == token)).to(tl.int32)
+        last, matched = words_lacking_last_token(tokens_ptr, length, list_ptr, count, first, BLOCK)
+        ended = ended | (matched & (last == token)).to(tl.int32)
     tl.store(ended_ptr + row, (tl.max(ended, 0) > 0).to(ended_ptr.dtype.element_ty))
 
 
 def match_stop_words(token, history, history_row, length, lists, list_start, count):
-    """[R] bool; see the module's docstring for shapes."""
+    """Return which rows end, [R] bool. See the module docstring for shapes."""
     ended = torch.empty(len(token), dtype=torch.bool, device=token.device)
     assert history.stride(1) == 1
     if len(token) == 0:

@@ -1,7 +1,7 @@
 """Philox-4x32-10: four random words from a key and a counter, the same on every machine and in every batch.
 
     one round   (c0, c1, c2, c3) -> (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0))
-    ten rounds, the key raised by (W0, W1) between two of them
+    ten rounds; (W0, W1) is added to the key after each
 
 Shapes      key                      [R, 2] int64   words 0 .. 2^32 - 1
             counter                  [R, 4] int64   likewise
@@ -9,8 +9,8 @@ Shapes      key                      [R, 2] int64   words 0 .. 2^32 - 1
 Oracle      triton_kernels/reference/philox.py
 Source      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; written for this project.
 
-A request's uniform numbers come from `uniform`: key = (low, high) word of the request's seed, counter =
-(position of the drawn token, 0, 0, 0), and u = (word 0 >> 8) * 2^-24: 0 <= u < 1, in steps that float32 holds exactly.
+`uniform` computes the uniform random number of a token: key = (low, high) word of the request's seed, counter =
+(position of the sampled token, 0, 0, 0), u = (word 0 >> 8) * 2^-24, so 0 <= u < 1, exact in float32.
 """
 
 import torch
@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def philox_words(k0, k1, c0, c1, c2, c3):
-    """Ten rounds on uint32 words."""
+    """Compute ten rounds on uint32 words."""
     multiplier_0 = tl.full((), 0xD2511F53, tl.uint32)
     multiplier_1 = tl.full((), 0xCD9E8D57, tl.uint32)
     key_step_0 = tl.full((), 0x9E3779B9, tl.uint32)
@@ -41,7 +41,7 @@ def philox_words(k0, k1, c0, c1, c2, c3):
 
 @triton.jit
 def philox_uniform(seed, position):
-    """u in [0, 1), float32, from an int64 seed and an int32 position."""
+    """Return u in [0, 1), float32, from an int64 seed and an int32 position."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     zero = low ^ low
@@ -73,7 +73,7 @@ def _philox_uniform_kernel(seed_ptr, position_ptr, uniform_ptr):
 
 
 def philox(key, counter):
-    """Ten rounds; see the module's docstring for shapes."""
+    """Compute ten rounds. See the module docstring for shapes."""
     assert key.is_contiguous() and counter.is_contiguous()
     words = torch.empty_like(counter)
     _philox_kernel[(len(counter),)](key, counter, words, num_warps=1)
@@ -81,7 +81,7 @@ def philox(key, counter):
 
 
 def uniform(seed, position):
-    """u in [0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed) and `position` [R]."""
+    """Return u in [0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed) and `position` [R]."""
     numbers = torch.empty(len(seed), dtype=torch.float32, device=seed.device)
     _philox_uniform_kernel[(len(seed),)](seed, position, numbers, num_warps=1)
     return numbers

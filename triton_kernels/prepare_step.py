@@ -1,45 +1,46 @@
-"""Everything that a plain step does before its first layer, in one launch.
+"""All work of a plain step before its first layer, in one launch.
 
     block_table.flat[table_entries[i]] = table_blocks[i]
-    token[t] = last_tokens[slots[t], positions[t] mod C]     of the first R rows: sequences that generate
-               input_tokens[t - R]                             of the others: tokens of contexts
-    out[t]   = embedding[token[t]], or token[t] where there is no table
+    token[t] = last_tokens[slots[t], positions[t] mod C]     for the first R rows: generation
+               input_tokens[t - R]                           for the other rows: contexts
+    out[t]   = embedding[token[t]], or token[t] without an embedding
     cleared  = 0
 
 Shapes      block_table              [rows, m] int32, contiguous
-            table_entries            [u] int64   entries of the flat table; one that is named twice gets one value
+            table_entries            [u] int64   indices into the flat table; duplicates must have equal blocks
             table_blocks             [u] int32
             last_tokens              [S, C] int64, contiguous; C a power of two
-            slots, positions         [R] int64   positions may be longer
-            input_tokens               [T - R] int64   may be empty
-            embedding                [V, H]   contiguous rows, any row stride; None: the tokens themselves are wanted
-            cleared                  [q, c] int32, contiguous: memory that later kernels of the step add to; None: none
-            out                      [T, H] in the dtype of the embedding, contiguous, or [T] int64; None: made
+            slots, positions         [R] int64   positions can be longer
+            input_tokens             [T - R] int64   can be empty
+            embedding                [V, H]   contiguous rows, any row stride; None: out is the tokens
+            cleared                  [q, c] int32, contiguous   memory to zero for later kernels of the step, or None
+            out                      [T, H] in the dtype of the embedding, or [T] int64; contiguous. None: allocated
 Mutates     block_table, cleared, out. Returns out.
 Oracle      triton_kernels/reference/prepare_step.py
 Source      written for this project.
 
-A program is a row and a piece of the hidden size, or some of the changed entries. No program reads what another one
-writes. What is launched follows from the sizes alone.
+One program per row and piece of the hidden size, or per CHANGES table entries. No program reads what another writes.
+The launch depends on the sizes alone.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-MAX_BLOCK = 1024                        # entries of a piece of a row
-CHANGES = tl.constexpr(256)             # of the block table that a program makes
+MAX_BLOCK = 1024                        # hidden entries per program
+CHANGES = tl.constexpr(256)             # table entries per program
 
 
-# A step slices its index tensors at any row, and has any number of rows.
+# Slices of the index tensors start anywhere, and the number of rows varies: neither may recompile the kernel.
 @triton.jit(
     do_not_specialize=["num_rows", "num_slots", "num_changes", "num_cleared"],
     do_not_specialize_on_alignment=[
-        "table_ptr", "entry_ptr", "block_ptr", "slot_ptr", "position_ptr", "fed_ptr", "cleared_ptr",
+        "table_ptr", "entry_ptr", "block_ptr", "slot_ptr", "position_ptr", "input_token_ptr", "cleared_ptr",
     ],
 )
 def _prepare_step_kernel(
-    table_ptr, entry_ptr, block_ptr, last_ptr, slot_ptr, position_ptr, fed_ptr, embedding_ptr, cleared_ptr, out_ptr,
+    table_ptr, entry_ptr, block_ptr, last_ptr, slot_ptr, position_ptr, input_token_ptr, embedding_ptr, cleared_ptr,
+    out_ptr,
     num_rows, num_slots, num_changes, num_cleared,        # T, R, u, q
     hidden_size, embedding_stride,
     COLUMNS: tl.constexpr, LOOKS_UP: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,7 +48,7 @@ def _prepare_step_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
-    num_programs = tl.maximum(num_rows, num_cleared)      # that are rows; the others change the table
+    num_programs = tl.maximum(num_rows, num_cleared)      # for rows; the remaining programs change the table
     if row >= num_programs:
         if piece == 0:
             change = (row - num_programs) * CHANGES + tl.arange(0, CHANGES)
@@ -57,16 +58,16 @@ def _prepare_step_kernel(
         return
 
     if CLEARED > 0:
-        place = tl.arange(0, CLEARED_POW2)
+        index = tl.arange(0, CLEARED_POW2)
         if (row < num_cleared) & (piece == 0):
-            tl.store(cleared_ptr + row * CLEARED + place, tl.zeros([CLEARED_POW2], tl.int32), mask=place < CLEARED)
+            tl.store(cleared_ptr + row * CLEARED + index, tl.zeros([CLEARED_POW2], tl.int32), mask=index < CLEARED)
     if row < num_rows:
         token = tl.full((), 0, tl.int64)
         if row < num_slots:
             column = tl.load(position_ptr + row) & (COLUMNS - 1)
             token = tl.load(last_ptr + tl.load(slot_ptr + row) * COLUMNS + column)
         else:
-            token = tl.load(fed_ptr + (row - num_slots))
+            token = tl.load(input_token_ptr + (row - num_slots))
         if LOOKS_UP:
             lane = piece * BLOCK + tl.arange(0, BLOCK)
             entries = tl.load(embedding_ptr + token * embedding_stride + lane, mask=lane < hidden_size, other=0.0)
@@ -79,7 +80,7 @@ def prepare_step(
     block_table, table_entries, table_blocks, last_tokens, slots, positions, input_tokens, embedding=None, cleared=None,
     out=None,
 ):
-    """One launch; see the module's docstring for shapes."""
+    """Prepare the step in one launch. Returns out. See the module docstring for shapes."""
     num_slots, num_changes = len(slots), len(table_entries)
     num_rows, num_cleared = num_slots + len(input_tokens), 0 if cleared is None else len(cleared)
     hidden_size = 1 if embedding is None else embedding.shape[1]

@@ -1,19 +1,19 @@
-"""Root-mean-square norm, with the residual addition before it when there is one.
+"""RMSNorm, with an optional residual addition before it.
 
-    residual += hidden                                    only with a residual, rounded to its dtype
+    residual += hidden                                    with a residual; rounded to its dtype
     x         = residual, or hidden without one
     out       = x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)
 
-Shapes      hidden, out              [..., E]   two or three dimensions, the last contiguous, the others with any
-                                                stride (heads of a packed tensor are fine)
+Shapes      hidden, out              [..., E]   two or three dimensions; the last contiguous, any stride in the others
+                                                (as for heads of a packed tensor)
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E]
-Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
-Mutates     residual and out. out may be `hidden`; None: allocated.
+Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Mutates     residual and out. out can be `hidden`; None: allocated.
 Oracle      triton_kernels/reference/rms_norm.py
 Source      Zhang and Sennrich 2019; written for this project.
 
-One program holds one row in registers.
+One program per row, held in registers.
 """
 
 import torch
@@ -26,7 +26,7 @@ def _rms_norm_kernel(
     hidden_ptr, residual_ptr, weight_ptr, out_ptr,
     epsilon, weight_offset,
     hidden_stride_t, hidden_stride_h, residual_stride_t, out_stride_t, out_stride_h,
-    HEADS: tl.constexpr,                # rows of one token: size of the middle dimension, 1 without one
+    HEADS: tl.constexpr,                # rows per token: size of the middle dimension, or 1
     E: tl.constexpr, E_POW2: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
@@ -51,7 +51,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None, deterministic=False):
-    """Norm over the last dimension; see the module's docstring for shapes. Returns out."""
+    """Normalize over the last dimension. Returns out. See the module docstring for shapes."""
     size = hidden.shape[-1]
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out
     assert hidden.dim() in (2, 3) and hidden.stride(-1) == out.stride(-1) == 1

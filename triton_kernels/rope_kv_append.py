@@ -1,23 +1,23 @@
-"""Rotate this step's queries and keys by position, and write keys and values into the paged pool.
+"""Rotate the queries and keys of a step by position, and write keys and values to the paged pool.
 
     x1, x2 = the first and the second half of the leading R entries of a head
     rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged]
-    pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     where slot >= 0
+    pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     if slot >= 0
 
 Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
             key, value               [T, HK, D]   likewise; the three may be views of one packed tensor
-            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
-            slot_mapping             [T] int64   flat token slot, block * B + offset; -1 = write nothing
-            positions                [T] int32 or int64   valid for every row, padding rows too
-            cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
-            query_out                [T, HQ, D]   None: the queries are rotated in place
-Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
-Mutates     kv_pool and query_out (or query). Two rows must not name one slot.
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
+            slot_mapping             [T] int64   flat token slot, block * B + offset; -1 = do not write
+            positions                [T] int32 or int64   valid for every row, also padded rows
+            cos_table, sin_table     [positions, R / 2] float32   None: no rotation
+            query_out                [T, HQ, D]   None: rotate the queries in place
+Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Mutates     kv_pool and query_out (or query). No two rows may have the same slot.
 Oracle      triton_kernels/reference/rope_kv_append.py
 Source      rotary embedding (Su et al. 2021) in the half-split arrangement; written for this project.
 
-One program handles one token and one kv head with its group of query heads: a program moves (G + 2) heads, and a step
-of a single token still spreads over HK programs.
+One program per token and kv head, with the query heads of its group. A program moves G + 2 heads; a step of a single
+token still uses HK programs.
 """
 
 import triton
@@ -28,12 +28,12 @@ from .strides import heads_contiguous, pages_contiguous
 
 @triton.jit
 def _rotate_head_rows(
-    from_ptr, to_ptr,                   # first entry of each row of heads, [rows, 1]
+    from_ptr, to_ptr,                   # first entry of each head, [rows, 1]
     keep,                               # [rows, 1]: rows that exist
-    cos_ptr, sin_ptr,                   # this position's row of the tables
+    cos_ptr, sin_ptr,                   # rows of the tables for this position
     HALF: tl.constexpr, HALF_POW2: tl.constexpr, REST: tl.constexpr, REST_POW2: tl.constexpr,
 ):
-    """Copy rows of heads, the leading 2 * HALF entries rotated."""
+    """Copy heads and rotate their leading 2 * HALF entries."""
     if HALF > 0:
         lane = tl.arange(0, HALF_POW2)[None, :]
         inside = keep & (lane < HALF)
@@ -50,7 +50,7 @@ def _rotate_head_rows(
         tl.store(to_ptr + 2 * HALF + lane, rest.to(to_ptr.dtype.element_ty), mask=inside)
 
 
-# Slices of the index tensors start anywhere: their alignment must not make a variant of the kernel.
+# Slices of the index tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
 def _rope_kv_append_kernel(
     query_ptr, key_ptr, value_ptr, query_out_ptr, kv_pool_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr,
@@ -62,7 +62,7 @@ def _rope_kv_append_kernel(
     REST: tl.constexpr, REST_POW2: tl.constexpr,                          # D - R
     WRITE_QUERY: tl.constexpr,                                            # off: unrotated and in place
 ):
-    token = tl.program_id(0).to(tl.int64)      # addresses are 64-bit from the first multiplication on
+    token = tl.program_id(0).to(tl.int64)      # so that all address arithmetic is 64-bit
     kv_head = tl.program_id(1)
     slot = tl.load(slot_ptr + token)
     if HALF > 0:
@@ -94,7 +94,7 @@ def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
     deterministic=False,
 ):
-    """Rotate, then append; see the module's docstring for shapes. Returns the rotated queries."""
+    """Rotate, then append. See the module docstring for shapes. Returns the rotated queries."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads

@@ -1,55 +1,55 @@
-"""Draw one token per row of logits.
+"""Sample one token per row of logits.
 
     x    = logits / temperature,  p = softmax(x)
-    keep = the top_k largest logits (ties of the last one kept), then, in what they renormalise to, the smallest set of
-           largest probabilities whose sum reaches top_p (ties of the last one kept); of these, the logits that are at
-           least max(logits) + temperature * log(min_p)
+    keep = the top_k largest logits, with all ties of the last; then, of their renormalized probabilities, the smallest
+           set of the largest whose sum reaches top_p, with all ties of the last; of these, the logits >=
+           max(logits) + temperature * log(min_p)
     u    = uniform(seed, position), from `philox`
-    token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of the kept)
-    log_prob = log p[token], before any filtering
+    token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of kept probabilities)
+    log_prob = log p[token], without any filter
 
 Shapes      logits                   [R, V]   any float dtype, contiguous rows, any row stride; -inf = forbidden token
-            temperature              [R] float32   0: greedy, and the log-prob is that of temperature 1
-            top_k                    [R] int32   0: no limit by count
-            top_p                    [R] float32   0 with top_k > 0, or 1 and more: no limit by mass
-            min_p                    [R] float32   0, or None: no limit below the largest
+            temperature              [R] float32   0: greedy, with the log-prob at temperature 1
+            top_k                    [R] int32   0: off
+            top_p                    [R] float32   0 with top_k > 0, or >= 1: off
+            min_p                    [R] float32   0 or None: off
             seed                     [R] int64   the bits of the request's unsigned seed
-            position                 [R] int32   position of the token being drawn in its sequence
-            tokens                   [R] int32 (or any integer dtype)      these three may be passed in, so that
-            log_probs                [R] float32                           a captured graph writes to fixed places
-            finite                   [R] bool, or any integer dtype
-            wants_log_prob           [R] bool on the host: rows whose log-prob is looked at; those of the others may be
-                                     anything. None: all
-            only_greedy              True: the caller knows that every row is greedy
-            slots                    [R] int64   where in temperature, top_k, top_p, min_p, seed and end_id the numbers
-                                     of a row are: these are [S] then. None: row r has those at r
-            end_id                   [R] int32   the token that ends a sequence; -1: none does. None: no row asks
-            finish                   [R] any integer dtype   1 where a token is its sequence's end_id, else 0
-            last_tokens              [S, C] int64, contiguous, C a power of two: a token is kept at
-                                     [slots, position mod C]. None: no row asks
-            counts                   [R, BUCKETS] int32, zeros: memory to work with. None: made
-Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit, the lowest id among
-            equals.
-Mutates     tokens, log_probs, finite, finish, last_tokens, counts. finite is False where a row holds NaN or +inf or
-            nothing but -inf; the token is then 0 and the log-prob NaN.
+            position                 [R] int32   position of the sampled token in its sequence
+            tokens                   [R] int32 (or any integer dtype)      the caller can pass these three, so that a
+            log_probs                [R] float32                           captured graph writes to fixed addresses;
+            finite                   [R] bool, or any integer dtype        None: allocated
+            wants_log_prob           [R] bool on the host   rows that need a log-prob, which is arbitrary in other rows.
+                                     None: all
+            only_greedy              True: the caller guarantees that every row is greedy
+            slots                    [R] int64   index of each row in temperature, top_k, top_p, min_p, seed and end_id,
+                                     which then are [S]. None: row r has index r
+            end_id                   [R] int32   the token that ends the sequence; -1: none. None if finish is None
+            finish                   [R] any integer dtype   1 if the token is the end_id, else 0; can be None
+            last_tokens              [S, C] int64, contiguous, C a power of two   stores the tokens, at
+                                     [slots, position mod C]; can be None
+            counts                   [R, BUCKETS] int32, zeros   scratch memory. None: allocated
+Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit; ties: the lowest id.
+Mutates     tokens, log_probs, finite, finish, last_tokens, counts. finite is False for a row with NaN or +inf, or only
+            -inf; its token is then 0 and its log-prob NaN.
 Oracle      triton_kernels/reference/sample_token.py
-Source      inverse transform sampling; the thresholds by radix selection instead of a sort; written for this project.
+Source      inverse transform sampling; thresholds by radix selection instead of a sort; written for this project.
 
-A program is a row and a piece of the vocabulary, so that a few rows occupy a device as many do:
+The kernels before the last run one program per row and piece of the vocabulary, so that few rows also fill the device:
 
-    pieces    the maximum of each piece, its id, the sum of weights; for top-k how many logits have which first digit
-    digits    the thresholds of top-k, then of top-p, digit by digit. A digit is 11 bits of the integer that orders like
-              a logit, or the last 10: two have all of a 16-bit logit, three of a float32. For each digit after the
-              first, the logits that agree with the threshold so far are counted, and weighed, by that digit. The first
-              of these passes weighs all logits by their first digit as well, for top-p: what top-k takes away from that
-              is known when the passes of top-k are over. Weights are integers, in units of 2^-40 of the largest: their
-              sums are the same in any order
-    masses    what is kept of each piece
-    draw      one program a row: the piece that u falls into, then the token, and what follows from it
+    piece     find the maximum of each piece, its id and the sum of weights exp((logit - maximum) / temperature); for
+              top-k, count the logits by their first digit
+    digit     find the thresholds of top-k, then of top-p, digit by digit. Logits are mapped to integers of the same
+              order. A digit has 11 bits, the third 10: two digits cover a 16-bit logit, three a float32. For each digit
+              after the first, a pass counts and weighs, by that digit, the logits that share the digits of the
+              threshold so far. The first pass also weighs all logits by their first digit, for top-p; what top-k
+              removes is subtracted once its threshold is known. Weights are integers, in units of 2^-40 of the largest,
+              so that their sums do not depend on the order
+    mass      sum the kept weights of each piece
+    token     one program per row: find the piece that u falls into, then the token; set the results
 
-A row's result depends on nothing but that row. What is launched depends on the dtype alone, and on `only_greedy`: then
-it is pieces and draw. Else it is 5 launches for logits of 16 bits and 7 for float32, and one that makes the counts
-where they are not given. Programs of a row that does not need them end at once.
+The result of a row depends on that row alone. The launches depend only on the dtype and on `only_greedy`. If it is set,
+only piece and token are launched. Otherwise there are 5 launches for 16-bit logits and 7 for float32, and one more to
+allocate `counts` if it is None. Programs of rows that do not need a pass exit immediately.
 """
 
 import torch
@@ -58,15 +58,15 @@ import triton.language as tl
 
 from .philox import philox_uniform
 from .sample_scratch import BUCKETS as NUM_BUCKETS
-from .sample_scratch import MAX_BLOCK, num_amounts, num_digits
+from .sample_scratch import MAX_BLOCK, num_digits, num_histograms
 
 BUCKETS = tl.constexpr(NUM_BUCKETS)
-LAST_BUCKETS = tl.constexpr(1024)       # of the last of three digits
-FIRST_SHIFT = tl.constexpr(21)          # bits after each digit
-SECOND_SHIFT = tl.constexpr(10)
+LAST_BUCKETS = tl.constexpr(1024)       # values of the third digit
+FIRST_SHIFT = tl.constexpr(21)          # number of bits below the first digit
+SECOND_SHIFT = tl.constexpr(10)         # number of bits below the second digit
 TOP_K = tl.constexpr(0)
 TOP_P = tl.constexpr(1)
-KEEPS_ALL = tl.constexpr(-1)            # instead of digits: the row has fewer logits above -inf than top_k
+KEEPS_ALL = tl.constexpr(-1)            # in place of digits: the row has fewer logits above -inf than top_k
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -75,16 +75,16 @@ UNIT = tl.constexpr(1099511627776.0)    # 2^40
 
 @triton.jit
 def _load_piece(row_ptr, piece, num_tokens, BLOCK: tl.constexpr):
-    """Logits of a piece in float32, -inf past the end."""
+    """Load the logits of a piece as float32; -inf past the end."""
     token = piece * BLOCK + tl.arange(0, BLOCK)
     return tl.load(row_ptr + token, mask=token < num_tokens, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
-def _heat_log2(temperature):
-    """What a difference of logits is multiplied by in the exponent of two."""
+def _inverse_log2(temperature):
+    """Return log2(e) / temperature, for exponentials of base 2. Finite, because 0 * inf is NaN."""
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
-    return tl.minimum(LOG2_E / divisor, 1e38)                # 0 * inf is NaN: stay finite
+    return tl.minimum(LOG2_E / divisor, 1e38)
 
 
 @triton.jit
@@ -93,18 +93,18 @@ def _is_greedy(temperature, top_k, top_p):
 
 
 @triton.jit
-def _top_of(best_ptr, total_ptr, row, num_pieces, heat_log2, PIECES: tl.constexpr):
-    """(largest logit of a row, sum of its weights). The sum is NaN, or 0, where the row is not finite."""
+def _top_of(best_ptr, total_ptr, row, num_pieces, inverse_log2, PIECES: tl.constexpr):
+    """Return (largest logit of a row, sum of its weights). The sum is NaN or 0 if the row is not finite."""
     piece = tl.arange(0, PIECES)
     best = tl.load(best_ptr + row * num_pieces + piece, mask=piece < num_pieces, other=LOWEST)
     total = tl.load(total_ptr + row * num_pieces + piece, mask=piece < num_pieces, other=0.0)
     top = tl.max(best, 0)
-    return top, tl.sum(total * tl.exp2((best - top) * heat_log2), 0)
+    return top, tl.sum(total * tl.exp2((best - top) * inverse_log2), 0)
 
 
 @triton.jit
 def _order_of(x):
-    """The integer 0 .. 2^32 - 1, as int64, that orders like the float32 `x`."""
+    """Map float32 to integers 0 .. 2^32 - 1, as int64, in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
@@ -127,53 +127,54 @@ def _has_top_p(top_p):
 
 
 @triton.jit
-def _owner(slot_ptr, row):
-    """Where the numbers of a row are."""
-    owner = row
+def _slot(slot_ptr, row):
+    """Return the index of a row's sampling parameters."""
+    slot = row
     if slot_ptr is not None:
-        owner = tl.load(slot_ptr + row)
-    return owner
+        slot = tl.load(slot_ptr + row)
+    return slot
 
 
-# The amounts of a row are histograms [3 * DIGITS - 2, BUCKETS] int64, of logits that agree with a threshold so far:
-#     counts of top-k, by digit 1 ..; weights of these logits, by digit 1 ..; weights of top-p, by digit 0, 1 ..
+# A row has histograms [3 * DIGITS - 2, BUCKETS] int64, of the logits that share the digits of a threshold so far:
+#     counts for top-k, by digit 1 ..; weights of the same logits, by digit 1 ..; weights for top-p, by digit 0, 1 ..
 @triton.jit
-def _amount_of(filter, digit, DIGITS: tl.constexpr):
-    """Which amounts a filter looks for that digit of its threshold in."""
+def _histogram_index(filter, digit, DIGITS: tl.constexpr):
+    """Return the index of the histogram that determines this digit of the filter's threshold."""
     return tl.where(filter == TOP_K, digit - 1, 2 * DIGITS - 2 + digit)
 
 
 @triton.jit
-def _amounts(amount_ptr, row, which, DIGITS: tl.constexpr):
-    return tl.load(amount_ptr + (row * (3 * DIGITS - 2) + which) * BUCKETS + tl.arange(0, BUCKETS))
+def _histogram(histogram_ptr, row, which, DIGITS: tl.constexpr):
+    return tl.load(histogram_ptr + (row * (3 * DIGITS - 2) + which) * BUCKETS + tl.arange(0, BUCKETS))
 
 
 @triton.jit
-def _next_digit(amount, digits, missing, VALUES: tl.constexpr):
-    """(digits and the next one, what is missing after it), from the amounts by that digit.
+def _next_digit(histogram, digits, missing, VALUES: tl.constexpr):
+    """Find the next digit of a threshold. Returns (digits with the next one appended, new `missing`).
 
-    digits    of the threshold so far, 0 before the first
-    missing   what the logits with these digits have to reach together
-    VALUES    that the next digit may have
+    histogram  counts or weights, by the next digit, of the logits that share `digits`
+    digits     of the threshold so far; 0 before the first
+    missing    the count or weight that the logits that share `digits` must contribute
+    VALUES     number of values of the next digit
     """
     digit = tl.arange(0, BUCKETS)
-    reached = tl.sum(amount, 0) - tl.cumsum(amount, 0) + amount            # by this digit and all above it
+    reached = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram   # by this digit and all larger ones
     found = tl.max(tl.where(reached >= missing, digit, -1), 0)
-    above = tl.sum(tl.where(digit > found, amount, 0), 0)
+    above = tl.sum(tl.where(digit > found, histogram, 0), 0)
     return tl.where(found < 0, KEEPS_ALL, digits * VALUES + found), missing - above
 
 
 @triton.jit
-def _all_digits(amount_ptr, digits_ptr, missing_ptr, row, filter, DIGITS: tl.constexpr):
-    """The threshold of a filter as digits, when all of them but the last are known."""
-    place = (row * 2 + filter) * DIGITS + DIGITS - 2
-    digits = tl.load(digits_ptr + place)
+def _all_digits(histogram_ptr, digits_ptr, missing_ptr, row, filter, DIGITS: tl.constexpr):
+    """Return all digits of a filter's threshold. Requires that all but the last are stored."""
+    index = (row * 2 + filter) * DIGITS + DIGITS - 2
+    digits = tl.load(digits_ptr + index)
     if digits != KEEPS_ALL:
-        amount = _amounts(amount_ptr, row, _amount_of(filter, DIGITS - 1, DIGITS), DIGITS)
+        histogram = _histogram(histogram_ptr, row, _histogram_index(filter, DIGITS - 1, DIGITS), DIGITS)
         if DIGITS == 2:
-            digits, _ = _next_digit(amount, digits, tl.load(missing_ptr + place), BUCKETS)
+            digits, _ = _next_digit(histogram, digits, tl.load(missing_ptr + index), BUCKETS)
         else:
-            digits, _ = _next_digit(amount, digits, tl.load(missing_ptr + place), LAST_BUCKETS)
+            digits, _ = _next_digit(histogram, digits, tl.load(missing_ptr + index), LAST_BUCKETS)
     return digits
 
 
@@ -186,60 +187,60 @@ def _threshold_of(digits, DIGITS: tl.constexpr):
 
 
 @triton.jit
-def _kept_by_top_k(amount_ptr, row, digits, DIGITS: tl.constexpr):
-    """[BUCKETS]: the weights that top-k keeps, by their first digit; `digits` of its threshold."""
-    weights = _amounts(amount_ptr, row, 2 * DIGITS - 2, DIGITS)
+def _kept_by_top_k(histogram_ptr, row, digits, DIGITS: tl.constexpr):
+    """Return [BUCKETS] the weights that top-k keeps, by first digit. `digits` are those of its threshold."""
+    weights = _histogram(histogram_ptr, row, 2 * DIGITS - 2, DIGITS)
     if digits != KEEPS_ALL:
         bucket = tl.arange(0, BUCKETS)
         if DIGITS == 2:
             first, last = digits >> 11, digits & (BUCKETS - 1)
-            kept = tl.sum(tl.where(bucket >= last, _amounts(amount_ptr, row, 1, DIGITS), 0), 0)
+            kept = tl.sum(tl.where(bucket >= last, _histogram(histogram_ptr, row, 1, DIGITS), 0), 0)
         else:
             first, second, last = digits >> 21, (digits >> 10) & (BUCKETS - 1), digits & (LAST_BUCKETS - 1)
-            kept = tl.sum(tl.where(bucket > second, _amounts(amount_ptr, row, 2, DIGITS), 0), 0)
-            kept += tl.sum(tl.where(bucket >= last, _amounts(amount_ptr, row, 3, DIGITS), 0), 0)
+            kept = tl.sum(tl.where(bucket > second, _histogram(histogram_ptr, row, 2, DIGITS), 0), 0)
+            kept += tl.sum(tl.where(bucket >= last, _histogram(histogram_ptr, row, 3, DIGITS), 0), 0)
         weights = tl.where(bucket > first, weights, tl.where(bucket == first, kept, 0))
     return weights
 
 
-# Slices of the per-row tensors start anywhere: their alignment must not make a variant of the kernel.
+# Slices of the per-row tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(do_not_specialize_on_alignment=["slot_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "count_ptr"])
 def _sample_piece_kernel(
     logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, best_token_ptr, total_ptr,
-    count_ptr,                          # [R, BUCKETS] int32, zeros before; of rows with a filter, as the next one is
-    amount_ptr,                         # [R, 3 * DIGITS - 2, BUCKETS] int64: zeros after this
+    count_ptr,                          # [R, BUCKETS] int32, zero on entry; used for rows with a filter
+    histogram_ptr,                      # [R, 3 * DIGITS - 2, BUCKETS] int64, set to zero; used for rows with a filter
     num_tokens,                         # V
     logits_stride_r,                    # elements from one row to the next
     DIGITS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
-    owner = _owner(slot_ptr, row)
+    slot = _slot(slot_ptr, row)
     x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
-    temperature = tl.load(temperature_ptr + owner)
-    top_k = tl.load(top_k_ptr + owner)
-    top_p = tl.load(top_p_ptr + owner)
+    temperature = tl.load(temperature_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
     has_top_k = _has_top_k(top_k, num_tokens)
     if (has_top_k | _has_top_p(top_p)) & (_is_greedy(temperature, top_k, top_p) == 0):
         for which in range(piece, 3 * DIGITS - 2, tl.num_programs(1)):
             entries = (row * (3 * DIGITS - 2) + which) * BUCKETS + tl.arange(0, BUCKETS)
-            tl.store(amount_ptr + entries, tl.zeros([BUCKETS], tl.int64))
+            tl.store(histogram_ptr + entries, tl.zeros([BUCKETS], tl.int64))
         if has_top_k:
             bucket = (_order_of(x) >> FIRST_SHIFT).to(tl.int32)
             count = tl.histogram(bucket, BUCKETS, mask=x > -float("inf"))
             lane = row * BUCKETS + tl.arange(0, BUCKETS)
             tl.atomic_add(count_ptr + lane, count, mask=count > 0, sem="relaxed")
 
-    heat_log2 = _heat_log2(temperature)
+    inverse_log2 = _inverse_log2(temperature)
     is_broken = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0)
     x = tl.where((x != x) | (x == float("inf")), -float("inf"), x)
     best = tl.maximum(tl.max(x, 0), LOWEST)               # not -inf: -inf minus -inf is NaN
-    total = tl.sum(tl.exp2((x - best) * heat_log2), 0)
+    total = tl.sum(tl.exp2((x - best) * inverse_log2), 0)
     token = tl.min(tl.where(x == best, piece * BLOCK + tl.arange(0, BLOCK), num_tokens), 0)
-    place = row * tl.num_programs(1) + piece
-    tl.store(best_ptr + place, best)
-    tl.store(best_token_ptr + place, token)
-    tl.store(total_ptr + place, tl.where(is_broken > 0, float("nan"), total))
+    index = row * tl.num_programs(1) + piece
+    tl.store(best_ptr + index, best)
+    tl.store(best_token_ptr + index, token)
+    tl.store(total_ptr + index, tl.where(is_broken > 0, float("nan"), total))
 
 
 @triton.jit(
@@ -247,37 +248,37 @@ def _sample_piece_kernel(
     do_not_specialize_on_alignment=["slot_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "count_ptr"],
 )
 def _sample_digit_kernel(
-    logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, total_ptr, count_ptr, amount_ptr,
+    logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, total_ptr, count_ptr, histogram_ptr,
     digits_ptr, missing_ptr,            # [R, 2, DIGITS] int64
-    threshold_ptr,                      # [R] float32: that of top-k
-    filter, digit,                      # TOP_K, then TOP_P; 1 .. DIGITS - 1: what is counted and weighed by
+    threshold_ptr,                      # [R] float32: threshold of top-k
+    filter, digit,                      # TOP_K, then TOP_P; the digit to count and weigh by, 1 .. DIGITS - 1
     num_tokens, logits_stride_r,
     DIGITS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
-    owner = _owner(slot_ptr, row)
-    temperature = tl.load(temperature_ptr + owner)
-    top_k = tl.load(top_k_ptr + owner)
-    top_p = tl.load(top_p_ptr + owner)
+    slot = _slot(slot_ptr, row)
+    temperature = tl.load(temperature_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
     has_top_k, has_top_p = _has_top_k(top_k, num_tokens), _has_top_p(top_p)
     weighs_all = has_top_p & (filter == TOP_K) & (digit == 1)
     is_filtered = tl.where(filter == TOP_K, has_top_k | weighs_all, has_top_p)
     if (is_filtered == 0) | _is_greedy(temperature, top_k, top_p):
         return
 
-    # What all programs of a row compute alike, the first one keeps for later launches.
+    # All programs of a row compute these values; the first stores them for later launches.
     threshold = tl.full((), -float("inf"), tl.float32)    # of top-k, for top-p
     digits = tl.full((), KEEPS_ALL, tl.int64)
     missing = tl.full((), 0, tl.int64)
-    place = (row * 2 + filter) * DIGITS + digit - 1
+    index = (row * 2 + filter) * DIGITS + digit - 1
     if filter == TOP_P:
         if digit == 1:
             all_digits = tl.full((), KEEPS_ALL, tl.int64)
             if has_top_k:
-                all_digits = _all_digits(amount_ptr, digits_ptr, missing_ptr, row, TOP_K, DIGITS)
+                all_digits = _all_digits(histogram_ptr, digits_ptr, missing_ptr, row, TOP_K, DIGITS)
             threshold = _threshold_of(all_digits, DIGITS)
-            kept = _kept_by_top_k(amount_ptr, row, all_digits, DIGITS)
+            kept = _kept_by_top_k(histogram_ptr, row, all_digits, DIGITS)
             share = tl.ceil(tl.sum(kept, 0).to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
             digits, missing = _next_digit(kept, tl.full((), 0, tl.int64), share, BUCKETS)
             if piece == 0:
@@ -288,36 +289,37 @@ def _sample_digit_kernel(
         count = tl.load(count_ptr + row * BUCKETS + tl.arange(0, BUCKETS)).to(tl.int64)
         digits, missing = _next_digit(count, tl.full((), 0, tl.int64), top_k.to(tl.int64), BUCKETS)
     if (digit > 1) & is_filtered:
-        digits = tl.load(digits_ptr + place - 1)
-        missing = tl.load(missing_ptr + place - 1)
+        digits = tl.load(digits_ptr + index - 1)
+        missing = tl.load(missing_ptr + index - 1)
         if digits != KEEPS_ALL:
-            amount = _amounts(amount_ptr, row, _amount_of(filter, digit - 1, DIGITS), DIGITS)
-            digits, missing = _next_digit(amount, digits, missing, BUCKETS)
+            histogram = _histogram(histogram_ptr, row, _histogram_index(filter, digit - 1, DIGITS), DIGITS)
+            digits, missing = _next_digit(histogram, digits, missing, BUCKETS)
     if piece == 0:
-        tl.store(digits_ptr + place, digits)
-        tl.store(missing_ptr + place, missing)
+        tl.store(digits_ptr + index, digits)
+        tl.store(missing_ptr + index, missing)
 
     x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
     order = _order_of(x)
     shift = tl.where(digit == 1, SECOND_SHIFT, 0)
     shift_before = tl.where(digit == 1, FIRST_SHIFT, SECOND_SHIFT)
-    # KEEPS_ALL is the beginning of no logit.
+    # No logit starts with the digits KEEPS_ALL.
     counts = (x > -float("inf")) & (x >= threshold) & ((order >> shift_before) == digits)
     bucket = ((order >> shift) & (tl.where(digit == 1, BUCKETS, LAST_BUCKETS) - 1)).to(tl.int32)
-    amount_ptr += row * (3 * DIGITS - 2) * BUCKETS
+    histogram_ptr += row * (3 * DIGITS - 2) * BUCKETS
     if (filter == TOP_K) & has_top_k:
         count = tl.histogram(bucket, BUCKETS, mask=counts).to(tl.int64)
-        tl.atomic_add(amount_ptr + (digit - 1) * BUCKETS + tl.arange(0, BUCKETS), count, mask=count > 0, sem="relaxed")
+        lane = (digit - 1) * BUCKETS + tl.arange(0, BUCKETS)
+        tl.atomic_add(histogram_ptr + lane, count, mask=count > 0, sem="relaxed")
     if has_top_p:
-        heat_log2 = _heat_log2(temperature)
-        top, total = _top_of(best_ptr, total_ptr, row, tl.num_programs(1), heat_log2, PIECES)
-        weight = tl.exp2((x - top) * heat_log2) * UNIT
-        weight = tl.where(total > 0.0, weight, 0.0).to(tl.int64)           # a row that is not finite has none
+        inverse_log2 = _inverse_log2(temperature)
+        top, total = _top_of(best_ptr, total_ptr, row, tl.num_programs(1), inverse_log2, PIECES)
+        weight = tl.exp2((x - top) * inverse_log2) * UNIT
+        weight = tl.where(total > 0.0, weight, 0.0).to(tl.int64)           # no weights in rows that are not finite
         which = tl.where(filter == TOP_K, DIGITS - 2 + digit, 2 * DIGITS - 2 + digit)
-        tl.atomic_add(amount_ptr + which * BUCKETS + bucket, weight, mask=counts & (weight > 0), sem="relaxed")
+        tl.atomic_add(histogram_ptr + which * BUCKETS + bucket, weight, mask=counts & (weight > 0), sem="relaxed")
         if weighs_all:
             first = (order >> FIRST_SHIFT).to(tl.int32)
-            tl.atomic_add(amount_ptr + (2 * DIGITS - 2) * BUCKETS + first, weight, mask=weight > 0, sem="relaxed")
+            tl.atomic_add(histogram_ptr + (2 * DIGITS - 2) * BUCKETS + first, weight, mask=weight > 0, sem="relaxed")
 
 
 @triton.jit(
@@ -325,8 +327,8 @@ def _sample_digit_kernel(
 )
 def _sample_mass_kernel(
     logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, total_ptr,
-    amount_ptr, digits_ptr, missing_ptr,
-    threshold_ptr,                      # [R] float32: that of all filters
+    histogram_ptr, digits_ptr, missing_ptr,
+    threshold_ptr,                      # [R] float32: threshold of all filters together
     mass_ptr,                           # [R, pieces] float32
     num_tokens, logits_stride_r,
     DIGITS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
@@ -334,24 +336,24 @@ def _sample_mass_kernel(
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     num_pieces = tl.num_programs(1)
-    owner = _owner(slot_ptr, row)
-    temperature = tl.load(temperature_ptr + owner)
-    top_k = tl.load(top_k_ptr + owner)
-    top_p = tl.load(top_p_ptr + owner)
-    min_p = tl.load(min_p_ptr + owner)
+    slot = _slot(slot_ptr, row)
+    temperature = tl.load(temperature_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
+    min_p = tl.load(min_p_ptr + slot)
     if _is_greedy(temperature, top_k, top_p):
         return
-    heat_log2 = _heat_log2(temperature)
-    top, _ = _top_of(best_ptr, total_ptr, row, num_pieces, heat_log2, PIECES)
+    inverse_log2 = _inverse_log2(temperature)
+    top, _ = _top_of(best_ptr, total_ptr, row, num_pieces, inverse_log2, PIECES)
     threshold = tl.full((), -float("inf"), tl.float32)
-    has_top_p = _has_top_p(top_p)                         # what it keeps, top-k keeps
+    has_top_p = _has_top_p(top_p)                         # if so, its threshold includes that of top-k
     if has_top_p | _has_top_k(top_k, num_tokens):
         last_filter = tl.where(has_top_p, TOP_P, TOP_K)
-        threshold = _threshold_of(_all_digits(amount_ptr, digits_ptr, missing_ptr, row, last_filter, DIGITS), DIGITS)
+        threshold = _threshold_of(_all_digits(histogram_ptr, digits_ptr, missing_ptr, row, last_filter, DIGITS), DIGITS)
     if min_p > 0.0:
         threshold = tl.maximum(threshold, top + temperature * tl.log2(min_p) * LN_2)
     x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
-    mass = tl.sum(tl.where(x >= threshold, tl.exp2((x - top) * heat_log2), 0.0), 0)
+    mass = tl.sum(tl.where(x >= threshold, tl.exp2((x - top) * inverse_log2), 0.0), 0)
     tl.store(mass_ptr + row * num_pieces + piece, mass)
     if piece == 0:
         tl.store(threshold_ptr + row, threshold)
@@ -364,7 +366,7 @@ def _sample_mass_kernel(
         "log_prob_ptr", "finite_ptr", "finish_ptr",
     ],
 )
-def _sample_draw_kernel(
+def _sample_token_kernel(
     logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr, end_id_ptr,
     best_ptr, best_token_ptr, total_ptr, threshold_ptr, mass_ptr,
     token_ptr, log_prob_ptr, finite_ptr, finish_ptr, last_token_ptr,
@@ -372,65 +374,65 @@ def _sample_draw_kernel(
     COLUMNS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    owner = _owner(slot_ptr, row)
+    slot = _slot(slot_ptr, row)
     row_ptr = logits_ptr + row * logits_stride_r
-    temperature = tl.load(temperature_ptr + owner)
+    temperature = tl.load(temperature_ptr + slot)
     position = tl.load(position_ptr + row)
-    heat_log2 = _heat_log2(temperature)
-    top, total = _top_of(best_ptr, total_ptr, row, num_pieces, heat_log2, PIECES)
-    finite = total > 0.0                                  # NaN is not
+    inverse_log2 = _inverse_log2(temperature)
+    top, total = _top_of(best_ptr, total_ptr, row, num_pieces, inverse_log2, PIECES)
+    finite = total > 0.0                                  # False for NaN
     piece = tl.arange(0, PIECES)
-    of_piece = row * num_pieces + piece
-    best = tl.load(best_ptr + of_piece, mask=piece < num_pieces, other=-float("inf"))
-    best_token = tl.load(best_token_ptr + of_piece, mask=piece < num_pieces, other=num_tokens)
+    piece_index = row * num_pieces + piece
+    best = tl.load(best_ptr + piece_index, mask=piece < num_pieces, other=-float("inf"))
+    best_token = tl.load(best_token_ptr + piece_index, mask=piece < num_pieces, other=num_tokens)
     token = tl.min(tl.where(best == top, best_token, num_tokens), 0)
 
-    is_greedy = _is_greedy(temperature, tl.load(top_k_ptr + owner), tl.load(top_p_ptr + owner))
+    is_greedy = _is_greedy(temperature, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot))
     if finite & (is_greedy == 0):
-        mass = tl.load(mass_ptr + of_piece, mask=piece < num_pieces, other=0.0)
+        mass = tl.load(mass_ptr + piece_index, mask=piece < num_pieces, other=0.0)
         sums = tl.cumsum(mass, 0)
-        target = philox_uniform(tl.load(seed_ptr + owner), position) * tl.max(sums, 0)
+        target = philox_uniform(tl.load(seed_ptr + slot), position) * tl.max(sums, 0)
         last = tl.max(tl.where(mass > 0.0, piece, -1), 0)
         chosen = tl.min(tl.where(sums > target, piece, last), 0)
         before = tl.sum(tl.where(piece < chosen, mass, 0.0), 0)
         x = _load_piece(row_ptr, chosen, num_tokens, BLOCK)
-        weights = tl.where(x >= tl.load(threshold_ptr + row), tl.exp2((x - top) * heat_log2), 0.0)
+        weights = tl.where(x >= tl.load(threshold_ptr + row), tl.exp2((x - top) * inverse_log2), 0.0)
         lane = chosen * BLOCK + tl.arange(0, BLOCK)
         exceeds = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
-        drawn = tl.min(tl.where(exceeds, lane, num_tokens), 0)
+        sampled = tl.min(tl.where(exceeds, lane, num_tokens), 0)
         last_kept = tl.max(tl.where(weights > 0.0, lane, -1), 0)
-        drawn = tl.where(drawn < num_tokens, drawn, last_kept)            # the scan rounds otherwise than the sum
-        token = tl.where(drawn >= 0, drawn, token)
+        sampled = tl.where(sampled < num_tokens, sampled, last_kept)      # because scan and sum round differently
+        token = tl.where(sampled >= 0, sampled, token)
 
     token = tl.where(finite, token, 0)
     chosen_logit = tl.load(row_ptr + token).to(tl.float32)
-    log_prob = ((chosen_logit - top) * heat_log2 - tl.log2(total)) * LN_2
+    log_prob = ((chosen_logit - top) * inverse_log2 - tl.log2(total)) * LN_2
     tl.store(token_ptr + row, token.to(token_ptr.dtype.element_ty))
     tl.store(log_prob_ptr + row, tl.where(finite, log_prob, float("nan")))
     tl.store(finite_ptr + row, finite.to(finite_ptr.dtype.element_ty))
     if finish_ptr is not None:
-        ends = token == tl.load(end_id_ptr + owner)
+        ends = token == tl.load(end_id_ptr + slot)
         tl.store(finish_ptr + row, ends.to(finish_ptr.dtype.element_ty))
     if last_token_ptr is not None:
-        tl.store(last_token_ptr + owner * COLUMNS + (position & (COLUMNS - 1)), token.to(tl.int64))
+        tl.store(last_token_ptr + slot * COLUMNS + (position & (COLUMNS - 1)), token.to(tl.int64))
 
 
 def sample_token(
     logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None, min_p=None,
     wants_log_prob=None, only_greedy=False, slots=None, end_id=None, finish=None, last_tokens=None, counts=None,
 ):
-    """One token per row; see the module's docstring for shapes. Returns (tokens, log_probs, finite).
+    """Sample one token per row. Returns (tokens, log_probs, finite). See the module docstring for shapes.
 
-    A log-prob costs nothing beside the token, so each row has one, whatever wants_log_prob says.
+    Ignores wants_log_prob: every row gets a log-prob, which costs nothing extra.
     """
     num_rows, vocabulary = logits.shape
 
-    def made(*shape, dtype=torch.float32, make=torch.empty):
+    def allocate(*shape, dtype=torch.float32, make=torch.empty):
         return make(num_rows, *shape, dtype=dtype, device=logits.device)
 
-    tokens = made(dtype=torch.int32) if tokens is None else tokens
-    log_probs = made() if log_probs is None else log_probs
-    finite = made(dtype=torch.bool) if finite is None else finite
+    tokens = allocate(dtype=torch.int32) if tokens is None else tokens
+    log_probs = allocate() if log_probs is None else log_probs
+    finite = allocate(dtype=torch.bool) if finite is None else finite
     assert logits.stride(1) == 1 and (last_tokens is None or last_tokens.is_contiguous())
     if num_rows == 0:
         return tokens, log_probs, finite
@@ -442,32 +444,33 @@ def sample_token(
     digits = num_digits(logits.element_size())
     settings = dict(BLOCK=block, PIECES=triton.next_power_of_2(num_pieces))
     columns = 1 if last_tokens is None else last_tokens.shape[1]
-    best, total, best_token = made(num_pieces), made(num_pieces), made(num_pieces, dtype=torch.int32)
-    threshold, mass = made(), made(num_pieces)
-    numbers = slots, temperature, top_k, top_p
-    if only_greedy:                     # no row has counts or amounts; other arguments would be another kernel
-        counts, amounts = best_token, made(0, dtype=torch.int64)
+    best, total, best_token = allocate(num_pieces), allocate(num_pieces), allocate(num_pieces, dtype=torch.int32)
+    threshold, mass = allocate(), allocate(num_pieces)
+    parameters = slots, temperature, top_k, top_p
+    if only_greedy:                     # counts and histograms are unused; None would compile another variant
+        counts, histograms = best_token, allocate(0, dtype=torch.int64)
     else:
-        counts = made(NUM_BUCKETS, dtype=torch.int32, make=torch.zeros) if counts is None else counts
-        amounts = made(num_amounts(digits), NUM_BUCKETS, dtype=torch.int64)
+        counts = allocate(NUM_BUCKETS, dtype=torch.int32, make=torch.zeros) if counts is None else counts
+        histograms = allocate(num_histograms(digits), NUM_BUCKETS, dtype=torch.int64)
     _sample_piece_kernel[grid](
-        logits, *numbers, best, best_token, total, counts, amounts, *sizes, DIGITS=digits, BLOCK=block, num_warps=4,
+        logits, *parameters, best, best_token, total, counts, histograms, *sizes,
+        DIGITS=digits, BLOCK=block, num_warps=4,
     )
     if not only_greedy:
         min_p = torch.zeros_like(top_p) if min_p is None else min_p
-        known, missing = made(2, digits, dtype=torch.int64), made(2, digits, dtype=torch.int64)
+        known, missing = allocate(2, digits, dtype=torch.int64), allocate(2, digits, dtype=torch.int64)
         for filter in (TOP_K.value, TOP_P.value):
             for digit in range(1, digits):
                 _sample_digit_kernel[grid](
-                    logits, *numbers, best, total, counts, amounts, known, missing, threshold, filter, digit, *sizes,
-                    DIGITS=digits, num_warps=8, **settings,
+                    logits, *parameters, best, total, counts, histograms, known, missing, threshold, filter, digit,
+                    *sizes, DIGITS=digits, num_warps=8, **settings,
                 )
         _sample_mass_kernel[grid](
-            logits, *numbers, min_p, best, total, amounts, known, missing, threshold, mass, *sizes, DIGITS=digits,
+            logits, *parameters, min_p, best, total, histograms, known, missing, threshold, mass, *sizes, DIGITS=digits,
             num_warps=4, **settings,
         )
-    _sample_draw_kernel[(num_rows,)](
-        logits, *numbers, seed, position, end_id, best, best_token, total, threshold, mass, tokens, log_probs, finite,
-        finish, last_tokens, *sizes, num_pieces, COLUMNS=columns, num_warps=4, **settings,
+    _sample_token_kernel[(num_rows,)](
+        logits, *parameters, seed, position, end_id, best, best_token, total, threshold, mass, tokens, log_probs,
+        finite, finish, last_tokens, *sizes, num_pieces, COLUMNS=columns, num_warps=4, **settings,
     )
     return tokens, log_probs, finite

@@ -1,18 +1,18 @@
-"""Forbid the tokens whose bit is not set.
+"""Forbid the tokens whose bit is not set in a bitmask.
 
-    logits[r, t] = -inf        where bit t % 32 of bitmask[r, t // 32] is 0
+    logits[r, t] = -inf        if bit t % 32 of bitmask[r, t // 32] is 0
 
 Shapes      logits                   [R, V]   any float dtype, contiguous rows, any row stride
             bitmask                  [R, W] int32, W >= V / 32; bit 0 is the lowest; bits of tokens past V are not read
-Mutates     logits. What is allowed is neither read nor written.
+Mutates     logits. Logits of allowed tokens are neither read nor written.
 Oracle      triton_kernels/reference/token_bitmask.py
-Source      the layout that xgrammar, llguidance and outlines-core share; written for this project.
+Source      the bitmask layout of xgrammar, llguidance and outlines-core; written for this project.
 """
 
 import triton
 import triton.language as tl
 
-BLOCK = 1024                            # tokens of one program
+BLOCK = 1024                            # tokens per program
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _token_bitmask_kernel(
 
 
 def token_bitmask(logits, bitmask):
-    """Forbid tokens in place; see the module's docstring."""
+    """Forbid tokens in place. See the module docstring for shapes."""
     num_rows, vocabulary = logits.shape
     assert bitmask.shape[0] == num_rows and 32 * bitmask.shape[1] >= vocabulary
     assert logits.stride(1) == bitmask.stride(1) == 1

@@ -1,36 +1,36 @@
-"""Make the tokens that a sequence holds less likely, or more.
+"""Repetition, presence and frequency penalties of the tokens of a sequence.
 
-    n(id) = how often `id` is among the first `length` tokens of the row's history
-    x     = logits[id], wherever n(id) > 0
-    x     = x * repetition where x < 0, else x / repetition
-    m(id) = how often `id` is among those from token `ignored` on
-    x     = x - (presence where m(id) > 0) - frequency * m(id)
+    n(id) = number of occurrences of `id` in the first `length` tokens of the row's history
+    x     = logits[id], for all ids with n(id) > 0
+    x     = x * repetition if x < 0, else x / repetition
+    m(id) = number of those occurrences from token `ignored` on
+    x     = x - (presence if m(id) > 0) - frequency * m(id)
 
 Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
-            history                  [H, C]   int32, contiguous rows, any row stride; ids of V and more have no logit
-            history_row              [R] int64   the row of `history` that belongs to a row of logits
-            length                   [R] int64   tokens of it that count, at most C
-            repetition               [R] float32   above 0; 1: nothing
-            presence, frequency      [R] float32   0: nothing
+            history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
+            history_row              [R] int64   row of `history` for each row of logits
+            length                   [R] int64   number of its tokens that count, at most C
+            repetition               [R] float32   above 0; 1: off
+            presence, frequency      [R] float32   0: off
             ignored                  [R] int32   leading tokens that presence and frequency do not count, 0..length
-Neutral     a row with 1, 0 and 0 is left as it is, and its history is not looked at: history_row and length may be any
-Mutates     logits. What was finite stays finite: it ends at the largest float32. What was not stays as it is.
+Neutral     a row with 1, 0 and 0 is unchanged, and its history is not read: history_row and length are arbitrary
+Mutates     logits. Finite logits stay finite: they saturate at the largest float32. Others are unchanged.
 Oracle      triton_kernels/reference/token_penalties.py
 Source      the repetition penalty is that of CTRL (Keskar et al., 2019); written for this project.
 
-One program is one row and one piece of the vocabulary: it counts the history's tokens in its piece and touches the
-logits that occur. So nothing of the size of the vocabulary is kept between steps.
+One program per row and piece of the vocabulary. It counts the tokens of the history that fall into its piece and
+changes their logits. So no state of the size of the vocabulary is kept between steps.
 """
 
 import triton
 import triton.language as tl
 
-MAX_BLOCK = 2048                        # ids counted together
-CHUNK = 512                             # tokens of the history read together
+MAX_BLOCK = 2048                        # ids per program
+CHUNK = 512                             # tokens of the history read at once
 LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
-# Slices of the per-row tensors start anywhere: their alignment must not make a variant of the kernel.
+# Slices of the per-row tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(
     do_not_specialize_on_alignment=[
         "history_row_ptr", "length_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr",
@@ -70,18 +70,18 @@ def _token_penalties_kernel(
 
 @triton.jit
 def _counts(tokens_ptr, begin, end, first, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """How often each id of this piece of the vocabulary is among the tokens begin..end."""
+    """Count the occurrences of each id of this piece of the vocabulary in tokens begin .. end - 1."""
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, end, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        token = tl.load(tokens_ptr + place, mask=place < end, other=-1)
+        index = start + tl.arange(0, CHUNK)
+        token = tl.load(tokens_ptr + index, mask=index < end, other=-1)
         here = (token >= first) & (token < first + BLOCK)
         counts += tl.histogram(tl.where(here, token - first, 0), BLOCK, mask=here)
     return counts
 
 
 def token_penalties(logits, history, history_row, length, repetition, presence, frequency, ignored):
-    """Changes and returns `logits`; see the module's docstring for shapes."""
+    """Modify and return `logits`. See the module docstring for shapes."""
     num_rows, vocabulary = logits.shape
     assert logits.stride(1) == 1 and history.stride(1) == 1
     if num_rows == 0:

@@ -170,7 +170,7 @@ def bitmask():
     token_bitmask(tensor(8, 128256, dtype=torch.float32), integers(8, 4008))
 
 
-def drawing():
+def sampling():
     from batch_manager.triton_kernels.philox import philox
     from batch_manager.triton_kernels.sample_token import sample_token
 
@@ -264,7 +264,7 @@ CASES = {
     "rope D128": lambda: rope(128, 4),
     "norms 4096": lambda: norms(4096),
     "activations": activations,
-    "drawing": drawing,
+    "sampling": sampling,
     "plain step": plain_step,
     "bitmask": bitmask,
     "histories": histories,

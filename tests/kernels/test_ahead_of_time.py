@@ -20,7 +20,7 @@ KERNELS = {
     "_beam_row_kernel", "_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
     "_gated_activation_kernel", "_layer_norm_kernel", "_match_stop_words_kernel", "_merge_kernel", "_philox_kernel",
     "_prepare_step_kernel", "_rms_norm_kernel", "_rope_kv_append_kernel", "_sample_digit_kernel",
-    "_sample_draw_kernel", "_sample_mass_kernel",
+    "_sample_token_kernel", "_sample_mass_kernel",
     "_sample_piece_kernel", "_token_bitmask_kernel", "_token_penalties_kernel",
 }
 
@@ -131,7 +131,7 @@ def test_fused_products_use_the_matrix_units(compiled):
 
 def test_an_unknown_kind_of_activation_is_refused_in_the_same_words_as_in_the_interpreter(compiled):
     (refusals,) = compiled["refusals"]
-    text = "unknown kind of activation 'swish'; one of gelu, gelu_new, silu, relu; correct the caller"
+    text = "unknown activation 'swish'; expected one of gelu, gelu_new, silu, relu"
     assert refusals == {"gpu": "refusals", "activation": text, "fused_linear": text, "gated_activation": text}
 
 
@@ -141,7 +141,7 @@ def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
     assert variants == {
         "gpu": "variants", "_decode_kernel": 1, "_merge_kernel": 1, "_context_kernel": 1, "_rope_kv_append_kernel": 1,
         "_prepare_step_kernel": 1, "_sample_piece_kernel": 1, "_sample_digit_kernel": 1, "_sample_mass_kernel": 1,
-        "_sample_draw_kernel": 1,
+        "_sample_token_kernel": 1,
         "_token_penalties_kernel": 1, "_ban_ngrams_kernel": 1, "_ban_words_kernel": 1, "_match_stop_words_kernel": 1,
         "_deterministic_linear_kernel": 1, "_fused_linear_kernel": 1,
         "_beam_block_kernel": 1, "_beam_row_kernel": 1, "_beam_group_kernel": 1,

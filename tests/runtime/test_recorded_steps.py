@@ -55,7 +55,7 @@ def test_around_its_layers_a_step_launches_little(findings, samples, most):
     of_one_layer, of_two_layers = found["launches"]
     around = 2 * len(of_one_layer) - len(of_two_layers)
     assert 2 < around <= most, of_one_layer
-    assert of_one_layer[0] == "_prepare_step_kernel" and of_one_layer[-1] == "_sample_draw_kernel"
+    assert of_one_layer[0] == "_prepare_step_kernel" and of_one_layer[-1] == "_sample_token_kernel"
 
 
 @pytest.mark.parametrize("plant, shows", [("rows_of_the_host", "refusals"), ("length_as_a_number", "different"),

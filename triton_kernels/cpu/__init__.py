@@ -1,10 +1,11 @@
-"""A CPU's own way where it is faster than the oracle: the file name and signature of the kernel, torch and numpy only.
+"""CPU versions of operations that are faster than the oracle: same file name and signature, torch and numpy only.
 
-Owns     how a CPU computes one operation; `dispatch.kernel` hands these out. Without a file here the oracle runs
-Not      what an operation computes: that stands in the kernel's docstring; a file here says why its way is another
-Yours    a new twin is one file `<name>.py` with the kernel's signature; the kernel's test compares it with the oracle
+Owns     how a CPU computes an operation; `dispatch.kernel` returns these functions. Without a file here the oracle runs
+Not      what an operation computes: see the kernel's docstring. A file here explains only its algorithm
+Yours    a new CPU version is one file `<name>.py` with the kernel's signature; the kernel's test compares it with the
+         oracle
 
-`fixed_pieces` is no operation: it cuts operations of torch into pieces of fixed shape, for engines that are
-deterministic. Operations whose bits depend on that take `deterministic`, which a Triton kernel does not need: one
-program a row, or a fixed tile, is deterministic as it is.
+`fixed_pieces` is a helper: it splits torch operations into pieces of fixed shape, for deterministic engines. Operations
+that need it take the parameter `deterministic`. Triton kernels ignore the parameter: with one program per row, or a
+fixed tile, they are always deterministic.
 """

@@ -1,6 +1,6 @@
-"""The nonlinearity of an ungated MLP on a CPU. The contract is that of triton_kernels/activation.py.
+"""The activation of an ungated MLP on a CPU. Same contract as triton_kernels/activation.py.
 
-torch's functions in the dtype they are given: each computes an element in float32 and rounds once.
+Calls torch's functions in the input dtype: they compute each element in float32 and round once.
 """
 
 from torch.nn import functional
@@ -16,6 +16,6 @@ FUNCTIONS = {
 
 
 def activation(hidden, kind, out=None, deterministic=False):
-    """f(hidden), elementwise; see the kernel's docstring. Returns out."""
+    """Compute f(hidden) elementwise. Returns out. See the kernel for shapes."""
     result = elementwise(FUNCTIONS[kind], hidden) if deterministic else FUNCTIONS[kind](hidden)
     return result if out is None else out.copy_(result)

@@ -1,13 +1,13 @@
-"""Repeated n-grams on a CPU, row by row. The contract is that of triton_kernels/ban_ngrams.py.
+"""The ban of repeated n-grams on a CPU, row by row. Same contract as triton_kernels/ban_ngrams.py.
 
-All starts of a row are compared at once, a token at a time from the last one, which rules out most of them.
+All starts of a row are compared at once, token by token, backward from the last, which rules out most starts.
 """
 
 import numpy as np
 
 
 def ban_ngrams(logits, history, history_row, length, size):
-    """Changes and returns `logits`; see the kernel's docstring for shapes."""
+    """Modify and return `logits`. See the kernel for shapes."""
     numbers, tokens_of, size = logits.numpy(), history.numpy(), size.numpy()
     history_row, length = history_row.numpy(), length.numpy()
     for row in size.nonzero()[0].tolist():
@@ -17,7 +17,7 @@ def ban_ngrams(logits, history, history_row, length, size):
 
 
 def repeating_tokens(tokens: np.ndarray, size: int) -> np.ndarray:
-    """The tokens after which `tokens` [n] would end in a sequence of `size` tokens that it holds already."""
+    """Return the tokens that would repeat a sequence of `size` tokens of `tokens` [n] if appended."""
     others = size - 1
     if len(tokens) < size:
         return tokens[:0]

@@ -1,19 +1,19 @@
-"""The best continuations of groups of beams on a CPU. The contract is that of triton_kernels/beam_topk.py.
+"""The best continuations of groups of beams on a CPU. Same contract as triton_kernels/beam_topk.py.
 
-The best of a row are found by blocks (logit_blocks.py) and are few; ranking them by group is the oracle's. Log-probs
-are computed for rows that are none already, and for the candidates alone.
+The best tokens of a row are found by blocks (logit_blocks.py). They are few, so the oracle's code ranks them by group.
+Log-probs are computed only for the candidates, and only in rows that are not log-probs already.
 """
 
 import torch
 
 from ..reference.beam_topk import best_of_groups
 from .logit_blocks import block_maxima, largest
-from .sample_token import inverse_of
+from .sample_token import inverse_temperature_of
 
 
 def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, num_candidates, max_rows,
               are_log_probs=None):
-    """The best continuations of each group; see the kernel's docstring for shapes."""
+    """Return the best continuations of each group. See the kernel for shapes."""
     x = logits if logits.dtype == torch.float32 else logits.float()
     blocks = block_maxima(x)
     maxima = blocks.amax(1)
@@ -31,10 +31,10 @@ def beam_topk(logits, temperature, cum_log_probs, diversity_rate, group_starts, 
 
 
 def _largest_in_order(x: torch.Tensor, blocks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ids) [r, count] of the largest of each row, falling; of equals the lowest ids, in order."""
+    """Return (values, ids) [r, count] of the largest logits of each row, descending; ties by ascending id."""
     values, ids = largest(x, blocks, min(count + 1, x.shape[1]))
     if values.shape[1] > count:
-        # Which of the equals at the boundary were taken is chance.
+        # Which ties at the boundary were taken is arbitrary.
         tied = (values[:, count] == values[:, count - 1]).nonzero()[:, 0]
         values, ids = values[:, :count].clone(), ids[:, :count].clone()
         if len(tied):
@@ -46,7 +46,7 @@ def _largest_in_order(x: torch.Tensor, blocks: torch.Tensor, count: int) -> tupl
 
 
 def _log_probs(x: torch.Tensor, maxima: torch.Tensor, values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """log_softmax(x / temperature) where x is `values` [r, count]."""
-    inverse = inverse_of(temperature)[:, None]
+    """Return log_softmax(x / temperature) of the logits `values` [r, count]."""
+    inverse = inverse_temperature_of(temperature)[:, None]
     total = (x - maxima[:, None]).mul_(inverse).exp_().sum(1, keepdim=True)
     return (values - maxima[:, None]) * inverse - total.log_()

@@ -1,8 +1,9 @@
-"""A linear map on a CPU whose bits, row by row, depend on that row alone. The contract is that of
-triton_kernels/deterministic_linear.py; the weight may also be packed for oneDNN.
+"""A deterministic linear layer on a CPU: the bits of a row depend on that row alone.
 
-The rows go to torch's library in pieces of those sizes that were seen to give the same bits, with a weight of this
-shape, on this machine, with this number of threads. The sizes are found at the first call and kept for the process.
+Same contract as triton_kernels/deterministic_linear.py; the weight can also be packed for oneDNN.
+
+Torch multiplies the rows in pieces. Only piece sizes are used that measurably give the same bits, for this shape of the
+weight, machine and number of threads. They are measured at the first call and cached for the process.
 """
 
 import torch
@@ -11,18 +12,18 @@ from torch.nn import functional
 from .fixed_pieces import agreeing_sizes, in_pieces
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-DISTINCT_COLUMNS = 509          # of the weight that sizes are tried with; no divisor of a library's block of columns
+DISTINCT_COLUMNS = 509          # of the weight used to measure; prime, so that it does not align with column blocks
 
-# Sizes by what the library sees: shape, dtype, bias, packed or not, threads. Found once in a process.
+# Usable sizes by everything that affects the library: shape, dtype, packed or not, bias, threads.
 _sizes: dict[tuple, tuple[int, ...]] = {}
 
 
 class NoAgreeingSizeError(RuntimeError):
-    """On this machine a row's product has other bits at another place, in pieces of every size that was tried."""
+    """On this machine the bits of a product depend on the row index, for every piece size that was tried."""
 
 
 def deterministic_linear(x, weight, bias=None, out=None):
-    """x W^T + bias; see the kernel's docstring for shapes. Returns out. Raises NoAgreeingSizeError."""
+    """Compute x W^T + bias. Returns out. Raises NoAgreeingSizeError. See the kernel for shapes."""
     key = (*weight.shape, weight.dtype, weight.is_mkldnn, bias is None, torch.get_num_threads())
     sizes = _sizes.get(key)
     if sizes is None:
@@ -30,13 +31,13 @@ def deterministic_linear(x, weight, bias=None, out=None):
     if not sizes:
         raise NoAgreeingSizeError(
             f"the product of {SIZES[-1]} rows with a weight of {tuple(weight.shape)} in {weight.dtype} on "
-            f"{torch.get_num_threads()} threads depends on a row's place")
+            f"{torch.get_num_threads()} threads depends on the row index")
     result = in_pieces(lambda piece: _product(piece, weight, bias), x, sizes=sizes)
     return result if out is None else out.copy_(result)
 
 
 def _find_sizes(x, weight, bias):
-    """At the first call, which is the engine's own before it serves a request, on the threads it computes with."""
+    """Measure the usable sizes. The engine makes the first call at startup, on the threads that compute all steps."""
     rows, tried = cancelling(x.shape[1], weight.shape[0], x.dtype)
     if weight.is_mkldnn:
         tried = torch.ops.mkldnn._reorder_linear_weight(tried)
@@ -45,10 +46,10 @@ def _find_sizes(x, weight, bias):
 
 
 def cancelling(size, columns, dtype):
-    """Rows [r, size] and a weight [columns, size] whose products are all 0 but for what was rounded on the way.
+    """Return rows [r, size] and a weight [columns, size] whose products are 0 except for rounding errors.
 
-    Every term of a sum meets its negative somewhere else in it. What is left over shows the order of the sum in every
-    bit; a sum of another size would hide it when it is rounded to 16 bits.
+    Each term of a sum is canceled by another term. The remainder depends on the order of the sum in every bit. Rounding
+    a sum far from zero to 16 bits would hide the order.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     order = torch.randperm(size, generator=generator, dtype=torch.int64, device="cpu")

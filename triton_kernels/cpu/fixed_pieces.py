@@ -1,14 +1,12 @@
-"""Operations of torch in pieces of fixed shape, so that a row's bits depend on that row alone.
+"""Torch operations in pieces of fixed shape, so that the bits of a row depend on that row alone.
 
-A library chooses its code, and with it the order in which a sum is taken, by the shape it is given; and within one call
-by where an element lies: in the vector loop or in its tail, in this thread's share or in that one's. A piece of one
-shape is one code path. `in_pieces` cuts the rows of an operation into pieces of a few fixed sizes, the last one padded;
-`agreeing_sizes` finds out, by computing, which sizes give the same bits on this machine with this number of threads.
+A library selects its code, and with it the order of a sum, by the shape of its input. Within one call, the code also
+depends on whether an element is in the vectorized loop or in its tail, and on how threads share the work. Pieces of the
+same shape use the same code. `in_pieces` splits the rows of an operation into pieces of a few fixed sizes and pads the
+last piece. `agreeing_sizes` measures which sizes give the same bits on this machine with this number of threads.
 
-    element-wise     pieces of ELEMENTS in a row: no vector loop has a tail in it, and no thread shares it with another
-    row by row       pieces of as many rows as make up about ELEMENTS
-
-Nothing here is an operation that a kernel has.
+    elementwise      pieces of ELEMENTS elements: no vectorized loop has a tail, and a single thread computes the piece
+    row by row       pieces of about ELEMENTS elements, in whole rows
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +14,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
-ELEMENTS = 8192              # below what torch shares among threads (16,384 and more), a multiple of every vector loop
-SMALL = 8                    # products of up to this many rows take the time of reading the weights, whatever they hold
+ELEMENTS = 8192              # a multiple of every vector width; torch uses several threads from 16,384 on
+SMALL = 8                    # products of up to this many rows take the same time: that of reading the weights
 
 
 def in_pieces(operation: Callable[..., torch.Tensor], *operands: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """operation(*operands), cut along the first dimension into pieces of `sizes`, ascending; the last is padded.
+    """Return operation(*operands), computed in pieces along the first dimension; the last piece is padded.
 
-    Row i of the result belongs to row i of every operand.
+    Row i of the result must depend on row i of the operands.
+
+    sizes   sizes of pieces, ascending
     """
     operands = [operand.contiguous() for operand in operands]
     count = len(operands[0])
@@ -42,21 +42,22 @@ def in_pieces(operation: Callable[..., torch.Tensor], *operands: torch.Tensor, s
 
 
 def elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """function(x) for a function of one element."""
+    """Return function(x) for an elementwise function, computed in pieces."""
     return in_pieces(function, x.reshape(-1), sizes=(ELEMENTS,)).view(x.shape)
 
 
 def row_by_row(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """function(rows) for a function of one row; rows [n, size]."""
+    """Return function(rows) for a rowwise function of rows [n, size], computed in pieces."""
     return in_pieces(function, rows, sizes=(max(1, ELEMENTS // rows.shape[1]),))
 
 
 def agreeing_sizes(operation: Callable[..., torch.Tensor], *operands: torch.Tensor,
                    sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of `sizes`, ascending, that give the bits of pieces of the largest one. Empty where not even that size
-    gives a row the same bits at another place and beside other rows.
+    """Return the sizes that give the same bits as the largest of `sizes`, ascending.
 
-    operands   random, each of as many rows as the largest size or a multiple of it
+    Returns () if even with the largest size the bits of a row depend on its index or on other rows.
+
+    operands   random; the number of rows is a multiple of the largest size
     """
     largest = sizes[-1]
     expected = in_pieces(operation, *operands, sizes=(largest,))
@@ -71,7 +72,7 @@ def agreeing_sizes(operation: Callable[..., torch.Tensor], *operands: torch.Tens
 
 
 def _next_size(left: int, sizes: Sequence[int]) -> int:
-    """The size of the next piece when `left` rows are left."""
+    """Return the size of the next piece when `left` rows remain."""
     holds_all = next((size for size in sizes if size >= left), None)
     if holds_all is not None and (holds_all <= SMALL or 4 * left > 3 * holds_all):
         return holds_all

@@ -1,13 +1,13 @@
-"""The nonlinearity of a gated MLP on a CPU. The contract is that of triton_kernels/gated_activation.py.
+"""The activation of a gated MLP on a CPU. Same contract as triton_kernels/gated_activation.py.
 
-f(gate) is rounded to the dtype before it meets the other half.
+f(gate) is rounded to the dtype before it is multiplied by the other half.
 """
 
 from .activation import FUNCTIONS, activation
 
 
 def gated_activation(gate_up, kind="silu", out=None, deterministic=False):
-    """f(gate) * up; see the kernel's docstring. Returns out."""
+    """Compute f(gate) * up. Returns out. See the kernel for shapes."""
     gate, up = gate_up.chunk(2, dim=-1)
     result = (activation(gate, kind, deterministic=True) if deterministic else FUNCTIONS[kind](gate)).mul_(up)
     return result if out is None else out.copy_(result)

@@ -1,7 +1,8 @@
-"""Memory in large pages, where the system has them, for what steps read whole: a large page needs one translation of an
-address where small ones need 512, and a processor keeps few translations at hand.
+"""Memory in large pages, if the system supports them, for data that each step reads in full.
 
-What is allocated is given back when the last array of it is gone.
+A large page needs one address translation instead of 512, and a processor caches few translations.
+
+Memory is freed when the last array that uses it is deleted.
 """
 
 import contextlib
@@ -14,18 +15,18 @@ LARGE_PAGE_BYTES, ALIGNMENT_BYTES = 2 << 20, 4096
 SHARED_BYTES = 64 << 20
 
 _lock = threading.Lock()
-_shared = np.zeros(0, np.uint8)        # what is left of the memory that small arrays share
+_shared = np.zeros(0, np.uint8)        # the unused rest of the memory that small arrays share
 
 
 def allocate(num_bytes: int) -> np.ndarray:
-    """[num_bytes] uint8, zeros, which take no memory before they are touched; it begins a large page.
+    """Return zeros [num_bytes] uint8, aligned to a large page. Pages take up memory only once they are written.
 
     Raises   MemoryError
     """
     try:
         memory = mmap.mmap(-1, num_bytes + LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"the system does not give {num_bytes:,} bytes") from error
+        raise MemoryError(f"the system cannot allocate {num_bytes:,} bytes") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):                 # a system without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -35,7 +36,7 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 def allocate_shared(num_bytes: int) -> np.ndarray:
-    """The same for arrays that are smaller than large pages: side by side, each from a multiple of 4,096 on."""
+    """Like `allocate`, for small arrays: they share large pages and are aligned to 4,096 bytes."""
     global _shared
     if num_bytes >= SHARED_BYTES:
         return allocate(num_bytes)

@@ -1,4 +1,4 @@
-"""Layer norm on a CPU: torch's own. The contract is that of triton_kernels/layer_norm.py."""
+"""LayerNorm on a CPU, with torch's function. Same contract as triton_kernels/layer_norm.py."""
 
 from torch.nn import functional
 
@@ -6,7 +6,7 @@ from .fixed_pieces import row_by_row
 
 
 def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, deterministic=False):
-    """Norm over the last dimension; see the kernel's docstring for shapes. Returns out."""
+    """Normalize over the last dimension. Returns out. See the kernel for shapes."""
     if weight is not None and weight.dim() == 2:
         normed = layer_norm(hidden, None, None, epsilon, deterministic=deterministic).mul_(weight)
         normed = normed if bias is None else normed.add_(bias)

@@ -1,19 +1,20 @@
-"""Rows of logits in blocks of 64. What is largest lies in the blocks with the largest maxima: one vectorised pass finds
-these, and a few blocks are looked at after it.
+"""Rows of logits in blocks of 64. The largest logits are in the blocks with the largest maxima, so one vectorized pass
+finds these blocks and only a few of them are searched.
 """
 
 import torch
 
 BLOCK = 64
-PLACES = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # in a block
+OFFSETS = torch.arange(BLOCK, dtype=torch.int64, device="cpu")     # of the logits in a block
 
 
 def block_maxima(logits: torch.Tensor) -> torch.Tensor:
-    """[r, vocab] -> [r, blocks]; the last block may be shorter."""
+    """Return the maximum of each block of logits [r, vocab], as [r, blocks]. The last block can be shorter."""
     return _reduce_blocks(logits, torch.amax)
 
 
 def block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each block of weights [r, vocab], as [r, blocks]."""
     return _reduce_blocks(weights, torch.sum)
 
 
@@ -28,16 +29,16 @@ def _reduce_blocks(rows: torch.Tensor, reduce) -> torch.Tensor:
 
 
 def ids_of(blocks: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Token ids in `blocks` [n, m], [n, m * BLOCK]; past the vocabulary its last id is repeated."""
-    return (blocks[:, :, None] * BLOCK + PLACES).flatten(1).clamp_(max=vocab - 1)
+    """Return the token ids [n, m * BLOCK] in `blocks` [n, m]. Ids past the vocabulary become its last id."""
+    return (blocks[:, :, None] * BLOCK + OFFSETS).flatten(1).clamp_(max=vocab - 1)
 
 
 def largest(logits: torch.Tensor, blocks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, ids) of the `count` largest logits of each row, descending. `blocks` are the rows' block maxima."""
+    """Return (values, ids) of the `count` largest logits of each row, descending. `blocks` are the block maxima."""
     if 2 * count > blocks.shape[1]:
         return logits.topk(count, 1)
     best = blocks.topk(count, 1, sorted=False).indices
-    ids = (best[:, :, None] * BLOCK + PLACES).flatten(1)
+    ids = (best[:, :, None] * BLOCK + OFFSETS).flatten(1)
     outside = ids >= logits.shape[1]
     values = logits.gather(1, ids.clamp(max=logits.shape[1] - 1)).masked_fill_(outside, -torch.inf)
     values, order = values.topk(count, 1)

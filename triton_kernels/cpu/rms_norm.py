@@ -1,7 +1,7 @@
-"""Root-mean-square norm on a CPU. The contract is that of triton_kernels/rms_norm.py.
+"""RMSNorm on a CPU. Same contract as triton_kernels/rms_norm.py.
 
-Five operations on the row's length and the row, where the formula written out is eight; one more in 16 bits. As fast as
-torch's own norm or faster, most of all for a few rows.
+Takes five torch operations, instead of eight for the formula as written; one more for 16-bit dtypes. At least as fast
+as torch's own norm, and faster for few rows.
 """
 
 import functools
@@ -12,7 +12,7 @@ from .fixed_pieces import row_by_row
 
 
 def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None, deterministic=False):
-    """Norm over the last dimension; see the kernel's docstring for shapes. Returns out."""
+    """Normalize over the last dimension. Returns out. See the kernel for shapes."""
     rows = hidden if residual is None else residual.add_(hidden)
     if weight_offset:
         weight = weight.float() + weight_offset
@@ -29,7 +29,7 @@ def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None
 
 
 def _in_pieces(rows, weight, epsilon):
-    """The sum in pieces of fixed shape; all else is operations that round correctly, one by one."""
+    """Normalize deterministically: sum in pieces of fixed shape; all other operations are correctly rounded."""
     size = rows.shape[-1]
     flat = rows.reshape(-1, size).float()
     squares = row_by_row(lambda piece: piece.square().sum(1, keepdim=True), flat)
@@ -39,6 +39,6 @@ def _in_pieces(rows, weight, epsilon):
 
 @functools.lru_cache(maxsize=64)
 def _root(square):
-    """The root as a tensor: `hypot_` takes no number."""
+    """Return the square root as a tensor, because `hypot_` does not accept a number."""
     with torch.inference_mode(False):
         return torch.tensor(square**0.5, dtype=torch.float32, device="cpu")

@@ -1,27 +1,27 @@
-"""Sampling a token per row on a CPU. The contract is that of triton_kernels/sample_token.py.
+"""Sampling of one token per row on a CPU. Same contract as triton_kernels/sample_token.py.
 
-The vocabulary is looked at in blocks of 64 logits whose maxima are one vectorised pass: the largest logit lies in the
-block with the largest maximum, and the K largest logits lie in the K blocks with the largest maxima.
+The vocabulary is divided into blocks of 64 logits, whose maxima take one vectorized pass. The largest logit is in the
+block with the largest maximum, and the K largest logits are in the K blocks with the largest maxima.
 
     greedy         block maxima, then one block
-    top-k          up to 64: that many candidates from as many blocks
-    top-p          64 candidates, where they hold the mass
-    no filter      sums of blocks, then one block
-    anything else  numpy sorts the values, not the ids, with vector instructions, to find the smallest one that is kept:
-                   a larger k, a flatter distribution, ties at the boundary
+    top-k <= 64    k candidates from k blocks
+    top-p          64 candidates, if their mass suffices
+    no filter      block sums, then one block
+    otherwise      find the smallest kept value by sorting the values (not the ids) with numpy's vectorized sort: for
+                   a larger k, a flatter distribution, or ties at the boundary
 
-Min-p is a bound on the logit, known beforehand, and takes part in each of them. A log-prob is a pass over the row, so
-it is computed for the rows that want one only. A row's result depends on nothing but that row.
+Min-p is a lower bound on logits, known in advance, and is applied in all of these cases. A log-prob takes a pass over
+the row, so it is computed only for rows that want it. The result of a row depends on that row alone.
 """
 
 import numpy as np
 import torch
 
-from ..reference.sample_token import follow
-from .logit_blocks import BLOCK, PLACES, block_maxima, block_sums, ids_of, largest
+from ..reference.sample_token import record_tokens
+from .logit_blocks import BLOCK, OFFSETS, block_maxima, block_sums, ids_of, largest
 
 CANDIDATES = 64
-LARGEST_INVERSE = 1e38     # of a temperature: it stays finite, so that zero times it is zero
+LARGEST_INVERSE = 1e38     # limit of an inverse temperature, because 0 * inf is NaN
 
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)         # of Philox-4x32-10
 WORD = np.uint64(0xFFFFFFFF)
@@ -30,7 +30,7 @@ WORD = np.uint64(0xFFFFFFFF)
 def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None,
                  min_p=None, wants_log_prob=None, only_greedy=False, slots=None, end_id=None, finish=None,
                  last_tokens=None, counts=None):
-    """One token per row; see the kernel's docstring for shapes. Returns (tokens, log_probs, finite)."""
+    """Sample one token per row. Returns (tokens, log_probs, finite). See the kernel for shapes."""
     if slots is not None:
         temperature, top_k, top_p, seed = temperature[slots], top_k[slots], top_p[slots], seed[slots]
         min_p = None if min_p is None else min_p[slots]
@@ -38,31 +38,31 @@ def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None,
         logits = logits.float()
     chosen, maxima = argmax(logits)
     is_finite = maxima.isfinite()
-    if np.count_nonzero(temperature.numpy()):           # else no row is sampled
+    if np.count_nonzero(temperature.numpy()):           # else all rows are greedy
         k, p, is_warm = top_k.numpy(), top_p.numpy(), temperature.numpy() != 0
         samples = is_finite.numpy() & is_warm & (k != 1) & ((k != 0) | (p != 0))
         if samples.any():
-            # A view where all rows are sampled: rows of logits are large.
-            of = slice(None) if samples.all() else samples.nonzero()[0]
-            chosen[of] = sample(logits[of], temperature.numpy()[of], k[of], p[of], seed.numpy()[of],
-                                position.numpy()[of], None if min_p is None else min_p.numpy()[of])
+            # A view if all rows are sampled, because rows of logits are large.
+            rows = slice(None) if samples.all() else samples.nonzero()[0]
+            chosen[rows] = sample(logits[rows], temperature.numpy()[rows], k[rows], p[rows], seed.numpy()[rows],
+                                  position.numpy()[rows], None if min_p is None else min_p.numpy()[rows])
     all_finite = np.count_nonzero(is_finite.numpy()) == len(chosen)
     if not all_finite:
         chosen.masked_fill_(~is_finite, 0)
-    # Where no row wants one, anything will do: the maxima are there.
+    # If no row wants a log-prob, any values will do: reuse the maxima.
     is_active = wants_log_prob is None or np.count_nonzero(wants_log_prob.numpy())
-    of_chosen = _log_probs(logits, chosen, temperature, wants_log_prob) if is_active else maxima
+    chosen_log_prob = _log_probs(logits, chosen, temperature, wants_log_prob) if is_active else maxima
     if not all_finite:
-        of_chosen.masked_fill_(~is_finite, torch.nan)
+        chosen_log_prob.masked_fill_(~is_finite, torch.nan)
     if finish is not None or last_tokens is not None:
-        follow(chosen, position, slots, end_id, finish, last_tokens)
+        record_tokens(chosen, position, slots, end_id, finish, last_tokens)
     return (chosen if tokens is None else tokens.copy_(chosen),
-            of_chosen if log_probs is None else log_probs.copy_(of_chosen),
+            chosen_log_prob if log_probs is None else log_probs.copy_(chosen_log_prob),
             is_finite if finite is None else finite.copy_(is_finite))
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens [r] int64, the lowest id among equals; maxima [r]). A row that holds NaN has a maximum of NaN."""
+    """Return (tokens [r] int64, maxima [r]). Ties: the lowest id. The maximum of a row with NaN is NaN."""
     blocks = block_maxima(logits)
     maxima, best = blocks.max(1)
     ids = ids_of(best[:, None], logits.shape[1])
@@ -72,32 +72,33 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, seed: np.ndarray,
            position: np.ndarray, min_p: np.ndarray | None = None) -> torch.Tensor:
-    """Sample a token per row, [r] int64.
+    """Sample one token per row. Returns [r] int64.
 
-    Shapes   logits [r, vocab] float32, every row with a finite maximum; the others [r], of rows that are not greedy;
-             min_p None: 0
+    Shapes   logits [r, vocab] float32; the others [r]; min_p None: 0
+    Needs    no row is greedy, and all rows have a finite maximum
     """
     min_p = np.zeros_like(top_p) if min_p is None else min_p
-    draw = _Draw(logits, torch.from_numpy(temperature), torch.from_numpy(top_k).long(),
-                 torch.from_numpy(top_p).double(), torch.from_numpy(min_p), torch.from_numpy(uniform(seed, position)))
+    batch = _Batch(logits, torch.from_numpy(temperature), torch.from_numpy(top_k).long(),
+                   torch.from_numpy(top_p).double(), torch.from_numpy(min_p), torch.from_numpy(uniform(seed, position)))
     by_count = (top_k > 0) & (top_k < logits.shape[1])
     by_mass = ~by_count & (top_p > 0) & (top_p < 1)
 
     tokens = torch.empty(len(logits), dtype=torch.int64, device="cpu")
     for rows, choose in ((by_count, _by_count), (by_mass, _by_mass), (~by_count & ~by_mass, _from_all)):
         if rows.all():
-            return choose(draw)
+            return choose(batch)
         if rows.any():
             rows = torch.from_numpy(np.nonzero(rows)[0])
-            tokens[rows] = choose(draw.select(rows))
+            tokens[rows] = choose(batch.select(rows))
     return tokens
 
 
 def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """u in [0, 1), float64 [r]: Philox-4x32-10 with the seed as key and the position as counter, word 0, 24 bits of it.
+    """Return u in [0, 1), float64 [r]: the upper 24 bits of word 0 of Philox-4x32-10, with seed as key and position as
+    counter.
 
     Shapes   seed [r] int64, the bits of an unsigned seed; position [r]
-    Oracle   triton_kernels/reference/philox.py, which says where the numbers come from
+    Oracle   triton_kernels/reference/philox.py, which names the source
     """
     key_0, key_1 = seed.view(np.uint64) & WORD, seed.view(np.uint64) >> np.uint64(32)
     word_0 = position.astype(np.uint64) & WORD
@@ -110,16 +111,16 @@ def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
     return (word_0 >> np.uint64(8)) * 2.0**-24
 
 
-class _Draw:
-    """Rows to sample from: logits [n, vocab]; inverse_temperature, top_k, top_p, uniform, min_p_margin [n].
+class _Batch:
+    """Rows to sample: logits [n, vocab]; inverse_temperature, top_k, top_p, uniform, min_p_margin [n].
 
-    min_p_margin   how far below the largest logit min-p allows one to be, as a number that is not positive
+    min_p_margin   <= 0; min-p keeps logits >= the largest logit + min_p_margin
     """
 
     __slots__ = ("logits", "inverse_temperature", "top_k", "top_p", "uniform", "min_p_margin")
 
     def __init__(self, logits, temperature, top_k, top_p, min_p, uniform) -> None:
-        self.logits, self.inverse_temperature = logits, inverse_of(temperature)
+        self.logits, self.inverse_temperature = logits, inverse_temperature_of(temperature)
         self.top_k, self.top_p, self.uniform = top_k, top_p, uniform
         self.min_p_margin = temperature * min_p.log()
 
@@ -127,97 +128,101 @@ class _Draw:
     def has_min_p(self) -> bool:
         return bool((self.min_p_margin > -torch.inf).any())
 
-    def select(self, rows: torch.Tensor) -> "_Draw":
-        part = object.__new__(_Draw)
+    def select(self, rows: torch.Tensor) -> "_Batch":
+        part = object.__new__(_Batch)
         for name in self.__slots__:
             setattr(part, name, getattr(self, name)[rows])
         return part
 
     def weights(self, logits: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-        """Probabilities of `logits` [n, m] up to a factor per row."""
+        """Return unnormalized probabilities of `logits` [n, m]."""
         return (logits - maxima[:, None]).mul_(self.inverse_temperature[:, None]).exp_()
 
 
-def _by_count(draw: _Draw) -> torch.Tensor:
-    """Top-k, then top-p in what that leaves."""
-    few = draw.top_k <= CANDIDATES
+def _by_count(batch: _Batch) -> torch.Tensor:
+    """Sample with top-k, then top-p."""
+    few = batch.top_k <= CANDIDATES
     if few.all():
-        tokens, solved = _from_largest(draw)
-        return tokens if solved.all() else _solve_rest(draw, tokens, solved)
+        tokens, solved = _from_largest(batch)
+        return tokens if solved.all() else _solve_rest(batch, tokens, solved)
     tokens, solved = torch.empty(len(few), dtype=torch.int64, device="cpu"), torch.zeros_like(few)
     if few.any():
-        tokens[few], solved[few] = _from_largest(draw.select(few))
-    return _solve_rest(draw, tokens, solved)
+        tokens[few], solved[few] = _from_largest(batch.select(few))
+    return _solve_rest(batch, tokens, solved)
 
 
-def _solve_rest(draw: _Draw, tokens: torch.Tensor, solved: torch.Tensor) -> torch.Tensor:
+def _solve_rest(batch: _Batch, tokens: torch.Tensor, solved: torch.Tensor) -> torch.Tensor:
+    """Sample the rows that are not `solved` by sorting. Writes to `tokens` and returns it."""
     rest = (~solved).nonzero()[:, 0]
     if len(rest):
-        tokens[rest] = _by_sorting(draw.select(rest))
+        tokens[rest] = _by_sorting(batch.select(rest))
     return tokens
 
 
-def _from_largest(draw: _Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, whether they are right): wrong where the logit after the k-th equals it, unless both are forbidden."""
-    values, ids = largest(draw.logits, block_maxima(draw.logits), int(draw.top_k.max()) + 1)
-    last = draw.top_k[:, None] - 1
+def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample with top-k from candidates. Returns (tokens, whether they are valid).
+
+    Invalid if the next logit ties with the k-th, unless both are -inf.
+    """
+    values, ids = largest(batch.logits, block_maxima(batch.logits), int(batch.top_k.max()) + 1)
+    last = batch.top_k[:, None] - 1
     kth = values.gather(1, last)
     solved = ((kth > values.gather(1, last + 1)) | (kth == -torch.inf))[:, 0]
-    weights = draw.weights(values, values[:, 0]).double()
+    weights = batch.weights(values, values[:, 0]).double()
     weights.masked_fill_(torch.arange(values.shape[1], dtype=torch.int64, device="cpu") > last, 0)
-    filtered = (draw.top_p > 0) & (draw.top_p < 1)
+    filtered = (batch.top_p > 0) & (batch.top_p < 1)
     if filtered.any():
-        target = torch.where(filtered, draw.top_p, 2.0) * weights.sum(1)
+        target = torch.where(filtered, batch.top_p, 2.0) * weights.sum(1)
         weights.masked_fill_(values < _smallest_kept(values, weights, target), 0)
-    if draw.has_min_p:
-        weights.masked_fill_(values < values[:, :1] + draw.min_p_margin[:, None], 0)
-    return _draw_candidates(weights, ids, draw.uniform), solved
+    if batch.has_min_p:
+        weights.masked_fill_(values < values[:, :1] + batch.min_p_margin[:, None], 0)
+    return _choose_candidate(weights, ids, batch.uniform), solved
 
 
-def _by_mass(draw: _Draw) -> torch.Tensor:
-    """Top-p alone."""
-    blocks = block_maxima(draw.logits)
-    all_weights = draw.weights(draw.logits, blocks.amax(1))
-    target = draw.top_p * block_sums(all_weights).double().sum(1)
+def _by_mass(batch: _Batch) -> torch.Tensor:
+    """Sample with top-p alone."""
+    blocks = block_maxima(batch.logits)
+    all_weights = batch.weights(batch.logits, blocks.amax(1))
+    target = batch.top_p * block_sums(all_weights).double().sum(1)
     del all_weights
 
-    most = min(CANDIDATES, draw.logits.shape[1])
-    values, ids = largest(draw.logits, blocks, most)
-    weights = draw.weights(values, values[:, 0]).double()
-    smallest = _smallest_kept(values, weights, target).maximum(values[:, :1] + draw.min_p_margin[:, None])
-    solved = smallest[:, 0] > values[:, -1]                        # else more are needed, or there are equals of it
-    solved |= most == draw.logits.shape[1]
+    most = min(CANDIDATES, batch.logits.shape[1])
+    values, ids = largest(batch.logits, blocks, most)
+    weights = batch.weights(values, values[:, 0]).double()
+    smallest = _smallest_kept(values, weights, target).maximum(values[:, :1] + batch.min_p_margin[:, None])
+    solved = smallest[:, 0] > values[:, -1]                        # else more candidates are needed, or there are ties
+    solved |= most == batch.logits.shape[1]
     weights.masked_fill_(values < smallest, 0)
-    return _solve_rest(draw, _draw_candidates(weights, ids, draw.uniform), solved)
+    return _solve_rest(batch, _choose_candidate(weights, ids, batch.uniform), solved)
 
 
-def _from_all(draw: _Draw) -> torch.Tensor:
-    """No filter, or min-p alone."""
-    maxima = draw.logits.amax(1)
-    weights = draw.weights(draw.logits, maxima)
-    if draw.has_min_p:
-        weights.masked_fill_(draw.logits < (maxima + draw.min_p_margin)[:, None], 0)
-    return _draw_weights(weights, draw.uniform)
+def _from_all(batch: _Batch) -> torch.Tensor:
+    """Sample without a filter, or with min-p alone."""
+    maxima = batch.logits.amax(1)
+    weights = batch.weights(batch.logits, maxima)
+    if batch.has_min_p:
+        weights.masked_fill_(batch.logits < (maxima + batch.min_p_margin)[:, None], 0)
+    return _choose_by_weight(weights, batch.uniform)
 
 
-def _by_sorting(draw: _Draw) -> torch.Tensor:
-    """Any filter, by the smallest logit that it keeps."""
-    # Row by row: what is looked at stays in the processor's cache.
+def _by_sorting(batch: _Batch) -> torch.Tensor:
+    """Sample with any filters: find the smallest logit that they keep by sorting."""
+    # Row by row, because one row fits the cache.
     smallest = torch.tensor([
         _smallest_of_row(row, inverse, count, mass) for row, inverse, count, mass in zip(
-            draw.logits.numpy(), draw.inverse_temperature.numpy(), draw.top_k.tolist(), draw.top_p.tolist())
-    ], dtype=draw.logits.dtype, device="cpu")
-    maxima = draw.logits.amax(1)
-    smallest = smallest.maximum(maxima + draw.min_p_margin)
-    weights = draw.weights(draw.logits, maxima).masked_fill_(draw.logits < smallest[:, None], 0)
-    return _draw_weights(weights, draw.uniform)
+            batch.logits.numpy(), batch.inverse_temperature.numpy(), batch.top_k.tolist(), batch.top_p.tolist())
+    ], dtype=batch.logits.dtype, device="cpu")
+    maxima = batch.logits.amax(1)
+    smallest = smallest.maximum(maxima + batch.min_p_margin)
+    weights = batch.weights(batch.logits, maxima).masked_fill_(batch.logits < smallest[:, None], 0)
+    return _choose_by_weight(weights, batch.uniform)
 
 
 def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k: int, top_p: float) -> float:
-    """The smallest of `logits` [vocab] that top-k, then top-p keep."""
+    """Return the smallest of `logits` [vocab] that top-k, then top-p keep."""
     ascending = np.sort(logits)
     if 0 < top_k < len(ascending):
-        # With the equals of the k-th.
+        # Keep all ties of the k-th.
         ascending = ascending[np.searchsorted(ascending, ascending[-top_k]) :]
     if not 0 < top_p < 1:
         return float(ascending[0])
@@ -234,33 +239,33 @@ def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k:
 
 
 def _smallest_kept(values: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """[n, 1]: the value at which the sum of `weights`, in the descending order of `values`, reaches the target.
+    """Return [n, 1] the value at which the cumulative sum of `weights` reaches the target, or the last value.
 
-    Where it never does, the last value.
+    values   [n, m] descending
     """
     missing = (weights.cumsum(1) < target[:, None]).sum(1, keepdim=True)
     return values.gather(1, missing.clamp_(max=values.shape[1] - 1))
 
 
-def _draw_candidates(weights: torch.Tensor, ids: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The smallest id whose cumulative weight, in the order of ids, exceeds uniform * (sum of weights)."""
+def _choose_candidate(weights: torch.Tensor, ids: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the smallest id whose cumulative weight, in id order, exceeds uniform * (sum of weights)."""
     ids, order = ids.sort(1)
     cumulative = weights.gather(1, order).cumsum(1)
     chosen = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
     return ids.gather(1, chosen.clamp_(max=ids.shape[1] - 1))[:, 0]
 
 
-def _draw_weights(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The same over the whole vocabulary: first the block, then the id in it."""
+def _choose_by_weight(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Like `_choose_candidate`, over the whole vocabulary: choose the block, then the id in it."""
     cumulative = block_sums(weights).double().cumsum(1)
     target = uniform[:, None] * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
 
-    ids = block * BLOCK + PLACES
+    ids = block * BLOCK + OFFSETS
     inside = weights.gather(1, ids.clamp(max=weights.shape[1] - 1)).masked_fill_(ids >= weights.shape[1], 0).double()
     cumulative = inside.cumsum(1)
-    # The block's sum was rounded: its last token that has any weight takes what rounding left over.
+    # The block's sum is rounded, so the target may not be reached: take the last token with a weight then.
     last = (cumulative < cumulative[:, -1:]).sum(1, keepdim=True)
     chosen = torch.searchsorted(cumulative, target - before, right=True)
     return ids.gather(1, torch.minimum(chosen, last))[:, 0]
@@ -268,7 +273,7 @@ def _draw_weights(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor,
                wants_log_prob: torch.Tensor | None) -> torch.Tensor:
-    """log_softmax(logits / temperature) at the tokens, [r] float32; anything in the rows that do not want it."""
+    """Return log_softmax(logits / temperature) at the tokens, [r] float32. Arbitrary in rows that do not want it."""
     if wants_log_prob is None or bool(wants_log_prob.all()):
         return chosen_log_probs(logits, tokens, temperature)
     log_probs, wanted = torch.empty(len(tokens), dtype=torch.float32, device="cpu"), wants_log_prob.nonzero()[:, 0]
@@ -277,16 +282,16 @@ def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Te
 
 
 def chosen_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """log_softmax(logits / temperature) at the chosen tokens, [r] float32. A temperature of 0 counts as 1.
+    """Return log_softmax(logits / temperature) at the chosen tokens, [r] float32. Temperature 0 means 1.
 
     Shapes   logits [r, vocab] float32; tokens [r]; temperature [r] float32
     """
     top = logits.amax(1, keepdim=True)
-    scaled = (logits - top).mul_(inverse_of(temperature)[:, None])
+    scaled = (logits - top).mul_(inverse_temperature_of(temperature)[:, None])
     chosen = scaled.gather(1, tokens.long()[:, None])[:, 0]
     return chosen - scaled.exp_().sum(1).log_()
 
 
-def inverse_of(temperature: torch.Tensor) -> torch.Tensor:
-    """1 / temperature, with temperature 0 taken for 1."""
+def inverse_temperature_of(temperature: torch.Tensor) -> torch.Tensor:
+    """Return 1 / temperature, or 1 for temperature 0."""
     return torch.where(temperature == 0, 1.0, temperature).reciprocal().clamp_(max=LARGEST_INVERSE)

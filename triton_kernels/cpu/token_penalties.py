@@ -1,6 +1,6 @@
-"""Penalties on a CPU, row by row. The contract is that of triton_kernels/token_penalties.py.
+"""Penalties on a CPU, row by row. Same contract as triton_kernels/token_penalties.py.
 
-The tokens of a sequence are few beside the vocabulary: they are looked up, changed and written back.
+A sequence has few tokens compared to the vocabulary, so only their logits are gathered, changed and written back.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ LARGEST = np.finfo(np.float32).max
 
 
 def token_penalties(logits, history, history_row, length, repetition, presence, frequency, ignored):
-    """Changes and returns `logits`; see the kernel's docstring for shapes."""
+    """Modify and return `logits`. See the kernel for shapes."""
     penalized = ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero()[:, 0].tolist()
     numbers, tokens_of, history_row, length = logits.numpy(), history.numpy(), history_row.numpy(), length.numpy()
     repetition, presence, frequency = repetition.numpy(), presence.numpy(), frequency.numpy()
@@ -25,11 +25,11 @@ def token_penalties(logits, history, history_row, length, repetition, presence, 
 
 def _penalize(logits: np.ndarray, tokens: np.ndarray, counted: np.ndarray, repetition: np.float32,
               presence: np.float32, frequency: np.float32) -> None:
-    """Change the logits [vocab] of `tokens` [n], which may repeat. What was finite stays finite.
+    """Change the logits [vocab] of `tokens` [n], which may repeat. Finite logits stay finite.
 
-    counted   [m] the last of `tokens`, which presence and frequency look at
+    counted   [m] the tokens, the last of `tokens`, that presence and frequency count
     """
-    before = logits[tokens]                             # as often as the token occurs, each time the same
+    before = logits[tokens]                             # a repeated token gets the same value each time
     with np.errstate(over="ignore", invalid="ignore"):
         after = np.where(before < 0, before * repetition, before / repetition)
         if len(counted) == len(tokens):

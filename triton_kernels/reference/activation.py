@@ -1,4 +1,4 @@
-"""The nonlinearity of an ungated MLP.
+"""The activation of an ungated MLP.
 
     out = f(hidden)        f: "gelu"      x * Phi(x), with the error function
                               "gelu_new"  the tanh approximation of it (GPT-2)
@@ -6,8 +6,8 @@
                               "relu"      max(x, 0)
 
 Shapes      hidden, out              [T, I]   contiguous rows, any row stride
-Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
-Mutates     out, which may be `hidden`; None: allocated.
+Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Mutates     out, which can be `hidden`; None: allocated.
 Returns     out.
 """
 
@@ -23,6 +23,6 @@ FUNCTIONS = {
 
 
 def activation(hidden, kind, out=None, deterministic=False):
-    """f(hidden), elementwise; see the module's docstring."""
+    """Compute f(hidden) elementwise. See the module docstring for shapes."""
     result = FUNCTIONS[kind](hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
     return result.to(hidden.dtype) if out is None else out.copy_(result)

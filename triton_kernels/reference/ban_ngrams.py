@@ -1,14 +1,14 @@
-"""Forbid the tokens that would end an n-gram which the sequence holds already.
+"""Forbid the tokens that would repeat an n-gram of the sequence.
 
-    the first `length` tokens t of the row's history, n = size: for every s with t[s .. s+n-2] equal to the last n-1
-    tokens, logits[t[s+n-1]] = -inf
+    t = the first `length` tokens of the row's history, n = size
+    logits[t[s+n-1]] = -inf for every s at which t[s .. s+n-2] equals the last n-1 tokens
 
 Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
-            history                  [H, C]   int32, contiguous rows, any row stride; ids of V and more have no logit
-            history_row              [R] int64   the row of `history` that belongs to a row of logits
-            length                   [R] int64   tokens of it that count, at most C
-            size                     [R] int32   n; 0: nothing. 1 forbids whatever the sequence holds
-Neutral     a row of size 0 is left as it is, and its history is not looked at: history_row and length may be any
+            history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
+            history_row              [R] int64   row of `history` for each row of logits
+            length                   [R] int64   number of its tokens that count, at most C
+            size                     [R] int32   n; 0: off; 1: forbid all tokens of the sequence
+Neutral     a row of size 0 is unchanged, and its history is not read: history_row and length are arbitrary
 Mutates     logits
 """
 
@@ -16,7 +16,7 @@ import torch
 
 
 def ban_ngrams(logits, history, history_row, length, size):
-    """Changes and returns `logits`; see the module's docstring for shapes."""
+    """Modify and return `logits`. See the module docstring for shapes."""
     for row in range(len(logits)):
         others = int(size[row]) - 1
         if others < 0:

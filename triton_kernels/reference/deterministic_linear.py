@@ -1,15 +1,15 @@
-"""A linear map whose bits, row by row, depend on that row alone.
+"""A deterministic linear layer: the bits of a row depend on that row alone.
 
     out = x W^T + bias
 
 Shapes      x                        [T, K]   contiguous rows, any row stride
             weight                   [N, K]   contiguous
-            bias                     [N]   may be None
+            bias                     [N] or None
             out                      [T, N]   None: allocated
 Mutates     out.
 Returns     out.
 
-What the kernel computes, not its bits: torch chooses its product by the number of rows.
+The oracle is not deterministic itself: torch selects its product by the number of rows.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 
 def deterministic_linear(x, weight, bias=None, out=None):
-    """x W^T + bias; see the module's docstring for shapes."""
+    """Compute x W^T + bias. See the module docstring for shapes."""
     wide = torch.promote_types(x.dtype, torch.float32)
     result = functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     return result.to(x.dtype) if out is None else out.copy_(result)

@@ -1,21 +1,21 @@
-"""A linear map of few rows in one launch with the norm before it and with what comes after it.
+"""A linear layer for few rows, fused with the norm before it and the activation or residual addition after it.
 
-    n    = x, or its root-mean-square norm, or its layer norm, rounded to the dtype of x
+    n    = x, or RMSNorm of x, or LayerNorm of x, rounded to the dtype of x
     y    = n W^T + bias
-    out  = y                                             plain
-           f(y), of y rounded to the dtype               with an activation, one of `activation.KINDS`
+    out  = y                                             without activation and residual
+           f(y), with y rounded to the dtype             with an activation, one of `activation.KINDS`
            f(y[:, :I]) * y[:, I:], likewise              gated; I is half of the rows of W
            residual + y, rounded once                    with a residual, in place
 
-Shapes      x                        [T, K]   contiguous rows, any row stride; T is at most MOST_ROWS
-            weight                   [N, K]   contiguous; [2 I, K] when gated, the gate's rows first
-            bias                     [N]   may be None
-            norm_weight, norm_bias   [K]   norm_weight None: no norm; norm_bias None: the root-mean-square norm,
+Shapes      x                        [T, K]   contiguous rows, any row stride; T <= MOST_ROWS
+            weight                   [N, K]   contiguous; [2 I, K] when gated, the rows of the gate first
+            bias                     [N] or None
+            norm_weight, norm_bias   [K]   norm_weight None: no norm; norm_bias None: RMSNorm,
                                            x / sqrt(mean(x^2) + epsilon) * (weight_offset + norm_weight)
-            residual                 [T, N]   contiguous rows; None: nothing is added
+            residual                 [T, N]   contiguous rows; None: no residual
             out                      [T, N], or [T, I] when gated   None: allocated
-Mutates     residual, or out where there is none. Neither may share memory with x.
-Returns     what it mutates.
+Mutates     residual, or else out. Neither may share memory with x.
+Returns     the mutated tensor.
 """
 
 import torch
@@ -28,7 +28,7 @@ from .rms_norm import rms_norm
 
 def fused_linear(x, weight, bias=None, norm_weight=None, norm_bias=None, epsilon=0.0, weight_offset=0.0,
                  activation=None, gated=False, residual=None, out=None):
-    """Norm, product and what comes after it; see the module's docstring for shapes."""
+    """Apply norm, product, and activation or residual. See the module docstring for shapes."""
     if norm_weight is not None and norm_bias is None:
         x = rms_norm(x, norm_weight, epsilon, weight_offset=weight_offset)
     elif norm_weight is not None:

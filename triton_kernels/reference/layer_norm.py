@@ -1,15 +1,15 @@
-"""Layer norm, with the residual addition before it when there is one.
+"""LayerNorm, with an optional residual addition before it.
 
-    residual += hidden                                    only with a residual, rounded to its dtype
+    residual += hidden                                    with a residual; rounded to its dtype
     x         = residual, or hidden without one
     out       = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias
 
-Shapes      hidden, out              [..., E]   two or three dimensions, the last contiguous, the others with any stride
+Shapes      hidden, out              [..., E]   two or three dimensions; the last contiguous, any stride in the others
             residual                 [T, E]   contiguous rows; None: no addition
-            weight                   [E], or [H, E] where hidden is [T, H, E]
+            weight                   [E], or [H, E] if hidden is [T, H, E]
             bias                     [E] or None
-Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
-Mutates     residual and out. out may be `hidden`; None: allocated.
+Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Mutates     residual and out. out can be `hidden`; None: allocated.
 Returns     out.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 
 def layer_norm(hidden, weight, bias, epsilon, residual=None, out=None, deterministic=False):
-    """Norm over the last dimension; see the module's docstring for shapes."""
+    """Normalize over the last dimension. See the module docstring for shapes."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if residual is not None:
         residual.copy_(residual.to(wide) + hidden.to(wide))

@@ -1,7 +1,7 @@
 """Philox-4x32-10: four random words from a key and a counter, the same on every machine and in every batch.
 
     one round   (c0, c1, c2, c3) -> (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0))
-    ten rounds, the key raised by (W0, W1) between two of them
+    ten rounds; (W0, W1) is added to the key after each
 
 Shapes      key                      [R, 2] int64   words 0 .. 2^32 - 1
             counter                  [R, 4] int64   likewise
@@ -9,8 +9,8 @@ Shapes      key                      [R, 2] int64   words 0 .. 2^32 - 1
 Source      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Exact: checked against the
             known-answer vectors published with it.
 
-A request's uniform numbers come from `uniform`: key = (low, high) word of the request's seed, counter =
-(position of the drawn token, 0, 0, 0), and u = (word 0 >> 8) * 2^-24: 0 <= u < 1, in steps that float32 holds exactly.
+`uniform` computes the uniform random number of a token: key = (low, high) word of the request's seed, counter =
+(position of the sampled token, 0, 0, 0), u = (word 0 >> 8) * 2^-24, so 0 <= u < 1, exact in float32.
 """
 
 import torch
@@ -21,14 +21,14 @@ WORD = 0xFFFFFFFF
 
 
 def _multiply(constant: int, words):
-    """(high, low) word of constant * words, without leaving int64."""
+    """Return the (high, low) words of constant * words, within int64."""
     low_part, high_part = constant * (words & 0xFFFF), constant * (words >> 16)      # each below 2^48
     middle = high_part + (low_part >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low_part & 0xFFFF)
 
 
 def philox(key, counter):
-    """Ten rounds; see the module's docstring for shapes."""
+    """Compute ten rounds. See the module docstring for shapes."""
     k0, k1 = key.unbind(1)
     c0, c1, c2, c3 = counter.unbind(1)
     for _ in range(10):
@@ -40,7 +40,7 @@ def philox(key, counter):
 
 
 def uniform(seed, position):
-    """u in [0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed) and `position` [R]."""
+    """Return u in [0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed) and `position` [R]."""
     key = torch.stack([seed & WORD, (seed >> 32) & WORD], dim=1)
     zero = torch.zeros_like(seed)
     counter = torch.stack([position.to(torch.int64) & WORD, zero, zero, zero], dim=1)

@@ -1,9 +1,9 @@
-"""Everything that a plain step does before its first layer, in one launch.
+"""All work of a plain step before its first layer, in one launch.
 
     block_table.flat[table_entries[i]] = table_blocks[i]
-    token[t] = last_tokens[slots[t], positions[t] mod C]     of the first R rows: sequences that generate
-               input_tokens[t - R]                             of the others: tokens of contexts
-    out[t]   = embedding[token[t]], or token[t] where there is no table
+    token[t] = last_tokens[slots[t], positions[t] mod C]     for the first R rows: generation
+               input_tokens[t - R]                           for the other rows: contexts
+    out[t]   = embedding[token[t]], or token[t] without an embedding
     cleared  = 0
 
 Shapes      as in triton_kernels/prepare_step.py
@@ -17,7 +17,7 @@ def prepare_step(
     block_table, table_entries, table_blocks, last_tokens, slots, positions, input_tokens, embedding=None, cleared=None,
     out=None,
 ):
-    """See the module's docstring."""
+    """Prepare the step. Returns out. See the module docstring."""
     block_table.view(-1)[table_entries] = table_blocks
     if cleared is not None:
         cleared.zero_()

@@ -1,15 +1,15 @@
-"""Root-mean-square norm, with the residual addition before it when there is one.
+"""RMSNorm, with an optional residual addition before it.
 
-    residual += hidden                                    only with a residual, rounded to its dtype
+    residual += hidden                                    with a residual; rounded to its dtype
     x         = residual, or hidden without one
     out       = x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)
 
-Shapes      hidden, out              [..., E]   two or three dimensions, the last contiguous, the others with any
-                                                stride (heads of a packed tensor are fine)
+Shapes      hidden, out              [..., E]   two or three dimensions; the last contiguous, any stride in the others
+                                                (as for heads of a packed tensor)
             residual                 [T, E]   contiguous rows; None: no addition
             weight                   [E]
-Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
-Mutates     residual and out. out may be `hidden`; None: allocated.
+Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Mutates     residual and out. out can be `hidden`; None: allocated.
 Returns     out.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 
 def rms_norm(hidden, weight, epsilon, residual=None, weight_offset=0.0, out=None, deterministic=False):
-    """Norm over the last dimension; see the module's docstring for shapes."""
+    """Normalize over the last dimension. See the module docstring for shapes."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if residual is not None:
         residual.copy_(residual.to(wide) + hidden.to(wide))

@@ -1,18 +1,18 @@
-"""Rotate this step's queries and keys by position, and write keys and values into the paged pool.
+"""Rotate the queries and keys of a step by position, and write keys and values to the paged pool.
 
     x1, x2 = the first and the second half of the leading R entries of a head
     rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged]
-    pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     where slot >= 0
+    pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     if slot >= 0
 
 Shapes      query                    [T, HQ, D]   T packed tokens; heads contiguous, any row stride
             key, value               [T, HK, D]   likewise; the three may be views of one packed tensor
-            kv_pool                  [N, 2, HK, B, D]   one layer's view of the pool: N blocks of B tokens
-            slot_mapping             [T] int64   flat token slot, block * B + offset; -1 = write nothing
-            positions                [T] int32 or int64   valid for every row, padding rows too
-            cos_table, sin_table     [positions, R / 2] float32   None: the model does not rotate
-            query_out                [T, HQ, D]   None: the queries are rotated in place
-Units       deterministic: asks that a row's bits depend on that row alone; the kernel's always do
-Mutates     kv_pool and query_out (or query). Two rows must not name one slot.
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
+            slot_mapping             [T] int64   flat token slot, block * B + offset; -1 = do not write
+            positions                [T] int32 or int64   valid for every row, also padded rows
+            cos_table, sin_table     [positions, R / 2] float32   None: no rotation
+            query_out                [T, HQ, D]   None: rotate the queries in place
+Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
+Mutates     kv_pool and query_out (or query). No two rows may have the same slot.
 Returns     the rotated queries.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 
 def _rotate(rows, positions, cos_table, sin_table):
-    """`rows` [T, H, D] rotated, in float32 or wider."""
+    """Return `rows` [T, H, D] rotated, in float32 or wider."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     half = cos_table.shape[1]
     cos = cos_table[positions.long()].to(wide.dtype)[:, None, :]
@@ -33,7 +33,7 @@ def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
     deterministic=False,
 ):
-    """Rotate, then append; see the module's docstring for shapes."""
+    """Rotate, then append. See the module docstring for shapes."""
     if query_out is None:
         query_out = query
     if cos_table is not None:

@@ -1,40 +1,39 @@
-"""Draw one token per row of logits.
+"""Sample one token per row of logits.
 
     x    = logits / temperature,  p = softmax(x)
-    keep = the top_k largest logits (ties of the last one kept), then, in what they renormalise to, the smallest set of
-           largest probabilities whose sum reaches top_p (ties of the last one kept); of these, the logits that are at
-           least max(logits) + temperature * log(min_p)
+    keep = the top_k largest logits, with all ties of the last; then, of their renormalized probabilities, the smallest
+           set of the largest whose sum reaches top_p, with all ties of the last; of these, the logits >=
+           max(logits) + temperature * log(min_p)
     u    = uniform(seed, position), from `philox`
-    token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of the kept)
-    log_prob = log p[token], before any filtering
+    token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of kept probabilities)
+    log_prob = log p[token], without any filter
 
 Shapes      logits                   [R, V]   any float dtype, contiguous rows, any row stride; -inf = forbidden token
-            temperature              [R] float32   0: greedy, and the log-prob is that of temperature 1
-            top_k                    [R] int32   0: no limit by count
-            top_p                    [R] float32   0 with top_k > 0, or 1 and more: no limit by mass
-            min_p                    [R] float32   0, or None: no limit below the largest
+            temperature              [R] float32   0: greedy, with the log-prob at temperature 1
+            top_k                    [R] int32   0: off
+            top_p                    [R] float32   0 with top_k > 0, or >= 1: off
+            min_p                    [R] float32   0 or None: off
             seed                     [R] int64   the bits of the request's unsigned seed
-            position                 [R] int32   position of the token being drawn in its sequence
-            tokens                   [R] int32 (or any integer dtype)      these three may be passed in, so that
-            log_probs                [R] float32                           a captured graph writes to fixed places
-            finite                   [R] bool, or any integer dtype
-            wants_log_prob           [R] bool on the host: rows whose log-prob is looked at; those of the others may be
-                                     anything. None: all
-            only_greedy              True: the caller knows that every row is greedy
-            slots                    [R] int64   where in temperature, top_k, top_p, min_p, seed and end_id the numbers
-                                     of a row are: these are [S] then. None: row r has those at r
-            end_id                   [R] int32   the token that ends a sequence; -1: none does. None: no row asks
-            finish                   [R] any integer dtype   1 where a token is its sequence's end_id, else 0
-            last_tokens              [S, C] int64, contiguous, C a power of two: a token is kept at
-                                     [slots, position mod C]. None: no row asks
-            counts                   [R, BUCKETS] int32, zeros: memory to work with. None: made
-Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit, the lowest id among
-            equals.
-Mutates     tokens, log_probs, finite, finish, last_tokens, counts. finite is False where a row holds NaN or +inf or
-            nothing but -inf; the token is then 0 and the log-prob NaN.
+            position                 [R] int32   position of the sampled token in its sequence
+            tokens                   [R] int32 (or any integer dtype)      the caller can pass these three, so that a
+            log_probs                [R] float32                           captured graph writes to fixed addresses;
+            finite                   [R] bool, or any integer dtype        None: allocated
+            wants_log_prob           [R] bool on the host   rows that need a log-prob, which is arbitrary in other rows.
+                                     None: all
+            only_greedy              True: the caller guarantees that every row is greedy
+            slots                    [R] int64   index of each row in temperature, top_k, top_p, min_p, seed and end_id,
+                                     which then are [S]. None: row r has index r
+            end_id                   [R] int32   the token that ends the sequence; -1: none. None if finish is None
+            finish                   [R] any integer dtype   1 if the token is the end_id, else 0; can be None
+            last_tokens              [S, C] int64, contiguous, C a power of two   stores the tokens, at
+                                     [slots, position mod C]; can be None
+            counts                   [R, BUCKETS] int32, zeros   scratch memory. None: allocated
+Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit; ties: the lowest id.
+Mutates     tokens, log_probs, finite, finish, last_tokens, counts. finite is False for a row with NaN or +inf, or only
+            -inf; its token is then 0 and its log-prob NaN.
 Returns     (tokens, log_probs, finite).
 
-A row's result depends on nothing but that row.
+The result of a row depends on that row alone.
 """
 
 import torch
@@ -46,7 +45,7 @@ def sample_token(
     logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None, min_p=None,
     wants_log_prob=None, only_greedy=False, slots=None, end_id=None, finish=None, last_tokens=None, counts=None,
 ):
-    """One token per row; see the module's docstring for shapes. It needs no memory to work with."""
+    """Sample one token per row. Ignores `counts`. See the module docstring for shapes."""
     num_rows = logits.shape[0]
     if slots is not None:
         temperature, top_k, top_p, seed = temperature[slots], top_k[slots], top_p[slots], seed[slots]
@@ -57,7 +56,7 @@ def sample_token(
 
     x = logits.double()
     finite.copy_(~(x.isnan().any(1) | (x == torch.inf).any(1) | (x == -torch.inf).all(1)))
-    x = x.masked_fill(~finite.bool()[:, None], 0)                              # rows whose result is thrown away
+    x = x.masked_fill(~finite.bool()[:, None], 0)                              # rows whose result is discarded
     divisor = temperature.double().where(temperature != 0, 1)
     log_p = (x / divisor[:, None]).log_softmax(1)
 
@@ -65,18 +64,18 @@ def sample_token(
     largest = (x == x.amax(1, keepdim=True)).int().argmax(1)                   # the first of several
     min_p = torch.zeros_like(top_p) if min_p is None else min_p
     lowest = x.amax(1) + temperature.double() * min_p.double().log()
-    drawn = _draw(x, log_p.exp(), top_k, top_p, lowest, uniform(seed, position))
-    chosen = torch.where(greedy, largest, drawn).masked_fill(~finite.bool(), 0)
+    sampled = _sample(x, log_p.exp(), top_k, top_p, lowest, uniform(seed, position))
+    chosen = torch.where(greedy, largest, sampled).masked_fill(~finite.bool(), 0)
 
     tokens.copy_(chosen)
     log_probs.copy_(log_p.gather(1, chosen[:, None])[:, 0].masked_fill(~finite.bool(), torch.nan))
     if finish is not None or last_tokens is not None:
-        follow(tokens, position, slots, end_id, finish, last_tokens)
+        record_tokens(tokens, position, slots, end_id, finish, last_tokens)
     return tokens, log_probs, finite
 
 
-def follow(tokens, position, slots, end_id, finish, last_tokens):
-    """What follows from the drawn tokens: whether they end their sequences, and where they are kept."""
+def record_tokens(tokens, position, slots, end_id, finish, last_tokens):
+    """Set `finish` and `last_tokens` from the sampled tokens."""
     slots = torch.arange(len(tokens), dtype=torch.int64, device=tokens.device) if slots is None else slots
     if finish is not None:
         finish.copy_(tokens == end_id[slots])
@@ -84,8 +83,13 @@ def follow(tokens, position, slots, end_id, finish, last_tokens):
         last_tokens[slots, position.long() % last_tokens.shape[1]] = tokens.to(last_tokens.dtype)
 
 
-def _draw(x, p, top_k, top_p, lowest, uniforms):
-    """The token of each row: `x` its logits, `p` its probabilities, `lowest` the least logit that min-p keeps."""
+def _sample(x, p, top_k, top_p, lowest, uniforms):
+    """Return the token of each row.
+
+    x        logits
+    p        probabilities
+    lowest   the smallest logit that min-p keeps
+    """
     vocabulary = x.shape[1]
     descending = x.sort(dim=1, descending=True).values
     last = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary).long() - 1

@@ -1,20 +1,20 @@
-"""Make the tokens that a sequence holds less likely, or more.
+"""Repetition, presence and frequency penalties of the tokens of a sequence.
 
-    n(id) = how often `id` is among the first `length` tokens of the row's history
-    x     = logits[id], wherever n(id) > 0
-    x     = x * repetition where x < 0, else x / repetition
-    m(id) = how often `id` is among those from token `ignored` on
-    x     = x - (presence where m(id) > 0) - frequency * m(id)
+    n(id) = number of occurrences of `id` in the first `length` tokens of the row's history
+    x     = logits[id], for all ids with n(id) > 0
+    x     = x * repetition if x < 0, else x / repetition
+    m(id) = number of those occurrences from token `ignored` on
+    x     = x - (presence if m(id) > 0) - frequency * m(id)
 
 Shapes      logits                   [R, V]   float32, contiguous rows, any row stride
-            history                  [H, C]   int32, contiguous rows, any row stride; ids of V and more have no logit
-            history_row              [R] int64   the row of `history` that belongs to a row of logits
-            length                   [R] int64   tokens of it that count, at most C
-            repetition               [R] float32   above 0; 1: nothing
-            presence, frequency      [R] float32   0: nothing
+            history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
+            history_row              [R] int64   row of `history` for each row of logits
+            length                   [R] int64   number of its tokens that count, at most C
+            repetition               [R] float32   above 0; 1: off
+            presence, frequency      [R] float32   0: off
             ignored                  [R] int32   leading tokens that presence and frequency do not count, 0..length
-Neutral     a row with 1, 0 and 0 is left as it is, and its history is not looked at: history_row and length may be any
-Mutates     logits. What was finite stays finite: it ends at the largest float32. What was not stays as it is.
+Neutral     a row with 1, 0 and 0 is unchanged, and its history is not read: history_row and length are arbitrary
+Mutates     logits. Finite logits stay finite: they saturate at the largest float32. Others are unchanged.
 """
 
 import torch
@@ -23,7 +23,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def token_penalties(logits, history, history_row, length, repetition, presence, frequency, ignored):
-    """Changes and returns `logits`; see the module's docstring for shapes."""
+    """Modify and return `logits`. See the module docstring for shapes."""
     vocabulary = logits.shape[1]
     for row in range(len(logits)):
         if repetition[row] == 1 and presence[row] == 0 and frequency[row] == 0:
