@@ -24,7 +24,7 @@ from ..triton_kernels.cpu.native.library import (
     OPERATION_NUMBERS,
     PRODUCT,
     RMS_NORM,
-    ROTATE_AND_KEEP,
+    ROTATE_AND_APPEND,
 )
 from ..triton_kernels.cpu.native.matrix import PackedMatrix
 
@@ -200,7 +200,7 @@ class Recording:
         tables = (0, 0, 0)
         if rotary is not None:
             tables = (self.floats(rotary.cos), self.floats(rotary.sin), rotary.cos.shape[1])
-        self.add(ROTATE_AND_KEEP, [query, key, value], [layer, *tables])
+        self.add(ROTATE_AND_APPEND, [query, key, value], [layer, *tables])
         result = self.register(query.width)
         self.add(ATTEND, [query, result], [layer, _bits(how.scale), _bits(how.softcap or 0.0), how.window or 0, sink,
                                       slopes, _bits(how.alibi_bfloat16_factor or 0.0),

@@ -30,7 +30,7 @@ def machine(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(build, "FLAGS", ("-O1", f"-march={request.param}", *build.FLAGS[2:]))
-        patch.setattr(library_module, "_answers", [])
+        patch.setattr(library_module, "_loaded", [])
         load_library()
         yield request.param
 

@@ -25,7 +25,7 @@ static int attention_jobs(void) {
     int64_t scale_bits;
     memcpy(&scale_bits, &scale, 8);
     Operation operations[2] = {
-        {{ROTATE_AND_KEEP, 0, WIDTH, 0, 0, WIDTH, HEADS * SIZE, 0, WIDTH, (HEADS + KEY_HEADS) * SIZE, 0, 0, 0, 0}},
+        {{ROTATE_AND_APPEND, 0, WIDTH, 0, 0, WIDTH, HEADS * SIZE, 0, WIDTH, (HEADS + KEY_HEADS) * SIZE, 0, 0, 0, 0}},
         {{ATTEND, 0, WIDTH, 0, 1, HEADS * SIZE, 0, 0, scale_bits, 0, 0, 0}}};
     int wrong = 0;
     for (int job = 0; job < JOBS; job++) {

@@ -40,7 +40,7 @@ def test_other_sources_flags_and_processors_have_files_of_their_own(cache, monke
 def test_without_a_compiler(cache, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
-    assert load() == "no C compiler was found: neither $CC nor cc, gcc, clang"
+    assert load() == "found no C compiler: neither $CC nor cc, gcc, clang"
 
 
 def test_a_compiler_that_fails_leaves_nothing_behind(cache, monkeypatch, tmp_path):
@@ -90,8 +90,8 @@ WRITES = 'while [ "$1" != -o ]; do shift; done; '
 @pytest.mark.parametrize(("script", "reason"), [
     ("printf 'na\\357ve \\033[31m failure' >&2; exit 1", "na\N{REPLACEMENT CHARACTER}ve [31m failure"),
     ("exit 3", "exit status 3"), ("kill -9 $$", "exit status -9"),
-    ("exit 0", "it said nothing and wrote nothing"),
-    (WRITES + "echo 'int other;' | cc -shared -o $2 -xc -", "the library that it built has no function stop_helpers"),
+    ("exit 0", "the compiler wrote no output and no error message"),
+    (WRITES + "echo 'int other;' | cc -shared -o $2 -xc -", "the built library has no function stop_helpers"),
 ])
 def test_what_a_broken_compiler_says_or_writes(cache, monkeypatch, tmp_path, script, reason):
     compiler = _compiler(tmp_path, script)
@@ -179,4 +179,4 @@ def test_a_folder_of_somebody_elses_is_not_loaded_from(cache, monkeypatch, tmp_p
     load()
     monkeypatch.setattr(build.os, "getuid", lambda: 12345)
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
-    assert load().endswith("failed: no folder for the compiled file can be written")
+    assert load().endswith("failed: no cache folder for the compiled library is writable")

@@ -1,14 +1,14 @@
-/* Attention of a few query rows over the pages of one sequence and one key head.
+/* Attention of a few query rows over the pages of one sequence and one kv head.
 
-   A page is [tokens_per_block][head_size], contiguous. The rows share the key head: the query heads of a token, or of
-   several tokens that follow one another. Softmax page by page, with a running maximum ("Online normalizer calculation
-   for softmax", arXiv 1805.02867), in float32. */
+   A page is [tokens_per_block][head_size], contiguous. The rows are the query heads that share the kv head, of one
+   token or several consecutive tokens. The softmax runs page by page with a running maximum ("Online normalizer
+   calculation for softmax", arXiv 1805.02867), in float32. */
 #pragma once
 #include "vectors.h"
 
-#define MOST_QUERY_ROWS 32
-#define MOST_HEAD_SIZE 256
-#define MOST_BLOCK_TOKENS 256
+#define MAX_QUERY_ROWS 32
+#define MAX_HEAD_SIZE 256
+#define MAX_BLOCK_TOKENS 256
 
 typedef struct {
     const char *pool;                 /* [blocks, layers, 2, kv_heads, tokens_per_block, head_size] */
@@ -16,10 +16,10 @@ typedef struct {
     int type;
 } Cache;
 
-/* slopes         [query_heads] or NULL: slope * (key position - query position) is added to scores (ALiBi)
-   factor         0, or what is added is factor * (f(key position) - f(query position)), f(p) = bfloat16(slope *
+/* slopes         [query_heads] or NULL: add the ALiBi bias slope * (key position - query position) to scores
+   factor         not 0: the bias is factor * (f(key position) - f(query position)) with f(p) = bfloat16(slope *
                   bfloat16(p))
-   sink_logits    [query_heads] or NULL: the score of one more key, whose value is zeros */
+   sink_logits    [query_heads] or NULL: the score of an extra key whose value is zero */
 typedef struct {
     float scale, softcap;             /* softcap 0: none */
     int64_t window, sinks;            /* window 0: none */
@@ -33,7 +33,7 @@ INLINE floats to_bfloat16(floats x) {
     return (floats)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
 }
 
-/* What ALiBi adds to the scores of the keys at these positions for queries at these. */
+/* The ALiBi bias for keys and queries at these positions. */
 INLINE floats alibi(const Scores *how, integers key, integers query, floats slope) {
     if (how->factor == 0) return slope * __builtin_convertvector(key - query, floats);
     floats of_key = to_bfloat16(slope * to_bfloat16(__builtin_convertvector(key, floats)));
@@ -47,7 +47,7 @@ INLINE const char *page_of(const Cache *c, int64_t block, int64_t layer, int is_
 }
 
 #if defined(__AVX512F__)
-/* The sum of each of LANES vectors. */
+/* Return the sum of each of LANES vectors. */
 INLINE floats sums_of(const floats v[LANES]) {
     __m512 four[4];
     for (int i = 0; i < 4; i++) {
@@ -80,17 +80,17 @@ INLINE floats sums_of(const floats v[LANES]) {
 }
 #endif
 
-/* Queries are packed in the type that they are multiplied in: pairs of bfloat16 where the processor multiplies those. */
+/* The type of packed queries: bfloat16 only if the processor multiplies pairs of bfloat16, else float32. */
 #if defined(__AVX512BF16__)
 INLINE int type_of_queries(int type) { return type; }
 #else
 INLINE int type_of_queries(int type) { return FLOAT32; }
 #endif
 
-/* scores[row][first ..] = the products of R queries with LANES keys. */
+/* scores[row][first ..] = the dot products of R queries with LANES keys. */
 #define SCORE_ROWS(R)                                                                                                 \
     INLINE void score_rows_##R(const char *keys, const char *queries, int64_t size, int type,                         \
-                               float scores[][MOST_BLOCK_TOKENS], int64_t first) {                                    \
+                               float scores[][MAX_BLOCK_TOKENS], int64_t first) {                                     \
         int query_type = type_of_queries(type);                                                                       \
         int64_t width = size * bytes_of(type), query_width = size * bytes_of(query_type);                             \
         floats sums[R][LANES];                                                                                        \
@@ -125,9 +125,10 @@ INLINE int type_of_queries(int type) { return FLOAT32; }
 #endif
 SCORE_ROWS(1) SCORE_ROWS(2) SCORE_ROWS(3) SCORE_ROWS(4)
 
-/* Products of `rows` queries with LANES keys, scores[row][first ..]. As many bytes are asked for from `soon` on. */
+/* Compute the dot products of `rows` queries with LANES keys, as scores[row][first ..]. Prefetches as many bytes from
+   `soon`. */
 INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t size, int type,
-                       float scores[][MOST_BLOCK_TOKENS], int64_t first, const char *soon) {
+                       float scores[][MAX_BLOCK_TOKENS], int64_t first, const char *soon) {
     int64_t query_width = size * bytes_of(type_of_queries(type));
     for (int64_t at = 0; at < LANES * size * bytes_of(type); at += LINE_BYTES) prefetch_soon(soon + at);
     int row = 0;
@@ -140,11 +141,11 @@ INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t 
     }
 }
 
-/* result[row] += sum over t of weights[row][t] * values[t]; V vectors of R rows at a time. As many bytes are asked for
-   from `soon` on. */
+/* result[row] += sum over t of weights[row][t] * values[t]; V vectors of R rows at a time. Prefetches as many bytes
+   from `soon`. */
 #define ADD_VALUES(R, V)                                                                                              \
     INLINE void add_values_##R##x##V(const char *values, int64_t width, int64_t tokens, int64_t at, int type,         \
-                                     float weights[][MOST_BLOCK_TOKENS], float *result, int64_t result_stride,        \
+                                     float weights[][MAX_BLOCK_TOKENS], float *result, int64_t result_stride,         \
                                      const char *soon) {                                                              \
         floats sums[R][V];                                                                                            \
         for (int r = 0; r < R; r++)                                                                                   \
@@ -166,22 +167,22 @@ INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t 
     for (; at + LANES <= size; at += LANES)                                                                           \
         add_values_##R##x1(values, width, tokens, at, type, weights + row, to, stride, soon);
 
-/* As many sums as fit into registers, as in products.h. */
+/* Block sizes: as many sums as fit into registers, as in products.h. */
 ADD_VALUES(1, 4) ADD_VALUES(2, 4)
 ADD_VALUES(1, 1) ADD_VALUES(2, 1) ADD_VALUES(3, 1) ADD_VALUES(4, 1)
 #if LANES == 16
-#define MOST_ROWS_OF_VALUES 4
+#define MAX_ROWS_OF_VALUES 4
 ADD_VALUES(3, 4) ADD_VALUES(4, 4)
 #else
-#define MOST_ROWS_OF_VALUES 6
+#define MAX_ROWS_OF_VALUES 6
 ADD_VALUES(3, 2) ADD_VALUES(4, 2) ADD_VALUES(5, 2) ADD_VALUES(6, 2) ADD_VALUES(5, 1) ADD_VALUES(6, 1)
 #endif
 
 INLINE void add_values(const char *values, int rows, int64_t size, int64_t tokens, int type,
-                       float weights[][MOST_BLOCK_TOKENS], float *result, const char *soon) {
-    int64_t width = size * bytes_of(type), stride = MOST_HEAD_SIZE;
-    for (int row = 0; row < rows; row += MOST_ROWS_OF_VALUES, soon = values) {
-        int count = rows - row < MOST_ROWS_OF_VALUES ? rows - row : MOST_ROWS_OF_VALUES;
+                       float weights[][MAX_BLOCK_TOKENS], float *result, const char *soon) {
+    int64_t width = size * bytes_of(type), stride = MAX_HEAD_SIZE;
+    for (int row = 0; row < rows; row += MAX_ROWS_OF_VALUES, soon = values) {
+        int count = rows - row < MAX_ROWS_OF_VALUES ? rows - row : MAX_ROWS_OF_VALUES;
         int64_t at = 0;
         float *to = result + row * stride;
         switch (count) {
@@ -204,13 +205,13 @@ INLINE void add_values(const char *values, int rows, int64_t size, int64_t token
     }
 }
 
-/* What some queries of one key head look at; query row r stands at position[r] and sees what is written up to there.
+/* Query rows of one kv head and the keys that they attend to. Query row r has position[r] and sees the keys up to it.
 
    blocks     of the sequence; entries that no row sees are not read
    queries    [rows][head_size], packed, in type_of_queries
-   slopes     [rows], of the query head of each row; read where Scores has slopes
-   first_key, end_key   of the keys, those that are looked at; first_key begins a block
-   next_keys  the page of keys that this thread is likely to read after these */
+   slopes     [rows] slope of each row's query head; read only if Scores has slopes
+   first_key, end_key   range of keys to read; first_key is the first of a block
+   next_keys  the page of keys that this thread will probably read next; prefetched */
 typedef struct {
     int64_t layer, head;
     const int32_t *blocks;
@@ -220,76 +221,77 @@ typedef struct {
     int rows;
     int64_t first_key, end_key;
     const char *next_keys;
-} Look;
+} Task;
 
-/* A page that rows look at.
+/* A page that query rows read.
 
-   tokens     of the page that are looked at, from its first one on
-   is_whole   each row sees all of them
-   soon       the page of keys that is read next */
+   tokens     number of its tokens to read
+   is_whole   every row sees all of them
+   soon       the page of keys to read next; prefetched */
 typedef struct {
     const char *keys, *values, *soon;
     int64_t tokens;
     int is_whole;
 } Page;
 
-/* The first key that is not looked at; `last` is the last position of the rows. */
-INLINE int64_t end_of(const Look *look, int64_t last) { return last < look->end_key ? last + 1 : look->end_key; }
+/* Return the end of the range of keys to read; `last` is the last position of the rows. */
+INLINE int64_t end_of(const Task *task, int64_t last) { return last < task->end_key ? last + 1 : task->end_key; }
 
-/* The page that begins with the key `start`, for rows from position `first` to `last`. Returns whether a row sees it. */
-INLINE int find_page(const Cache *c, const Scores *how, const Look *look, int64_t first, int64_t last, int64_t start,
+/* Describe the page that begins with key `start`, for rows at positions `first` to `last`. Returns whether any row sees
+   the page. */
+INLINE int find_page(const Cache *c, const Scores *how, const Task *task, int64_t first, int64_t last, int64_t start,
                      Page *page) {
-    int64_t next = start + c->block_tokens, end = end_of(look, last);
+    int64_t next = start + c->block_tokens, end = end_of(task, last);
     if (how->window && next <= first - how->window + 1 && start >= how->sinks) return 0;
-    const int32_t *block = look->blocks + start / c->block_tokens;
-    page->keys = page_of(c, block[0], look->layer, 0, look->head);
-    page->values = page_of(c, block[0], look->layer, 1, look->head);
-    page->soon = next < end ? page_of(c, block[1], look->layer, 0, look->head) : look->next_keys;
+    const int32_t *block = task->blocks + start / c->block_tokens;
+    page->keys = page_of(c, block[0], task->layer, 0, task->head);
+    page->values = page_of(c, block[0], task->layer, 1, task->head);
+    page->soon = next < end ? page_of(c, block[1], task->layer, 0, task->head) : task->next_keys;
     page->tokens = next < end ? c->block_tokens : end - start;
     page->is_whole = next <= first + 1 && (!how->window || start > last - how->window);
     return 1;
 }
 
-/* What they found: sums of values, each times e^(score - maximum), and the sums of those weights. */
+/* Partial results of query rows: sums of values weighted by e^(score - maximum), and the sums of the weights. */
 typedef struct {
-    float sums[MOST_QUERY_ROWS][MOST_HEAD_SIZE] __attribute__((aligned(64)));
-    float maximum[MOST_QUERY_ROWS], total[MOST_QUERY_ROWS];
-} Found;
+    float sums[MAX_QUERY_ROWS][MAX_HEAD_SIZE] __attribute__((aligned(64)));
+    float maximum[MAX_QUERY_ROWS], total[MAX_QUERY_ROWS];
+} Partial;
 
-/* other's to found's, as if one had found both. */
-INLINE void add_found(Found *found, const Found *other, int rows, int64_t size) {
+/* Merge `other` into `partial`. */
+INLINE void merge_partial(Partial *partial, const Partial *other, int rows, int64_t size) {
     for (int row = 0; row < rows; row++) {
-        float top = found->maximum[row] > other->maximum[row] ? found->maximum[row] : other->maximum[row];
-        float shrink = exponential(all(found->maximum[row] - top))[0];
+        float top = partial->maximum[row] > other->maximum[row] ? partial->maximum[row] : other->maximum[row];
+        float shrink = exponential(all(partial->maximum[row] - top))[0];
         float shrink_other = exponential(all(other->maximum[row] - top))[0];
-        found->maximum[row] = top;
-        found->total[row] = found->total[row] * shrink + other->total[row] * shrink_other;
+        partial->maximum[row] = top;
+        partial->total[row] = partial->total[row] * shrink + other->total[row] * shrink_other;
         for (int64_t i = 0; i < size; i++)
-            found->sums[row][i] = found->sums[row][i] * shrink + other->sums[row][i] * shrink_other;
+            partial->sums[row][i] = partial->sums[row][i] * shrink + other->sums[row][i] * shrink_other;
     }
 }
 
-/* What rows find, page by page. Overwrites `found`. */
-INLINE void attend(const Cache *c, const Scores *how, const Look *look, Found *found, int type) {
-    float scores[MOST_QUERY_ROWS][MOST_BLOCK_TOKENS] __attribute__((aligned(64)));
-    const int64_t *position = look->position;
-    float *maximum = found->maximum, *total = found->total, *result = found->sums[0];
-    int rows = look->rows;
+/* Attend page by page. Overwrites `partial`. */
+INLINE void attend(const Cache *c, const Scores *how, const Task *task, Partial *partial, int type) {
+    float scores[MAX_QUERY_ROWS][MAX_BLOCK_TOKENS] __attribute__((aligned(64)));
+    const int64_t *position = task->position;
+    float *maximum = partial->maximum, *total = partial->total, *result = partial->sums[0];
+    int rows = task->rows;
     int64_t size = c->head_size, width = size * bytes_of(type), first = position[0], last = position[0];
     for (int row = 0; row < rows; row++) {
         maximum[row] = -1e30f;
         total[row] = 0;
         first = position[row] < first ? position[row] : first;
         last = position[row] > last ? position[row] : last;
-        memset(result + row * MOST_HEAD_SIZE, 0, sizeof(float) * (size_t)size);
+        memset(result + row * MAX_HEAD_SIZE, 0, sizeof(float) * (size_t)size);
     }
-    int64_t end = end_of(look, last);
+    int64_t end = end_of(task, last);
     Page page;
-    for (int64_t start = look->first_key; start < end; start += c->block_tokens) {
-        if (!find_page(c, how, look, first, last, start, &page)) continue;
+    for (int64_t start = task->first_key; start < end; start += c->block_tokens) {
+        if (!find_page(c, how, task, first, last, start, &page)) continue;
         int64_t whole = (page.tokens + LANES - 1) / LANES * LANES;
         for (int64_t t = 0; t < whole; t += LANES)
-            score_keys(page.keys + t * width, look->queries, rows, size, type, scores, t, page.values + t * width);
+            score_keys(page.keys + t * width, task->queries, rows, size, type, scores, t, page.values + t * width);
         for (int row = 0; row < rows; row++) {
             floats most = all(-1e30f);
             for (int64_t t = 0; t < whole; t += LANES) {
@@ -297,7 +299,7 @@ INLINE void attend(const Cache *c, const Scores *how, const Look *look, Found *f
                 if (how->softcap != 0) s = hyperbolic_tangent(s / how->softcap) * how->softcap;
                 integers key = FIRST_INTEGERS + (int32_t)(start + t);
                 if (how->slopes)
-                    s += alibi(how, key, all_integers((int32_t)position[row]), all(look->slopes[row]));
+                    s += alibi(how, key, all_integers((int32_t)position[row]), all(task->slopes[row]));
                 if (!page.is_whole) {
                     integers sees = key <= (int32_t)position[row];
                     if (how->window)
@@ -313,8 +315,8 @@ INLINE void attend(const Cache *c, const Scores *how, const Look *look, Found *f
                 maximum[row] = top;
                 total[row] *= shrink;
                 for (int64_t i = 0; i < size; i += LANES) {
-                    if (i + LANES <= size) *(floats *)(result + row * MOST_HEAD_SIZE + i) *= shrink;
-                    else for (int64_t j = i; j < size; j++) result[row * MOST_HEAD_SIZE + j] *= shrink;
+                    if (i + LANES <= size) *(floats *)(result + row * MAX_HEAD_SIZE + i) *= shrink;
+                    else for (int64_t j = i; j < size; j++) result[row * MAX_HEAD_SIZE + j] *= shrink;
                 }
             }
             floats sums = all(0);

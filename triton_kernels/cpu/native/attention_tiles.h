@@ -1,17 +1,17 @@
-/* Attention in bfloat16 by tiles: the same sums as `attend`, for many query rows at once. The tiles are those of AMX,
-   or blocks of vectors of AVX-512 where there is no AMX.
+/* Attention in bfloat16 by tiles: the same sums as `attend`, for many query rows at once. Uses AMX tiles, or blocks of
+   AVX-512 vectors without AMX.
 
-   The products of keys and queries come out as [token][query], so that softmax works on sixteen queries at a time,
-   and weights are rounded to bfloat16, which the tiles take. Queries and weights are transposed in pairs of two
-   bfloat16 to become what a tile is multiplied with. */
+   The products of keys and queries are stored as [token][query], so that the softmax handles sixteen queries at a time.
+   Weights are rounded to bfloat16, the input type of the tiles. Queries and weights are transposed in pairs of bfloat16
+   numbers, the layout of a tile's second operand. */
 #pragma once
 #include "tiles.h"
 
 #if defined(HAS_TILES) || (defined(__AVX512BF16__) && defined(__AVX512BW__))
 #define HAS_ATTENTION_TILES 1
-#define FEWEST_ROWS_OF_ATTENTION_TILES 5
-#define FEWEST_ROWS_OF_ATTENTION_VECTORS 8               /* for fewer than 7 `attend` takes less time */
-#define QUERY_GROUPS (MOST_QUERY_ROWS / TILE_ROWS)
+#define MIN_ROWS_FOR_ATTENTION_TILES 5
+#define MIN_ROWS_FOR_ATTENTION_VECTORS 8                 /* `attend` is faster for fewer than 7 */
+#define QUERY_GROUPS (MAX_QUERY_ROWS / TILE_ROWS)
 
 /* to[i][j] = from[j][i] */
 static void transpose(const words from[16], uint32_t *to) {
@@ -26,7 +26,7 @@ static void transpose(const words from[16], uint32_t *to) {
         b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
         b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
     }
-    /* b[4 i + c], in its 128 bits l: column 4 l + c of the rows 4 i .. 4 i + 3. */
+    /* 128-bit lane l of b[4 i + c] is column 4 l + c of the rows 4 i .. 4 i + 3. */
     for (int c = 0; c < 4; c++) {
         __m512i low = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x88), odd = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xdd);
         __m512i high = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88);
@@ -39,18 +39,18 @@ static void transpose(const words from[16], uint32_t *to) {
 }
 
 typedef struct {
-    uint32_t queries[QUERY_GROUPS][MOST_HEAD_SIZE / 32][16][16];     /* [32 entries of a head][pair][query] */
-    uint32_t weights[QUERY_GROUPS][MOST_BLOCK_TOKENS / 32][16][16];  /* [32 tokens][query][pair of tokens] */
-    uint32_t values[MOST_BLOCK_TOKENS / 32][MOST_HEAD_SIZE / 16][16][16];    /* [32 tokens][16 entries][pair][entry] */
-    float scores[MOST_BLOCK_TOKENS][MOST_QUERY_ROWS];
-    float sums[MOST_QUERY_ROWS][MOST_HEAD_SIZE];         /* entries in the order that `pair_values` leaves them in */
+    uint32_t queries[QUERY_GROUPS][MAX_HEAD_SIZE / 32][16][16];     /* [32 entries of a head][pair][query] */
+    uint32_t weights[QUERY_GROUPS][MAX_BLOCK_TOKENS / 32][16][16];  /* [32 tokens][query][pair of tokens] */
+    uint32_t values[MAX_BLOCK_TOKENS / 32][MAX_HEAD_SIZE / 16][16][16];    /* [32 tokens][16 entries][pair][entry] */
+    float scores[MAX_BLOCK_TOKENS][MAX_QUERY_ROWS];
+    float sums[MAX_QUERY_ROWS][MAX_HEAD_SIZE];           /* entries in the order of `pair_values` */
 } __attribute__((aligned(64))) AttentionTiles;
 
-static __thread AttentionTiles attention_tiles;          /* not on the stack: the host decides how large that is */
+static __thread AttentionTiles attention_tiles;          /* not on the stack, whose size the host controls */
 
-/* Pairs of tokens side by side. Of 32 entries the first tile has 0-3, 8-11, 16-19, 24-27, the second one the others.
-   After the last token, up to a multiple of 32, are zeros: what is not written yet may be NaN, which no weight of
-   0 takes away. */
+/* Interleave the values of pairs of tokens. Of 32 entries, the first tile gets 0-3, 8-11, 16-19, 24-27, the second the
+   others. Tokens after the last, up to a multiple of 32, become zeros: unwritten memory may hold NaN, and 0 * NaN is
+   NaN. */
 static void pair_values(AttentionTiles *a, const char *values, int64_t size, int64_t tokens, const char *soon) {
     for (int64_t t = 0; t < (tokens + 31) / 32 * 32; t += 2)
         for (int64_t i = 0; i < size; i += 32) {
@@ -104,7 +104,7 @@ static void add_page_by_amx(AttentionTiles *a, int groups, int64_t size, int64_t
 }
 #endif
 
-/* Eight tokens and one or two groups of queries at a time: their sums stay in registers. */
+/* Score eight tokens with one or two groups of queries; the sums stay in registers. */
 INLINE void score_eight(AttentionTiles *a, const char *keys, int groups, int64_t size, int64_t t) {
     floats sums[8][QUERY_GROUPS];
     for (int j = 0; j < 8; j++)
@@ -132,7 +132,7 @@ static void score_page_by_vectors(AttentionTiles *a, const char *keys, int group
     }
 }
 
-/* Four rows and 32 entries of a head at a time, from pages of values as `pair_values` leaves them. */
+/* Add the weighted values of a page in the layout of `pair_values`, four rows and 32 entries of a head at a time. */
 static void add_page_by_vectors(AttentionTiles *a, int rows, int64_t size, int64_t tokens) {
     for (int row = 0; row < rows; row += 4)
         for (int64_t i = 0; i < size / 16; i += 2) {
@@ -153,7 +153,7 @@ static void add_page_by_vectors(AttentionTiles *a, int rows, int64_t size, int64
         }
 }
 
-/* Scores of one page of sixteen queries to weights; their maximum and total, and what was summed so far, go along. */
+/* Turn the scores of sixteen queries for one page into weights. Updates maximum and total, and rescales `sums`. */
 static void weigh_page(AttentionTiles *a, const Scores *how, int group, integers position, floats slope, int64_t start,
                        int64_t tokens, int is_whole, int64_t size, floats *maximum, floats *total) {
     floats most = *maximum;
@@ -194,26 +194,26 @@ static void weigh_page(AttentionTiles *a, const Scores *how, int group, integers
     *total += sum;
 }
 
-static int takes_tiles(const Cache *c, int rows) {
-    int fewest = may_use_tiles() ? FEWEST_ROWS_OF_ATTENTION_TILES : FEWEST_ROWS_OF_ATTENTION_VECTORS;
+static int fits_tiles(const Cache *c, int rows) {
+    int fewest = may_use_tiles() ? MIN_ROWS_FOR_ATTENTION_TILES : MIN_ROWS_FOR_ATTENTION_VECTORS;
     return c->type == BFLOAT16 && rows >= fewest && c->head_size % 32 == 0 && c->block_tokens % 32 == 0;
 }
 
-/* As `attend`, where `takes_tiles`. */
-static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look, Found *found) {
+/* Like `attend`. Requires `fits_tiles`. */
+static void attend_in_tiles(const Cache *c, const Scores *how, const Task *task, Partial *partial) {
     AttentionTiles *a = &attention_tiles;
-    /* In a shared library the address of what a thread owns is found by a call, and GCC would call again and again in
-       the inner loops. This hides from it where the address comes from, so that it keeps the address. */
+    /* In a shared library, taking the address of a thread-local variable is a function call, which GCC would repeat in
+       the inner loops. This hides the origin of the address, so that GCC keeps it in a register. */
     __asm__("" : "+r"(a));
-    const int64_t *position = look->position;
-    int rows = look->rows, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t *position = task->position;
+    int rows = task->rows, groups = (rows + TILE_ROWS - 1) / TILE_ROWS;
     int64_t size = c->head_size, width = size * 2, first = position[0], last = position[0];
     integers positions[QUERY_GROUPS];
     floats maximum[QUERY_GROUPS], total[QUERY_GROUPS], slopes[QUERY_GROUPS];
     for (int row = 0; row < groups * TILE_ROWS; row++) {
         int64_t at = position[row < rows ? row : 0];
         positions[row / TILE_ROWS][row % TILE_ROWS] = (int32_t)at;
-        slopes[row / TILE_ROWS][row % TILE_ROWS] = how->slopes ? look->slopes[row < rows ? row : 0] : 0;
+        slopes[row / TILE_ROWS][row % TILE_ROWS] = how->slopes ? task->slopes[row < rows ? row : 0] : 0;
         first = at < first ? at : first;
         last = at > last ? at : last;
         memset(a->sums[row], 0, sizeof(float) * (size_t)size);
@@ -224,8 +224,8 @@ static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look,
         for (int64_t i = 0; i < size; i += 32) {
             words pairs[16];
             for (int row = 0; row < TILE_ROWS; row++) {
-                int of = group * TILE_ROWS + row;
-                pairs[row] = *(const words *)(look->queries + (of < rows ? of : 0) * width + i * 2);
+                int query = group * TILE_ROWS + row;
+                pairs[row] = *(const words *)(task->queries + (query < rows ? query : 0) * width + i * 2);
             }
             transpose(pairs, a->queries[group][i / 32][0]);
         }
@@ -234,10 +234,10 @@ static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look,
     int by_amx = may_use_tiles();
     if (by_amx) shape_tiles((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
 #endif
-    int64_t end = end_of(look, last);
+    int64_t end = end_of(task, last);
     Page page;
-    for (int64_t start = look->first_key; start < end; start += c->block_tokens) {
-        if (!find_page(c, how, look, first, last, start, &page)) continue;
+    for (int64_t start = task->first_key; start < end; start += c->block_tokens) {
+        if (!find_page(c, how, task, first, last, start, &page)) continue;
         int64_t tokens = (page.tokens + 31) / 32 * 32;
 #if defined(HAS_TILES)
         if (by_amx) score_page_by_amx(a, page.keys, groups, size, tokens, page.values);
@@ -245,8 +245,8 @@ static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look,
 #endif
         score_page_by_vectors(a, page.keys, groups, size, tokens, page.values);
         for (int group = 0; group < groups; group++)
-            weigh_page(a, how, group, positions[group], slopes[group], start, tokens, page.is_whole, size, maximum + group,
-                       total + group);
+            weigh_page(a, how, group, positions[group], slopes[group], start, tokens, page.is_whole, size,
+                       maximum + group, total + group);
         pair_values(a, page.values, size, page.tokens, page.soon);
 #if defined(HAS_TILES)
         if (by_amx) add_page_by_amx(a, groups, size, tokens);
@@ -260,12 +260,12 @@ static void attend_in_tiles(const Cache *c, const Scores *how, const Look *look,
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     for (int row = 0; row < rows; row++) {
-        found->maximum[row] = maximum[row / TILE_ROWS][row % TILE_ROWS];
-        found->total[row] = total[row / TILE_ROWS][row % TILE_ROWS];
+        partial->maximum[row] = maximum[row / TILE_ROWS][row % TILE_ROWS];
+        partial->total[row] = total[row / TILE_ROWS][row % TILE_ROWS];
         for (int64_t i = 0; i < size; i += 32) {
             __m512 x = _mm512_load_ps(a->sums[row] + i), y = _mm512_load_ps(a->sums[row] + i + 16);
-            _mm512_store_ps(found->sums[row] + i, _mm512_permutex2var_ps(x, low, y));
-            _mm512_store_ps(found->sums[row] + i + 16, _mm512_permutex2var_ps(x, high, y));
+            _mm512_store_ps(partial->sums[row] + i, _mm512_permutex2var_ps(x, low, y));
+            _mm512_store_ps(partial->sums[row] + i + 16, _mm512_permutex2var_ps(x, high, y));
         }
     }
 }

@@ -1,9 +1,9 @@
-"""The compiled library as a file: found in the cache, or built.
+"""Finds the compiled library in a cache folder, or builds it.
 
-It is compiled with `-march=native`, so a built file is of one kind of processor, one compiler and one state of the
-sources; all three are in its name. It ends with a digest of what is before: a damaged file would end the process that
-loads it. The cache is $XDG_CACHE_HOME/batch_manager, or ~/.cache/batch_manager, or where that cannot be used this
-user's folder among the temporary files.
+The library is compiled with `-march=native`, so its file name contains a digest of the processor, the compiler and the
+sources. The file ends with a checksum of its content, because loading a damaged library would crash the process. The
+cache folder is $XDG_CACHE_HOME/batch_manager or ~/.cache/batch_manager; if it cannot be used, a folder of this user in
+the directory for temporary files.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ Compiler = Sequence[str]
 
 
 class CannotBuildError(Exception):
-    """The text says why."""
+    """The library cannot be built. The message says why."""
 
 
 def built_library(functions: Sequence[str], check_interruption: Callable[[], None]) -> ctypes.CDLL:
-    """The library from the first folder that has it, or where it can be built.
+    """Return the library from the first usable cache folder. Build it there if it is missing.
 
-    functions            what it must have
-    check_interruption   called now and then while the compiler runs; when it raises, the compiler is stopped
+    functions            functions that the library must export
+    check_interruption   called periodically while the compiler runs; if it raises, the compiler is killed
 
     Raises CannotBuildError.
     """
@@ -59,28 +59,28 @@ def built_library(functions: Sequence[str], check_interruption: Callable[[], Non
 
 
 def _compiler() -> Compiler:
-    """$CC, which may have options, else the first of COMPILERS that there is. Raises CannotBuildError."""
-    with contextlib.suppress(ValueError):                  # quotation marks that are not closed
+    """Return $CC, with its options, or the first available of COMPILERS. Raises CannotBuildError."""
+    with contextlib.suppress(ValueError):                  # unbalanced quotation marks
         wanted = shlex.split(os.environ.get("CC", ""))
         if wanted and (path := shutil.which(wanted[0])):
             return [path, *wanted[1:]]
     for path in filter(None, map(shutil.which, COMPILERS)):
         return [path]
-    raise CannotBuildError(f"no C compiler was found: neither $CC nor {', '.join(COMPILERS)}")
+    raise CannotBuildError(f"found no C compiler: neither $CC nor {', '.join(COMPILERS)}")
 
 
 def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_interruption: Callable[[], None]
             ) -> ctypes.CDLL:
-    """Raises OSError and SubprocessError."""
-    refusal = OSError("no folder for the compiled file can be written")
+    """Load or build the library. Raises OSError and SubprocessError."""
+    refusal = OSError("no cache folder for the compiled library is writable")
     for folder in _folders():
         path = folder / name
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
             if status.st_uid != os.getuid() or status.st_mode & WRITABLE_BY_ALL or path.is_dir():
-                continue                                   # who can write there decides what runs in this process
-            with contextlib.suppress(OSError):             # not there, or damaged: it is replaced then
+                continue                                   # others could plant code that this process runs
+            with contextlib.suppress(OSError):             # missing or damaged: build it again
                 return _opened(path, functions)
             _remove_unfinished(folder)
             handle, unfinished = tempfile.mkstemp(dir=folder, prefix=UNFINISHED, suffix=".so")
@@ -91,9 +91,9 @@ def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_inter
             _compile(compiler, unfinished, check_interruption)
             _append_digest(unfinished)
             library = _opened(Path(unfinished), functions)
-            os.replace(unfinished, path)                   # at once: another process may look, or compile too
+            os.replace(unfinished, path)                   # atomic, because other processes may load or compile it
             return library
-        except OSError as error:                           # this folder may be full, another one not
+        except OSError as error:                           # such as a full disk: try the next folder
             refusal = error
         finally:
             Path(unfinished).unlink(missing_ok=True)
@@ -101,30 +101,30 @@ def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_inter
 
 
 def _opened(path: Path, functions: Sequence[str]) -> ctypes.CDLL:
-    """Raises OSError where the file is not what was built."""
+    """Load the library after verifying its checksum. Raises OSError for any other content."""
     content = path.read_bytes()
     if hashlib.sha256(content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
         raise OSError(f"{path} is damaged")
     library = ctypes.CDLL(str(path))
     for function in functions:
         if not hasattr(library, function):
-            raise OSError(f"the library that it built has no function {function}")
+            raise OSError(f"the built library has no function {function}")
     return library
 
 
 def _append_digest(path: str) -> None:
-    """After the end of a library nothing is looked at by those who load it."""
+    """Append the checksum. Loaders ignore data after the end of a library."""
     with open(path, "rb+") as file:
         content = file.read()
         if not content:
-            raise OSError("it said nothing and wrote nothing")
+            raise OSError("the compiler wrote no output and no error message")
         file.write(hashlib.sha256(content).digest())
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Delete what processes left that were killed while they compiled."""
+    """Delete old files of processes that were killed while they compiled."""
     for path in folder.glob(f"{UNFINISHED}*.so"):
-        with contextlib.suppress(OSError):                 # another process was faster
+        with contextlib.suppress(OSError):                 # another process has deleted it
             if time.time() - path.stat().st_mtime > 2 * SECONDS_TO_COMPILE:
                 path.unlink()
 
@@ -140,12 +140,12 @@ def _file_name(compiler: Compiler, check_interruption: Callable[[], None]) -> st
 
 
 def _compile(compiler: Compiler, path: str, check_interruption: Callable[[], None]) -> None:
-    logger.info("compiling the step for this processor, which is done once")
+    logger.info("compiling the step for this processor; the result is cached")
     _run([*compiler, *FLAGS, "-o", path, str(SOURCE), "-lm"], SECONDS_TO_COMPILE, check_interruption)
 
 
 def _run(command: Sequence[str], seconds: float, check_interruption: Callable[[], None]) -> bytes:
-    """What a command writes to its standard output. Raises OSError where it fails, TimeoutExpired."""
+    """Run a command and return its standard output. Raises OSError if it fails, TimeoutExpired after `seconds`."""
     ends_at = time.monotonic() + seconds
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           start_new_session=True) as process:
@@ -160,7 +160,7 @@ def _run(command: Sequence[str], seconds: float, check_interruption: Callable[[]
                         raise subprocess.TimeoutExpired(list(command), seconds) from None
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)     # a compiler has processes of its own
+                os.killpg(process.pid, signal.SIGKILL)     # with the child processes of the compiler
             raise
     if process.returncode:
         lines = messages.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
@@ -174,7 +174,7 @@ def _folders() -> list[Path]:
 
 
 def _processor() -> str:
-    """What `-march=native` looks at: the name and the instruction sets of the processor."""
+    """Return what `-march=native` depends on: the name and instruction sets of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

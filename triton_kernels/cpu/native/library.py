@@ -1,4 +1,4 @@
-"""The compiled library, loaded once a process and described to ctypes; build.py finds or builds it."""
+"""The compiled library, loaded once per process, with its ctypes declarations. build.py finds or builds it."""
 
 import ctypes
 import platform
@@ -11,10 +11,10 @@ import torch
 from .build import CannotBuildError, built_library
 
 PANEL, INPUTS_ALIGNED = 16, 32
-RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD = range(8)    # kinds in step.c
-OPERATION_NUMBERS = 24             # of one operation: its kind, and what that kind says in step.c
+RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD = range(8)    # kinds in step.c
+OPERATION_NUMBERS = 24             # integers of an operation: its kind and the arguments listed in step.c
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
-_answers: list[ctypes.CDLL | str] = []      # the first one counts: the library, or why there is none
+_loaded: list[ctypes.CDLL | str] = []       # after the first load: the library, or why it is not available
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -43,35 +43,36 @@ class Step(ctypes.Structure):
 
 
 def address(structure: ctypes.Structure) -> int:
-    """Where the compiled code finds it, for as long as it is held."""
+    """Return the address of a structure. It is valid while the structure is alive."""
     return ctypes.addressof(structure)
 
 
 class CannotCompileError(Exception):
-    """There is no library on this machine; the text says why."""
+    """The compiled library is not available on this machine. The message says why."""
 
 
 def load_library(check_interruption: Callable[[], None] = lambda: None) -> ctypes.CDLL:
-    """The library, compiled when no cached one fits. Asked again, the answer comes at once.
+    """Return the library. The first call compiles it, unless the cache has it; later calls return the same result.
 
-    check_interruption   called now and then while a compiler runs; what it raises ends the compiler, and passes
+    check_interruption   called periodically while the compiler runs; if it raises, the compiler is killed and the
+                         exception propagates
 
     Raises CannotCompileError.
     """
-    if not _answers:
-        _answers.append(_load(check_interruption))
-    if isinstance(_answers[0], str):
-        raise CannotCompileError(_answers[0])
-    return _answers[0]
+    if not _loaded:
+        _loaded.append(_load(check_interruption))
+    if isinstance(_loaded[0], str):
+        raise CannotCompileError(_loaded[0])
+    return _loaded[0]
 
 
 def hold_helpers(owner: Any) -> None:
-    """The threads that help with steps may stay until `owner` releases them, or is gone."""
+    """Keep the helper threads alive until `owner` releases them or is garbage-collected."""
     _holders.add(owner)
 
 
 def release_helpers(owner: Any) -> None:
-    """End the threads, unless another owner holds them. Again, or by one that does not hold them: nothing happens."""
+    """Stop the helper threads, unless another owner holds them. Does nothing if `owner` does not hold them."""
     if owner in _holders:
         _holders.discard(owner)
         if not _holders:
@@ -79,9 +80,9 @@ def release_helpers(owner: Any) -> None:
 
 
 def _load(check_interruption: Callable[[], None]) -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """Return the library, or the reason why it is not available."""
     if platform.system() not in ("Linux", "Darwin"):
-        return f"no compiled step on {platform.system()}"
+        return f"compiled steps are not supported on {platform.system()}"
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     functions = {
         "stop_helpers": ([], None),

@@ -1,4 +1,4 @@
-"""A matrix packed for the compiled products."""
+"""A matrix in the layout of the compiled products."""
 
 import numpy as np
 import torch
@@ -18,11 +18,10 @@ from .library import (
 
 
 class PackedMatrix:
-    """W [outputs, inputs] and b [outputs] or None, in panels of 16 outputs; the plain tensors are not kept. For one
-    thread at a time.
+    """W [outputs, inputs] and b [outputs] or None, copied into panels of 16 outputs. Not thread-safe.
 
-    type      of W, a number of vectors.h
-    address   of the `Matrix` that the compiled code reads
+    type      type of W, as numbered in vectors.h
+    address   address of the `Matrix` structure that the compiled code reads
     Raises    CannotCompileError, MemoryError
     """
 
@@ -45,20 +44,22 @@ class PackedMatrix:
         self._operation[:8] = PRODUCT, 0, 0, 0, 1, 0, 0, self.address
 
     def multiply(self, x: torch.Tensor, dtype: torch.dtype | None = None, threads: int | None = None) -> torch.Tensor:
-        """x [T, inputs] -> x W^T + b [T, outputs], summed in float32, in `dtype`; None: that of the matrix.
+        """Return x W^T + b [T, outputs] for x [T, inputs], accumulated in float32.
 
-        threads  None: as many as torch computes with on this thread
-        Raises   ValueError for rows of another width or dtype
+        dtype    of the result; None: dtype of the matrix
+        threads  number of threads; None: torch.get_num_threads()
+        Raises   ValueError if width or dtype of the rows do not match
         """
         result = torch.empty((len(x), self.outputs), dtype=dtype or self.dtype, device="cpu")
         return self._run(x, result, adds=False, threads=threads)
 
     def largest(self, x: torch.Tensor, threads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, inputs] -> (the index of the largest of each row of x W^T + b [T] int64, the lowest of equals; that
-        output [T] float32, NaN where an output of the row is).
+        """Return (indices [T] int64, values [T] float32) of the largest output of each row of x W^T + b.
 
-        threads  None: as many as torch computes with on this thread
-        Raises   ValueError for rows of another width or dtype; MemoryError
+        Ties: the lowest index. The value is NaN if any output of the row is NaN.
+
+        threads  number of threads; None: torch.get_num_threads()
+        Raises   ValueError if width or dtype of the rows do not match; MemoryError
         """
         x = self._rows(x)
         indices = torch.empty(len(x), dtype=torch.int64, device="cpu")
@@ -66,12 +67,14 @@ class PackedMatrix:
         if len(x) and self._library.largest_outputs_of(
                 self.address, x.data_ptr(), x.stride(0), len(x), indices.data_ptr(), largest.data_ptr(),
                 threads or torch.get_num_threads()):
-            raise MemoryError(f"no memory for the largest outputs of {len(x):,} rows")
+            raise MemoryError(f"not enough memory for the largest outputs of {len(x):,} rows")
         return indices, largest
 
     def add_product(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual [T, outputs] + x W^T + b, rounded once, in `residual` where its rows are contiguous. Raises as
-        `multiply` does."""
+        """Return residual [T, outputs] + x W^T + b, rounded once. Overwrites `residual` if its rows are contiguous.
+
+        Raises   as `multiply`
+        """
         if residual.stride(1) != 1:
             residual = residual.contiguous()
         return self._run(x, residual, adds=True)
@@ -89,9 +92,9 @@ class PackedMatrix:
         return result
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """As the compiled code reads them: with zeros after each row, up to where a product reads."""
+        """Return x with contiguous rows, padded with zeros to the aligned width that products read."""
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.inputs:
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}; {self.dtype} [rows, {self.inputs}]")
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; expected {self.dtype} [rows, {self.inputs}]")
         if self.inputs % INPUTS_ALIGNED:
             return torch.nn.functional.pad(x, (0, self._matrix.inputs - self.inputs))
         return x if x.stride(1) == 1 else x.contiguous()

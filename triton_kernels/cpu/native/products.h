@@ -1,8 +1,8 @@
 /* y = x W^T (+ b) (+ y): rows of x times a packed matrix.
 
-   Packed: panels of 16 outputs. In bfloat16 a panel is [inputs / 2][16][2], so that one load has two inputs of each of
-   16 outputs, which is what a vdpbf16ps and a tile of AMX take alike; inputs are padded with zeros to a multiple of 32.
-   In float32 it is [inputs][16]. Rows of x may be read up to that multiple: what lies there must be finite. */
+   A packed matrix consists of panels of 16 outputs. A bfloat16 panel is [inputs / 2][16][2]: one load has two inputs of
+   each of 16 outputs, as both vdpbf16ps and AMX tiles expect. A float32 panel is [inputs][16]. Inputs are padded with
+   zeros to a multiple of 32. Rows of x are read up to that multiple: memory after their end must be finite. */
 #pragma once
 #include "tiles.h"
 
@@ -16,24 +16,24 @@ typedef struct {
     int type;
 } Matrix;
 
-/* How far ahead of its use a matrix is asked for: the processor does so itself only within 4 KiB. */
+/* Prefetch distance in a matrix: the hardware prefetcher stays within a page of 4 KiB. */
 #define AHEAD_BYTES 2048
 
-/* Panels that a thread multiplies with before it asks for more work. */
-#define MOST_PANELS_A_PIECE 8
+/* Maximum number of panels of a piece of work. */
+#define MAX_PANELS_PER_PIECE 8
 
 INLINE int64_t num_panels(const Matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }
 INLINE int64_t panel_bytes(const Matrix *m) { return m->inputs * PANEL * bytes_of(m->type); }
 
-/* What is done with the sums of one row. */
+/* The result y. */
 typedef struct {
-    void *rows;                       /* y; row r starts r * stride entries in */
+    void *rows;                       /* row r starts at entry r * stride */
     int64_t stride;
-    int type;                         /* of y */
-    int adds;                         /* y is added to */
+    int type;
+    int adds;                         /* add to y instead of overwriting it */
 } Target;
 
-/* Write LANES sums of a row, for the outputs from `first` on. */
+/* Write LANES sums of a row to y, starting at output `first`. */
 INLINE void finish(const Matrix *m, const Target *t, int64_t row, int64_t first, floats sums) {
     int64_t left = m->outputs - first;
     void *y = (char *)t->rows + row * t->stride * bytes_of(t->type);
@@ -51,18 +51,18 @@ INLINE void finish(const Matrix *m, const Target *t, int64_t row, int64_t first,
     }
 }
 
-/* Vectors of a panel. */
+/* Vectors per panel. */
 #define PARTS (PANEL / LANES)
 
-/* A range of the inputs. Between ranges the sums so far are kept in `sums`, [rows][OUTPUTS_A_PIECE]. */
+/* A range of inputs. Between ranges, `sums` [rows][OUTPUTS_PER_PIECE] holds the partial sums. */
 typedef struct {
     int64_t first, count;
     int is_last;
     float *sums;
 } Slice;
-#define OUTPUTS_A_PIECE (MOST_PANELS_A_PIECE * PANEL)
+#define OUTPUTS_PER_PIECE (MAX_PANELS_PER_PIECE * PANEL)
 
-/* Begin and end of R rows times P panels; `at` is the index in the piece of the first panel. */
+/* Begin and end of multiplying R rows with P panels; `at` is the index of the first panel in the piece. */
 #define BEGIN_BLOCK(R, P, TYPE)                                                                                       \
     const TYPE *w[P];                                                                                                 \
     floats sums[R][P * PARTS];                                                                                        \
@@ -71,15 +71,15 @@ typedef struct {
                               + s->first * PANEL * bytes_of(m->type));                                                \
     for (int r = 0; r < R; r++)                                                                                       \
         for (int v = 0; v < P * PARTS; v++)                                                                           \
-            sums[r][v] = s->first ? *(floats *)(s->sums + r * OUTPUTS_A_PIECE + at * PANEL + v * LANES) : all(0);
+            sums[r][v] = s->first ? *(floats *)(s->sums + r * OUTPUTS_PER_PIECE + at * PANEL + v * LANES) : all(0);
 #define FINISH_BLOCK(R, P)                                                                                            \
     for (int r = 0; r < R; r++)                                                                                       \
         for (int v = 0; v < P * PARTS; v++) {                                                                         \
             if (s->is_last) finish(m, t, row + r, panel * PANEL + v * LANES, sums[r][v]);                             \
-            else *(floats *)(s->sums + r * OUTPUTS_A_PIECE + at * PANEL + v * LANES) = sums[r][v];                    \
+            else *(floats *)(s->sums + r * OUTPUTS_PER_PIECE + at * PANEL + v * LANES) = sums[r][v];                  \
         }
 
-/* R rows times P panels, in bfloat16. */
+/* Multiply R rows with P panels. */
 #if defined(__AVX512BF16__)
 typedef uint16_t Bf16Input;
 #define ADD_PRODUCTS_OF_PAIRS(R, P)                                                                                   \
@@ -89,8 +89,8 @@ typedef uint16_t Bf16Input;
         for (int v = 0; v < P * PARTS; v++) sums[r][v] = add_pairs(sums[r][v], two, pairs[v]);                        \
     }
 #else
-/* Without an instruction for pairs, inputs are widened first. The first input of each pair is multiplied before the
-   second ones, so that all operands fit into sixteen registers. */
+/* Without an instruction for pairs, inputs are widened first. The first inputs of all pairs are multiplied before the
+   second inputs, so that all operands fit into sixteen registers. */
 typedef float Bf16Input;
 #define ADD_PRODUCTS_OF_PAIRS(R, P)                                                                                   \
     for (int r = 0; r < R; r++)                                                                                       \
@@ -128,36 +128,37 @@ typedef float Bf16Input;
         FINISH_BLOCK(R, P)                                                                                            \
     }
 
-/* The sizes of blocks: as many sums as fit into registers beside weights and inputs. AVX-512 has 32 registers, and a
-   panel takes one; AVX2 has 16, and a panel takes two. */
+/* Block sizes: as many sums as fit into registers with weights and inputs. AVX-512 has 32 registers and one vector per
+   panel; AVX2 has 16 registers and two vectors per panel. */
 typedef void (*Bf16Block)(const Matrix *, const Bf16Input *, int64_t, const Slice *, const Target *, int64_t, int64_t,
                           int64_t);
-typedef void (*F32Block)(const Matrix *, const float *, int64_t, const Slice *, const Target *, int64_t, int64_t, int64_t);
+typedef void (*F32Block)(const Matrix *, const float *, int64_t, const Slice *, const Target *, int64_t, int64_t,
+                         int64_t);
 #define BOTH_BLOCKS(R, P) BF16_BLOCK(R, P) F32_BLOCK(R, P)
 BOTH_BLOCKS(1, 1) BOTH_BLOCKS(2, 1) BOTH_BLOCKS(3, 1) BOTH_BLOCKS(4, 1) BOTH_BLOCKS(5, 1) BOTH_BLOCKS(6, 1)
 #if LANES == 16
 BOTH_BLOCKS(7, 1) BOTH_BLOCKS(8, 1)
 BOTH_BLOCKS(1, 4) BOTH_BLOCKS(2, 4) BOTH_BLOCKS(3, 4) BOTH_BLOCKS(4, 4)
 BOTH_BLOCKS(5, 2) BOTH_BLOCKS(6, 2) BOTH_BLOCKS(7, 2) BOTH_BLOCKS(8, 2)
-#define MOST_ROWS 8
+#define MAX_ROWS 8
 #define BLOCKS(TYPE) {0, TYPE##_1x4, TYPE##_2x4, TYPE##_3x4, TYPE##_4x4, TYPE##_5x2, TYPE##_6x2, TYPE##_7x2, TYPE##_8x2}
-#define SINGLE_BLOCKS(TYPE) {0, TYPE##_1x1, TYPE##_2x1, TYPE##_3x1, TYPE##_4x1, TYPE##_5x1, TYPE##_6x1, TYPE##_7x1, \
+#define SINGLE_BLOCKS(TYPE) {0, TYPE##_1x1, TYPE##_2x1, TYPE##_3x1, TYPE##_4x1, TYPE##_5x1, TYPE##_6x1, TYPE##_7x1,   \
                              TYPE##_8x1}
 INLINE int panels_of_block(int rows) { return rows <= 4 ? 4 : 2; }
 #else
 BOTH_BLOCKS(1, 4) BOTH_BLOCKS(2, 2)
-#define MOST_ROWS 6
+#define MAX_ROWS 6
 #define BLOCKS(TYPE) {0, TYPE##_1x4, TYPE##_2x2, TYPE##_3x1, TYPE##_4x1, TYPE##_5x1, TYPE##_6x1}
 #define SINGLE_BLOCKS(TYPE) {0, TYPE##_1x1, TYPE##_2x1, TYPE##_3x1, TYPE##_4x1, TYPE##_5x1, TYPE##_6x1}
 INLINE int panels_of_block(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
-static const Bf16Block bf16_blocks[MOST_ROWS + 1] = BLOCKS(bf16), bf16_single[MOST_ROWS + 1] = SINGLE_BLOCKS(bf16);
-static const F32Block f32_blocks[MOST_ROWS + 1] = BLOCKS(f32), f32_single[MOST_ROWS + 1] = SINGLE_BLOCKS(f32);
+static const Bf16Block bf16_blocks[MAX_ROWS + 1] = BLOCKS(bf16), bf16_single[MAX_ROWS + 1] = SINGLE_BLOCKS(bf16);
+static const F32Block f32_blocks[MAX_ROWS + 1] = BLOCKS(f32), f32_single[MAX_ROWS + 1] = SINGLE_BLOCKS(f32);
 
 #if defined(HAS_TILES)
-#define FEWEST_ROWS_OF_TILES 2
+#define MIN_ROWS_FOR_TILES 2
 
-/* The sums of some rows and one panel, or two that adjoin: those of 32 outputs are one line of y in bfloat16. */
+/* Store the sums of rows for one panel or two adjacent ones: 32 bfloat16 outputs are one cache line of y. */
 INLINE void finish_tiles(const Matrix *m, const Target *t, int64_t row, int rows, int64_t panel, int panels,
                          const float sums[2][TILE_ROWS * PANEL]) {
     int64_t first = panel * PANEL;
@@ -176,8 +177,8 @@ INLINE void finish_tiles(const Matrix *m, const Target *t, int64_t row, int rows
     }
 }
 
-/* Up to 32 rows times one or two panels. Tiles 0 to 3 have the sums of (upper, lower) rows x two panels, 4 and 5 rows of
-   x, 6 and 7 panels. is_first: the panels have not been read in this step. */
+/* Multiply up to 32 rows with one or two panels. Tiles 0 to 3 hold the sums of (upper, lower) rows x two panels, 4 and
+   5 rows of x, 6 and 7 panels. is_first: prefetch the panels, which this step has not read yet. */
 INLINE void tiles(const Matrix *m, const uint16_t *x, int64_t stride, const Target *t, int64_t row, int upper,
                   int lower, int64_t panel, int panels, int is_first) {
     const char *first = (const char *)m->panels + panel * panel_bytes(m), *second = first + panel_bytes(m);
@@ -222,7 +223,7 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
         if (count != shaped) shape_tiles((const uint8_t[8]){up, up, low, low, up, low, 16, 16}), shaped = count;
         for (int64_t panel = first; panel < end; panel += 2) {
             int panels = end - panel < 2 ? 1 : 2;
-            /* Most calls, compiled apart: nothing is decided in their loop. */
+            /* The common case with constant arguments, so that its loop compiles without branches. */
             if (lower && panels == 2) tiles(m, x + row * stride, stride, t, row, upper, lower, panel, 2, row == 0);
             else tiles(m, x + row * stride, stride, t, row, upper, lower, panel, panels, row == 0);
         }
@@ -231,10 +232,10 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
 }
 #endif
 
-/* Inputs that are widened at a time. Those of a block of rows stay in the L1 cache, beside the weights. */
-#define INPUTS_A_SLICE 512
+/* Inputs to widen at a time. Those of a block of rows fit the L1 cache with the weights. */
+#define INPUTS_PER_SLICE 512
 
-/* `count` rows times all panels, `wide` of them at once. */
+/* Multiply `count` rows with all panels, `wide` panels at a time. */
 #define MULTIPLY_BLOCKS(TYPE, X, STRIDE, SLICE)                                                                       \
     {                                                                                                                 \
         int64_t panel = first;                                                                                        \
@@ -243,18 +244,18 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
         for (; panel < end; panel++) TYPE##_single[count](m, X, STRIDE, SLICE, t, row, panel, panel - first);         \
     }
 
-/* All rows times the panels first .. end - 1, MOST_PANELS_A_PIECE at most. x has the matrix's type. */
+/* Multiply all rows with the panels first .. end - 1, at most MAX_PANELS_PER_PIECE. x has the type of the matrix. */
 static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t rows, const Target *t, int64_t first,
                      int64_t end) {
 #if defined(HAS_TILES)
-    if (m->type == BFLOAT16 && rows >= FEWEST_ROWS_OF_TILES && may_use_tiles()) {
+    if (m->type == BFLOAT16 && rows >= MIN_ROWS_FOR_TILES && may_use_tiles()) {
         multiply_in_tiles(m, x, stride, rows, t, first, end);
         return;
     }
 #endif
-    float sums[MOST_ROWS * OUTPUTS_A_PIECE] __attribute__((aligned(64)));
-    for (int64_t row = 0; row < rows; row += MOST_ROWS) {
-        int count = rows - row < MOST_ROWS ? (int)(rows - row) : MOST_ROWS, wide = panels_of_block(count);
+    float sums[MAX_ROWS * OUTPUTS_PER_PIECE] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < rows; row += MAX_ROWS) {
+        int count = rows - row < MAX_ROWS ? (int)(rows - row) : MAX_ROWS, wide = panels_of_block(count);
         Slice whole = {0, m->inputs, 1, sums};
         if (m->type == FLOAT32) {
             const float *from = (const float *)x + row * stride;
@@ -265,26 +266,26 @@ static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t row
 #if defined(__AVX512BF16__)
         MULTIPLY_BLOCKS(bf16, from, stride, &whole)
 #else
-        float inputs[MOST_ROWS * INPUTS_A_SLICE] __attribute__((aligned(64)));
-        for (int64_t k = 0; k < m->inputs; k += INPUTS_A_SLICE) {
+        float inputs[MAX_ROWS * INPUTS_PER_SLICE] __attribute__((aligned(64)));
+        for (int64_t k = 0; k < m->inputs; k += INPUTS_PER_SLICE) {
             int64_t left = m->inputs - k;
-            Slice slice = {k, left < INPUTS_A_SLICE ? left : INPUTS_A_SLICE, left <= INPUTS_A_SLICE, sums};
+            Slice slice = {k, left < INPUTS_PER_SLICE ? left : INPUTS_PER_SLICE, left <= INPUTS_PER_SLICE, sums};
             for (int r = 0; r < count; r++)
                 for (int64_t i = 0; i < slice.count; i += LANES)
-                    *(floats *)(inputs + r * INPUTS_A_SLICE + i) = load(from + r * stride + k, i, BFLOAT16);
-            MULTIPLY_BLOCKS(bf16, inputs, INPUTS_A_SLICE, &slice)
+                    *(floats *)(inputs + r * INPUTS_PER_SLICE + i) = load(from + r * stride + k, i, BFLOAT16);
+            MULTIPLY_BLOCKS(bf16, inputs, INPUTS_PER_SLICE, &slice)
         }
 #endif
     }
 }
 
-/* The largest output of each row among the panels first .. end - 1, of which there are MOST_PANELS_A_PIECE at most, and the lowest index of those that equal it. The
-   products stay in the processor's cache. NaN where one is. */
+/* Find the largest output of each row among the panels first .. end - 1, at most MAX_PANELS_PER_PIECE of them, and its
+   index. Ties: the lowest index. The output is NaN if any is NaN. The products stay in the cache. */
 #define ROWS_OF_LARGEST 32
 
 static void largest_outputs(const Matrix *m, const void *x, int64_t stride, int64_t rows, int64_t first, int64_t end,
                             float *largest_of, int64_t *index_of) {
-    float products[ROWS_OF_LARGEST * MOST_PANELS_A_PIECE * PANEL] __attribute__((aligned(64)));
+    float products[ROWS_OF_LARGEST * MAX_PANELS_PER_PIECE * PANEL] __attribute__((aligned(64)));
     int64_t width = (end - first) * PANEL, count = m->outputs - first * PANEL;
     if (count > width) count = width;
     for (int64_t row = 0; row < rows; row += ROWS_OF_LARGEST) {
@@ -308,7 +309,8 @@ static void largest_outputs(const Matrix *m, const void *x, int64_t stride, int6
             int64_t index = where[0];
             int has_nan = is_nan[0];
             for (int lane = 1; lane < LANES; lane++) {
-                if (best[lane] > top || (best[lane] == top && where[lane] < index)) top = best[lane], index = where[lane];
+                if (best[lane] > top || (best[lane] == top && where[lane] < index))
+                    top = best[lane], index = where[lane];
                 has_nan |= is_nan[lane];
             }
             largest_of[row + r] = has_nan ? NAN : top;
@@ -317,7 +319,7 @@ static void largest_outputs(const Matrix *m, const void *x, int64_t stride, int6
     }
 }
 
-/* Fill `panels` from a plain matrix [outputs, plain_inputs], whose rows are row_stride entries apart. */
+/* Pack the panels first .. end - 1 from a plain matrix [outputs, plain_inputs] with rows row_stride entries apart. */
 static void pack(const Matrix *m, const void *plain, int64_t plain_inputs, int64_t row_stride, int64_t first,
                  int64_t end) {
     for (int64_t panel = first; panel < end; panel++) {

@@ -1,10 +1,10 @@
-/* What is done to rows one by one: norms, activations, the rotation, the places in the cache. Computed in float32. */
+/* Rowwise operations: norms, activations, rotation. Computed in float32. */
 #pragma once
 #include "vectors.h"
 
 enum { SILU = 0, GELU = 1, GELU_NEW = 2, RELU = 3 };
 
-/* y = x / sqrt(mean(x^2) + epsilon) * (weight + offset). [size] each; y may be x. */
+/* y = x / sqrt(mean(x^2) + epsilon) * (weight + offset). All [size]; y can be x. */
 INLINE void rms_norm_of(const void *x, void *y, const float *weight, int64_t size, float epsilon, float offset,
                         int type) {
     floats squares = all(0);
@@ -47,7 +47,7 @@ INLINE void layer_norm_of(const void *x, void *y, const float *weight, const flo
     for (; i < size; i++) store_one(y, i, (load_one(x, i, type) - mean) * scale * weight[i] + bias[i], type);
 }
 
-/* e^-z^2 and a rational function: Abramowitz and Stegun 7.1.26, an error of 1.5e-7 at most. */
+/* The error function by Abramowitz and Stegun 7.1.26; maximum error 1.5e-7. */
 INLINE floats error_function(floats z) {
     floats size = larger(z, -z);
     floats t = 1.0f / (1.0f + 0.3275911f * size);
@@ -66,7 +66,7 @@ INLINE floats activated(floats x, int kind) {
     }
 }
 
-/* y[i] = f(x[i]) * x[size + i], or f(x[i]) where there is no gate. Rows are padded: whole vectors are read. */
+/* y[i] = f(x[i]) * x[size + i] if gated, else f(x[i]). */
 INLINE void activate_row(const void *x, void *y, int64_t size, int kind, int is_gated, int type) {
     for (int64_t i = 0; i < size; i += LANES) {
         int64_t left = size - i;
@@ -86,7 +86,8 @@ INLINE void activate_row(const void *x, void *y, int64_t size, int kind, int is_
     }
 }
 
-/* Rotate the first 2 * half entries of a head: (a, b) -> (a cos - b sin, b cos + a sin), b half an entry after a. */
+/* Rotate the first 2 * half entries of a head: (a, b) -> (a cos - b sin, b cos + a sin), with a = x[i] and
+   b = x[half + i]. Copy the others. y can be x. */
 INLINE void rotate(const void *x, void *y, const float *cosines, const float *sines, int64_t half, int64_t size,
                    int type) {
     int64_t i = 0;

@@ -1,8 +1,8 @@
-/* A step of a model on a CPU: a list of operations over rows, run to its end in one call.
+/* A step of a model on a CPU: a list of operations over rows, executed in one call.
 
-   Every operation is cut into pieces. Threads take pieces as they are free, so that a thread that the system does not
-   run takes none, and no thread waits for it unless it was stopped inside a piece. The thread that calls is one of them
-   and could do all alone. */
+   Every operation is divided into pieces, which idle threads take one at a time. A thread that the system does not
+   schedule takes no pieces, so the others wait for it only if it was preempted inside a piece. The calling thread takes
+   pieces too and can do all the work alone. */
 #include "attention.h"
 #include "attention_tiles.h"
 #include "products.h"
@@ -13,8 +13,9 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* Kinds of operations, and what their numbers are. A place is three: register, entries between rows, first entry. */
-enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_KEEP, ATTEND, ADD_LOOKED_UP, ADD, LARGEST };
+/* Kinds of operations. An operation is its kind in number[0], then its arguments, which are listed where the kind is
+   executed. A view takes three numbers: register, entries between rows, first entry. */
+enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD, LARGEST };
 #define OPERATION_NUMBERS 24
 
 typedef struct {
@@ -23,7 +24,7 @@ typedef struct {
 
 typedef struct {
     int64_t rows;                     /* tokens of the step */
-    char *const *registers;           /* where each begins */
+    char *const *registers;           /* address of each register */
     const Cache *cache;
     const int32_t *positions;         /* [rows] */
     const int64_t *pool_slots;        /* [rows] block * block_tokens + offset */
@@ -33,37 +34,37 @@ typedef struct {
     int64_t type;
 } Step;
 
-/* Some query rows of one key head of one sequence, and the keys that they look at. One row of a long sequence is several
-   items, its parts: who finishes the last of them puts them together.
+/* A piece of attention: query rows of one kv head of one sequence. A single row of a long sequence is split by keys
+   into several items, the parts; the thread that finishes the last part merges their results.
 
-   parts      how many there are; 1: the item is all
-   share      the first of the parts in Job.shares, and in Job.num_finished */
+   parts          number of parts; 1: not split
+   first_partial  index of the result of part 0 in Job.partials, and of the counter in Job.num_finished */
 typedef struct {
     int32_t sequence, head, first_row, num_rows, part, parts;
-    int64_t share;
+    int64_t first_partial;
 } Item;
-#define TOKENS_A_PART 512             /* about: whole blocks */
+#define TOKENS_PER_PART 512           /* rounded up to whole blocks */
 
 typedef struct {
     const Step *step;
     const Operation *operations;
     int64_t num_operations;
     Item *items;
-    int64_t num_items, tokens_an_item, blocks_a_part, num_shares;
-    Found *shares;                    /* what parts found */
-    _Atomic int32_t *num_finished;    /* of the parts that begin there; 0 between operations */
+    int64_t num_items, tokens_per_item, blocks_per_part, num_partials;
+    Partial *partials;                /* results of parts */
+    _Atomic int32_t *num_finished;    /* finished parts, at the index first_partial; 0 between operations */
 } Job;
 
 typedef struct {
-    char *row;                        /* of token 0 */
-    int64_t stride;                   /* entries */
-} Place;
+    char *row;                        /* row 0 */
+    int64_t stride;                   /* in entries */
+} View;
 
-INLINE Place place_at(const Step *step, const int64_t *numbers) {
-    return (Place){step->registers[numbers[0]] + numbers[2] * bytes_of((int)step->type), numbers[1]};
+INLINE View view_at(const Step *step, const int64_t *numbers) {
+    return (View){step->registers[numbers[0]] + numbers[2] * bytes_of((int)step->type), numbers[1]};
 }
 
-INLINE char *row_at(Place place, int64_t row, int type) { return place.row + row * place.stride * bytes_of(type); }
+INLINE char *row_at(View view, int64_t row, int type) { return view.row + row * view.stride * bytes_of(type); }
 
 INLINE float as_float(int64_t bits) {
     double value;
@@ -75,18 +76,18 @@ INLINE float as_float(int64_t bits) {
 
 /* ---------------------------------------------------------------- pieces */
 
-#define ENTRIES_A_PIECE 8192
+#define ENTRIES_PER_PIECE 8192
 
-static int64_t rows_a_piece(int64_t width) { return width >= ENTRIES_A_PIECE ? 1 : ENTRIES_A_PIECE / width; }
+static int64_t rows_per_piece(int64_t width) { return width >= ENTRIES_PER_PIECE ? 1 : ENTRIES_PER_PIECE / width; }
 
 static int64_t pieces_of_rows(int64_t rows, int64_t width) {
-    int64_t each = rows_a_piece(width);
+    int64_t each = rows_per_piece(width);
     return (rows + each - 1) / each;
 }
 
-static int64_t panels_a_piece(const Matrix *m, int threads) {
+static int64_t panels_per_piece(const Matrix *m, int threads) {
     int64_t panels = num_panels(m);
-    for (int64_t each = MOST_PANELS_A_PIECE; each > 1; each /= 2)
+    for (int64_t each = MAX_PANELS_PER_PIECE; each > 1; each /= 2)
         if (panels / each >= 8 * threads) return each;
     return panels >= 8 ? 2 : 1;
 }
@@ -96,17 +97,17 @@ typedef struct {
 } Range;
 
 static Range panels_of(const Matrix *m, int64_t piece, int threads) {
-    int64_t each = panels_a_piece(m, threads), end = (piece + 1) * each, panels = num_panels(m);
+    int64_t each = panels_per_piece(m, threads), end = (piece + 1) * each, panels = num_panels(m);
     return (Range){piece * each, end < panels ? end : panels};
 }
 
-/* Entries per row that an operation works on, for those that work on rows one by one. */
+/* Entries per row that a rowwise operation processes. */
 static int64_t width_of(const Operation *o) {
     const int64_t *n = o->number;
     switch (n[0]) {
     case RMS_NORM: case LAYER_NORM: return n[7] * n[8];
     case ACTIVATE: return 2 * n[7];
-    case ROTATE_AND_KEEP: return 4096;
+    case ROTATE_AND_APPEND: return 4096;
     case ADD: return n[10];
     default: return n[7];
     }
@@ -116,7 +117,7 @@ static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
     switch (o->number[0]) {
     case PRODUCT: case LARGEST: {
         const Matrix *m = POINTER(const Matrix *, o->number[7]);
-        int64_t each = panels_a_piece(m, threads);
+        int64_t each = panels_per_piece(m, threads);
         return (num_panels(m) + each - 1) / each;
     }
     case ATTEND: return job->num_items;
@@ -127,9 +128,9 @@ static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
 /* ---------------------------------------------------------------- operations */
 
 static void norm_rows(const Step *s, const int64_t *n, int64_t first, int64_t end, int type) {
-    /* from[1..3], to[4..6], size 7, heads 8, which adjoin, weight 9, bias 10, epsilon 11, offset 12, and
-       13: how far apart the weights of two heads are, 0 where they share them */
-    Place from = place_at(s, n + 1), to = place_at(s, n + 4);
+    /* from[1..3], to[4..6], size 7, heads 8 (adjacent), weight 9, bias 10, epsilon 11, offset 12, entries between the
+       weights of two heads 13 (0: shared) */
+    View from = view_at(s, n + 1), to = view_at(s, n + 4);
     for (int64_t row = first; row < end; row++)
         for (int64_t head = 0; head < n[8]; head++) {
             const char *x = row_at(from, row, type) + head * n[7] * bytes_of(type);
@@ -143,9 +144,9 @@ static void norm_rows(const Step *s, const int64_t *n, int64_t first, int64_t en
         }
 }
 
-static void rotate_and_keep_rows(const Step *s, const int64_t *n, int64_t first, int64_t end, int type) {
-    /* query[1..3], key[4..6], value[7..9], layer 10, cosines 11, sines 12, half 13 (0: nothing is rotated) */
-    Place query = place_at(s, n + 1), key = place_at(s, n + 4), value = place_at(s, n + 7);
+static void rotate_and_append_rows(const Step *s, const int64_t *n, int64_t first, int64_t end, int type) {
+    /* query[1..3], key[4..6], value[7..9], layer 10, cosines 11, sines 12, half 13 (0: no rotation) */
+    View query = view_at(s, n + 1), key = view_at(s, n + 4), value = view_at(s, n + 7);
     const Cache *c = s->cache;
     int64_t size = c->head_size, width = size * bytes_of(type), half = n[13];
     for (int64_t row = first; row < end; row++) {
@@ -172,26 +173,26 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
     /* query[1..3], to[4..6], layer 7, scale 8, softcap 9, window 10, sinks 11, slopes 12, factor 13, sink logits 14 */
     const Step *s = job->step;
     const Cache *c = s->cache;
-    Place query = place_at(s, n + 1), to = place_at(s, n + 4);
+    View query = view_at(s, n + 1), to = view_at(s, n + 4);
     int64_t size = c->head_size, width = size * bytes_of(type), group = c->query_heads / c->kv_heads;
-    int64_t tokens_a_part = job->blocks_a_part * c->block_tokens;
+    int64_t tokens_per_part = job->blocks_per_part * c->block_tokens;
     int query_type = type_of_queries(type);
-    char queries[MOST_QUERY_ROWS * MOST_HEAD_SIZE * 4] __attribute__((aligned(64)));
-    int64_t position[MOST_QUERY_ROWS];
-    float slopes[MOST_QUERY_ROWS];
-    Found here, *found = item->parts > 1 ? job->shares + item->share + item->part : &here;
+    char queries[MAX_QUERY_ROWS * MAX_HEAD_SIZE * 4] __attribute__((aligned(64)));
+    int64_t position[MAX_QUERY_ROWS];
+    float slopes[MAX_QUERY_ROWS];
+    Partial here, *partial = item->parts > 1 ? job->partials + item->first_partial + item->part : &here;
     Scores how = {as_float(n[8]), as_float(n[9]), n[10], n[11], POINTER(const float *, n[12]), as_float(n[13]),
                   POINTER(const float *, n[14])};
-    Look look = {n[7], item->head, s->block_tables + item->sequence * s->table_stride, queries, position, slopes, 0, 0,
+    Task task = {n[7], item->head, s->block_tables + item->sequence * s->table_stride, queries, position, slopes, 0, 0,
                  INT64_MAX,
                  page_of(c, s->block_tables[next->sequence * s->table_stride
-                                            + next->part * job->blocks_a_part], n[7], 0, next->head)};
+                                            + next->part * job->blocks_per_part], n[7], 0, next->head)};
     if (item->parts > 1) {
-        look.first_key = item->part * tokens_a_part;
-        look.end_key = item->part + 1 < item->parts ? look.first_key + tokens_a_part : INT64_MAX;
+        task.first_key = item->part * tokens_per_part;
+        task.end_key = item->part + 1 < item->parts ? task.first_key + tokens_per_part : INT64_MAX;
     }
-    for (int64_t at = 0; at < group; at += MOST_QUERY_ROWS) {        /* more than once for very large groups alone */
-        int64_t heads = group - at < MOST_QUERY_ROWS ? group - at : MOST_QUERY_ROWS, count = 0;
+    for (int64_t at = 0; at < group; at += MAX_QUERY_ROWS) {         /* more than once only for very large groups */
+        int64_t heads = group - at < MAX_QUERY_ROWS ? group - at : MAX_QUERY_ROWS, count = 0;
         for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
             for (int64_t g = 0; g < heads; g++, count++) {
                 int64_t query_head = item->head * group + at + g;
@@ -202,28 +203,28 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
                 position[count] = s->positions[row];
                 if (how.slopes) slopes[count] = how.slopes[query_head];
             }
-        look.rows = (int)count;
+        task.rows = (int)count;
 #if defined(HAS_ATTENTION_TILES)
-        if (takes_tiles(c, look.rows)) attend_in_tiles(c, &how, &look, found);
+        if (fits_tiles(c, task.rows)) attend_in_tiles(c, &how, &task, partial);
         else
 #endif
-        if (type == FLOAT32) attend(c, &how, &look, found, FLOAT32);
-        else attend(c, &how, &look, found, BFLOAT16);
+        if (type == FLOAT32) attend(c, &how, &task, partial, FLOAT32);
+        else attend(c, &how, &task, partial, BFLOAT16);
         if (item->parts > 1) {
-            _Atomic int32_t *finished = job->num_finished + item->share;
+            _Atomic int32_t *finished = job->num_finished + item->first_partial;
             if (atomic_fetch_add_explicit(finished, 1, memory_order_acq_rel) + 1 < item->parts) return;
             atomic_store_explicit(finished, 0, memory_order_relaxed);
-            found = job->shares + item->share;
-            for (int part = 1; part < item->parts; part++) add_found(found, found + part, look.rows, size);
+            partial = job->partials + item->first_partial;
+            for (int part = 1; part < item->parts; part++) merge_partial(partial, partial + part, task.rows, size);
         }
         count = 0;
         for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
             for (int64_t g = 0; g < heads; g++, count++) {
                 char *y = row_at(to, row, type) + (item->head * group + at + g) * width;
-                const float *from = found->sums[count];
-                float total = found->total[count], shrink = 1;
+                const float *from = partial->sums[count];
+                float total = partial->total[count], shrink = 1;
                 if (how.sink_logits) {
-                    float logit = how.sink_logits[item->head * group + at + g], most = found->maximum[count];
+                    float logit = how.sink_logits[item->head * group + at + g], most = partial->maximum[count];
                     float top = logit > most ? logit : most;
                     shrink = exponential(all(most - top))[0];
                     total = total * shrink + exponential(all(logit - top))[0];
@@ -243,22 +244,22 @@ static void run_rows(const Job *job, const int64_t *n, int64_t first, int64_t en
         break;
     case ACTIVATE: {
         /* from[1..3], to[4..6], size 7, kind 8, gated 9 */
-        Place from = place_at(s, n + 1), to = place_at(s, n + 4);
+        View from = view_at(s, n + 1), to = view_at(s, n + 4);
         for (int64_t row = first; row < end; row++)
             activate_row(row_at(from, row, type), row_at(to, row, type), n[7], (int)n[8], (int)n[9], type);
         break;
     }
-    case ROTATE_AND_KEEP:
-        rotate_and_keep_rows(s, n, first, end, type);
+    case ROTATE_AND_APPEND:
+        rotate_and_append_rows(s, n, first, end, type);
         break;
     case ADD_LOOKED_UP: case ADD: {
-        /* from[1..3], to[4..6], then other[7..9] and size 10, or size 7 and a table 8 with a row for each position */
-        Place from = place_at(s, n + 1), to = place_at(s, n + 4);
+        /* from[1..3], to[4..6]; ADD: other[7..9], size 10; ADD_LOOKED_UP: size 7, table 8 with a row per position */
+        View from = view_at(s, n + 1), to = view_at(s, n + 4);
         int64_t size = n[0] == ADD ? n[10] : n[7];
         for (int64_t row = first; row < end; row++) {
             char *y = row_at(to, row, type);
             const char *x = row_at(from, row, type);
-            const char *other = n[0] == ADD ? row_at(place_at(s, n + 7), row, type)
+            const char *other = n[0] == ADD ? row_at(view_at(s, n + 7), row, type)
                                             : POINTER(const char *, n[8]) + s->positions[row] * size * bytes_of(type);
             int64_t i = 0;
             for (; i + LANES <= size; i += LANES) store(y, i, load(x, i, type) + load(other, i, type), type);
@@ -274,9 +275,9 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
     const Step *s = job->step;
     switch (n[0]) {
     case PRODUCT: {
-        /* from[1..3], to[4..6], matrix 7, adds 8, type of the result 9 */
+        /* from[1..3], to[4..6], matrix 7, whether to add 8, type of the result 9 */
         const Matrix *m = POINTER(const Matrix *, n[7]);
-        Place from = place_at(s, n + 1);
+        View from = view_at(s, n + 1);
         int result = (int)n[9];
         Target t = {s->registers[n[4]] + n[6] * bytes_of(result), n[5], result, (int)n[8]};
         Range panels = panels_of(m, piece, threads);
@@ -284,9 +285,9 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
         break;
     }
     case LARGEST: {
-        /* from[1..3], matrix 7, for each piece and row the largest output 8 and its index 9 */
+        /* from[1..3], matrix 7; results for each piece and row: the largest outputs 8, their indices 9 */
         const Matrix *m = POINTER(const Matrix *, n[7]);
-        Place from = place_at(s, n + 1);
+        View from = view_at(s, n + 1);
         Range panels = panels_of(m, piece, threads);
         largest_outputs(m, from.row, from.stride, s->rows, panels.first, panels.end,
                         POINTER(float *, n[8]) + piece * s->rows, POINTER(int64_t *, n[9]) + piece * s->rows);
@@ -297,7 +298,7 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
                     job->items + (piece + threads < job->num_items ? piece + threads : piece), (int)s->type);
         break;
     default: {
-        int64_t each = rows_a_piece(width_of(o)), first = piece * each, end = first + each;
+        int64_t each = rows_per_piece(width_of(o)), first = piece * each, end = first + each;
         if (end > s->rows) end = s->rows;
         if (s->type == FLOAT32) run_rows(job, n, first, end, FLOAT32);
         else run_rows(job, n, first, end, BFLOAT16);
@@ -307,8 +308,8 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
 
 /* ---------------------------------------------------------------- threads */
 
-/* One number says it all: which job, which of its operations, how many of its pieces are taken. So a thread that slept
-   through the end of a job cannot take a piece of another. */
+/* The state is one number: the job, its current operation, and how many of its pieces are taken. So a thread that slept
+   through the end of a job cannot take a piece of the next one. */
 #define PIECE_BITS 24
 #define OPERATION_BITS 20
 #define STATE(JOB, OPERATION, PIECES) \
@@ -318,24 +319,24 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
 #define JOB(STATE) ((uint64_t)((STATE) >> (PIECE_BITS + OPERATION_BITS)))
 
 #define NO_OPERATION ((1ull << OPERATION_BITS) - 1)
-#define MOST_OPERATIONS (1 << 14)
-#define MOST_THREADS 256
-#define LOOKS_BEFORE_SLEEP 1000       /* 15 to 50 us: time for the next call of a step, not for the next step */
-#define LOOKS_BEFORE_YIELD 1000
+#define MAX_OPERATIONS (1 << 14)
+#define MAX_THREADS 256
+#define SPINS_BEFORE_SLEEP 1000       /* 15 to 50 us: long enough for the next call in a step, not for the next step */
+#define SPINS_BEFORE_YIELD 1000
 
 static struct {
-    pthread_mutex_t owner;            /* held by whose job it is; who does not get it works alone */
+    pthread_mutex_t owner;            /* held by the caller that uses the pool; other callers work alone */
     pthread_mutex_t lock;
     pthread_cond_t work;
-    pthread_t helpers[MOST_THREADS];
+    pthread_t helpers[MAX_THREADS];
     int num_helpers, num_asleep;
     _Atomic int is_stopping;
     _Atomic uint64_t state;
     _Atomic int64_t num_done;
     _Atomic int threads;
-    _Atomic int64_t processor_ns;     /* of all that worked on jobs, since the library was loaded */
+    _Atomic int64_t processor_ns;     /* of all threads in jobs, since the library was loaded */
     Job job;
-    _Atomic int64_t num_pieces[MOST_OPERATIONS];
+    _Atomic int64_t num_pieces[MAX_OPERATIONS];
 } pool = {.owner = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
 
 INLINE void pause_a_moment(void) {
@@ -350,7 +351,7 @@ INLINE int64_t num_pieces(int64_t operation) {
     return atomic_load_explicit(&pool.num_pieces[operation], memory_order_relaxed);
 }
 
-/* The first operation from this one on that has pieces. */
+/* Return the first operation from this one on that has pieces. */
 static uint64_t next_operation(int64_t operation) {
     while (operation < pool.job.num_operations && num_pieces(operation) == 0) operation++;
     return operation < pool.job.num_operations ? (uint64_t)operation : NO_OPERATION;
@@ -363,18 +364,18 @@ static int64_t processor_time_ns(void) {
 }
 
 static void take_pieces(uint64_t number, int threads) {
-    int looks = 0;
+    int spins = 0;
     for (;;) {
         uint64_t seen = atomic_load_explicit(&pool.state, memory_order_acquire), operation = OPERATION(seen);
         if (JOB(seen) != number || operation == NO_OPERATION) return;
-        if (PIECES(seen) >= num_pieces((int64_t)operation)) {        /* others finish it */
+        if (PIECES(seen) >= num_pieces((int64_t)operation)) {        /* wait until other threads finish it */
             pause_a_moment();
-            if (++looks > LOOKS_BEFORE_YIELD) sched_yield();
+            if (++spins > SPINS_BEFORE_YIELD) sched_yield();
             continue;
         }
         if (!atomic_compare_exchange_weak_explicit(&pool.state, &seen, seen + 1, memory_order_acq_rel,
                                                    memory_order_acquire)) continue;
-        looks = 0;
+        spins = 0;
         run_piece(&pool.job, pool.job.operations + operation, PIECES(seen), threads);
         int64_t count = num_pieces((int64_t)operation);
         if (atomic_fetch_add_explicit(&pool.num_done, 1, memory_order_acq_rel) + 1 == count) {
@@ -385,44 +386,44 @@ static void take_pieces(uint64_t number, int threads) {
     }
 }
 
-/* Take pieces until the job of this number is over. */
+/* Take pieces until the job with this number ends. */
 static void work_on(uint64_t number, int threads) {
     int64_t start = processor_time_ns();
     take_pieces(number, threads);
     atomic_fetch_add_explicit(&pool.processor_ns, processor_time_ns() - start, memory_order_relaxed);
 }
 
-INLINE int is_for(uint64_t state, uint64_t done, int index) {
+INLINE int has_work(uint64_t state, uint64_t done, int index) {
     return JOB(state) != done && OPERATION(state) != NO_OPERATION
            && index < atomic_load_explicit(&pool.threads, memory_order_relaxed);
 }
 
-static void *help(void *argument) {
-    int index = (int)(intptr_t)argument, looks = 0;
+static void *helper_main(void *argument) {
+    int index = (int)(intptr_t)argument, spins = 0;
     uint64_t done = 0;
     while (!atomic_load_explicit(&pool.is_stopping, memory_order_relaxed)) {
         uint64_t seen = atomic_load_explicit(&pool.state, memory_order_acquire);
-        if (is_for(seen, done, index)) {
+        if (has_work(seen, done, index)) {
             work_on(JOB(seen), atomic_load_explicit(&pool.threads, memory_order_relaxed));
             done = JOB(seen);
-            looks = 0;
-        } else if (++looks < LOOKS_BEFORE_SLEEP) {
+            spins = 0;
+        } else if (++spins < SPINS_BEFORE_SLEEP) {
             pause_a_moment();
         } else {
             pthread_mutex_lock(&pool.lock);
-            if (!is_for(atomic_load(&pool.state), done, index) && !atomic_load(&pool.is_stopping)) {
+            if (!has_work(atomic_load(&pool.state), done, index) && !atomic_load(&pool.is_stopping)) {
                 pool.num_asleep++;
                 pthread_cond_wait(&pool.work, &pool.lock);
                 pool.num_asleep--;
             }
             pthread_mutex_unlock(&pool.lock);
-            looks = 0;
+            spins = 0;
         }
     }
     return 0;
 }
 
-/* In a forked child, where no helper is. */
+/* Reset the pool in a forked child, which has no helpers. */
 static void forget_helpers(void) {
     pthread_mutex_init(&pool.owner, 0);
     pthread_mutex_init(&pool.lock, 0);
@@ -431,13 +432,13 @@ static void forget_helpers(void) {
     atomic_store(&pool.is_stopping, 0);
 }
 
-/* As many helpers as can be had, up to threads - 1. */
+/* Start helpers, up to threads - 1. Fewer if the system refuses more threads. */
 static void start_helpers(int threads) {
     static int is_watching_forks;
     if (!is_watching_forks) is_watching_forks = !pthread_atfork(0, 0, forget_helpers);
-    while (pool.num_helpers < threads - 1 && pool.num_helpers < MOST_THREADS) {
+    while (pool.num_helpers < threads - 1 && pool.num_helpers < MAX_THREADS) {
         void *index = (void *)(intptr_t)(pool.num_helpers + 1);
-        if (pthread_create(pool.helpers + pool.num_helpers, 0, help, index)) break;
+        if (pthread_create(pool.helpers + pool.num_helpers, 0, helper_main, index)) break;
         pool.num_helpers++;
     }
 }
@@ -451,65 +452,65 @@ static void run_alone(const Job *job) {
     atomic_fetch_add_explicit(&pool.processor_ns, processor_time_ns() - start, memory_order_relaxed);
 }
 
-/* ---------------------------------------------------------------- what Python calls */
+/* ---------------------------------------------------------------- called from Python */
 
-/* The items of a step, and how many shares their parts have; items 0: they are counted only. */
+/* Fill `items` with the items of a step and set num_items and num_partials. If `items` is 0, only count. */
 static void list_items(Job *job, Item *items) {
     const Step *s = job->step;
-    int64_t group = s->cache->query_heads / s->cache->kv_heads, count = 0, shares = 0;
-    int64_t tokens_a_part = job->blocks_a_part * s->cache->block_tokens;
+    int64_t group = s->cache->query_heads / s->cache->kv_heads, count = 0, partials = 0;
+    int64_t tokens_per_part = job->blocks_per_part * s->cache->block_tokens;
     for (int64_t sequence = 0; sequence < s->num_sequences; sequence++) {
         int64_t start = s->query_starts[sequence], end = s->query_starts[sequence + 1], parts = 1;
-        if (end - start == 1 && group <= MOST_QUERY_ROWS) parts = s->positions[start] / tokens_a_part + 1;
-        for (int64_t row = end; row > start; row -= job->tokens_an_item) {        /* the longest first */
-            int64_t first = row - job->tokens_an_item > start ? row - job->tokens_an_item : start;
+        if (end - start == 1 && group <= MAX_QUERY_ROWS) parts = s->positions[start] / tokens_per_part + 1;
+        for (int64_t row = end; row > start; row -= job->tokens_per_item) {        /* the longest first */
+            int64_t first = row - job->tokens_per_item > start ? row - job->tokens_per_item : start;
             for (int64_t head = 0; head < s->cache->kv_heads; head++) {
                 for (int64_t part = 0; part < parts; part++, count++)
                     if (items)
                         items[count] = (Item){(int32_t)sequence, (int32_t)head, (int32_t)first, (int32_t)(row - first),
-                                              (int32_t)part, (int32_t)parts, shares};
-                if (parts > 1) shares += parts;
+                                              (int32_t)part, (int32_t)parts, partials};
+                if (parts > 1) partials += parts;
             }
         }
     }
     job->num_items = count;
-    job->num_shares = shares;
+    job->num_partials = partials;
 }
 
-/* Returns whether there is memory for the lists. */
+/* Allocate and fill the lists of a job. Returns 0 if there is not enough memory. */
 static int make_lists(Job *job) {
     const Cache *c = job->step->cache;
     int64_t group = c->query_heads / c->kv_heads;
-    job->tokens_an_item = group >= MOST_QUERY_ROWS ? 1 : MOST_QUERY_ROWS / group;
-    job->blocks_a_part = (TOKENS_A_PART + c->block_tokens - 1) / c->block_tokens;
+    job->tokens_per_item = group >= MAX_QUERY_ROWS ? 1 : MAX_QUERY_ROWS / group;
+    job->blocks_per_part = (TOKENS_PER_PART + c->block_tokens - 1) / c->block_tokens;
     list_items(job, 0);
     job->items = malloc((size_t)job->num_items * sizeof(Item) + 1);
-    job->shares = aligned_alloc(64, (size_t)(job->num_shares + 1) * sizeof(Found));
-    job->num_finished = calloc((size_t)job->num_shares + 1, sizeof *job->num_finished);
-    if (!job->items || !job->shares || !job->num_finished) return 0;
+    job->partials = aligned_alloc(64, (size_t)(job->num_partials + 1) * sizeof(Partial));
+    job->num_finished = calloc((size_t)job->num_partials + 1, sizeof *job->num_finished);
+    if (!job->items || !job->partials || !job->num_finished) return 0;
     list_items(job, job->items);
     return 1;
 }
 
 static void free_lists(Job *job) {
     free(job->items);
-    free(job->shares);
+    free(job->partials);
     free(job->num_finished);
 }
 
-/* Returns 0, or 1 where there is no memory for the list of pieces: then nothing was done. */
+/* Run the operations. Returns 0, or 1 if there is not enough memory; nothing is computed then. */
 int run_step(const Step *step, const Operation *operations, int64_t num_operations, int threads) {
     Job job = {.step = step, .operations = operations, .num_operations = num_operations};
     if (step->cache && !make_lists(&job)) {
         free_lists(&job);
         return 1;
     }
-    if (threads < 2 || num_operations > MOST_OPERATIONS || pthread_mutex_trylock(&pool.owner)) {
+    if (threads < 2 || num_operations > MAX_OPERATIONS || pthread_mutex_trylock(&pool.owner)) {
         run_alone(&job);
     } else {
         uint64_t number = (JOB(atomic_load(&pool.state)) + 1) & JOB(~0ull);
         start_helpers(threads);
-        atomic_store(&pool.state, STATE(number, NO_OPERATION, 0));   /* a thread that looks now finds nothing to take */
+        atomic_store(&pool.state, STATE(number, NO_OPERATION, 0));   /* no pieces to take while the job is set up */
         pool.job = job;
         for (int64_t i = 0; i < num_operations; i++) pool.num_pieces[i] = count_pieces(&job, operations + i, threads);
         atomic_store(&pool.threads, threads);
@@ -525,7 +526,7 @@ int run_step(const Step *step, const Operation *operations, int64_t num_operatio
     return 0;
 }
 
-/* End the helpers, after the job that runs. The next job makes new ones. */
+/* Stop the helpers after the current job. The next job starts new ones. */
 void stop_helpers(void) {
     pthread_mutex_lock(&pool.owner);
     pthread_mutex_lock(&pool.lock);
@@ -538,12 +539,12 @@ void stop_helpers(void) {
     pthread_mutex_unlock(&pool.owner);
 }
 
-/* Processor time of all threads in jobs so far. A thread adds its own when it leaves a job, the last one a moment after
-   the job. */
+/* Return the processor time of all threads in jobs so far. A thread adds its time when it leaves a job, which can be
+   shortly after the job has ended. */
 int64_t processor_nanoseconds(void) { return atomic_load_explicit(&pool.processor_ns, memory_order_relaxed); }
 
-/* The largest output of each row of x, NaN where one is, and the lowest index of those that equal it. Returns 0, or 1
-   where there is no memory. */
+/* Find the largest output of each row of x and its index. Ties: the lowest index. The output is NaN if any is NaN.
+   Returns 0, or 1 if there is not enough memory. */
 int largest_outputs_of(const Matrix *matrix, const void *x, int64_t stride, int64_t rows, int64_t *index_of,
                        float *largest_of, int threads) {
     char *const registers[1] = {(char *)x};
@@ -557,7 +558,7 @@ int largest_outputs_of(const Matrix *matrix, const void *x, int64_t stride, int6
     int64_t *index = malloc((size_t)(pieces * rows) * sizeof(int64_t));
     int has_memory = largest && index;
     if (has_memory) {
-        for (int64_t i = 0; i < pieces * rows; i++) largest[i] = -INFINITY;      /* of pieces that there are not */
+        for (int64_t i = 0; i < pieces * rows; i++) largest[i] = -INFINITY;      /* for pieces that are not run */
         operation.number[8] = (int64_t)(intptr_t)largest;
         operation.number[9] = (int64_t)(intptr_t)index;
         run_step(&step, &operation, 1, threads);

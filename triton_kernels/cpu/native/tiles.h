@@ -1,4 +1,4 @@
-/* The tiles of AMX: eight registers of 16 rows of 64 bytes. */
+/* AMX tiles: eight registers of 16 rows of 64 bytes. */
 #pragma once
 #include "vectors.h"
 
@@ -9,7 +9,7 @@
 #include <unistd.h>
 #define HAS_TILES 1
 
-/* Whether this process may use the tiles: the system wants to be asked once. */
+/* Whether this process may use AMX tiles. Requests the permission from the kernel once. */
 static int may_use_tiles(void) {
     static int answer = -1;
     if (answer < 0) answer = syscall(SYS_arch_prctl, 0x1023, 18) == 0;

@@ -1,5 +1,6 @@
-/* LANES floats at once, by the vector types of GCC and Clang, in the width of one register: sixteen with AVX-512, eight
-   with AVX2, four with SSE or NEON. GCC keeps wider vectors in memory, which takes thirty times as long. */
+/* Vectors of LANES floats, with the vector extensions of GCC and Clang. A vector fills one register: sixteen floats
+   with AVX-512, eight with AVX2, four with SSE or NEON. GCC keeps wider vectors in memory, which takes thirty times as
+   long. */
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -23,13 +24,13 @@ typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
-/* Types of what is computed with: the numbers that Python passes. */
+/* Data types, numbered as in Python. */
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 INLINE int64_t bytes_of(int type) { return type == FLOAT32 ? 4 : 2; }
 
-/* Ask for a line of memory that is read soon. Any address will do: one that cannot be read is not. */
+/* Prefetch a cache line. Invalid addresses are ignored. */
 INLINE void prefetch(const void *line) { __builtin_prefetch(line); }
-/* The same for what is read less soon: it need not be nearest. */
+/* Prefetch a line that is read later, to a farther cache level. */
 INLINE void prefetch_soon(const void *line) { __builtin_prefetch(line, 0, 2); }
 
 INLINE floats all(float value) { return (floats){} + value; }
@@ -52,7 +53,7 @@ INLINE floats widen(halves narrow) {
 #endif
 }
 
-/* To the nearest, ties to even; a NaN stays one. */
+/* Round to bfloat16: nearest, ties to even; NaN stays NaN. */
 INLINE halves narrow(floats wide) {
 #if defined(__AVX512BF16__)
     return (halves)_mm512_cvtneps_pbh((__m512)wide);
@@ -87,7 +88,7 @@ INLINE void store_one(void *row, int64_t index, float value, int type) {
     else ((uint16_t *)row)[index] = narrow(all(value))[0];
 }
 
-/* sums + the products of two bfloat16 with those of LANES pairs. */
+/* Return sums + the dot product of two bfloat16 numbers with each of LANES pairs. */
 #if defined(__AVX512BF16__)
 INLINE floats add_pairs(floats sums, uint32_t two, words pairs) {
     return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)two), (__m512bh)pairs);
@@ -133,10 +134,10 @@ INLINE float largest(floats v) {
 #endif
 }
 
-/* e^x to about 2e-7, 0 below -87, that of 88 above 88; NaN for NaN. */
+/* e^x with a relative error of about 2e-7; 0 for x < -87, e^88 for x > 88, NaN for NaN. */
 #if defined(__AVX512F__)
 INLINE floats exponential(floats x) {
-    __m512 clamped = _mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x);        /* of a NaN it is the second one */
+    __m512 clamped = _mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x);        /* for NaN it returns the second operand */
     __mmask16 is_not_tiny = _mm512_cmp_ps_mask(clamped, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896f)), 8);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
@@ -175,5 +176,5 @@ INLINE floats exponential(floats x) {
 INLINE floats hyperbolic_tangent(floats x) {
     floats clamped = larger(-larger(-x, all(-15.0f)), all(-15.0f));
     floats e = exponential(clamped * 2.0f);
-    return (e - 1.0f) / (e + 1.0f) + (x - x);    /* a NaN stays one */
+    return (e - 1.0f) / (e + 1.0f) + (x - x);    /* NaN stays NaN */
 }
