@@ -1,7 +1,7 @@
 """BLOOM, BLOOMZ: ALiBi as the only positions, a norm after the embedding, LayerNorm, an ungated MLP.
 
-Source   "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model" (arXiv 2211.05100); checkpoints as
-         transformers saves BloomForCausalLM, with or without the `transformer.` prefix.
+Source   "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model" (arXiv 2211.05100); checkpoints of
+         transformers' BloomForCausalLM, with or without the `transformer.` prefix.
 """
 
 from dataclasses import dataclass

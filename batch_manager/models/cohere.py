@@ -1,6 +1,6 @@
 """Command-R (Cohere): parallel attention and MLP, LayerNorm without bias, interleaved rotary pairs, scaled logits.
 
-Source   "Command R" (Cohere, 2024); checkpoints as transformers saves CohereForCausalLM.
+Source   "Command R" (Cohere, 2024); checkpoints of transformers' CohereForCausalLM.
 """
 
 from dataclasses import dataclass

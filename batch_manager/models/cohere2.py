@@ -1,7 +1,7 @@
 """Command-R7B, Command A (Cohere 2): Cohere with sliding windows and rotary positions, except in every fourth layer,
 which has neither.
 
-Source   "Command A" (arXiv 2504.00698); checkpoints as transformers saves Cohere2ForCausalLM.
+Source   "Command A" (arXiv 2504.00698); checkpoints of transformers' Cohere2ForCausalLM.
 """
 
 from dataclasses import dataclass

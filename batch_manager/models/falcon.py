@@ -1,7 +1,7 @@
 """Falcon, Falcon-RW, Falcon 2: rotary positions or ALiBi, parallel or sequential attention and MLP, an ungated MLP, and
 one key head, several, or one for each query head.
 
-Source   "The Falcon Series of Open Language Models" (arXiv 2311.16867); checkpoints as transformers saves
+Source   "The Falcon Series of Open Language Models" (arXiv 2311.16867); checkpoints of transformers'
          FalconForCausalLM, with or without the `transformer.` prefix.
 """
 
@@ -62,7 +62,7 @@ class Falcon:
         hidden_size = config.count(width, maximum=MAX_WIDTH)
         even_share(config, width, hidden_size, num_heads)
         if "head_dim" in config:
-            raise config.fault("head_dim", "absent; heads have hidden_size / num_attention_heads entries")
+            raise config.fault("head_dim", "absent, because heads have hidden_size / num_attention_heads entries")
         if config.flag("apply_residual_connection_post_layernorm", False):
             raise config.fault("apply_residual_connection_post_layernorm", "false or absent")
         is_parallel, has_own_norms = _read_norms(config)

@@ -1,6 +1,6 @@
 """Gemma: Llama with scaled embeddings, norms with weights stored minus one, an explicit head size and tanh GELU.
 
-Source   "Gemma" (arXiv 2403.08295); checkpoints as transformers saves GemmaForCausalLM.
+Source   "Gemma" (arXiv 2403.08295); checkpoints of transformers' GemmaForCausalLM.
 """
 
 from dataclasses import replace

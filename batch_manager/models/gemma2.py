@@ -1,6 +1,6 @@
 """Gemma 2: Gemma with norms before and after attention and MLP, softcaps, and a window in every other layer.
 
-Source   "Gemma 2" (arXiv 2408.00118); checkpoints as transformers saves Gemma2ForCausalLM.
+Source   "Gemma 2" (arXiv 2408.00118); checkpoints of transformers' Gemma2ForCausalLM.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Gemma 3, text model: Gemma 2 with queries and keys normed per head and without attention softcaps. Five of six
 layers have a window and a separate rotary table.
 
-Source   "Gemma 3" (arXiv 2503.19786); checkpoints as transformers saves Gemma3ForCausalLM.
+Source   "Gemma 3" (arXiv 2503.19786); checkpoints of transformers' Gemma3ForCausalLM.
 """
 
 from dataclasses import dataclass

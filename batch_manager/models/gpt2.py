@@ -1,6 +1,6 @@
 """GPT-2: LayerNorm, learned positions, an ungated MLP.
 
-Source   "Language Models are Unsupervised Multitask Learners", 2019; checkpoints as transformers saves GPT2LMHeadModel,
+Source   "Language Models are Unsupervised Multitask Learners", 2019; checkpoints of transformers' GPT2LMHeadModel,
          with or without the `transformer.` prefix.
 """
 

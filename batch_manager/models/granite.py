@@ -1,6 +1,6 @@
 """Granite: Llama with factors for embeddings, residual branches, attention scores and logits.
 
-Source   "Granite 3.0 Language Models" (IBM, 2024); checkpoints as transformers saves GraniteForCausalLM.
+Source   "Granite 3.0 Language Models" (IBM, 2024); checkpoints of transformers' GraniteForCausalLM.
 """
 
 from dataclasses import dataclass

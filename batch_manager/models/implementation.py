@@ -31,7 +31,7 @@ def choose_implementation(config: Fields, architecture: str, wanted: str) -> str
             f"{config.where}: model_implementation is {TRANSFORMERS!r}, but model type {shown(model_type)} does not "
             "run through transformers" + ("" if reason is None else f": {reason}"),
             f"one of the model types {', '.join(sorted(PROVEN))}",
-            f"leave model_implementation out; a native class runs {architecture}")
+            f"leave model_implementation out, so that a native class runs {architecture}")
     raise UnsupportedModelError(
         f"{config.where}: the architecture {shown(architecture)} is not known, and model type {shown(model_type)} "
         "does not run through transformers" + ("" if reason is None else f": {reason}"),

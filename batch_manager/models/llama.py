@@ -1,6 +1,6 @@
 """Llama: RMSNorm, rotary positions, grouped-query attention, a gated MLP.
 
-Source   "Llama 2" (arXiv 2307.09288) and the Llama 3 releases; checkpoints as transformers saves LlamaForCausalLM.
+Source   "Llama 2" (arXiv 2307.09288) and the Llama 3 releases; checkpoints of transformers' LlamaForCausalLM.
 """
 
 import torch

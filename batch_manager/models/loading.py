@@ -173,7 +173,7 @@ def _refuse_composite(config: Fields, architecture: str) -> None:
     raise UnsupportedModelError(
         f"{config.where}: the architecture {shown(architecture)} combines a text model"
         + (f" of type {shown(kind)}" if isinstance(kind, str) else "") + " with another model",
-        f"a text model only: {', '.join(known_architectures())}",
+        f"a text model: {', '.join(known_architectures())}",
         "save the text model as a separate checkpoint, with AutoModelForCausalLM of transformers")
 
 

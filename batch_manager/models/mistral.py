@@ -1,6 +1,6 @@
 """Mistral: Llama with a sliding window.
 
-Source   "Mistral 7B" (arXiv 2310.06825); checkpoints as transformers saves MistralForCausalLM.
+Source   "Mistral 7B" (arXiv 2310.06825); checkpoints of transformers' MistralForCausalLM.
 """
 
 import torch

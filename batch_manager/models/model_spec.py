@@ -391,7 +391,11 @@ def read_uniform_windows(config: Fields, window: int | None) -> tuple[int | None
 
 
 def windows_of(config: Fields, kinds: list[str], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer. kinds: `layer_types`. window: `sliding_window`; None: it is null"""
+    """Return the window of each layer.
+
+    kinds    `layer_types`
+    window   `sliding_window`, or None if it is null
+    """
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.fault("layer_types", "only full_attention and sliding_attention")
     if "sliding_attention" in kinds and window is None:
@@ -497,12 +501,12 @@ def rope_fields_by_kind(config: Fields) -> tuple[Fields, Fields]:
     by_kind = config.fields("rope_parameters", nothing)
     unknown = sorted(name for name in by_kind.values.keys() - {"full_attention", "sliding_attention"})
     if unknown:
-        raise by_kind.fault(unknown[0], "absent; only full_attention and sliding_attention are known here")
+        raise by_kind.fault(unknown[0], "absent, because only full_attention and sliding_attention are known here")
     older = config.fields("rope_scaling", nothing)
     if older.values and by_kind.values:
         raise config.fault("rope_scaling", "null, because the file has rope_parameters")
     if "type" in older and "rope_type" not in older:
-        raise older.fault("type", "absent; this architecture uses the name rope_type")
+        raise older.fault("type", "absent, because this architecture uses the name rope_type")
     full, sliding = by_kind.fields("full_attention", older), by_kind.fields("sliding_attention", nothing)
     for rope in (full, sliding):
         if not rope.flag("truncate", True):            # transformers ignores the field here

@@ -1,6 +1,6 @@
 """OLMo 2: Llama with norms after attention and MLP instead of before, and queries and keys normed over all heads.
 
-Source   "2 OLMo 2 Furious" (arXiv 2501.00656); checkpoints as transformers saves Olmo2ForCausalLM.
+Source   "2 OLMo 2 Furious" (arXiv 2501.00656); checkpoints of transformers' Olmo2ForCausalLM.
 """
 
 import torch

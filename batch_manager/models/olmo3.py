@@ -1,6 +1,6 @@
 """OLMo 3: OLMo 2 in which three of four layers have a window and a separate rotary table.
 
-Source   "OLMo 3" (Ai2, 2025); checkpoints as transformers saves Olmo3ForCausalLM.
+Source   "OLMo 3" (Ai2, 2025); checkpoints of transformers' Olmo3ForCausalLM.
 """
 
 from dataclasses import dataclass

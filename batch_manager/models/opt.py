@@ -1,6 +1,6 @@
 """OPT: learned positions with an offset of two rows, ReLU, norms before or after attention and MLP.
 
-Source   "OPT: Open Pre-trained Transformer Language Models" (arXiv 2205.01068); checkpoints as transformers saves
+Source   "OPT: Open Pre-trained Transformer Language Models" (arXiv 2205.01068); checkpoints of transformers'
          OPTForCausalLM, with or without the `model.` prefix.
 """
 

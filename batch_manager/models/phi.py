@@ -1,6 +1,6 @@
 """Phi-1, Phi-1.5, Phi-2: parallel attention and MLP, an ungated MLP, partial rotary positions, biases.
 
-Source   "Textbooks Are All You Need" (arXiv 2306.11644, 2309.05463); checkpoints as transformers saves PhiForCausalLM.
+Source   "Textbooks Are All You Need" (arXiv 2306.11644, 2309.05463); checkpoints of transformers' PhiForCausalLM.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Phi-3, Phi-3.5, Phi-4: Mistral with fused projections and optional partial rotary positions.
 
-Source   "Phi-3" (arXiv 2404.14219); checkpoints as transformers saves Phi3ForCausalLM.
+Source   "Phi-3" (arXiv 2404.14219); checkpoints of transformers' Phi3ForCausalLM.
 """
 
 import torch

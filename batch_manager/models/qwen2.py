@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama with biases on query, key and value; upper layers can have a window.
 
-Source   "Qwen2" (arXiv 2407.10671); checkpoints as transformers saves Qwen2ForCausalLM.
+Source   "Qwen2" (arXiv 2407.10671); checkpoints of transformers' Qwen2ForCausalLM.
 """
 
 import torch

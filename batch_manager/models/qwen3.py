@@ -1,6 +1,6 @@
 """Qwen3: Llama with queries and keys normed per head; upper layers can have a window.
 
-Source   "Qwen3" (arXiv 2505.09388); checkpoints as transformers saves Qwen3ForCausalLM.
+Source   "Qwen3" (arXiv 2505.09388); checkpoints of transformers' Qwen3ForCausalLM.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """SmolLM 3: Llama in which every fourth layer has no positions; these layers can have a window.
 
-Source   "SmolLM3" (Hugging Face, 2025), "RoPE to NoPE and Back Again" (arXiv 2501.18795); checkpoints as transformers
-         saves SmolLM3ForCausalLM.
+Source   "SmolLM3" (Hugging Face, 2025), "RoPE to NoPE and Back Again" (arXiv 2501.18795); checkpoints of transformers'
+         SmolLM3ForCausalLM.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """StarCoder 2: Mistral with LayerNorm, biases and an ungated MLP.
 
-Source   "StarCoder 2" (arXiv 2402.19173); checkpoints as transformers saves Starcoder2ForCausalLM.
+Source   "StarCoder 2" (arXiv 2402.19173); checkpoints of transformers' Starcoder2ForCausalLM.
 """
 
 import torch

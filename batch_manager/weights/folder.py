@@ -23,7 +23,7 @@ class CheckpointFile:
     """A regular file of a checkpoint.
 
     path        path in the folder; errors name it
-    real_path   the same with links resolved; it is the one opened, so changing a link later has no effect
+    real_path   the path with links resolved. The file is opened by this path, so changing a link later has no effect
     """
 
     path: Path
@@ -34,7 +34,7 @@ class CheckpointFile:
 
 
 def existing_path(path: str | os.PathLike) -> Path:
-    """Resolve `path`, which must exist; if it is a file, its own name is kept, even if it is a link.
+    """Resolve `path`, which must exist. The last part of a file's path is kept, even if it is a link.
 
     Raises ModelLoadError.
     """
@@ -116,9 +116,9 @@ class CheckpointFolder:
 
     @property
     def _blobs(self) -> Path | None:
-        """The folder with the files of a Hugging Face cache's snapshot; None if this folder is no such snapshot.
+        """`blobs` of the repository, if this folder is a snapshot in a Hugging Face cache; otherwise None.
 
-        Links cannot deceive the comparison with it: both `path` and the target of a link are resolved.
+        It can be compared with a link's target, because both are resolved.
         """
         snapshots, repository = self.path.parent, self.path.parent.parent
         is_cached = snapshots.name == "snapshots" and repository.name.startswith("models--")

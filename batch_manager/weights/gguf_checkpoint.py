@@ -20,7 +20,7 @@ MAX_SHARDS = 1000
 
 
 class GgufCheckpoint:
-    """A .gguf file. If the model is in shards, it is the first, and the others are in the same folder."""
+    """A .gguf file, or the first shard of a model in shards. The other shards are in the same folder."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         first = gguf_file(path)

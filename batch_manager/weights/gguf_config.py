@@ -158,7 +158,7 @@ def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
         "max_position_embeddings": metadata.need("context_length"),
         "vocab_size": _vocab_size(metadata), family.norm: metadata.need(epsilon),
         "tie_word_embeddings": not metadata.has_tensor("output.weight"), "torch_dtype": _dtype(metadata),
-        "pad_token_id": None,                  # without it, transformers uses the family's, even outside the vocabulary
+        "pad_token_id": None,                  # the family's default in transformers can be outside the vocabulary
     }
     keys = {"num_hidden_layers": "block_count", "hidden_size": "embedding_length",
             "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
@@ -341,7 +341,7 @@ def _with_attention_bias(metadata: Metadata, heads: Heads, values: dict[str, Any
 def _granite(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
     # In this architecture, unlike in others, the key switches rotary positions on and off.
     if metadata.get("rope.scaling.finetuned", True) is not True:
-        raise metadata.fault("rope.scaling.finetuned", "true; a Granite without positions is not supported")
+        raise metadata.fault("rope.scaling.finetuned", "true, because a Granite without positions is not supported")
     return {**_llama(metadata, heads, values), "logits_scaling": metadata.need("logit_scale"),
             "embedding_multiplier": metadata.get("embedding_scale", 1.0),
             "residual_multiplier": metadata.get("residual_scale", 1.0),

@@ -20,8 +20,8 @@ from .json_file import MAX_COUNT, shown
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 64 * 2**20        # a vocabulary of a million tokens takes 40 MiB
-MAX_TEXT_BYTES = 8 * 2**20           # of all strings outside arrays together: names, licence, chat templates
-MAX_ENTRIES = 65_536                 # of the metadata; also of the tensors
+MAX_TEXT_BYTES = 8 * 2**20           # total of all strings outside arrays: names, licence, chat templates
+MAX_ENTRIES = 65_536                 # limit for metadata entries, and for tensors
 MAX_KEY_BYTES, MAX_NAME_BYTES = 1024, 64
 MAX_TEXTS = 2**21                    # strings in one array: a vocabulary, or its merges
 MAX_RANK = 4

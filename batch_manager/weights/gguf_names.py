@@ -109,7 +109,7 @@ class Names:
     rows        (name in a block, heads) -> row order of the tensor; None: unchanged
     offset      number to add to the weights of norms
     transposed  names of matrices in a block that the converter transposes
-    by_head     names of matrices in a block whose rows are separate tensors, one for each head, in Hugging Face's
+    by_head     names of matrices in a block that Hugging Face splits by row, into one tensor for each head
     two_norms   changes to `layer` for blocks with two parallel norms
     ignored     tensors that only the configuration needs
     """
@@ -181,7 +181,7 @@ def locate(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
         else:
             raise ModelLoadError(f"{file} contains tensor {shown(tensor)}",
                                  f"only tensors that llama.cpp's converter writes for {architecture}",
-                                 "this variant of the architecture is not supported; use another model")
+                                 "use another model, because this variant of the architecture is not supported")
         if name in names.by_head:
             found.update({f"{prefix}.{counterpart}.{row}.{kind}": Location(tensor, range(row, row + 1), is_one_row=True)
                           for row in range(tensors[tensor].shape[0])})

@@ -201,7 +201,7 @@ def _decoder(kind: str, file: CheckpointFile) -> Decoder:
         from gguf.quants import dequantize
     except ImportError as error:
         raise ModelLoadError(f"{file} has tensors of type {kind}, and the gguf library cannot be imported ({error})",
-                             "the library, which decodes quantised tensors",
+                             "an installed gguf library, which decodes quantised tensors",
                              'pip install "batch-manager[gguf]"') from error
     known: Any = GGMLQuantizationType.__members__.get(kind)
     try:
@@ -213,7 +213,7 @@ def _decoder(kind: str, file: CheckpointFile) -> Decoder:
                              "quantise the model in another way, for example as Q4_K_M or Q8_0") from None
 
     def decoded(data: bytearray, rows: int) -> torch.Tensor:
-        with np.errstate(all="ignore"):         # scales can be NaN or infinite, which is no fault of the file's format
+        with np.errstate(all="ignore"):         # without warnings: scales can be NaN or infinite
             # As one row: blocks do not depend on their row, and the library takes time for each row.
             return torch.from_numpy(dequantize(np.frombuffer(data, np.uint8).reshape(1, -1), known)).view(rows, -1)
 

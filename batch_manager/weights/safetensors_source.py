@@ -117,7 +117,7 @@ class SafetensorsWeights:
             self._open_shards(self.folder.file(INDEX_FILE))
         else:
             raise ModelLoadError(f"{self.folder.path} has neither {SINGLE_FILE} nor {INDEX_FILE}",
-                                 "weights in safetensors files; pickled checkpoints (*.bin, *.pt) are never read",
+                                 "safetensors files, because pickled checkpoints (*.bin, *.pt) are never read",
                                  "save the model as safetensors, or pass load_format='dummy' for random weights")
 
     def _open_shards(self, index: CheckpointFile) -> None:
@@ -164,7 +164,7 @@ class SafetensorsWeights:
                                  "check that config.json and the model class fit these weights")
         if stored.dtype not in ELEMENT_BYTES:
             raise ModelLoadError(f"{path}: {name!r} has type {shown(stored.dtype)}", "F32, F16 or BF16",
-                                 "quantised safetensors are not supported; use a GGUF file or unquantised weights")
+                                 "use unquantised weights, or a GGUF file")
 
     def _read(self, name: str) -> torch.Tensor:
         """Read a tensor from its file. The library opened the file after the header was checked: the file may have been

@@ -251,7 +251,7 @@ def try_type(model_type: str) -> dict:
         config = small_config(config_class)
         result["layers"] = getattr(config, "num_hidden_layers", None)
         PROVEN[model_type] = ()
-        model.refuse_untried_kinds = lambda *given: None            # they are about to be tried
+        model.refuse_untested_kinds = lambda *given: None            # they are about to be tried
         kinds = kinds_of(config)
         error, scale = compared(model_class, copy.deepcopy(config))
     except RoundsMoreError as fault:

@@ -182,7 +182,7 @@ def test_a_family_of_this_package_that_transformers_cannot_run_is_named_with_its
     with pytest.raises(UnsupportedModelError) as refusal:
         load_model(folder, device="cpu", model_implementation="transformers")
     assert "not known" not in str(refusal.value) and "'bloom' does not run through transformers" in str(refusal.value)
-    assert "leave model_implementation out; a native class runs BloomForCausalLM" in str(refusal.value)
+    assert "leave model_implementation out, so that a native class runs BloomForCausalLM" in str(refusal.value)
 
 
 def test_embeddings_of_another_width_than_hidden_states_are_named(reference):

@@ -93,14 +93,14 @@ def kinds_of(configuration: Any) -> set[str]:
     return kinds
 
 
-def refuse_untried_kinds(configuration: Any, where: str) -> None:
+def refuse_untested_kinds(configuration: Any, where: str) -> None:
     """Raise UnsupportedModelError for a kind of layer that was never tested with the model type."""
     tested = PROVEN.get(configuration.model_type, ())
-    untried = sorted(kinds_of(configuration) - set(tested))
-    if untried:
-        raise UnsupportedModelError(f"{where}: {shown(untried[0])} was not tested with model type "
+    untested = sorted(kinds_of(configuration) - set(tested))
+    if untested:
+        raise UnsupportedModelError(f"{where}: {shown(untested[0])} was not tested with model type "
                                     f"{configuration.model_type!r}",
-                                    f"one of {', '.join(tested)}" if tested else "no kinds of layers",
+                                    f"one of {', '.join(tested)}" if tested else "a configuration without such fields",
                                     "use a model without such layers")
 
 

@@ -51,7 +51,7 @@ class _Discovery:
                                "queries and keys of equal width, values no wider, and as many key as value heads")
         if sizes[0] % sizes[1]:
             raise _unsupported(f"{name} has {sizes[0]} query heads and {sizes[1]} key heads",
-                               "query heads in a multiple of the key heads")
+                               "a multiple of the number of key heads")
         if name in (layer.module for layer in self.layers):
             raise _unsupported(f"{name} attends twice in one forward pass", "one attention call per layer")
         self.layers.append(DiscoveredLayer(name, sizes, score_arguments(keywords),

@@ -13,7 +13,7 @@ from ...weights.json_file import Fields, shown
 from ...weights.source import Weights
 from ..model_spec import ModelSpec, read_dtype
 from .attention_function import DISCOVERING, RUNNING, RunningStep, in_step, register
-from .configuration import make_configuration, most_positions, refuse_untried_kinds
+from .configuration import make_configuration, most_positions, refuse_untested_kinds
 from .discovery import DiscoveredLayer, discover
 from .installed import first_words, transformers
 from .load_check import refuse_different_logits
@@ -59,7 +59,7 @@ class TransformersModel:
     def read_spec(config: Fields, architecture: str) -> TransformersSpec:
         register(transformers())
         configuration = make_configuration(config, config.text("model_type"))
-        refuse_untried_kinds(configuration, config.where)
+        refuse_untested_kinds(configuration, config.where)
         positions = most_positions(configuration, config.where)
         # Eager experts run one by one, so on "meta" none runs. Other implementations multiply all experts, which fails.
         model = make_skeleton(configuration, architecture, config.where, DISCOVERING, experts="eager")
