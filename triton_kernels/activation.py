@@ -8,7 +8,7 @@
 Shapes      hidden, out              [T, I]   contiguous rows, any row stride
 Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
 Mutates     out, which can be `hidden`; None: allocated.
-Raises      ValueError for another kind.
+Raises      ValueError for an unknown kind.
 Oracle      triton_kernels/reference/activation.py
 Source      Hendrycks and Gimpel 2016 (gelu); written for this project.
 """

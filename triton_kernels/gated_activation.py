@@ -6,7 +6,7 @@ Shapes      gate_up                  [T, 2 I]   gate first, then up; contiguous 
             out                      [T, I]   None: allocated
 Units       deterministic: make the bits of a row depend on that row alone; the kernel always does
 Mutates     out.
-Raises      ValueError for another kind.
+Raises      ValueError for an unknown kind.
 Oracle      triton_kernels/reference/gated_activation.py
 Source      Shazeer 2020; written for this project.
 """

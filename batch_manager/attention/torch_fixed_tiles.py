@@ -8,8 +8,8 @@
 A tile that a row does not see adds zeros, which leaves the bits unchanged, so rows of different lengths can share
 products. Generation rows and rows of a prompt go through the same four steps. Everything is computed in float32.
 
-The products are batched torch products. Only numbers of query rows ("height") and of products per call that measurably
-give the same bits on this machine are used: see `fixed_pieces`.
+The products are batched torch products. Their number of query rows ("height") and the number of products per call are
+limited to values that measurably give the same bits on this machine: see `fixed_pieces`.
 """
 
 from dataclasses import dataclass

@@ -173,8 +173,8 @@ class Recording:
     def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
         if not isinstance(matrix, PackedMatrix):
             raise NotRecordableError("one of its matrices is not packed for the compiled step")
-        # A product reads whole vectors, past the last column of a row if its width is not a multiple. What follows must
-        # be finite: the zero padding or other columns of a register. The input has no padding.
+        # A product reads whole vectors. If the width is not a multiple of a vector, it reads past the last column,
+        # where numbers must be finite: zero padding or other columns of a register. The input has no padding.
         if (rows.register == 0 or rows.column % INPUTS_ALIGNED) and rows.width % INPUTS_ALIGNED:
             raise NotRecordableError(f"it multiplies {rows.width} columns that are not aligned or not padded")
         result = self.register(outputs) if adds_to is None else adds_to

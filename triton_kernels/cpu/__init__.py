@@ -1,7 +1,7 @@
 """CPU versions of operations that are faster than the oracle: same file name and signature, torch and numpy only.
 
 Owns     how a CPU computes an operation; `dispatch.kernel` returns these functions. Without a file here the oracle runs
-Not      what an operation computes: see the kernel's docstring. A file here explains only its algorithm
+Not      the definition of an operation: see the kernel's docstring. A file here explains only its algorithm
 Yours    a new CPU version is one file `<name>.py` with the kernel's signature; the kernel's test compares it with the
          oracle
 

@@ -2,8 +2,8 @@
 
 Same contract as triton_kernels/deterministic_linear.py; the weight can also be packed for oneDNN.
 
-Torch multiplies the rows in pieces. Only piece sizes are used that measurably give the same bits, for this shape of the
-weight, machine and number of threads. They are measured at the first call and cached for the process.
+Torch multiplies the rows in pieces. Their sizes are limited to those that measurably give the same bits for the shape
+of the weight, on this machine, with this number of threads. The first call measures and caches them for the process.
 """
 
 import torch
